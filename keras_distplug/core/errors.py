@@ -1,0 +1,67 @@
+"""Every error that keras_distplug raises on purpose.
+
+    DistplugError
+    ├── ConfigurationError (a ValueError)   argument or environment; always before training
+    │   ├── ClusterError                    the environment describes no valid cluster
+    │   ├── VersionError                    a package is outside the tested range
+    │   ├── ModelError                      the model cannot be placed under the strategy
+    │   └── DataError                       the data cannot be read or split as asked
+    ├── CheckpointError
+    │   ├── CorruptCheckpointError          bytes on disk are not those that were committed
+    │   ├── OtherRunError                   the directory holds the run of another model
+    │   └── SaveError                       a checkpoint could not be committed
+    ├── AgreementError                      a worker did not answer in time
+    └── SupervisorError                     the workers could not be brought to their end
+
+Each message says what was received, what was expected and what to do next.
+"""
+
+from __future__ import annotations
+
+
+class DistplugError(Exception):
+    """Base of all errors of keras_distplug."""
+
+
+class ConfigurationError(DistplugError, ValueError):
+    """An argument or the environment is not usable. Raised before any training."""
+
+
+class ClusterError(ConfigurationError):
+    """`TF_CONFIG` or the scheduler's variables describe no valid cluster."""
+
+
+class VersionError(ConfigurationError):
+    """An installed package is missing or outside the range this release was tested with."""
+
+
+class ModelError(ConfigurationError):
+    """The model cannot be placed under the chosen strategy."""
+
+
+class DataError(ConfigurationError):
+    """The data cannot be read or split as asked."""
+
+
+class CheckpointError(DistplugError):
+    """Base of the errors about checkpoints."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """The bytes that were read are not the bytes that were committed."""
+
+
+class OtherRunError(CheckpointError):
+    """The directory holds the run of another model."""
+
+
+class SaveError(CheckpointError):
+    """A checkpoint could not be committed. What was committed before is untouched."""
+
+
+class AgreementError(DistplugError):
+    """A worker did not answer in time."""
+
+
+class SupervisorError(DistplugError):
+    """The group of workers could not be brought to its end."""

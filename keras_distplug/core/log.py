@@ -1,0 +1,21 @@
+"""The one voice of the package: short lines that a person reads."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+_NAME = "keras_distplug"
+
+
+def announce(message: str) -> None:
+    """Says `message` on standard output, or wherever the user sent the logger `keras_distplug`."""
+    logger = logging.getLogger(_NAME)
+    if not logger.handlers and logger.level == logging.NOTSET:
+        # TensorFlow's absl puts a handler on the root logger that shows warnings only.
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+    logger.info(message)

@@ -1,0 +1,30 @@
+"""The seams between the rooms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+
+class Agreement(Protocol):
+    """How the workers of one run come to one mind. Never a collective: safe at any moment."""
+
+    def from_chief(self, topic: str, value: str | None) -> str:
+        """The chief gives `value`; everyone returns it. Other workers give None and wait."""
+        ...
+
+    def barrier(self, topic: str) -> None:
+        """Returns on all workers once all workers have called it."""
+        ...
+
+
+class Resumable(Protocol):
+    """An input pipeline that knows its place and can return to it."""
+
+    def position(self) -> Mapping[str, Any]:
+        """Where the next epoch would begin; JSON-able."""
+        ...
+
+    def seek(self, position: Mapping[str, Any]) -> None:
+        """Makes the next epoch begin where `position()` was taken."""
+        ...

@@ -1,0 +1,105 @@
+"""What a supervisor and the workers it started tell each other.
+
+A few environment variables one way, one small file per worker the other way.
+
+Standard library only: the supervisor and every worker import this before TensorFlow.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+JOB = "KERAS_DISTPLUG_JOB"
+ATTEMPT = "KERAS_DISTPLUG_ATTEMPT"
+STATUS_DIR = "KERAS_DISTPLUG_STATUS_DIR"
+DEVICES_PER_WORKER = "KERAS_DISTPLUG_DEVICES_PER_WORKER"
+
+
+class Phase(enum.StrEnum):
+    """How far a worker has come. A worker reports each phase as it reaches it."""
+
+    JOINED = "joined"  # the cluster is formed
+    FITTING = "fitting"  # `fit` has begun, no batch is done yet
+    TRAINING = "training"  # the first batch of this attempt is done
+    COMPLETED = "completed"  # the last `fit` reached its end and recorded it
+
+
+@dataclass(frozen=True)
+class Status:
+    """One worker's report.
+
+    Args:
+        phase: How far it has come.
+        pid: The process that reports.
+        since: For each phase reached, `time.time()` of that moment.
+    """
+
+    phase: Phase
+    pid: int
+    since: Mapping[Phase, float]
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """The contract between a supervisor and one worker.
+
+    Args:
+        job: The same for all attempts of one `keras-distplug run`.
+        attempt: 0 for the first start, one more for each restart.
+        status_dir: Where workers report. A new folder for each attempt.
+        devices_per_worker: Devices each worker uses; None leaves that to TensorFlow.
+    """
+
+    job: str
+    attempt: int
+    status_dir: Path
+    devices_per_worker: int | None = None
+
+    def to_env(self) -> dict[str, str]:
+        env = {JOB: self.job, ATTEMPT: str(self.attempt), STATUS_DIR: str(self.status_dir)}
+        if self.devices_per_worker is not None:
+            env[DEVICES_PER_WORKER] = str(self.devices_per_worker)
+        return env
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> Supervised | None:
+        """The contract this process was started under, or None if nobody supervises it."""
+        if JOB not in environ:
+            return None
+        devices = environ.get(DEVICES_PER_WORKER)
+        return cls(
+            job=environ[JOB],
+            attempt=int(environ[ATTEMPT]),
+            status_dir=Path(environ[STATUS_DIR]),
+            devices_per_worker=int(devices) if devices else None,
+        )
+
+    def report(self, worker: str, phase: Phase) -> None:
+        """Records that `worker` (`"worker-1"`) has reached `phase`."""
+        before = self.read(worker)
+        since = {**(before.since if before else {}), phase: time.time()}
+        path = self._path(worker)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps({"phase": phase, "pid": os.getpid(), "since": since}))
+        os.replace(temporary, path)
+
+    def read(self, worker: str) -> Status | None:
+        """The last report of `worker`, or None if it has not reported yet."""
+        try:
+            found = json.loads(self._path(worker).read_text())
+        except FileNotFoundError:
+            return None
+        return Status(
+            phase=Phase(found["phase"]),
+            pid=found["pid"],
+            since={Phase(name): at for name, at in found["since"].items()},
+        )
+
+    def _path(self, worker: str) -> Path:
+        return self.status_dir / f"{worker}.json"
