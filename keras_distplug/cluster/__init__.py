@@ -1,0 +1,1 @@
+"""Who we are in the cluster, and how we agree with the others."""

@@ -1,0 +1,101 @@
+"""How the workers of one run come to one mind."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Protocol
+
+from keras_distplug.cluster.roles import Role, single_process
+from keras_distplug.compat import trainer as compat_trainer
+from keras_distplug.compat.context import ServiceKeyValues
+from keras_distplug.core.errors import AgreementError
+from keras_distplug.core.protocols import Agreement
+
+
+def role_under(strategy: Any) -> Role:
+    """This process's part under `strategy`, a `tf.distribute.Strategy`."""
+    if not compat_trainer.is_multi_worker(strategy):
+        return single_process()
+    resolver = strategy.cluster_resolver
+    cluster = {job: tuple(tasks) for job, tasks in resolver.cluster_spec().as_dict().items()}
+    return Role(resolver.task_type, resolver.task_id, cluster, source="the strategy")
+
+
+def among(role: Role) -> Agreement:
+    """How the workers of `role`'s cluster agree."""
+    return Alone() if role.world_size == 1 else ThroughKeyValues(role, ServiceKeyValues())
+
+
+class KeyValues(Protocol):
+    """A small store that all workers see."""
+
+    def put(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str, timeout_s: float) -> str:
+        """Waits for `key`. Raises TimeoutError."""
+        ...
+
+    def barrier(self, key: str, timeout_s: float) -> None:
+        """Waits until every worker has called with this `key`. Raises TimeoutError."""
+        ...
+
+
+class Alone:
+    """Agreement of one process with itself."""
+
+    def from_chief(self, topic: str, value: str | None) -> str:
+        if value is None:
+            raise AgreementError(f"Agreement on {topic!r}: the only worker gave no value.")
+        return value
+
+    def barrier(self, topic: str) -> None:
+        return
+
+
+class ThroughKeyValues:
+    """Agreement of several workers through a key-value store.
+
+    All workers must ask for the same topics in the same order.
+
+    Args:
+        role: This worker's place.
+        store: The store that all workers see.
+        timeout_s: How long a worker waits for another one.
+    """
+
+    def __init__(self, role: Role, store: KeyValues, timeout_s: float = 600.0) -> None:
+        self._role = role
+        self._store = store
+        self._timeout_s = timeout_s
+
+    def from_chief(self, topic: str, value: str | None) -> str:
+        key = self._next_key(topic)
+        if self._role.is_chief:
+            if value is None:
+                raise AgreementError(f"Agreement on {topic!r}: the chief gave no value.")
+            self._store.put(key, value)
+            return value
+        try:
+            return self._store.get(key, self._timeout_s)
+        except TimeoutError as error:
+            raise AgreementError(
+                f"{self._role.name} waited {self._timeout_s:.0f} s for the chief's word on "
+                f"{topic!r}. Look at the chief's output for what keeps it. Cause: {error}"
+            ) from error
+
+    def barrier(self, topic: str) -> None:
+        try:
+            self._store.barrier(self._next_key(topic), self._timeout_s)
+        except TimeoutError as error:
+            raise AgreementError(
+                f"{self._role.name} waited {self._timeout_s:.0f} s for all workers at {topic!r}. "
+                f"Look at the other workers' output. Cause: {error}"
+            ) from error
+
+    def _next_key(self, topic: str) -> str:
+        # The store refuses a key twice, and a barrier met once stays open. Several objects share
+        # one store, so the count belongs to the process.
+        return f"keras_distplug/{next(_questions)}/{topic}"
+
+
+_questions = itertools.count(1)
