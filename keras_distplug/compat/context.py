@@ -1,0 +1,114 @@
+"""TensorFlow's eager context: may a cluster still be formed, starting afresh, the key-value store.
+
+TensorFlow 2.18 to 2.21. "Collective ops must be configured at program startup"
+(tensorflow/tensorflow#35297): MultiWorkerMirroredStrategy cannot be made once any tensor exists.
+`_reset_context` drops the context so that it can; whatever lived in the old one is dead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import tensorflow as tf
+from tensorflow.python.distribute import collective_all_reduce_strategy
+from tensorflow.python.eager import context
+
+
+def is_initialized() -> bool:
+    """True once a tensor, variable or dataset exists, which is too late to form a cluster."""
+    return context.context()._context_handle is not None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user told TensorFlow before it started."""
+
+    seed: int | None
+    inter_op_threads: int
+    intra_op_threads: int
+    soft_placement: bool
+    visible_devices: Sequence[Any]
+    logical_devices: Sequence[tuple[Any, Any]]
+    growing_gpus: Sequence[Any]
+
+
+def settings() -> Settings:
+    physical = tf.config.list_physical_devices()
+    return Settings(
+        seed=context.global_seed(),
+        inter_op_threads=tf.config.threading.get_inter_op_parallelism_threads(),
+        intra_op_threads=tf.config.threading.get_intra_op_parallelism_threads(),
+        soft_placement=tf.config.get_soft_device_placement(),
+        visible_devices=tf.config.get_visible_devices(),
+        logical_devices=[
+            (device, configuration)
+            for device in physical
+            if (configuration := tf.config.get_logical_device_configuration(device))
+        ],
+        growing_gpus=[
+            device
+            for device in tf.config.list_physical_devices("GPU")
+            if tf.config.experimental.get_memory_growth(device)
+        ],
+    )
+
+
+def reset() -> None:
+    """Starts TensorFlow afresh with the user's settings. Tensors, variables and datasets made
+    before are dead: touching one may crash the process."""
+    kept = settings()
+    context._reset_context()
+    tf.config.threading.set_inter_op_parallelism_threads(kept.inter_op_threads)
+    tf.config.threading.set_intra_op_parallelism_threads(kept.intra_op_threads)
+    tf.config.set_soft_device_placement(kept.soft_placement)
+    tf.config.set_visible_devices(kept.visible_devices)
+    for device, configuration in kept.logical_devices:
+        tf.config.set_logical_device_configuration(device, configuration)
+    for device in kept.growing_gpus:
+        tf.config.experimental.set_memory_growth(device, True)
+    if kept.seed is not None:
+        tf.random.set_seed(kept.seed)
+
+
+class ServiceKeyValues:
+    """The coordination service's key-value store. Never a collective: safe at any moment."""
+
+    def put(self, key: str, value: str) -> None:
+        context.context().set_config_key_value(key, value)
+
+    def get(self, key: str, timeout_s: float) -> str:
+        try:
+            value = context.context().get_config_key_value(key, int(timeout_s * 1000))
+        except tf.errors.OpError as error:
+            raise TimeoutError(f"{key}: {error.message}") from error
+        return str(value)
+
+    def barrier(self, key: str, timeout_s: float) -> None:
+        try:
+            context.context().wait_at_barrier(key, int(timeout_s * 1000))
+        except tf.errors.OpError as error:
+            raise TimeoutError(f"{key}: {error.message}") from error
+
+
+@contextmanager
+def cpu_devices_per_worker(count: int) -> Iterator[None]:
+    """Makes MultiWorkerMirroredStrategy use `count` logical CPU devices on each worker.
+
+    TensorFlow takes one CPU device a worker, whatever the logical configuration; several are of use
+    for trying out several replicas a worker without GPUs.
+    """
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(
+        cpu, [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
+    )
+
+    def local_devices(self: Any, cluster_resolver: Any, worker_device: str) -> Any:
+        return tuple(f"{worker_device}/device:CPU:{i}" for i in range(count)), "CPU"
+
+    extended = collective_all_reduce_strategy.CollectiveAllReduceExtended
+    with mock.patch.object(extended, "_initialize_local_devices", local_devices):
+        yield

@@ -1,0 +1,86 @@
+"""Input pipelines: Keras' adapters, a dataset's batch size, a dataset's way into a fresh context.
+
+Keras 3.10 to 3.15 take a `DataAdapter` instance as `x` as it is, and a
+`tf.distribute.DistributedDataset` from it as it is; neither class is exported.
+TensorFlow 2.18 to 2.21: `DatasetToGraphV2`/`DatasetFromGraph` are public ops, the dataset that
+wraps their result is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+from keras.src.trainers import data_adapters
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter as DataAdapter
+from tensorflow.core.framework import graph_pb2
+from tensorflow.python.data.ops import dataset_ops
+
+# The Python function behind such an op lives in this process's registry, not in the graph.
+_PYTHON_OPS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
+
+
+def adapter_for(x: Any, **kwargs: Any) -> DataAdapter:
+    """Keras' own adapter for `x`."""
+    return data_adapters.get_data_adapter(x, **kwargs)
+
+
+def class_weighted(dataset: tf.data.Dataset, class_weight: dict[int, float]) -> tf.data.Dataset:
+    """Adds Keras' sample weights for `class_weight` to the batches of `dataset`."""
+    adapter = data_adapters.get_data_adapter(dataset, class_weight=class_weight)
+    return adapter.get_tf_dataset()
+
+
+def batch_size(dataset: tf.data.Dataset) -> int | None:
+    """Samples in a full batch of `dataset`, or None if that cannot be seen."""
+    computed = int(tf.raw_ops.ComputeBatchSize(input_dataset=dataset._variant_tensor).numpy())
+    if computed > 0:
+        return computed
+    for each in _chain(dataset):
+        if type(each).__name__ == "_UnbatchDataset":
+            return None
+        if (size := getattr(each, "_batch_size", None)) is not None:
+            return int(size)
+    return None
+
+
+def _chain(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    while True:
+        yield dataset
+        inputs = dataset._inputs()
+        if len(inputs) != 1:
+            return
+        dataset = inputs[0]
+
+
+@dataclass(frozen=True)
+class DatasetGraph:
+    """A dataset as bytes. Tensors in it are embedded: at most 2 GB."""
+
+    graph: bytes
+    element_spec: Any
+    options: Any
+
+
+def to_graph(dataset: tf.data.Dataset) -> DatasetGraph:
+    graph = tf.raw_ops.DatasetToGraphV2(
+        input_dataset=dataset._variant_tensor,
+        external_state_policy=0,
+        strip_device_assignment=True,
+    )
+    return DatasetGraph(graph.numpy(), dataset.element_spec, dataset.options())
+
+
+def from_graph(saved: DatasetGraph) -> tf.data.Dataset:
+    variant = tf.raw_ops.DatasetFromGraph(graph_def=saved.graph)
+    return dataset_ops._VariantDataset(variant, saved.element_spec).with_options(saved.options)
+
+
+def python_ops(saved: DatasetGraph) -> set[str]:
+    """Names of the ops in `saved` that call back into Python."""
+    graph = graph_pb2.GraphDef.FromString(saved.graph)
+    used = {node.op for node in graph.node}
+    used |= {node.op for function in graph.library.function for node in function.node_def}
+    return used & _PYTHON_OPS

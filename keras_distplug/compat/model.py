@@ -1,0 +1,101 @@
+"""Private corners of a Keras model, its optimizer and the random state.
+
+Keras 3.10 to 3.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.models.functional import Functional, functional_like_constructor
+
+
+_GLOBAL_SEED_GENERATOR = "global_seed_generator"
+
+
+def compile_arguments(model: keras.Model) -> Mapping[str, Any] | None:
+    """What `model.compile` was called with, as the objects themselves; None if it was not."""
+    config = getattr(model, "_compile_config", None)
+    return None if config is None else dict(config.config)
+
+
+@contextmanager
+def without_compilation(model: keras.Model) -> Iterator[None]:
+    """Hides from Keras that `model` is compiled."""
+    compiled = model.compiled
+    model.compiled = False
+    try:
+        yield
+    finally:
+        model.compiled = compiled
+
+
+def is_clonable(model: keras.Model) -> bool:
+    """Can `keras.models.clone_model` make an equal model of the same class?"""
+    if isinstance(model, keras.Sequential):
+        return type(model) is keras.Sequential
+    return isinstance(model, Functional) and bool(functional_like_constructor(type(model)))
+
+
+def layers_of(model: keras.Model) -> list[keras.Layer]:
+    """All layers of `model`, at any depth."""
+    return list(model._flatten_layers(include_self=False))
+
+
+def is_placed(model: keras.Model) -> bool:
+    """Was `model` made inside the scope of a strategy?"""
+    return model._distribute_strategy is not None
+
+
+def build(model: keras.Model, batch: Any) -> None:
+    """Creates every variable of `model` for a batch like `batch` (tensors or `tf.TensorSpec`s)."""
+    with model.distribute_strategy.scope():
+        model._symbolic_build(data_batch=batch)
+        optimizer = model.optimizer
+        if optimizer is not None and not optimizer.built:
+            optimizer.build(model.trainable_variables)
+
+
+def all_variables(model: keras.Model) -> list[keras.Variable]:
+    """Every variable that `model` and what it was compiled with hold, each once."""
+    metrics = [model._loss_tracker, *model.metrics]
+    for argument in (compile_arguments(model) or {}).values():
+        metrics += [m for m in keras.tree.flatten(argument) if isinstance(m, keras.metrics.Metric)]
+    holders = [model, model.optimizer, *metrics]
+    return list({id(v): v for holder in holders for v in holder.variables}.values())
+
+
+def revive(variable: keras.Variable, value: np.ndarray) -> None:
+    """Gives `variable` a new TensorFlow variable in place of one whose context is gone."""
+    variable._initialize(tf.convert_to_tensor(value))
+
+
+def drop_functions(model: keras.Model) -> None:
+    """Makes Keras trace its step functions anew."""
+    for name in ("train_function", "test_function", "predict_function"):
+        setattr(model, name, None)
+
+
+def global_seed_generator() -> keras.random.SeedGenerator | None:
+    """The generator behind `keras.random` calls without a seed; None until one was made."""
+    return global_state.get_global_attribute(_GLOBAL_SEED_GENERATOR)
+
+
+def restore_global_seed_generator(state: np.ndarray) -> None:
+    generator = global_seed_generator()
+    if generator is None:
+        generator = keras.random.SeedGenerator(0)
+        global_state.set_global_attribute(_GLOBAL_SEED_GENERATOR, generator)
+    revive(generator.state, state)
+
+
+def start_at_epoch(model: keras.Model, epoch: int | None) -> None:
+    """Makes the `fit` that is about to loop begin at `epoch`. None undoes that: Keras keeps it for
+    the next `fit` otherwise."""
+    model._initial_epoch = epoch

@@ -1,0 +1,61 @@
+"""Are the installed packages the ones this release was tested with?"""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+from keras_distplug.core.errors import VersionError
+
+TENSORFLOW_DISTRIBUTIONS = ("tensorflow", "tensorflow-cpu")
+
+# Lowest inclusive, highest exclusive; pyproject.toml says the same and a test compares them.
+TESTED = {"tensorflow": ((2, 18, 1), (2, 22)), "keras": ((3, 10, 0), (3, 16))}
+
+
+def check() -> None:
+    """Raises `VersionError` unless TensorFlow and Keras are installed in a tested version."""
+    _check_one("tensorflow", _installed_tensorflow())
+    _check_one("keras", _installed("keras"))
+
+
+def _check_one(name: str, version: str | None) -> None:
+    low, high = TESTED[name]
+    wanted = f">={'.'.join(map(str, low))},<{'.'.join(map(str, high))}"
+    if version is None:
+        raise VersionError(
+            f"{name} is not installed. Install it with keras-distplug: "
+            '`pip install "keras-distplug[tensorflow]"`, or '
+            '`pip install "keras-distplug[tensorflow-cpu]"` for the smaller CPU build.'
+        )
+    if not low <= _release(version) < high:
+        raise VersionError(
+            f"{name} {version} is installed, but keras-distplug was tested with {name}{wanted} "
+            f'only. Install a tested version: `pip install "{name}{wanted}"`.'
+        )
+
+
+def _installed_tensorflow() -> str | None:
+    for name in TENSORFLOW_DISTRIBUTIONS:
+        if (installed := _installed(name)) is not None:
+            return installed
+    # Vendors' builds (tensorflow-macos, tf-nightly, ...) carry other distribution names.
+    try:
+        from tensorflow import version
+    except ImportError:
+        return None
+    return str(version.VERSION)
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    numbers = []
+    for part in version.split(".")[:3]:
+        digits = "".join(c for c in part if c.isdigit())
+        numbers.append(int(digits) if digits else 0)
+    return tuple(numbers)

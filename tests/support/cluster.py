@@ -1,0 +1,79 @@
+"""Starts real worker processes on this machine and waits for them, with a time-out."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one process ended."""
+
+    returncode: int
+    output: str
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's environment without any cluster in it, with the package importable."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("TF_CONFIG", "SLURM_", "KERAS_"))}
+    paths = [str(ROOT), str(ROOT / "tests"), env.get("PYTHONPATH", "")]
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    env.update(TF_CPP_MIN_LOG_LEVEL="2", CUDA_VISIBLE_DEVICES="-1", PYTHONUNBUFFERED="1")
+    return env | dict(extra or {})
+
+
+def run_workers(
+    command: Sequence[str], workers: int, *, env: Mapping[str, str] | None = None, timeout_s: float
+) -> list[Ended]:
+    """Runs `command` once per worker with a fresh TF_CONFIG (none for a single worker).
+
+    All processes are killed when `timeout_s` is over, which fails the test that called.
+    """
+    ports = free_ports(workers)
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
+    processes = []
+    for index in range(workers):
+        own = environment(env)
+        if workers > 1:
+            task = {"type": "worker", "index": index}
+            own["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, *command],
+                env=own,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        )
+    try:
+        ended = []
+        for process in processes:
+            output, _ = process.communicate(timeout=timeout_s)
+            ended.append(Ended(process.returncode, output))
+        return ended
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()

@@ -1,0 +1,98 @@
+"""Trains, evaluates and predicts; what comes out must not depend on the number of workers.
+
+    python same_numbers.py MODE OUT_FOLDER
+
+MODE: reference (Keras alone), plain_fit, outside_scope, builder, made_first, made_first_arrays
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+mode, folder = sys.argv[1], Path(sys.argv[2])
+
+if mode == "reference":
+    from support import digits_like as case
+
+    model = case.build()
+    history = model.fit(
+        case.dataset(), epochs=case.EPOCHS, validation_data=case.dataset(70), verbose=0
+    )
+    evaluated = model.evaluate(case.dataset(), verbose=0, return_dict=True)
+    predicted = model.predict(case.dataset(), verbose=0)
+    worker = 0
+else:
+    import json
+
+    import keras_distplug as kd
+
+    worker = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    runs = folder / f"run-{mode}"
+    if not mode.startswith("made_first"):
+        strategy = kd.init()
+
+    from support import digits_like as case
+
+    if mode == "plain_fit":
+        with strategy.scope():
+            model = case.build()
+        history = model.fit(
+            case.dataset(),
+            epochs=case.EPOCHS,
+            validation_data=case.dataset(70),
+            verbose=0,
+            callbacks=kd.defaults(runs),
+        )
+    elif mode == "outside_scope":
+        model = case.build()
+        x, y, w = case.arrays()
+        history = kd.distributed_fit(
+            model,
+            x,
+            y,
+            batch_size=case.GLOBAL_BATCH,
+            sample_weight=w,
+            shuffle=False,
+            epochs=case.EPOCHS,
+            validation_data=tuple(part[:70] for part in (x, y, w)),
+            directory=runs,
+        )
+    elif mode == "builder":
+        history = kd.distributed_fit(
+            case.build,
+            case.dataset,
+            epochs=case.EPOCHS,
+            validation_data=lambda: case.dataset(70),
+            directory=runs,
+        )
+        model = history.model
+    elif mode == "made_first":
+        model = case.build()
+        history = kd.distributed_fit(
+            model,
+            case.dataset(),
+            epochs=case.EPOCHS,
+            validation_data=case.dataset(70),
+            directory=runs,
+        )
+    elif mode == "made_first_arrays":
+        model = case.build()
+        x, y, w = case.arrays()
+        history = kd.distributed_fit(
+            model,
+            x,
+            y,
+            batch_size=case.GLOBAL_BATCH,
+            sample_weight=w,
+            shuffle=False,
+            epochs=case.EPOCHS,
+            validation_data=case.dataset(70),
+            directory=runs,
+        )
+    evaluated = model.evaluate(case.dataset(), verbose=0, return_dict=True)
+    predicted = model.predict(case.dataset(), verbose=0)
+case.write_outcome(
+    folder / f"{mode}-{worker}.npz", model, history, evaluated=evaluated, predicted=predicted
+)
