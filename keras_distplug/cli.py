@@ -1,0 +1,131 @@
+"""The command line: `keras-distplug`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import io
+import os
+import sys
+from collections.abc import Sequence
+
+from keras_distplug.core.errors import ConfigurationError, DistplugError
+
+_COMMAND_NOT_FOUND = 127  # as shells say it
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand.
+
+    Args:
+        argv: The arguments, by default those of this process.
+
+    Returns:
+        The exit code.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # argparse has treated `--` differently from one Python to the next.
+    options, dashes, command = _split(arguments)
+    parser = _parser()
+    parsed, unknown = parser.parse_known_args(options)
+    if unknown:
+        hint = ". The command to run goes after `--`" if not dashes else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    if dashes and parsed.subcommand != "run":
+        parser.error(f"`{parsed.subcommand}` takes no command after `--`")
+    try:
+        return _run(parsed, command)
+    except DistplugError as error:
+        print(f"keras-distplug {parsed.subcommand}: error: {error}", file=sys.stderr)
+        return _exit_code(error)
+
+
+def _split(arguments: list[str]) -> tuple[list[str], bool, list[str]]:
+    if "--" not in arguments:
+        return arguments, False, []
+    place = arguments.index("--")
+    return arguments[:place], True, arguments[place + 1 :]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="keras-distplug", description="Fault-tolerant distributed training for Keras."
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
+    subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
+    _add_run(subcommands)
+    return parser
+
+
+def _add_run(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from keras_distplug.supervisor.attempt import Limits
+    from keras_distplug.supervisor.run import Job
+
+    parser = subcommands.add_parser(
+        "run",
+        help="run a training script on several local processes until it is done",
+        description="Starts local workers, each with its TF_CONFIG, and starts all of them again "
+        "when one fails.",
+        usage="%(prog)s --workers N [options] -- COMMAND [ARGUMENT ...]",
+        epilog="Example: keras-distplug run --workers 4 -- python train.py --epochs 10",
+    )
+    parser.add_argument("--workers", type=int, required=True, metavar="N", help="how many")
+    parser.add_argument(
+        "--devices-per-worker",
+        type=int,
+        metavar="D",
+        help="devices for each worker (default: an equal share of the GPUs, or the CPU)",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=Job.max_restarts,
+        metavar="R",
+        help="how often a failed group is started again (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--startup-timeout",
+        type=float,
+        default=Limits.startup_secs,
+        metavar="SECS",
+        help="how long a worker may take to join the cluster (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=Limits.grace_secs,
+        metavar="SECS",
+        help="time from your own SIGTERM or ctrl-C to SIGKILL (default: %(default)g)",
+    )
+
+
+def _run(parsed: argparse.Namespace, command: Sequence[str]) -> int:
+    from keras_distplug.supervisor.attempt import Limits
+    from keras_distplug.supervisor.run import Job, run
+
+    job = Job(
+        command=tuple(command),
+        workers=parsed.workers,
+        devices_per_worker=parsed.devices_per_worker,
+        max_restarts=parsed.max_restarts,
+        limits=Limits(startup_secs=parsed.startup_timeout, grace_secs=parsed.grace),
+    )
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A worker may print what this terminal's encoding does not have.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    return run(job, os.environ)
+
+
+def _exit_code(error: DistplugError) -> int:
+    from keras_distplug.supervisor.launch import CommandNotFoundError
+
+    if isinstance(error, CommandNotFoundError):
+        return _COMMAND_NOT_FOUND
+    return 2 if isinstance(error, ConfigurationError) else 1
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("keras-distplug")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"

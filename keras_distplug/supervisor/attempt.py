@@ -1,0 +1,286 @@
+"""One attempt: start all workers, watch them, and end all of them when one fails."""
+
+from __future__ import annotations
+
+import enum
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from keras_distplug.core.errors import ConfigurationError, SupervisorError
+from keras_distplug.core.supervised import Phase, Status, Supervised
+from keras_distplug.supervisor.group import Ended, Group
+
+# After a worker's death the others have nothing to save: they block in a collective that never
+# ends. TensorFlow's preemption notifier swallows SIGTERM besides, so every second given here is a
+# second added to the recovery.
+PEER_GRACE_SECS = 1.0
+
+_KILL_SECS = 30.0  # a killed process that lives on hangs in the kernel, e.g. on a dead network disk
+_DRAIN_SECS = 2.0  # only if something outside the group holds a pipe
+_STATUS_POLL_SECS = 0.1
+
+
+class Cause(enum.Enum):
+    """Why a worker has ended."""
+
+    COMPLETED = "completed training"
+    FAILED = "failed"
+    LEFT = "left"  # exit code 0, but no completed training
+    LATE = "late"  # did not join the cluster in time
+    STOPPED = "stopped"  # after the supervisor told it to
+
+
+FAILURES = frozenset({Cause.FAILED, Cause.LEFT, Cause.LATE})
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How one worker ended.
+
+    Args:
+        worker: Its name.
+        cause: Why.
+        returncode: As `subprocess` gives it; None for a worker that is late and still runs.
+        at: `time.time()` when it was noticed.
+        limit_secs: For a late worker, the time it had.
+    """
+
+    worker: str
+    cause: Cause
+    returncode: int | None
+    at: float
+    limit_secs: float | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell would give: 128 + n for a signal. 124 for late, 1 for left."""
+        if self.cause is Cause.LATE or self.returncode is None:
+            return 124  # as timeout(1)
+        if self.returncode < 0:
+            return 128 - self.returncode
+        return self.returncode or (1 if self.cause is Cause.LEFT else 0)
+
+    def __str__(self) -> str:
+        if self.cause is Cause.COMPLETED:
+            return f"{self.worker} completed training"
+        if self.cause is Cause.LATE:
+            return f"{self.worker} has not joined the cluster within {self.limit_secs:g} s"
+        if self.cause is Cause.LEFT:
+            return f"{self.worker} left without completing training (exit code 0)"
+        if self.returncode in (-signal.SIGTERM, -signal.SIGINT, -signal.SIGKILL):
+            name = signal.Signals(-self.returncode).name
+            if self.cause is Cause.STOPPED:
+                return f"{self.worker} was ended by the supervisor ({name})"
+            return f"{self.worker} was killed by {name}"
+        if self.returncode is not None and self.returncode < 0:
+            return f"{self.worker} was killed by {_signal_name(-self.returncode)}"
+        return f"{self.worker} exited with code {self.returncode}"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long the supervisor waits.
+
+    Args:
+        startup_secs: For every worker's first report.
+        grace_secs: Between the user's own SIGTERM or SIGINT and SIGKILL.
+        peer_grace_secs: Between SIGTERM and SIGKILL after another worker has failed.
+    """
+
+    startup_secs: float = 300.0
+    grace_secs: float = 10.0
+    peer_grace_secs: float = PEER_GRACE_SECS
+
+    def __post_init__(self) -> None:
+        if not self.startup_secs > 0:
+            raise ConfigurationError(
+                f"The start-up time-out must be > 0 s. Received: {self.startup_secs:g}"
+            )
+        for value in (self.grace_secs, self.peer_grace_secs):
+            if not value >= 0:
+                raise ConfigurationError(f"The grace period must be >= 0 s. Received: {value:g}")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended.
+
+    Args:
+        exits: Every worker's end, the earliest first.
+        interrupted_by: The signal to the supervisor that ended it, if one did.
+        ended_at: `time.time()` when the last process was gone.
+    """
+
+    exits: tuple[Exit, ...]
+    interrupted_by: signal.Signals | None
+    ended_at: float
+
+    @property
+    def first_failure(self) -> Exit | None:
+        """The earliest failure: what came later is its consequence."""
+        return next((exit_ for exit_ in self.exits if exit_.cause in FAILURES), None)
+
+
+@dataclass(frozen=True)
+class Listener:
+    """What to call while an attempt runs.
+
+    Args:
+        on_failure: With the failures found, earliest first, once all others were told to stop.
+        on_training: With the last reports, once every worker has trained its first batch.
+    """
+
+    on_failure: Callable[[Sequence[Exit]], None]
+    on_training: Callable[[Mapping[str, Status]], None] | None = None
+
+
+def run_attempt(
+    group: Group,
+    command: Sequence[str],
+    environments: Mapping[str, Mapping[str, str]],
+    contract: Supervised,
+    limits: Limits,
+    listener: Listener,
+) -> Outcome:
+    """Runs `command` once for each worker until all have completed or one has failed.
+
+    Args:
+        group: An empty group.
+        command: What every worker runs.
+        environments: The environment of each worker, by its name.
+        contract: Where the workers report.
+        limits: How long to wait.
+        listener: Hears what happens meanwhile.
+    """
+    for worker, environ in environments.items():
+        group.start(worker, command, environ)
+    deadline: float | None = time.monotonic() + limits.startup_secs
+    on_training = listener.on_training
+    exits: list[Exit] = []
+    while group.alive:
+        now = time.monotonic()
+        timeout = None if deadline is None else max(0.0, deadline - now)
+        if on_training:
+            timeout = _STATUS_POLL_SECS if timeout is None else min(timeout, _STATUS_POLL_SECS)
+        happened = group.wait(timeout)
+        exits += [judge(ended, contract.read(ended.worker)) for ended in happened.ended]
+        if happened.signals:
+            number = happened.signals[0]
+            # Asked twice within one turn of the loop is asked twice.
+            grace = limits.grace_secs if len(happened.signals) == 1 else 0.0
+            group.signal(number)
+            rest, _ = await_end(group, grace, hurry=True)
+            return _outcome(exits + [_stopped(ended) for ended in rest], number)
+        if on_training and (reports := _all_training(contract, environments)):
+            on_training(reports)
+            on_training = None
+        if deadline is not None and time.monotonic() >= deadline:
+            exits += _late(contract, environments, exits, limits.startup_secs)
+            deadline = None
+        exits.sort(key=_earliest_first)
+        failures = [exit_ for exit_ in exits if exit_.cause in FAILURES]
+        if failures:
+            return _end_after(failures, exits, group, limits, listener)
+    group.drain(_DRAIN_SECS)
+    return _outcome(exits, None)
+
+
+def judge(ended: Ended, status: Status | None) -> Exit:
+    """Says why a worker has ended that nobody told to."""
+    if ended.returncode != 0:
+        cause = Cause.FAILED
+    elif status is None or status.phase is not Phase.COMPLETED:
+        cause = Cause.LEFT
+    else:
+        cause = Cause.COMPLETED
+    return Exit(ended.worker, cause, ended.returncode, ended.at)
+
+
+def await_end(
+    group: Group, grace_secs: float, hurry: bool
+) -> tuple[list[Ended], list[signal.Signals]]:
+    """Waits until all workers have ended that were told to; SIGKILL after the grace period.
+
+    Args:
+        group: The workers.
+        grace_secs: How long they have.
+        hurry: Whether a signal to the supervisor cuts the grace short.
+
+    Returns:
+        The workers' ends, and the signals that came meanwhile.
+    """
+    ended: list[Ended] = []
+    signals: list[signal.Signals] = []
+    deadline, killed = time.monotonic() + grace_secs, False
+    while group.alive:
+        happened = group.wait(max(0.0, deadline - time.monotonic()), spare_leftovers=not killed)
+        ended += happened.ended
+        signals += happened.signals
+        if not killed and (time.monotonic() >= deadline or (hurry and happened.signals)):
+            group.signal(signal.SIGKILL)
+            deadline, killed = time.monotonic() + _KILL_SECS, True
+        elif killed and group.alive and time.monotonic() >= deadline:
+            raise SupervisorError(
+                f"A worker has not ended {_KILL_SECS:g} s after SIGKILL. It probably waits for a "
+                "disk or a network mount that does not answer: see its state in `ps -o pid,stat,"
+                "wchan`, and start again once it is gone."
+            )
+    return ended, signals
+
+
+def _end_after(
+    failures: list[Exit], exits: list[Exit], group: Group, limits: Limits, listener: Listener
+) -> Outcome:
+    group.signal(signal.SIGTERM)
+    group.drain(_DRAIN_SECS)
+    listener.on_failure(failures)
+    ended, signals = await_end(group, limits.peer_grace_secs, hurry=False)
+    group.drain(_DRAIN_SECS)
+    late = {exit_.worker for exit_ in exits if exit_.cause is Cause.LATE}
+    rest = [_stopped(one) for one in ended if one.worker not in late]
+    return _outcome(exits + rest, signals[0] if signals else None)
+
+
+def _outcome(exits: Sequence[Exit], interrupted_by: signal.Signals | None) -> Outcome:
+    return Outcome(tuple(exits), interrupted_by, time.time())
+
+
+def _stopped(ended: Ended) -> Exit:
+    return Exit(ended.worker, Cause.STOPPED, ended.returncode, ended.at)
+
+
+def _earliest_first(exit_: Exit) -> tuple[float, bool]:
+    # Several deaths may be found in one look, in no order. A worker that a signal killed is then
+    # the likely cause; one that raised, or let TensorFlow abort, may do so for its lost peer.
+    killed = exit_.returncode is not None and exit_.returncode < 0
+    return exit_.at, not killed or exit_.returncode == -signal.SIGABRT
+
+
+def _late(
+    contract: Supervised, workers: Mapping[str, object], exits: Sequence[Exit], limit_secs: float
+) -> list[Exit]:
+    gone = {exit_.worker for exit_ in exits}
+    return [
+        Exit(worker, Cause.LATE, None, time.time(), limit_secs)
+        for worker in workers
+        if worker not in gone and contract.read(worker) is None
+    ]
+
+
+def _all_training(contract: Supervised, workers: Mapping[str, object]) -> dict[str, Status] | None:
+    reports: dict[str, Status] = {}
+    for worker in workers:
+        status = contract.read(worker)
+        if status is None or Phase.TRAINING not in status.since:
+            return None
+        reports[worker] = status
+    return reports
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

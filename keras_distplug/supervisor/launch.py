@@ -1,0 +1,171 @@
+"""What each worker of one attempt is started with: its place in the cluster, ports, devices."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from keras_distplug.cluster.roles import Role, from_environment
+from keras_distplug.core import supervised
+from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.core.supervised import Supervised
+
+
+def free_ports(count: int, avoid: Collection[int] = ()) -> tuple[int, ...]:
+    """Ports of 127.0.0.1 that nobody listens on.
+
+    All are held until the last is chosen, so that none comes twice. Between this and the worker's
+    own `bind` another process may still take one: the attempt then fails and the next has others.
+
+    Args:
+        count: How many.
+        avoid: Ports not to return, such as those of the attempt before, whose connections may
+            linger.
+    """
+    ports: list[int] = []
+    with contextlib.ExitStack() as held:
+        while len(ports) < count:
+            holder = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            holder.bind(("127.0.0.1", 0))
+            port = holder.getsockname()[1]
+            if port not in avoid:
+                ports.append(port)
+    return tuple(ports)
+
+
+def local_cluster(ports: Sequence[int]) -> list[Role]:
+    """A worker for each port; a single process when there is only one.
+
+    A TF_CONFIG of one worker would make TensorFlow form a cluster of one, with a server that
+    nobody needs.
+    """
+    cluster = {"worker": tuple(f"127.0.0.1:{port}" for port in ports)} if len(ports) > 1 else {}
+    return [Role("worker", index, cluster, "supervisor") for index in range(len(ports))]
+
+
+def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[str, ...]:
+    """The GPUs that workers may be given, as `CUDA_VISIBLE_DEVICES` names them.
+
+    Empty when there are none, or when the user has hidden them (`CUDA_VISIBLE_DEVICES=""`).
+    Not verified on GPU.
+    """
+    named = environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        # CUDA counts from 0 whatever the numbers of the device files in this container are.
+        files = [entry for entry in devices.iterdir() if re.fullmatch(r"nvidia\d+", entry.name)]
+        return tuple(str(index) for index in range(len(files)))
+    gpus: list[str] = []
+    for name in named.split(","):
+        # CUDA ignores everything from the first invalid entry on; "-1" is the usual one.
+        if not name.strip() or name.strip().startswith("-"):
+            break
+        gpus.append(name.strip())
+    return tuple(gpus)
+
+
+def divide_gpus(
+    gpus: Sequence[str], workers: int, per_worker: int | None
+) -> list[tuple[str, ...]] | None:
+    """Gives each worker its own GPUs; not verified on GPU.
+
+    Args:
+        gpus: From `visible_gpus`.
+        workers: How many workers share them.
+        per_worker: GPUs for each; None for equal shares, where a remainder stays unused.
+
+    Returns:
+        The GPUs of each worker, or None when there are no GPUs to give.
+    """
+    if not gpus:
+        return None
+    share = len(gpus) // workers if per_worker is None else per_worker
+    if share == 0 or share * workers > len(gpus):
+        wanted = "one each" if per_worker is None else f"{per_worker} each"
+        raise ConfigurationError(
+            f"{workers} workers with {wanted} need {max(share, 1) * workers} GPUs. "
+            f"Received {len(gpus)}: {','.join(gpus)}. Start fewer workers, or set "
+            "CUDA_VISIBLE_DEVICES='' to train on CPUs."
+        )
+    return [tuple(gpus[worker * share : (worker + 1) * share]) for worker in range(workers)]
+
+
+def refuse_foreign_cluster(environ: Mapping[str, str]) -> None:
+    """A scheduler that starts the workers itself would get as many jobs as it has tasks."""
+    role = from_environment(environ)
+    if role.world_size > 1:
+        variable = "SLURM_STEP_ID" if role.source == "Slurm" else "TF_CONFIG"
+        raise ConfigurationError(
+            f"{role.source} says that this process is {role.name} of {role.world_size}: a "
+            "scheduler starts the workers here. Let it start the script itself (`python train.py`)"
+            f", or unset {variable} to run a local group."
+        )
+
+
+def worker_environment(
+    base: Mapping[str, str],
+    role: Role,
+    contract: Supervised,
+    gpus: Sequence[str] | None = None,
+) -> dict[str, str]:
+    """The environment of one worker.
+
+    Args:
+        base: The supervisor's own, usually `os.environ`.
+        role: The worker's place; without a cluster TF_CONFIG is removed.
+        contract: What the worker reports to.
+        gpus: Its own GPUs; None leaves `CUDA_VISIBLE_DEVICES` as it is.
+    """
+    dropped = {"TF_CONFIG", supervised.DEVICES_PER_WORKER}
+    environ = {name: value for name, value in base.items() if name not in dropped}
+    environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    environ["PYTHONUNBUFFERED"] = "1"
+    environ |= contract.to_env()
+    if role.cluster:
+        environ["TF_CONFIG"] = role.to_tf_config()
+    if gpus is not None:
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    return environ
+
+
+class CommandNotFoundError(ConfigurationError):
+    """The command to supervise is no program."""
+
+
+def check_command(command: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Refuses a command that cannot start, before anything else is started."""
+    name = command[0]
+    if shutil.which(name, path=environ.get("PATH", os.defpath)):
+        return
+    if name.endswith(".py"):
+        hint = f"Write `-- python {name}`: a script needs its interpreter."
+    elif Path(name).is_file():
+        hint = f"The file exists but is not executable: `chmod +x {name}`, or name its interpreter."
+    else:
+        hint = "Expected a program on PATH or the path of an executable file."
+    raise CommandNotFoundError(f"The command {name!r} cannot be started. {hint}")
+
+
+def spawn(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Starts one worker in a session of its own, its output merged into one pipe, without input."""
+    try:
+        return subprocess.Popen(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            bufsize=0,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise CommandNotFoundError(
+            f"The command {command[0]!r} cannot be started: {error.strerror}. Expected an "
+            "executable; a script needs a first line such as `#!/usr/bin/env python` or its "
+            f"interpreter: `-- python {command[0]}`."
+        ) from error

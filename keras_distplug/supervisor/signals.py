@@ -1,0 +1,61 @@
+"""Signals to the supervisor, as something that an event loop can wait for."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interruptions:
+    """Collects the signals that ask the supervisor to stop. A context manager for the main thread.
+
+    The interpreter writes each signal's number into a socket the moment it comes, so none is lost
+    while the loop is busy and none interrupts it half way.
+    """
+
+    def __init__(self) -> None:
+        self._receiver, self._sender = socket.socketpair()
+        self._receiver.setblocking(False)
+        self._sender.setblocking(False)
+        self._handlers: dict[signal.Signals, Any] = {}
+        self._wakeup_fd = -1
+
+    def fileno(self) -> int:
+        """Readable when a signal has come."""
+        return self._receiver.fileno()
+
+    def received(self) -> list[signal.Signals]:
+        """The signals since the last call, in their order. Never waits."""
+        try:
+            numbers = self._receiver.recv(4096)
+        except BlockingIOError:
+            return []
+        return [signal.Signals(number) for number in numbers if number in STOPPING]
+
+    def __enter__(self) -> Self:
+        self._wakeup_fd = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+        for number in STOPPING:
+            if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # started by nohup
+            self._handlers[number] = signal.signal(number, _only_wake)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_fd)
+        self._receiver.close()
+        self._sender.close()
+
+
+def _only_wake(number: int, frame: FrameType | None) -> None:
+    """The wake-up socket has the number already."""

@@ -1,0 +1,99 @@
+"""Helpers for tests that run the real command."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PRELUDE = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+
+# On import the package forms a TensorFlow cluster under a supervisor; these workers have none.
+job = os.environ.pop("KERAS_DISTPLUG_JOB")
+from keras_distplug.core.supervised import Phase, Supervised
+os.environ["KERAS_DISTPLUG_JOB"] = job
+
+contract = Supervised.from_env()
+tf_config = json.loads(os.environ.get("TF_CONFIG", "{}"))
+index = tf_config["task"]["index"] if tf_config else 0
+attempt, name = contract.attempt, f"worker-{index}"
+
+def mark(text):
+    with open(Path(__file__).with_name("marks"), "a") as file:
+        file.write(f"{text}\\n")
+
+def train():
+    for phase in (Phase.JOINED, Phase.FITTING, Phase.TRAINING):
+        contract.report(name, phase)
+
+def complete():
+    contract.report(name, Phase.COMPLETED)
+
+def sleep():
+    time.sleep(60)
+    mark(f"{name} woke up")
+
+def await_training(*others):
+    deadline = time.monotonic() + 20
+    while any(contract.read(other) is None for other in others) and time.monotonic() < deadline:
+        time.sleep(0.01)
+"""
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Ours without what would change the output, and with the package importable."""
+    hidden = ("TF_CONFIG", "NO_COLOR", "FORCE_COLOR", "CUDA_VISIBLE_DEVICES")
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in hidden and not name.startswith(("SLURM_", "KERAS_DISTPLUG_"))
+    }
+    path = environ.get("PYTHONPATH")
+    environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{path}" if path else str(ROOT)
+    return environ | changes
+
+
+def await_until(condition: Callable[[], bool], what: str, secs: float = 20.0) -> None:
+    """Fails the test unless `condition` comes true in time."""
+    deadline = time.monotonic() + secs
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {secs} s: {what}"
+        time.sleep(0.02)
+
+
+def is_dead(pid: int) -> bool:
+    """True for a zombie too: in a container nobody may reap an orphan."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@dataclass
+class Supervision:
+    """A `keras-distplug run` in a folder of its own."""
+
+    folder: Path
+    process: subprocess.Popen[str]
+
+    def marks(self) -> list[str]:
+        """What the workers have written down, in their order."""
+        path = self.folder / "marks"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def pids(self, count: int) -> list[int]:
+        """Waits until the workers have marked `count` numbers: their pids."""
+        await_until(lambda: len(self.marks()) >= count, f"{count} pids marked")
+        return [int(mark) for mark in self.marks()]
+
+    def finish(self) -> tuple[int, str]:
+        """The exit code and everything that was printed."""
+        out, err = self.process.communicate(timeout=50)
+        return self.process.returncode, out + err

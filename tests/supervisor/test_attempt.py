@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+
+import pytest
+
+from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.core.supervised import Phase, Status
+from keras_distplug.supervisor.attempt import Cause, Exit, Limits, Outcome, judge
+from keras_distplug.supervisor.group import Ended
+from keras_distplug.supervisor.run import Job, closing_report, recovery_report
+
+
+def status(since: Mapping[Phase, float]) -> Status:
+    return Status(phase=list(since)[-1], pid=1, since=since)
+
+
+DONE = status({Phase.JOINED: 1.0, Phase.COMPLETED: 2.0})
+JOINED = status({Phase.JOINED: 1.0})
+
+
+@pytest.mark.parametrize(
+    ("returncode", "report", "cause", "exit_code", "text"),
+    [
+        (0, DONE, Cause.COMPLETED, 0, "w completed training"),
+        (0, JOINED, Cause.LEFT, 1, "w left without completing training (exit code 0)"),
+        (0, None, Cause.LEFT, 1, "w left without completing training (exit code 0)"),
+        (3, JOINED, Cause.FAILED, 3, "w exited with code 3"),
+        (3, DONE, Cause.FAILED, 3, "w exited with code 3"),
+        (-9, DONE, Cause.FAILED, 137, "w was killed by SIGKILL"),
+        (-11, None, Cause.FAILED, 139, "w was killed by SIGSEGV"),
+        (-40, None, Cause.FAILED, 168, "w was killed by signal 40"),
+    ],
+)
+def test_judge(
+    returncode: int, report: Status | None, cause: Cause, exit_code: int, text: str
+) -> None:
+    """Only exit code 0 after completed training is no failure."""
+    judged = judge(Ended("w", returncode, 5.0), report)
+    assert (judged.cause, judged.exit_code, str(judged)) == (cause, exit_code, text)
+
+
+def test_late_worker() -> None:
+    """A worker that did not join has the exit code of a time-out."""
+    late = Exit("w", Cause.LATE, None, 5.0, limit_secs=300)
+    assert str(late) == "w has not joined the cluster within 300 s"
+    assert late.exit_code == 124
+
+
+@pytest.mark.parametrize("values", [{"startup_secs": 0}, {"grace_secs": -1}])
+def test_impossible_limits(values: dict[str, float]) -> None:
+    """A time limit that cannot be is refused."""
+    with pytest.raises(ConfigurationError, match="must be"):
+        Limits(**values)
+
+
+DEAD = Exit("worker-1", Cause.FAILED, -9, 100.0)
+PEER = Exit("worker-0", Cause.STOPPED, -15, 101.0)
+
+
+def test_recovery_report() -> None:
+    """The way back is broken down at the moments when the last worker got there."""
+    reports = {
+        "worker-0": status({Phase.JOINED: 104.0, Phase.FITTING: 106.5, Phase.TRAINING: 107.0}),
+        "worker-1": status({Phase.JOINED: 105.0, Phase.FITTING: 106.0, Phase.TRAINING: 107.2}),
+    }
+    assert recovery_report(Outcome((DEAD, PEER), None, 101.0), reports) == (
+        "training again 7.2 s after worker-1 was killed by SIGKILL: stop 1.0 s, "
+        "import and join 4.0 s, build and restore 1.5 s, first step 0.7 s"
+    )
+
+
+def test_recovery_report_without_a_phase() -> None:
+    """The time of a phase that nobody reports counts for the next."""
+    reports = {"worker-0": status({Phase.JOINED: 105.0, Phase.TRAINING: 107.0})}
+    assert recovery_report(Outcome((DEAD, PEER), None, 101.0), reports).endswith(
+        "import and join 4.0 s, first step 2.0 s"
+    )
+
+
+def test_closing_report_of_a_failure() -> None:
+    """The report begins with the earliest failure; the others follow as its consequences."""
+    before = Outcome((Exit("worker-0", Cause.LEFT, 0, 50.0),), None, 51.0)
+    crash = Exit("worker-2", Cause.FAILED, 1, 100.5)
+    lines = closing_report(
+        Job(("x",), 3, max_restarts=1), [before, Outcome((DEAD, crash, PEER), None, 101.0)], 60.0
+    )
+    assert lines[0] == "gave up after 1 restart; exit code 137"
+    assert lines[1].startswith("first failure: worker-1 was killed by SIGKILL at ")
+    assert lines[2:4] == [
+        "  then: worker-2 exited with code 1, 0.5 s after",
+        "  then: worker-0 was ended by the supervisor (SIGTERM), 1.0 s after",
+    ]
+    assert lines[4].startswith("  in attempt 0 before: worker-0 left without completing")
+
+
+def test_closing_report_of_an_interruption() -> None:
+    """After a signal to the supervisor the report says how every worker ended."""
+    outcome = Outcome((PEER,), signal.SIGINT, 101.0)
+    assert closing_report(Job(("x",), 1), [outcome], 1.0) == [
+        "ended by SIGINT to the supervisor: worker-0 was ended by the supervisor (SIGTERM)"
+    ]

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from keras_distplug.core.errors import ClusterError, ConfigurationError
+from keras_distplug.core.supervised import Supervised
+from keras_distplug.supervisor.launch import (
+    CommandNotFoundError,
+    check_command,
+    divide_gpus,
+    free_ports,
+    local_cluster,
+    refuse_foreign_cluster,
+    spawn,
+    visible_gpus,
+    worker_environment,
+)
+
+CONTRACT = Supervised(job="j", attempt=2, status_dir=Path("/s"))
+
+
+def test_free_ports() -> None:
+    """Ports are free, each comes once, and those of the attempt before do not come again."""
+    before = free_ports(50)
+    ports = free_ports(50, avoid=before)
+    assert len({*before, *ports}) == 100
+    for port in ports[:5]:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))
+
+
+def test_local_cluster() -> None:
+    """Every worker sees the same cluster and its own place in it."""
+    roles = local_cluster([1001, 1002])
+    assert [role.name for role in roles] == ["worker-0", "worker-1"]
+    assert roles[0].cluster == {"worker": ("127.0.0.1:1001", "127.0.0.1:1002")}
+    assert roles[0].cluster == roles[1].cluster
+
+
+def test_worker_environment() -> None:
+    """A worker gets its TF_CONFIG, the contract, unbuffered output and its GPUs."""
+    role = local_cluster([1001, 1002])[1]
+    environ = worker_environment({"HOME": "/h"}, role, CONTRACT, gpus=("2", "3"))
+    assert json.loads(environ["TF_CONFIG"])["task"] == {"type": "worker", "index": 1}
+    assert Supervised.from_env(environ) == CONTRACT
+    assert (environ["HOME"], environ["PYTHONUNBUFFERED"]) == ("/h", "1")
+    assert (environ["TF_CPP_MIN_LOG_LEVEL"], environ["CUDA_VISIBLE_DEVICES"]) == ("2", "2,3")
+
+
+def test_single_worker_has_no_tf_config() -> None:
+    """One worker alone forms no cluster: a TF_CONFIG of before is removed."""
+    base = {"TF_CONFIG": "{}", "TF_CPP_MIN_LOG_LEVEL": "0", "CUDA_VISIBLE_DEVICES": ""}
+    base["KERAS_DISTPLUG_DEVICES_PER_WORKER"] = "4"
+    environ = worker_environment(base, local_cluster([1001])[0], CONTRACT)
+    assert "TF_CONFIG" not in environ
+    assert (environ["TF_CPP_MIN_LOG_LEVEL"], environ["CUDA_VISIBLE_DEVICES"]) == ("0", "")
+    assert Supervised.from_env(environ) == CONTRACT
+
+
+@pytest.mark.parametrize(
+    ("value", "gpus"),
+    [
+        ("0,1", ("0", "1")),
+        ("GPU-a, GPU-b", ("GPU-a", "GPU-b")),
+        ("", ()),
+        ("-1", ()),
+        ("2,-1,3", ("2",)),
+    ],
+)
+def test_gpus_of_the_environment(value: str, gpus: tuple[str, ...], tmp_path: Path) -> None:
+    """CUDA_VISIBLE_DEVICES names the GPUs, up to the first that is not valid."""
+    (tmp_path / "nvidia0").touch()
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": value}, tmp_path) == gpus
+
+
+def test_gpus_of_the_machine(tmp_path: Path) -> None:
+    """Otherwise the device files are counted, and CUDA numbers them from 0."""
+    for name in ("nvidia2", "nvidia10", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert visible_gpus({}, tmp_path) == ("0", "1")
+
+
+def test_divide_gpus() -> None:
+    """Every worker has its own GPUs: as many as asked for, or an equal share."""
+    assert divide_gpus(["0", "1", "2", "3"], 2, 1) == [("0",), ("1",)]
+    assert divide_gpus(["0", "1", "2", "3", "4"], 2, None) == [("0", "1"), ("2", "3")]
+    assert divide_gpus([], 2, 3) is None
+
+
+@pytest.mark.parametrize(("workers", "per_worker", "needed"), [(3, None, 3), (1, 3, 3), (2, 2, 4)])
+def test_too_few_gpus(workers: int, per_worker: int | None, needed: int) -> None:
+    """Too few GPUs: the error says how many are needed and how to do without."""
+    with pytest.raises(ConfigurationError, match=rf"need {needed} GPUs. Received 2.*_DEVICES=''"):
+        divide_gpus(["0", "1"], workers, per_worker)
+
+
+def test_foreign_cluster() -> None:
+    """A process that a scheduler made part of a cluster does not start a cluster of its own."""
+    role = local_cluster([1001, 1002])[1]
+    with pytest.raises(ConfigurationError, match=r"worker-1 of 2.*unset TF_CONFIG"):
+        refuse_foreign_cluster({"TF_CONFIG": role.to_tf_config()})
+    with pytest.raises(ClusterError, match="not valid JSON"):
+        refuse_foreign_cluster({"TF_CONFIG": "{"})
+    refuse_foreign_cluster({"TF_CONFIG": "{}"})
+
+
+def test_command_hints(tmp_path: Path) -> None:
+    """A command that cannot start is refused with what to write instead."""
+    script = tmp_path / "train.py"
+    script.touch()
+    plain = tmp_path / "train"
+    plain.touch()
+    for name, hint in [
+        (str(script), f"-- python {script}"),
+        (str(plain), "not executable"),
+        ("no-such-program", "Expected a program on PATH"),
+    ]:
+        with pytest.raises(CommandNotFoundError, match=hint):
+            check_command([name], os.environ)
+    check_command(["sh"], os.environ)
+
+
+def test_script_without_interpreter(tmp_path: Path) -> None:
+    """An executable that the system cannot run is an error in words."""
+    script = tmp_path / "train"
+    script.write_text("print(1)\n")
+    script.chmod(0o755)
+    check_command([str(script)], os.environ)
+    with pytest.raises(CommandNotFoundError, match="Exec format error"):
+        spawn([str(script)], os.environ)

@@ -1,0 +1,372 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from supervision import Supervision, await_until, environment, is_dead
+
+Start = Callable[..., Supervision]
+
+
+def cli(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "keras_distplug", *arguments],
+        env=environment(**environ),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_all_complete(start: Start) -> None:
+    """The job succeeds once every worker has completed training; nothing is left behind."""
+    job = start("train(); print('hello [bold]'); mark(name); complete()")
+    code, printed = job.finish()
+    assert code == 0, printed
+    assert sorted(job.marks()) == ["worker-0", "worker-1"]
+    assert "[worker-0] hello [bold]\n" in printed
+    assert "[worker-1] hello [bold]\n" in printed
+    assert "2 workers completed training" in printed
+    assert not list(job.folder.glob("keras-distplug-*"))
+
+
+def test_single_worker(start: Start) -> None:
+    """One worker alone has no TF_CONFIG and is worker-0."""
+    job = start("mark('TF_CONFIG' in os.environ); train(); complete()", workers=1, TF_CONFIG="")
+    code, printed = job.finish()
+    assert code == 0, printed
+    assert job.marks() == ["False"]
+
+
+def test_killed_worker(start: Start) -> None:
+    """A killed worker ends the group, which starts again on new ports and completes."""
+    job = start(
+        """
+mark(f"{attempt} {index} {contract.job} {' '.join(tf_config['cluster']['worker'])}")
+if attempt == 0:
+    if index == 1:
+        await_training("worker-0")
+        mark("fault")
+        os.kill(os.getpid(), signal.SIGKILL)
+    train()
+    sleep()
+train()
+complete()
+"""
+    )
+    code, printed = job.finish()
+    assert code == 0, printed
+    marks = job.marks()
+    assert marks.count("fault") == 1
+    seen = {(int(line[0]), int(line[2])): line.split()[2:] for line in marks if line != "fault"}
+    assert seen.keys() == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert len({job_and_ports[0] for job_and_ports in seen.values()}) == 1
+    assert seen[0, 0] == seen[0, 1]
+    assert len({*seen[0, 0][1:], *seen[1, 0][1:]}) == 4
+    assert "worker-1 was killed by SIGKILL" in printed
+    assert "restart 1 of 3" in printed
+    assert "2 workers completed training" in printed
+    recovery = [line for line in printed.splitlines() if "training again" in line]
+    assert len(recovery) == 1
+    for part in ("stop", "import and join", "build and restore", "first step"):
+        assert f"{part} " in recovery[0]
+
+
+def test_leaving_is_a_failure(start: Start) -> None:
+    """Exit code 0 without completed training is a failure, and the group starts again."""
+    job = start("train(); mark(attempt); attempt == 0 and index == 0 and sys.exit(0); complete()")
+    code, printed = job.finish()
+    assert code == 0, printed
+    assert job.marks().count("1") == 2
+    assert "worker-0 left without completing training" in printed
+
+
+def test_budget(start: Start) -> None:
+    """When the restarts are used up, the first failure gives the exit code and the report."""
+    job = start(
+        """
+train()
+if index == 1:
+    await_training("worker-0")
+    mark("fault")
+    sys.exit(3)
+sleep()
+""",
+        "--max-restarts=1",
+    )
+    code, printed = job.finish()
+    assert code == 3, printed
+    assert job.marks() == ["fault", "fault"]
+    assert "gave up after 1 restart; exit code 3" in printed
+    assert "first failure: worker-1 exited with code 3 at " in printed
+    assert "then: worker-0 was ended by the supervisor (SIGTERM)" in printed
+
+
+def test_death_by_signal(start: Start) -> None:
+    """A death by signal n gives the exit code 128 + n."""
+    job = start("train(); os.kill(os.getpid(), signal.SIGKILL)", "--max-restarts=0", workers=1)
+    code, printed = job.finish()
+    assert code == 137, printed
+    assert "first failure: worker-0 was killed by SIGKILL" in printed
+
+
+def test_failure_after_another_completed(start: Start) -> None:
+    """A failure counts although other workers have completed, and all start again."""
+    job = start(
+        """
+mark(f"{attempt} {name}")
+train()
+if index == 1 and attempt == 0:
+    deadline = time.monotonic() + 20
+    while "completed" not in str(contract.read("worker-0")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    sys.exit(5)
+await_training("worker-1")
+complete()
+"""
+    )
+    code, printed = job.finish()
+    assert code == 0, printed
+    assert sorted(job.marks()) == ["0 worker-0", "0 worker-1", "1 worker-0", "1 worker-1"]
+    assert "worker-1 exited with code 5" in printed
+
+
+def test_worker_that_ignores_sigterm(start: Start) -> None:
+    """A worker that ignores SIGTERM is killed soon after its peer has died."""
+    job = start(
+        """
+if index == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    mark(os.getpid())
+    train()
+    sleep()
+train()
+await_training("worker-0")
+sys.exit(4)
+""",
+        "--max-restarts=0",
+    )
+    begun = time.monotonic()
+    code, printed = job.finish()
+    assert code == 4, printed
+    assert time.monotonic() - begun < 20
+    assert is_dead(int(job.marks()[0]))
+    assert "worker-0 was ended by the supervisor (SIGKILL)" in printed
+
+
+def test_missing_worker(start: Start) -> None:
+    """A worker that does not join in time is a failure that names it."""
+    job = start("index == 1 or train(); sleep()", "--startup-timeout=3", "--max-restarts=0")
+    code, printed = job.finish()
+    assert code == 124, printed
+    assert "worker-1 has not joined the cluster within 3 s" in printed
+    assert "worker-0 has not joined" not in printed
+
+
+def test_joined_in_time(start: Start) -> None:
+    """The start-up time-out does not end workers that have joined and train on."""
+    job = start("train(); time.sleep(4); complete()", "--startup-timeout=3")
+    code, printed = job.finish()
+    assert code == 0, printed
+
+
+@pytest.mark.parametrize("command", ["python", "bash"])
+def test_killed_supervisor(start: Start, command: str, tmp_path: Path) -> None:
+    """When the supervisor is killed, no worker survives it, nor what a worker started."""
+    python = f"{sys.executable} {tmp_path / 'train.py'}"
+    job = start(
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN); train(); mark(os.getpid()); sleep()",
+        command=("bash", "-c", f"{python}; true") if command == "bash" else (),
+    )
+    pids = job.pids(2)
+    assert not any(is_dead(pid) for pid in pids)
+    job.process.kill()
+    await_until(lambda: all(is_dead(pid) for pid in pids), "all workers are dead")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signal_to_the_supervisor(start: Start, number: signal.Signals, code: int) -> None:
+    """A signal to the supervisor reaches the workers, who may end in their own way."""
+    job = start(
+        """
+def save(number, frame):
+    time.sleep(1.5)
+    mark(f"saved on {number}")
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, save)
+signal.signal(signal.SIGINT, save)
+train()
+mark(os.getpid())
+sleep()
+"""
+    )
+    pids = job.pids(2)
+    job.process.send_signal(number)
+    returned, printed = job.finish()
+    assert returned == code, printed
+    assert job.marks()[2:] == [f"saved on {number.value}"] * 2
+    assert all(is_dead(pid) for pid in pids)
+    assert "restart" not in printed
+
+
+def test_grace_period(start: Start) -> None:
+    """Who has not ended when the grace period is over is killed."""
+    job = start(
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN); train(); mark(os.getpid()); sleep()",
+        "--grace=0.5",
+    )
+    pids = job.pids(2)
+    job.process.terminate()
+    code, printed = job.finish()
+    assert code == 143, printed
+    assert all(is_dead(pid) for pid in pids)
+    assert "worker-1 was ended by the supervisor (SIGKILL)" in printed
+
+
+def test_second_signal(start: Start) -> None:
+    """A second signal to the supervisor kills at once."""
+    job = start(
+        """
+signal.signal(signal.SIGINT, lambda *_: mark("heard"))
+train()
+mark(os.getpid())
+while True:
+    time.sleep(1)
+""",
+        "--grace=1000",
+    )
+    pids = job.pids(2)
+    job.process.send_signal(signal.SIGINT)
+    await_until(lambda: job.marks().count("heard") == 2, "the workers have heard of it")
+    assert not any(is_dead(pid) for pid in pids)
+    job.process.send_signal(signal.SIGINT)
+    code, printed = job.finish()
+    assert code == 130, printed
+    assert all(is_dead(pid) for pid in pids)
+
+
+def test_last_words(start: Start) -> None:
+    """What a worker printed last, stderr too, stands before the report of its end."""
+    job = start(
+        """
+train()
+print("\\n".join(f"{number} {'x' * 200}" for number in range(3_000)))
+sys.exit("no newline at the end: [x]")
+""",
+        "--max-restarts=0",
+        workers=1,
+    )
+    code, printed = job.finish()
+    assert code == 1
+    lines = printed.splitlines()
+    at = lines.index("[worker-0] no newline at the end: [x]")
+    assert "worker-0 exited with code 1" in lines[at + 1]
+
+
+def test_reader_that_goes_away(start: Start) -> None:
+    """Training goes on when the output cannot be written: [Errno 32] any more."""
+    job = start(
+        """
+train()
+for _ in range(100):
+    print("x" * 9999)
+mark("done")
+complete()
+""",
+        workers=1,
+    )
+    assert job.process.stdout is not None
+    job.process.stdout.close()
+    assert job.process.stderr is not None
+    errors = job.process.stderr.read()
+    assert job.process.wait(30) == 0, errors
+    assert job.marks() == ["done"]
+    assert errors.count("the output cannot be written: [Errno 32]") == 1
+
+
+def test_no_tensorflow() -> None:
+    """The supervisor loads neither TensorFlow nor Keras."""
+    code = (
+        "import sys; from keras_distplug import cli; "
+        "assert cli.main(['run', '--workers', '1', '--max-restarts', '0', '--', 'true']) == 1; "
+        "assert not {'tensorflow', 'keras'} & sys.modules.keys(), 'loaded'"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "left without completing" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ((), "required: COMMAND"),
+        (("run", "--", "true"), "required: --workers"),
+        (("run", "--workers", "2"), "no command to run. Write it after `--`"),
+        (("run", "--workers", "2", "--"), "no command to run. Write it after `--`"),
+        (("run", "--workers", "2", "python", "x.py"), "The command to run goes after `--`"),
+        (("run", "--workers", "0", "--", "true"), "--workers must be >= 1. Received: 0"),
+        (("run", "--workers", "two", "--", "true"), "invalid int value: 'two'"),
+        (("run", "--workers", "1", "--max-restarts", "-1", "--", "true"), "must be >= 0"),
+        (("run", "--workers", "1", "--devices-per-worker", "0", "--", "true"), "must be >= 1"),
+        (("run", "--workers", "1", "--startup-timeout", "0", "--", "true"), "must be > 0 s"),
+        (("run", "--workers", "1", "--grace", "nan", "--", "true"), "must be >= 0 s"),
+    ],
+)
+def test_bad_usage(arguments: tuple[str, ...], complaint: str) -> None:
+    """Bad usage is exit code 2 and a sentence that says what to write."""
+    done = cli(*arguments)
+    assert done.returncode == 2
+    assert complaint in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_missing_command() -> None:
+    """A command that does not exist is exit code 127, as in a shell, and nothing is started."""
+    done = cli("run", "--workers", "2", "--", "train.py")
+    assert done.returncode == 127
+    assert "Write `-- python train.py`" in done.stderr
+    assert done.stdout == ""
+
+
+def test_inside_a_cluster() -> None:
+    """Under a scheduler that starts the workers itself, no second cluster is started."""
+    tf_config = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}'
+    done = cli("run", "--workers", "2", "--", "true", TF_CONFIG=tf_config)
+    assert done.returncode == 2
+    assert "worker-0 of 2: a scheduler starts the workers here" in done.stderr
+
+
+def test_too_few_gpus() -> None:
+    """More workers than GPUs is an error before anything is started."""
+    done = cli("run", "--workers", "2", "--", "true", CUDA_VISIBLE_DEVICES="0")
+    assert done.returncode == 2
+    assert "need 2 GPUs. Received 1: 0" in done.stderr
+
+
+def test_version() -> None:
+    """`--version` prints the version."""
+    done = cli("--version")
+    assert done.returncode == 0
+    assert done.stdout.startswith("keras-distplug ")
+
+
+def test_a_command_with_dashes(start: Start) -> None:
+    """Everything after the first `--` belongs to the command, another `--` too."""
+    script = "import sys; print('args', sys.argv[1:])"
+    job = start(
+        "", "--max-restarts=0", workers=1, command=(sys.executable, "-c", script, "--", "--workers")
+    )
+    code, printed = job.finish()
+    assert code == 1
+    assert "[worker-0] args ['--', '--workers']" in printed
+    assert os.sep in printed
