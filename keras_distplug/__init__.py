@@ -1,0 +1,63 @@
+"""Fault-tolerant distributed `model.fit` for Keras 3 on TensorFlow.
+
+```python
+import keras_distplug as kd
+
+model.fit(ds, epochs=10, callbacks=kd.defaults("runs/mnist"))
+kd.distributed_fit(model, ds, epochs=10, directory="runs/mnist")
+```
+
+TensorFlow and Keras are loaded when a name that needs them is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
+    from keras_distplug.compat.trainer import adapt
+    from keras_distplug.default_callbacks import defaults
+    from keras_distplug.fit import distributed_fit
+    from keras_distplug.startup import init
+
+__all__ = [
+    "BackupAndRestore",
+    "__version__",
+    "adapt",
+    "defaults",
+    "distributed_fit",
+    "init",
+]
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "BackupAndRestore": "keras_distplug.callbacks.backup_and_restore",
+    "adapt": "keras_distplug.compat.trainer",
+    "defaults": "keras_distplug.default_callbacks",
+    "distributed_fit": "keras_distplug.fit",
+    "init": "keras_distplug.startup",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+def _join_if_supervised() -> None:
+    # TensorFlow forms a cluster only before the first tensor exists, and a script that a supervisor
+    # started as one of several workers has made none when it imports us.
+    if os.environ.get("TF_CONFIG") and os.environ.get("KERAS_DISTPLUG_JOB"):
+        importlib.import_module("keras_distplug.startup").join_on_import()
+
+
+_join_if_supervised()

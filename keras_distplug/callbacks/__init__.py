@@ -1,0 +1,1 @@
+"""When to act. One public callback a file."""

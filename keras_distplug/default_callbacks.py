@@ -1,0 +1,59 @@
+"""Which callbacks a run gets, in which order."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Literal
+
+import keras
+
+from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
+from keras_distplug.compat import trainer, versions
+
+
+def defaults(
+    directory: str | os.PathLike[str] | None = None,
+    *,
+    save_freq: Literal["epoch", False] | int = "epoch",
+    resume: bool = True,
+) -> list[keras.callbacks.Callback]:
+    """Callbacks that make `model.fit` survive: pass them, start the script again, and it goes on.
+
+    Example:
+
+    ```python
+    model.fit(ds, epochs=10, callbacks=[*kd.defaults("runs/mnist"), MyCallback()])
+    ```
+
+    Their place among other callbacks does not matter. Nothing that a run wrote is ever deleted but
+    checkpoints that newer ones replace. The same script started again with the same `epochs`
+    returns at once with the stored `History` and weights; with more `epochs` it goes on.
+
+    Args:
+        directory: Folder of this training. Defaults to `keras_distplug_runs/<name of the script>`
+            in the working folder. Trainings of different models need different folders.
+        save_freq: `"epoch"`, an integer number of batches, or `False` to save at the end only.
+            Defaults to `"epoch"`.
+        resume: `False` begins a new run beside what the folder holds. Defaults to `True`.
+
+    Returns:
+        A new, plain list.
+    """
+    versions.check()
+    # Keras fails under MultiWorkerMirroredStrategy before it looks at the callbacks.
+    trainer.install_dispatch()
+    return [
+        BackupAndRestore(
+            default_directory() if directory is None else directory,
+            save_freq=save_freq,
+            delete_checkpoint=False,
+            resume=resume,
+        )
+    ]
+
+
+def default_directory() -> Path:
+    script = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else ""
+    return Path("keras_distplug_runs") / (script or "interactive")

@@ -1,0 +1,223 @@
+"""`distributed_fit`: the parts, wired in the order in which data flows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_distplug import startup
+from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
+from keras_distplug.cluster import agreement
+from keras_distplug.compat import context, trainer, versions
+from keras_distplug.compat import model as compat_model
+from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.core.log import announce
+from keras_distplug.default_callbacks import defaults
+from keras_distplug.strategies import place
+from keras_distplug.training import carry, data
+
+
+def distributed_fit(
+    model: keras.Model | Callable[[], keras.Model],
+    x: Any = None,
+    y: Any = None,
+    batch_size: int | None = None,
+    epochs: int = 1,
+    verbose: str | int = "auto",
+    callbacks: Sequence[keras.callbacks.Callback] | None = None,
+    validation_split: float = 0.0,
+    validation_data: Any = None,
+    shuffle: bool = True,
+    class_weight: dict[int, float] | None = None,
+    sample_weight: Any = None,
+    initial_epoch: int = 0,
+    steps_per_epoch: int | None = None,
+    validation_steps: int | None = None,
+    validation_batch_size: int | None = None,
+    validation_freq: int = 1,
+    *,
+    strategy: str | tf.distribute.Strategy = "auto",
+    directory: str | os.PathLike[str] | None = None,
+    resume: bool = True,
+) -> keras.callbacks.History:
+    """`model.fit` on as many devices and workers as there are, which goes on where it stopped.
+
+    Example:
+
+    ```python
+    history = kd.distributed_fit(model, ds, epochs=10, directory="runs/mnist")
+    ```
+
+    Args:
+        model: A compiled model made outside any strategy's scope; one made inside the scope of the
+            strategy to use; or a function without arguments that builds and compiles one. A model
+            from outside is made again inside the scope, and afterwards holds the trained weights
+            and optimizer state itself. The trained model under its strategy is `history.model`.
+        x: A `tf.data.Dataset` or a `keras.utils.PyDataset` of *global* batches, a function without
+            arguments that returns one, or arrays.
+        y: As in `Model.fit`.
+        batch_size: Samples in a *global* batch of arrays: it is split over the replicas. Defaults
+            to 32.
+        epochs: As in `Model.fit`: the number at which training ends, over all restarts.
+        verbose: As in `Model.fit`. `"auto"` is silent on workers other than the chief.
+        callbacks: As in `Model.fit`; those of `defaults(directory)` are added unless a
+            `BackupAndRestore` of ours is among them. All workers run all callbacks.
+        validation_split: As in `Model.fit`.
+        validation_data: As in `Model.fit`.
+        shuffle: As in `Model.fit`; each epoch has an order of its own, the same on every worker and
+            in a run that was interrupted.
+        class_weight: As in `Model.fit`.
+        sample_weight: As in `Model.fit`.
+        initial_epoch: As in `Model.fit`; where a stored run stands has precedence.
+        steps_per_epoch: As in `Model.fit`. A resumed run reads its data from the beginning again.
+        validation_steps: As in `Model.fit`.
+        validation_batch_size: As in `Model.fit`.
+        validation_freq: As in `Model.fit`.
+        strategy: `"auto"` (TF_CONFIG or a Slurm step with several workers -> `"multi_worker"`,
+            several GPUs -> `"mirrored"`, else `"one_device"`), one of these names, or a
+            `tf.distribute.Strategy`. Defaults to `"auto"`.
+        directory: Folder of this run. Defaults to `keras_distplug_runs/<name of the script>`.
+        resume: `False` begins a new run beside what the folder holds. Defaults to `True`.
+
+    Returns:
+        Keras' `History`, complete across restarts.
+
+    Raises:
+        ConfigurationError: Before any training, for an unusable argument or environment; its
+            subclasses `ClusterError`, `ModelError` and `DataError` say which.
+        OtherRunError: If `directory` holds the run of another model.
+    """
+    versions.check()
+    if isinstance(model, keras.Model):
+        place.require_compiled(model, "the model given")
+    elif not callable(model):
+        place.require_compiled(model, "received as `model`")
+    fresh, strategy = _joins_late(model, strategy)
+    blueprint = None
+    if isinstance(model, keras.Model) and not compat_model.is_placed(model):
+        blueprint = place.describe(model)
+    if fresh:
+        given = {
+            name: carry.pack(name, value)
+            for name, value in {
+                "x": x,
+                "y": y,
+                "sample_weight": sample_weight,
+                "validation_data": validation_data,
+            }.items()
+        }
+        context.reset()
+        strategy = startup.init()
+        x, y, sample_weight, validation_data = (unpack() for unpack in given.values())
+    elif isinstance(strategy, str):
+        strategy = startup.init(strategy)
+
+    role = agreement.role_under(strategy)
+    placed = _place(model, blueprint, strategy, several_workers=role.world_size > 1)
+    trainer.adapt(placed)
+    callbacks = _with_backup(callbacks, directory, resume)
+    backup = next(each for each in callbacks if isinstance(each, BackupAndRestore))
+    run = backup.open_run(strategy)
+    feed = data.feed(
+        x,
+        y,
+        model=placed,
+        seed=run.record.seed,
+        batch_size=batch_size,
+        shuffle=shuffle,
+        sample_weight=sample_weight,
+        class_weight=class_weight,
+        validation_data=validation_data() if callable(validation_data) else validation_data,
+        validation_split=validation_split,
+        steps_per_epoch=steps_per_epoch,
+    )
+    backup.data = feed.x
+    if role.is_chief:
+        announce(f"input: {feed.description}")
+    history = placed.fit(
+        feed.x,
+        batch_size=batch_size,
+        epochs=epochs,
+        verbose=0 if verbose == "auto" and not role.is_chief else verbose,
+        callbacks=callbacks,
+        validation_data=feed.validation_data,
+        shuffle=False,
+        initial_epoch=initial_epoch,
+        steps_per_epoch=steps_per_epoch,
+        validation_steps=validation_steps,
+        validation_batch_size=validation_batch_size,
+        validation_freq=validation_freq,
+    )
+    if blueprint is not None and placed is not blueprint.model:
+        place.hand_back(blueprint, placed, revive=fresh)
+    return history
+
+
+def _joins_late(
+    model: keras.Model | Callable[[], keras.Model], strategy: str | tf.distribute.Strategy
+) -> tuple[bool, str | tf.distribute.Strategy]:
+    """Has TensorFlow to start afresh for this strategy? And which strategy is it."""
+    if not isinstance(strategy, str | tf.distribute.Strategy):
+        raise ConfigurationError(
+            "Expected `strategy` to be a name or a tf.distribute.Strategy. Received: "
+            f"{strategy!r} of type {type(strategy).__name__}."
+        )
+    if isinstance(model, keras.Model) and compat_model.is_placed(model):
+        if strategy == "auto":
+            return False, model.distribute_strategy
+        asked = startup.init(strategy) if isinstance(strategy, str) else strategy
+        if asked is not model.distribute_strategy:
+            raise _other_scope(model, strategy)
+        return False, asked
+    return isinstance(strategy, str) and startup.needs_fresh_context(strategy), strategy
+
+
+def _other_scope(model: keras.Model, strategy: object) -> ConfigurationError:
+    return ConfigurationError(
+        f"The model {model.name!r} was made inside the scope of "
+        f"{type(model.distribute_strategy).__name__}, but strategy={strategy!r} is another one. "
+        'Leave strategy="auto", or make the model outside any scope.'
+    )
+
+
+def _place(
+    model: keras.Model | Callable[[], keras.Model],
+    blueprint: place.Blueprint | None,
+    strategy: tf.distribute.Strategy,
+    *,
+    several_workers: bool,
+) -> keras.Model:
+    if blueprint is not None:
+        if strategy is tf.distribute.get_strategy() and not tf.distribute.has_strategy():
+            return blueprint.model
+        with strategy.scope():
+            return place.rebuild(
+                blueprint, place.chiefs_value if several_workers else lambda value: value
+            )
+    if isinstance(model, keras.Model):
+        return model
+    with strategy.scope():
+        built = model()
+    place.require_compiled(built, "returned by the function given as `model`")
+    return built
+
+
+def _with_backup(
+    callbacks: Sequence[keras.callbacks.Callback] | None,
+    directory: str | os.PathLike[str] | None,
+    resume: bool,
+) -> list[keras.callbacks.Callback]:
+    given = keras.tree.flatten(callbacks) if callbacks else []
+    if not any(isinstance(each, BackupAndRestore) for each in given):
+        return [*given, *defaults(directory, resume=resume)]
+    if directory is not None or not resume:
+        raise ConfigurationError(
+            "`directory` and `resume` belong to the BackupAndRestore among the callbacks, which "
+            f"has its own. Received: directory={directory!r}, resume={resume}. Leave them out, or "
+            "leave the callback out."
+        )
+    return list(given)

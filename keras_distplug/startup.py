@@ -1,0 +1,111 @@
+"""Joining the cluster: which strategy, made while TensorFlow still allows it."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+
+import tensorflow as tf
+
+from keras_distplug.cluster import roles
+from keras_distplug.compat import context, versions
+from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.core.log import announce
+from keras_distplug.core.supervised import Phase, Supervised
+from keras_distplug.strategies.select import Choice, choose
+
+_AUTOMATIC = "KERAS_DISTPLUG_AUTO_INIT"  # "0" leaves joining to the script
+_JOINED_BY = "KERAS_DISTPLUG_JOINED_BY"
+
+_joined: dict[str, tf.distribute.Strategy] = {}
+
+
+def init(strategy: str = "auto") -> tf.distribute.Strategy:
+    """Joins the cluster that the environment describes. Call it at the top of the script.
+
+    TensorFlow forms a cluster only before the first tensor, model or dataset exists. Under
+    `keras-distplug run` importing `keras_distplug` does this by itself; without it
+    `distributed_fit` carries model and data over where that is possible.
+
+    Example:
+
+    ```python
+    import keras_distplug as kd
+    kd.init()
+    model = build_model()
+    kd.distributed_fit(model, make_dataset())
+    ```
+
+    Args:
+        strategy: `"auto"`, `"one_device"`, `"mirrored"` or `"multi_worker"`. Defaults to `"auto"`:
+            TF_CONFIG or a Slurm step with several workers -> multi_worker; several GPUs ->
+            mirrored; else one device.
+
+    Returns:
+        The strategy, the same one at each call.
+
+    Raises:
+        ConfigurationError: If the strategy is unknown, or does not fit the environment.
+    """
+    versions.check()
+    role = roles.from_environment(os.environ)
+    gpus = len(tf.config.list_physical_devices("GPU"))
+    choice = choose(strategy, role, gpus)
+    if choice.name not in _joined:
+        if _joined:
+            raise ConfigurationError(
+                f"This process has joined with strategy {next(iter(_joined))!r} already. Received: "
+                f"strategy={strategy!r}. Start another process for another strategy."
+            )
+        _joined[choice.name] = _make(choice, role)
+        if role.is_chief:
+            replicas = _joined[choice.name].num_replicas_in_sync
+            announce(
+                f"strategy {choice.name} ({choice.reason}): {role.world_size} worker"
+                f"{'s' * (role.world_size > 1)}, {replicas} replica{'s' * (replicas > 1)}"
+            )
+        if (supervised := Supervised.from_env()) is not None:
+            supervised.report(role.name, Phase.JOINED)
+    return _joined[choice.name]
+
+
+def join_on_import() -> None:
+    """`init()` for a script that a supervisor started, unless it is too late or not its place."""
+    if os.environ.get(_AUTOMATIC) == "0" or multiprocessing.parent_process() is not None:
+        return
+    if os.environ.setdefault(_JOINED_BY, str(os.getpid())) != str(os.getpid()):
+        return  # a subprocess of the worker
+    if not needs_fresh_context("auto"):
+        init()
+
+
+def needs_fresh_context(strategy: str) -> bool:
+    """Would `init(strategy)` come too late for what was made before?"""
+    choice = choose(
+        strategy,
+        roles.from_environment(os.environ),
+        len(tf.config.list_physical_devices("GPU")),
+    )
+    return choice.name == "multi_worker" and not _joined and context.is_initialized()
+
+
+def _make(choice: Choice, role: roles.Role) -> tf.distribute.Strategy:
+    if choice.name == "mirrored":
+        return tf.distribute.MirroredStrategy(_devices_to_mirror())
+    if choice.name != "multi_worker":
+        return tf.distribute.get_strategy()
+    os.environ["TF_CONFIG"] = role.to_tf_config()
+    supervised = Supervised.from_env()
+    devices = supervised.devices_per_worker if supervised else None
+    with contextlib.ExitStack() as stack:
+        if devices and not tf.config.list_physical_devices("GPU"):
+            stack.enter_context(context.cpu_devices_per_worker(devices))
+        return tf.distribute.MultiWorkerMirroredStrategy()
+
+
+def _devices_to_mirror() -> list[str] | None:
+    """All GPUs; without any, all logical CPUs (TensorFlow itself would take one)."""
+    if tf.config.list_physical_devices("GPU"):
+        return None
+    return [device.name for device in tf.config.list_logical_devices("CPU")]

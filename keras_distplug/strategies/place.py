@@ -1,0 +1,283 @@
+"""A model made outside a strategy's scope goes into it, and what it learned comes back.
+
+The way in is three steps, because between the first and the second TensorFlow may have to start
+afresh: `describe` reads the caller's model, `rebuild` makes its like inside the current scope,
+`hand_back` writes the trained state into the caller's object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_distplug.compat import model as compat_model
+from keras_distplug.core.errors import ModelError
+
+_LOOKUPS = (keras.layers.StringLookup, keras.layers.IntegerLookup, keras.layers.TextVectorization)
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A compiled model, as far as it can be told without TensorFlow.
+
+    Args:
+        model: The caller's object.
+        compile_with: Arguments for `compile`; optimizer and metrics as functions that make new
+            ones, since theirs are tied to where they were made.
+        values: The model's variables, in its order, without those of compiled metrics.
+        optimizer_values: The optimizer's variables; empty while it is not built.
+    """
+
+    model: keras.Model
+    compile_with: Mapping[str, Any]
+    values: Sequence[np.ndarray]
+    optimizer_values: Sequence[np.ndarray]
+
+
+def require_compiled(model: keras.Model, origin: str) -> None:
+    if not isinstance(model, keras.Model):
+        raise ModelError(
+            f"distributed_fit expects a compiled keras.Model, or a function that builds and "
+            f"compiles one. Received: {origin} of type {type(model).__name__}."
+        )
+    if not model.compiled:
+        raise ModelError(
+            f"The model {model.name!r} ({origin}) is not compiled. Call "
+            "`model.compile(optimizer=..., loss=...)` before distributed_fit."
+        )
+
+
+def describe(model: keras.Model) -> Blueprint:
+    """Reads everything that `rebuild` needs.
+
+    Raises:
+        ModelError: If the model is of a kind that cannot be rebuilt.
+    """
+    if not compat_model.is_clonable(model):
+        _require_config(model)
+    for layer in compat_model.layers_of(model):
+        if isinstance(layer, _LOOKUPS):
+            raise ModelError(
+                f"The model {model.name!r} holds the lookup table of layer {layer.name!r} "
+                f"({type(layer).__name__}), which cannot be moved into a strategy's scope. "
+                "Pass a function that builds and compiles the model, "
+                "`distributed_fit(build, ...)`, or do the lookup in the input pipeline."
+            )
+    return Blueprint(
+        model=model,
+        compile_with=_compile_with(model),
+        values=[_value(variable) for variable in state_of(model)],
+        optimizer_values=(
+            [_value(variable) for variable in model.optimizer.variables]
+            if model.optimizer.built
+            else []
+        ),
+    )
+
+
+def rebuild(blueprint: Blueprint, from_chief: Callable[[np.ndarray], Any]) -> keras.Model:
+    """Makes a model like the caller's, in its state. To be called inside the strategy's scope.
+
+    Args:
+        blueprint: From `describe`.
+        from_chief: Turns one worker's array into the chief's; see `chiefs_value`.
+
+    Raises:
+        ModelError: If the result is not like the caller's model.
+    """
+    caller = blueprint.model
+    model = _again(caller)
+    model.compile(**_made(blueprint))
+    built = bool(blueprint.values)
+    if built and not model.built:
+        _build_like(model, caller)
+    if built:
+        _require_same_variables(model, caller, blueprint.values)
+        for variable, value in zip(state_of(model), blueprint.values, strict=True):
+            variable.assign(from_chief(value))
+    if blueprint.optimizer_values:
+        model.optimizer.build(model.trainable_variables)
+        for variable, value in zip(
+            model.optimizer.variables, blueprint.optimizer_values, strict=True
+        ):
+            variable.assign(from_chief(value))
+    return model
+
+
+def chiefs_value(value: np.ndarray) -> tf.Tensor:
+    """The chief's `value`, on every worker. To be called inside the strategy's scope.
+
+    TensorFlow broadcasts the initial value of a mirrored variable from the chief, but not what is
+    assigned to one.
+    """
+    value = np.asarray(value)
+    # The collective knows few types; these hold all values of the others.
+    wide = {"f": np.float32, "V": np.float32, "u": np.int64, "i": np.int64}.get(value.dtype.kind)
+    carrier = value if value.dtype in (np.float64, bool) or wide is None else value.astype(wide)
+    return tf.cast(tf.Variable(carrier, trainable=False).read_value(), value.dtype)
+
+
+def hand_back(blueprint: Blueprint, trained: keras.Model, *, revive: bool) -> None:
+    """Writes the state of `trained` into the caller's model.
+
+    Args:
+        blueprint: From `describe`.
+        trained: From `rebuild`, after training.
+        revive: True if TensorFlow was started afresh since `describe`: the caller's variables are
+            dead and get new ones.
+    """
+    caller = blueprint.model
+    if revive:
+        _revive(caller)
+    if not blueprint.values:
+        _build_like(caller, trained)
+    optimizer = caller.optimizer
+    if not optimizer.built:
+        optimizer.build(caller.trainable_variables)
+    for mine, theirs in zip(
+        [*state_of(caller), *optimizer.variables],
+        [*state_of(trained), *trained.optimizer.variables],
+        strict=True,
+    ):
+        mine.assign(_value(theirs))
+    caller.history = trained.history
+    caller.stop_training = trained.stop_training
+
+
+def state_of(model: keras.Model) -> list[keras.Variable]:
+    """Weights and seed generators of `model`: what makes it what it is."""
+    metrics = {id(variable) for variable in model.metrics_variables}
+    return [variable for variable in model.variables if id(variable) not in metrics]
+
+
+def _value(variable: keras.Variable) -> np.ndarray:
+    return np.asarray(keras.ops.convert_to_numpy(variable))
+
+
+def _require_config(model: keras.Model) -> None:
+    try:
+        model.get_config()
+    except NotImplementedError as error:
+        raise ModelError(
+            f"The model {model.name!r} of class {type(model).__name__} was made outside the "
+            "strategy's scope and cannot be made again inside it: it has no `get_config`. "
+            f"Give {type(model).__name__} a `get_config` method, or pass a function that builds "
+            "and compiles the model: `distributed_fit(build, ...)`."
+        ) from error
+
+
+def _again(caller: keras.Model) -> keras.Model:
+    classes = {type(layer).__name__: type(layer) for layer in compat_model.layers_of(caller)}
+    try:
+        # Keras would look into the optimizer, whose variables may be dead by now.
+        with keras.saving.custom_object_scope(classes), compat_model.without_compilation(caller):
+            if compat_model.is_clonable(caller):
+                return keras.models.clone_model(caller)
+            return type(caller).from_config(caller.get_config())
+    except Exception as error:
+        raise ModelError(
+            f"The model {caller.name!r} of class {type(caller).__name__} could not be made again "
+            f"inside the strategy's scope: {error}. Check `get_config` and `from_config` of its "
+            "class and its layers, or pass a function that builds and compiles the model: "
+            "`distributed_fit(build, ...)`."
+        ) from error
+
+
+def _build_like(model: keras.Model, like: keras.Model) -> None:
+    config = like.get_build_config()
+    try:
+        if config:
+            model.build_from_config(config)
+    except Exception as error:
+        raise ModelError(
+            f"The model {like.name!r} of class {type(like).__name__} could not be built inside the "
+            f"strategy's scope for {config}: {error}. Pass a function that builds and compiles the "
+            "model: `distributed_fit(build, ...)`."
+        ) from error
+
+
+def _require_same_variables(
+    model: keras.Model, caller: keras.Model, values: Sequence[np.ndarray]
+) -> None:
+    made = [(v.path, tuple(v.shape)) for v in state_of(model)]
+    wanted = [(v.path, value.shape) for v, value in zip(state_of(caller), values, strict=True)]
+    if [shape for _, shape in made] != [shape for _, shape in wanted]:
+        difference = next(
+            (pair for pair in zip(wanted, made, strict=False) if pair[0][1] != pair[1][1]),
+            (f"{len(wanted)} variables", f"{len(made)} variables"),
+        )
+        raise ModelError(
+            f"The model {caller.name!r}, made again inside the strategy's scope, differs from the "
+            f"original: expected {difference[0]}, received {difference[1]}. Its `get_config` does "
+            "not say all that its variables depend on. Mend it, or pass a function that builds and "
+            "compiles the model: `distributed_fit(build, ...)`."
+        )
+
+
+def _compile_with(model: keras.Model) -> Mapping[str, Any]:
+    arguments = compat_model.compile_arguments(model)
+    if arguments is None or type(model).compile is not keras.Model.compile:
+        raise ModelError(
+            f"The model {model.name!r} of class {type(model).__name__} has a `compile` of its own, "
+            "whose arguments are not known. Pass a function that builds and compiles the model: "
+            "`distributed_fit(build, ...)`."
+        )
+    return {name: keras.tree.map_structure(_maker, value) for name, value in arguments.items()}
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Makes another object like one that is tied to where it was made."""
+
+    of: type
+    config: Mapping[str, Any]
+    custom: Mapping[str, type]
+
+    def __call__(self) -> Any:
+        with keras.saving.custom_object_scope(dict(self.custom)):
+            return self.of.from_config(dict(self.config))  # type: ignore[attr-defined]
+
+
+def _maker(value: Any) -> Any:
+    """`value`, or a `_Maker` for it if it holds variables."""
+    if not isinstance(value, keras.optimizers.Optimizer | keras.metrics.Metric):
+        return value
+    custom = {type(value).__name__: type(value)}
+    schedule = getattr(value, "_learning_rate", None)
+    if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+        custom[type(schedule).__name__] = type(schedule)
+    maker = _Maker(type(value), value.get_config(), custom)
+    try:
+        maker()
+    except Exception as error:
+        raise ModelError(
+            f"{type(value).__name__} {value.name!r}, which the model is compiled with, cannot be "
+            f"made again from its configuration: {error}. Register what it is made of with "
+            "`@keras.saving.register_keras_serializable()`, or pass a function that builds and "
+            "compiles the model: `distributed_fit(build, ...)`."
+        ) from error
+    return maker
+
+
+def _made(blueprint: Blueprint) -> dict[str, Any]:
+    return {
+        name: keras.tree.map_structure(
+            lambda value: value() if isinstance(value, _Maker) else value, value
+        )
+        for name, value in blueprint.compile_with.items()
+    }
+
+
+def _revive(caller: keras.Model) -> None:
+    """Gives every variable of `caller` a new one to live in; their values come later."""
+    for variable in compat_model.all_variables(caller):
+        compat_model.revive(variable, np.zeros(variable.shape, variable.dtype))
+    for layer in compat_model.layers_of(caller):
+        if isinstance(layer, keras.layers.Normalization):
+            layer.finalize_state()
+    compat_model.drop_functions(caller)

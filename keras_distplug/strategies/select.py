@@ -1,0 +1,88 @@
+"""From the environment to the name of a strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from keras_distplug.core.errors import ConfigurationError
+
+NAMES = (
+    "auto",
+    "one_device",
+    "mirrored",
+    "multi_worker",
+    "central_storage",
+    "parameter_server",
+)
+_NOT_YET = ("central_storage", "parameter_server")
+
+
+class Cluster(Protocol):
+    """The part of `cluster.roles.Role` that a choice depends on."""
+
+    @property
+    def cluster(self) -> Mapping[str, tuple[str, ...]]: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def source(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A strategy's name and why it was chosen."""
+
+    name: str
+    reason: str
+
+
+def choose(requested: str, cluster: Cluster, gpus: int) -> Choice:
+    """Chooses a strategy.
+
+    Args:
+        requested: One of `NAMES`.
+        cluster: The cluster that this process is part of.
+        gpus: GPUs that this process sees.
+
+    Raises:
+        ConfigurationError: For an unknown name, one that is not supported yet, or one that the
+            cluster contradicts.
+    """
+    if requested not in NAMES:
+        raise ConfigurationError(
+            f"Unknown strategy. Received: strategy={requested!r}. Expected one of "
+            f"{', '.join(map(repr, NAMES))}, or a tf.distribute.Strategy."
+        )
+    choice = _automatic(cluster, gpus) if requested == "auto" else Choice(requested, "asked for")
+    if choice.name in _NOT_YET:
+        raise ConfigurationError(
+            f"strategy={choice.name!r} ({choice.reason}) is not supported in this release. "
+            "Use 'mirrored' on one machine or 'multi_worker' on several."
+        )
+    if choice.name == "multi_worker" and cluster.world_size < 2:
+        raise ConfigurationError(
+            "strategy='multi_worker' needs a cluster of at least two workers, but this process is "
+            "alone. Start the script with `keras-distplug run --workers 2 -- python train.py`, "
+            "with srun, or set TF_CONFIG."
+        )
+    if choice.name != "multi_worker" and cluster.world_size > 1:
+        raise ConfigurationError(
+            f"strategy={choice.name!r} was asked for, but {cluster.source} describes a cluster of "
+            f"{cluster.world_size} workers, each of which would train a model of its own into the "
+            "same directory. Use strategy='multi_worker' or 'auto', or start one process only."
+        )
+    return choice
+
+
+def _automatic(cluster: Cluster, gpus: int) -> Choice:
+    if "ps" in cluster.cluster:
+        return Choice("parameter_server", f"{cluster.source} has 'ps' tasks")
+    if cluster.world_size > 1:
+        return Choice("multi_worker", f"{cluster.source} has {cluster.world_size} workers")
+    if gpus > 1:
+        return Choice("mirrored", f"{gpus} GPUs on this machine")
+    return Choice("one_device", f"{gpus or 'no'} GPU on this machine")

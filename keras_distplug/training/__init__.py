@@ -1,0 +1,1 @@
+"""What a run is: its input, and its state at one instant."""

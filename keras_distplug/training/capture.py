@@ -1,0 +1,90 @@
+"""A model's state as named arrays, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import keras
+import numpy as np
+
+from keras_distplug.compat import model as compat_model
+from keras_distplug.core.manifest import VariableSpec
+
+_RANDOM = "random/global_seed_generator"
+
+
+def variables_of(model: keras.Model) -> dict[str, keras.Variable]:
+    """Weights, seed generators and optimizer variables of `model` by key, in Keras' order.
+
+    Metric variables are left out: they start anew with each epoch, and on several workers reading
+    one is a collective.
+    """
+    metrics = {id(variable) for variable in model.metrics_variables}
+    named: dict[str, keras.Variable] = {}
+    _add(named, "model", (v for v in model.variables if id(v) not in metrics))
+    if model.optimizer is not None:
+        _add(named, "optimizer", model.optimizer.variables)
+    return named
+
+
+def _add(named: dict[str, keras.Variable], group: str, variables: Iterable[keras.Variable]) -> None:
+    for variable in variables:
+        if variable.synchronization == "on_read":
+            continue
+        key = f"{group}/{variable.path}"
+        count = 1
+        while key in named:
+            count += 1
+            key = f"{group}/{variable.path}#{count}"
+        named[key] = variable
+
+
+def specs_of(model: keras.Model) -> tuple[VariableSpec, ...]:
+    """What `capture` would find, without the values."""
+    return tuple(
+        VariableSpec(key, tuple(variable.shape), str(variable.dtype))
+        for key, variable in variables_of(model).items()
+    )
+
+
+def capture(model: keras.Model) -> dict[str, np.ndarray]:
+    """Values of everything in `variables_of`, and of Keras' global random state."""
+    arrays = {key: _value(variable) for key, variable in variables_of(model).items()}
+    if (generator := compat_model.global_seed_generator()) is not None:
+        arrays[_RANDOM] = _value(generator.state)
+    return arrays
+
+
+def specs_of_model(stored: Iterable[VariableSpec]) -> tuple[VariableSpec, ...]:
+    """The part of a checkpoint that has to match the model."""
+    return tuple(spec for spec in stored if spec.key != _RANDOM)
+
+
+def restore(
+    model: keras.Model, arrays: Mapping[str, np.ndarray], keep: frozenset[str] = frozenset()
+) -> None:
+    """Writes arrays from `capture` into `model` by position: Keras counts up names in a process.
+
+    Args:
+        model: A built model whose `specs_of` match.
+        arrays: From `capture`.
+        keep: Keys of variables that stay as they are.
+    """
+    values = [value for key, value in arrays.items() if key != _RANDOM]
+    for (key, variable), value in zip(variables_of(model).items(), values, strict=True):
+        if key not in keep:
+            variable.assign(value)
+    if _RANDOM in arrays:
+        compat_model.restore_global_seed_generator(arrays[_RANDOM])
+
+
+def restore_existing(model: keras.Model, arrays: Mapping[str, np.ndarray]) -> frozenset[str]:
+    """Writes what a model that is not built has already, by name. Returns the keys it wrote."""
+    found = {key: v for key, v in variables_of(model).items() if key in arrays}
+    for key, variable in found.items():
+        variable.assign(arrays[key])
+    return frozenset(found)
+
+
+def _value(variable: keras.Variable) -> np.ndarray:
+    return np.asarray(keras.ops.convert_to_numpy(variable))
