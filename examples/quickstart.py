@@ -69,7 +69,7 @@ def train(directory: Path, kill: bool) -> None:
     np.savez(directory / f"worker-{worker}.npz", *state, accuracy=history.history["val_accuracy"])
 
 
-def KillOnce(marker: Path):  # noqa: N802 (Keras is loaded by workers only)
+def KillOnce(marker: Path):
     """A callback that kills its own process, once: `kill -9`, no goodbye."""
     import keras
 

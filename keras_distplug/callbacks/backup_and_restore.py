@@ -225,7 +225,11 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         final = self._store.newest("final")
         if final is not None and _completion(final).epochs >= self.params.get("epochs", 1):
             return final
-        return self._store.newest("step") or final
+        step = self._store.newest("step")
+        # At the same step, the one under way: callbacks may have changed the model for its end.
+        if final is None or (step and step.manifest.cursor.step >= final.manifest.cursor.step):
+            return step
+        return final
 
     def _take_up(self, stored: storage.Stored, run: storage.Run) -> None:
         manifest = stored.manifest

@@ -15,7 +15,6 @@ import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.models.functional import Functional, functional_like_constructor
 
-
 _GLOBAL_SEED_GENERATOR = "global_seed_generator"
 
 

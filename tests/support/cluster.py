@@ -34,7 +34,9 @@ def free_ports(count: int) -> list[int]:
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's environment without any cluster in it, with the package importable."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("TF_CONFIG", "SLURM_", "KERAS_"))}
+    env = {
+        k: v for k, v in os.environ.items() if not k.startswith(("TF_CONFIG", "SLURM_", "KERAS_"))
+    }
     paths = [str(ROOT), str(ROOT / "tests"), env.get("PYTHONPATH", "")]
     env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     env.update(TF_CPP_MIN_LOG_LEVEL="2", CUDA_VISIBLE_DEVICES="-1", PYTHONUNBUFFERED="1")

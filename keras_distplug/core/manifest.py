@@ -1,0 +1,165 @@
+"""What a checkpoint's MANIFEST.json says. The checkpoint exists when its manifest exists."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from keras_distplug.core.errors import CorruptCheckpointError
+from keras_distplug.core.state import Completion, Cursor
+
+SCHEMA_VERSION = 1
+
+_FILE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*/)*[A-Za-z0-9][A-Za-z0-9._-]*")
+_COUNTED_NAME = re.compile(r"_\d+(?=/|$)")
+
+
+@dataclass(frozen=True)
+class VariableSpec:
+    """A variable without its value.
+
+    Args:
+        key: `"model/conv2d/kernel"`.
+        shape: Its shape.
+        dtype: NumPy's name, or `"bfloat16"` and its like.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.key} {list(self.shape)} {self.dtype}"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of a checkpoint.
+
+    Args:
+        file: Its path, from the folder of the manifest.
+        bytes: Its size.
+        xxh3_128: XXH3 of its content, 128 bits in hexadecimal.
+    """
+
+    file: str
+    bytes: int
+    xxh3_128: str
+
+    def __post_init__(self) -> None:
+        if not _FILE.fullmatch(self.file):
+            raise ValueError(f"Expected a path below the manifest. Received: {self.file!r}")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checkpoint without its arrays.
+
+    Args:
+        cursor: Where the run stood.
+        variables: All variables, in the model's order.
+        shards: The files that hold their values.
+        history: Keras' `History.history`.
+        history_epochs: Keras' `History.epoch`.
+        data: Position of the input pipeline.
+        stop_training: True if a callback had asked for the end of training.
+        completion: Set if the run had reached its end.
+        world_size: Workers that trained.
+        nonce: Different for every attempt to save.
+        created_utc: ISO 8601.
+        versions: Packages that wrote it.
+    """
+
+    cursor: Cursor
+    variables: tuple[VariableSpec, ...]
+    shards: tuple[Shard, ...]
+    world_size: int
+    nonce: str
+    created_utc: str
+    versions: Mapping[str, str] = field(default_factory=dict)
+    history: Mapping[str, list[float]] = field(default_factory=dict)
+    history_epochs: tuple[int, ...] = ()
+    data: Mapping[str, Any] = field(default_factory=dict)
+    stop_training: bool = False
+    completion: Completion | None = None
+
+    def to_json(self) -> str:
+        """The text of MANIFEST.json, which carries a SHA-256 of itself."""
+        body = {"schema_version": SCHEMA_VERSION, **asdict(self)}
+        return json.dumps({**body, "sha256": _digest(body)}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, source: str) -> Manifest:
+        """The inverse of `to_json`.
+
+        Args:
+            text: What was read.
+            source: Where it was read, for errors.
+
+        Raises:
+            CorruptCheckpointError: If `text` is not what `to_json` gave.
+        """
+        try:
+            body = json.loads(text)
+            schema_version, digest = body.pop("schema_version"), body.pop("sha256")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CorruptCheckpointError(f"{source} is no complete manifest: {error!r}") from error
+        if schema_version != SCHEMA_VERSION:
+            raise CorruptCheckpointError(
+                f"{source} has schema version {schema_version!r}, this release reads "
+                f"{SCHEMA_VERSION}. Read it with the release of keras_distplug that wrote it."
+            )
+        if digest != _digest({"schema_version": schema_version, **body}):
+            raise CorruptCheckpointError(f"{source} was changed after it was written.")
+        try:
+            return _from_body(body)
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptCheckpointError(f"{source} is no manifest: {error!r}") from error
+
+
+def first_difference(stored: Sequence[VariableSpec], current: Sequence[VariableSpec]) -> str | None:
+    """Where two models differ first, in words; None if a checkpoint of one fits the other.
+
+    Variables are compared in their order. Names that Keras counts up within a process
+    (`dense_1`, `dense_2`) count as the same.
+    """
+    for position, (old, new) in enumerate(zip(stored, current, strict=False), start=1):
+        same_name = _uncounted(old.key) == _uncounted(new.key)
+        if not same_name or (old.shape, old.dtype) != (new.shape, new.dtype):
+            return f"variable {position} is `{old}` there and `{new}` here"
+    if len(stored) == len(current):
+        return None
+    place = min(len(stored), len(current))
+    where, extra = ("there", stored) if len(stored) > place else ("here", current)
+    return (
+        f"{len(stored)} variables there and {len(current)} here; the first one too many is "
+        f"`{extra[place]}` {where}"
+    )
+
+
+def _from_body(body: dict[str, Any]) -> Manifest:
+    completion = body.pop("completion")
+    return Manifest(
+        cursor=Cursor(**body.pop("cursor")),
+        variables=tuple(
+            VariableSpec(spec["key"], tuple(spec["shape"]), spec["dtype"])
+            for spec in body.pop("variables")
+        ),
+        shards=tuple(Shard(**shard) for shard in body.pop("shards")),
+        history_epochs=tuple(body.pop("history_epochs")),
+        completion=None if completion is None else Completion(**completion),
+        **body,
+    )
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _uncounted(key: str) -> str:
+    return _COUNTED_NAME.sub("", key)

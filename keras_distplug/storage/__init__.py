@@ -1,0 +1,1 @@
+"""Where bytes go. No TensorFlow here."""

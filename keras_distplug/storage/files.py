@@ -1,0 +1,147 @@
+"""Files under one folder, created once and never changed. The only importer of fsspec."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import uuid
+from pathlib import Path
+from typing import Protocol
+
+from fsspec.core import split_protocol
+from fsspec.implementations.local import LocalFileSystem
+
+from keras_distplug.core.errors import ConfigurationError
+
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+class Files(Protocol):
+    """A folder. Paths are relative to it, with `/`."""
+
+    def create(self, path: str, data: bytes) -> None:
+        """Makes a file that holds `data` once this returns, whatever happens then.
+
+        Raises:
+            FileExistsError: If it exists; it is untouched.
+            OSError: If that fails; no file of this name exists then.
+        """
+        ...
+
+    def read(self, path: str) -> bytes: ...
+
+    def names(self, folder: str = "") -> list[str]:
+        """What stands in `folder`, sorted; empty if there is no such folder."""
+        ...
+
+    def delete(self, path: str) -> None:
+        """Deletes a file, or a folder with all it holds. Does nothing if there is none."""
+        ...
+
+    def where(self, path: str = "") -> str:
+        """How to name `path` to a person."""
+        ...
+
+
+def open_files(url: str | os.PathLike[str]) -> Files:
+    """The folder that `url` names. It need not exist.
+
+    Args:
+        url: A path, or `file://` and a path.
+
+    Raises:
+        ConfigurationError: If it names no local folder.
+    """
+    protocol, _ = split_protocol(os.fspath(url))
+    if protocol not in (None, "file", "local"):
+        raise ConfigurationError(
+            f"Checkpoints in {protocol}:// are not supported in this release. Received: "
+            f"{os.fspath(url)!r}. Give a folder of a file system that all workers share."
+        )
+    root = Path(LocalFileSystem._strip_protocol(os.fspath(url)))
+    first = next((path for path in (root, *root.parents) if path.exists()), root)
+    if not first.is_dir():
+        raise ConfigurationError(
+            f"Expected a folder for checkpoints. Received: {os.fspath(url)!r}, where {first} is a "
+            "file. Give another folder."
+        )
+    return LocalFiles(root)
+
+
+class LocalFiles:
+    """Files on a disk of this machine, or one that is mounted like it.
+
+    Args:
+        root: The folder.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def create(self, path: str, data: bytes) -> None:
+        target = self._root / path
+        _make_folder(target.parent)
+        # A name that starts with a dot is no checkpoint's: a crash may leave it behind.
+        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            with open(temporary, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            _publish(temporary, target)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        _sync_folder(target.parent)
+
+    def read(self, path: str) -> bytes:
+        return (self._root / path).read_bytes()
+
+    def names(self, folder: str = "") -> list[str]:
+        try:
+            return sorted(os.listdir(self._root / folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def delete(self, path: str) -> None:
+        target = self._root / path
+        if target.is_dir():
+            shutil.rmtree(target)
+        else:
+            target.unlink(missing_ok=True)
+        if target.parent.is_dir():
+            _sync_folder(target.parent)
+
+    def where(self, path: str = "") -> str:
+        return str(self._root / path)
+
+
+def _publish(temporary: Path, target: Path) -> None:
+    """Gives the file its name, unless another one has it."""
+    try:
+        os.link(temporary, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # A file system without hard links: the one writer that a run has looks before it renames.
+        if target.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from None
+        os.rename(temporary, target)
+
+
+def _make_folder(folder: Path) -> None:
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        _sync_folder(made.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes new and deleted names in `folder` last."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
