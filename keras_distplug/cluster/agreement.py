@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from keras_distplug.cluster.roles import Role, single_process
@@ -32,11 +34,11 @@ class KeyValues(Protocol):
     def put(self, key: str, value: str) -> None: ...
 
     def get(self, key: str, timeout_s: float) -> str:
-        """Waits for `key`. Raises TimeoutError."""
+        """Waits for `key`. Raises TimeoutError, or ConnectionError if a worker is gone."""
         ...
 
     def barrier(self, key: str, timeout_s: float) -> None:
-        """Waits until every worker has called with this `key`. Raises TimeoutError."""
+        """Waits until every worker has called with this `key`. Raises like `get`."""
         ...
 
 
@@ -75,21 +77,26 @@ class ThroughKeyValues:
                 raise AgreementError(f"Agreement on {topic!r}: the chief gave no value.")
             self._store.put(key, value)
             return value
-        try:
+        with self._explained(f"the chief's word on {topic!r}"):
             return self._store.get(key, self._timeout_s)
-        except TimeoutError as error:
-            raise AgreementError(
-                f"{self._role.name} waited {self._timeout_s:.0f} s for the chief's word on "
-                f"{topic!r}. Look at the chief's output for what keeps it. Cause: {error}"
-            ) from error
 
     def barrier(self, topic: str) -> None:
-        try:
+        with self._explained(f"all workers at {topic!r}"):
             self._store.barrier(self._next_key(topic), self._timeout_s)
+
+    @contextmanager
+    def _explained(self, awaited: str) -> Iterator[None]:
+        try:
+            yield
         except TimeoutError as error:
             raise AgreementError(
-                f"{self._role.name} waited {self._timeout_s:.0f} s for all workers at {topic!r}. "
-                f"Look at the other workers' output. Cause: {error}"
+                f"{self._role.name} waited {self._timeout_s:.0f} s for {awaited}. Look at the "
+                f"other workers' output for what keeps them. Cause: {error}"
+            ) from error
+        except ConnectionError as error:
+            raise AgreementError(
+                f"{self._role.name} waited for {awaited} and lost another worker. Look at the "
+                f"other workers' output for how it ended. Cause: {error}"
             ) from error
 
     def _next_key(self, topic: str) -> str:

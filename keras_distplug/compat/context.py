@@ -81,17 +81,22 @@ class ServiceKeyValues:
         context.context().set_config_key_value(key, value)
 
     def get(self, key: str, timeout_s: float) -> str:
-        try:
-            value = context.context().get_config_key_value(key, int(timeout_s * 1000))
-        except tf.errors.OpError as error:
-            raise TimeoutError(f"{key}: {error.message}") from error
-        return str(value)
+        with _as_builtin_errors(key):
+            return str(context.context().get_config_key_value(key, int(timeout_s * 1000)))
 
     def barrier(self, key: str, timeout_s: float) -> None:
-        try:
+        with _as_builtin_errors(key):
             context.context().wait_at_barrier(key, int(timeout_s * 1000))
-        except tf.errors.OpError as error:
-            raise TimeoutError(f"{key}: {error.message}") from error
+
+
+@contextmanager
+def _as_builtin_errors(key: str) -> Iterator[None]:
+    try:
+        yield
+    except tf.errors.DeadlineExceededError as error:
+        raise TimeoutError(f"{key}: {error.message}") from error
+    except tf.errors.OpError as error:
+        raise ConnectionError(f"{key}: {error.message}") from error
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
     python same_numbers.py MODE OUT_FOLDER
 
-MODE: reference (Keras alone), plain_fit, outside_scope, builder, made_first, made_first_arrays
+MODE: reference (Keras alone), plain_fit, outside_scope, builder, made_first, made_first_arrays,
+mirrored. KERAS_DISTPLUG_TEST_DEVICES: logical CPU devices of each worker.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 
 mode, folder = sys.argv[1], Path(sys.argv[2])
+devices = int(os.environ.get("KERAS_DISTPLUG_TEST_DEVICES", "1"))
 
 if mode == "reference":
     from support import digits_like as case
@@ -26,11 +28,23 @@ if mode == "reference":
 else:
     import json
 
-    import keras_distplug as kd
+    import tensorflow as tf
 
-    worker = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    import keras_distplug as kd
+    from keras_distplug.core.supervised import Supervised
+
+    worker = (
+        json.loads(os.environ["TF_CONFIG"])["task"]["index"] if "TF_CONFIG" in os.environ else 0
+    )
     runs = folder / f"run-{mode}"
-    if not mode.startswith("made_first"):
+    if devices > 1 and mode != "mirrored":
+        contract = Supervised("test", 0, folder, devices_per_worker=devices)
+        os.environ.update(contract.to_env())
+    if mode == "mirrored":
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        each = tf.config.LogicalDeviceConfiguration()
+        tf.config.set_logical_device_configuration(cpu, [each] * devices)
+    elif not mode.startswith("made_first"):
         strategy = kd.init()
 
     from support import digits_like as case
@@ -58,6 +72,16 @@ else:
             epochs=case.EPOCHS,
             validation_data=tuple(part[:70] for part in (x, y, w)),
             directory=runs,
+        )
+    elif mode == "mirrored":
+        model = case.build()
+        history = kd.distributed_fit(
+            model,
+            case.dataset(),
+            epochs=case.EPOCHS,
+            validation_data=case.dataset(70),
+            directory=runs,
+            strategy="mirrored",
         )
     elif mode == "builder":
         history = kd.distributed_fit(

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("tensorflow")
+pytestmark = pytest.mark.tf
+
+from keras_distplug.cluster import agreement  # noqa: E402
+from keras_distplug.cluster.roles import Role  # noqa: E402
+from keras_distplug.core.errors import AgreementError  # noqa: E402
+
+CLUSTER = {"worker": ("a:1", "b:1")}
+CHIEF, OTHER = (Role("worker", index, CLUSTER, "a test") for index in range(2))
+
+
+class Memory:
+    """Key-values in this process, whose `get` waits for the key."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.changed = threading.Condition()
+
+    def put(self, key: str, value: str) -> None:
+        with self.changed:
+            assert key not in self.values
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def get(self, key: str, timeout_s: float) -> str:
+        with self.changed:
+            if not self.changed.wait_for(lambda: key in self.values, timeout_s):
+                raise TimeoutError(key)
+            return self.values[key]
+
+    def barrier(self, key: str, timeout_s: float) -> None:
+        raise ConnectionError(f"{key}: socket closed")
+
+
+@pytest.fixture(autouse=True)
+def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workers in one process would share the count of questions; here all ask the first."""
+    monkeypatch.setattr(agreement, "_questions", iter([1] * 9))
+
+
+def test_from_chief() -> None:
+    """Everyone returns what the chief gave, whoever asks first."""
+    store = Memory()
+    chief, other = (agreement.ThroughKeyValues(role, store) for role in (CHIEF, OTHER))
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(other.from_chief, "run", None)
+        assert chief.from_chief("run", "run-0001") == "run-0001"
+        assert waiting.result(timeout=10) == "run-0001"
+
+
+def test_time_out() -> None:
+    """A chief that does not answer is an error that names who waited, how long, for what."""
+    other = agreement.ThroughKeyValues(OTHER, Memory(), timeout_s=0.01)
+    with pytest.raises(AgreementError, match="worker-1 waited 0 s for the chief's word on 'run'"):
+        other.from_chief("run", None)
+
+
+def test_lost_worker() -> None:
+    """A lost worker is told from a slow one."""
+    other = agreement.ThroughKeyValues(OTHER, Memory())
+    with pytest.raises(AgreementError, match="all workers at 'finished' and lost another worker"):
+        other.barrier("finished")
+
+
+def test_chief_without_a_value() -> None:
+    """A chief that has nothing to say is an error there, instead of a time-out elsewhere."""
+    with pytest.raises(AgreementError, match="the chief gave no value"):
+        agreement.ThroughKeyValues(CHIEF, Memory()).from_chief("run", None)
+
+
+def test_alone() -> None:
+    """One process agrees with itself at once."""
+    alone = agreement.among(Role("worker", 0, {}, "a test"))
+    assert alone.from_chief("run", "run-0001") == "run-0001"
+    alone.barrier("finished")

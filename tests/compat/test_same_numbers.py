@@ -1,0 +1,80 @@
+"""What comes out of fit, evaluate and predict does not depend on the number of workers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.cluster import run_workers
+
+pytest.importorskip("tensorflow")
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+SCRIPT = Path(__file__).parents[1] / "workers" / "same_numbers.py"
+
+Outcome = dict[str, np.ndarray]
+
+
+def outcomes(mode: str, folder: Path, workers: int, devices: int = 1) -> tuple[list[Outcome], str]:
+    env = {"KERAS_DISTPLUG_TEST_DEVICES": str(devices)}
+    ended = run_workers([str(SCRIPT), mode, str(folder)], workers, env=env, timeout_s=180)
+    for one in ended:
+        assert one.returncode == 0, one.output
+    found = [dict(np.load(folder / f"{mode}-{worker}.npz")) for worker in range(workers)]
+    return found, ended[0].output
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """One process, Keras alone, the same global batch."""
+    [outcome], _ = outcomes("reference", tmp_path_factory.mktemp("reference"), workers=1)
+    return outcome
+
+
+def assert_close(found: list[Outcome], reference: Outcome) -> None:
+    for outcome in found:
+        assert sorted(outcome) == sorted(reference)
+        for name, expected in reference.items():
+            assert outcome[name].shape == expected.shape, name
+            scale = np.abs(expected).max() or 1.0
+            assert np.abs(outcome[name] - expected).max() / scale <= 1e-5, name
+    for name, chiefs in found[0].items():
+        for worker, outcome in enumerate(found):
+            assert outcome[name].tobytes() == chiefs.tobytes(), f"{name} of worker {worker}"
+
+
+@pytest.mark.parametrize(
+    ("mode", "workers"),
+    [
+        ("plain_fit", 2),
+        ("outside_scope", 2),
+        ("builder", 2),
+        ("made_first", 2),
+        ("made_first_arrays", 2),
+        ("plain_fit", 3),
+        ("made_first", 3),
+    ],
+)
+def test_workers(mode: str, workers: int, reference: Outcome, tmp_path: Path) -> None:
+    """Weights, optimizer, History, evaluate and predict are those of one process, to 1e-5, and the
+    same bits on every worker: synchronized BatchNormalization, a regularizer, sample weights,
+    metrics, validation data, clipping by the global norm, an uneven last batch."""
+    found, printed = outcomes(mode, tmp_path, workers)
+    assert_close(found, reference)
+    assert re.search(rf"{workers} workers, {workers} replicas", printed)
+
+
+def test_two_devices_on_each_of_two_workers(reference: Outcome, tmp_path: Path) -> None:
+    """The same with several replicas a worker."""
+    found, printed = outcomes("plain_fit", tmp_path, workers=2, devices=2)
+    assert_close(found, reference)
+    assert "2 workers, 4 replicas" in printed
+
+
+def test_mirrored(reference: Outcome, tmp_path: Path) -> None:
+    """The same with three replicas in one process."""
+    found, printed = outcomes("mirrored", tmp_path, workers=1, devices=3)
+    assert_close(found, reference)
+    assert "1 worker, 3 replicas" in printed

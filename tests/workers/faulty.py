@@ -1,0 +1,80 @@
+"""Trains, and does itself harm where it is told to.
+
+    python faulty.py FOLDER WAY [FAULT ...]
+
+WAY: distributed_fit, plain_fit. FAULT: `attempt:worker:epoch:batch:what`, all counted from 0; what
+is `kill` (SIGKILL) or `leave` (sys.exit(0)). Each fault is noted in FOLDER/faults as it happens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+folder, way, faults = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+
+import keras  # noqa: E402
+
+import keras_distplug as kd  # noqa: E402
+
+strategy = kd.init()
+tf_config = json.loads(os.environ.get("TF_CONFIG", "{}"))
+worker = tf_config["task"]["index"] if tf_config else 0
+attempt = int(os.environ.get("KERAS_DISTPLUG_ATTEMPT", "0"))
+
+from support import digits_like as case  # noqa: E402
+
+EPOCHS = 4
+
+
+class Harm(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        for what in ("kill", "leave"):
+            fault = f"{attempt}:{worker}:{self.epoch}:{batch}:{what}"
+            if fault in faults:
+                with open(folder / "faults", "a") as file:
+                    file.write(f"{fault}\n")
+                if what == "leave":
+                    sys.exit(0)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+x, y, sample_weight = case.arrays()
+if way == "distributed_fit":
+    model = case.build()
+    history = kd.distributed_fit(
+        model,
+        x,
+        y,
+        batch_size=case.GLOBAL_BATCH,
+        sample_weight=sample_weight,
+        epochs=EPOCHS,
+        callbacks=[Harm()],
+        validation_data=case.dataset(70),
+        directory=folder / "runs",
+        verbose=2,
+    )
+else:
+    with strategy.scope():
+        model = case.build()
+    data = case.dataset()
+    history = model.fit(
+        data,
+        epochs=EPOCHS,
+        callbacks=[*kd.defaults(folder / "runs"), Harm()],
+        validation_data=case.dataset(70),
+        verbose=2,
+    )
+case.write_outcome(
+    folder / f"outcome-{worker}.npz",
+    model,
+    history,
+    evaluated=model.evaluate(case.dataset(), verbose=0, return_dict=True),
+    predicted=model.predict(case.dataset(), verbose=0),
+)
