@@ -15,9 +15,14 @@ from keras_distplug.cluster import agreement
 from keras_distplug.cluster.roles import single_process
 from keras_distplug.compat import model as compat_model
 from keras_distplug.compat.callback_list import move_to_end
-from keras_distplug.core.errors import ConfigurationError, CorruptCheckpointError, OtherRunError
+from keras_distplug.core.errors import (
+    ConfigurationError,
+    CorruptCheckpointError,
+    ModelError,
+    OtherRunError,
+)
 from keras_distplug.core.log import announce
-from keras_distplug.core.manifest import first_difference
+from keras_distplug.core.manifest import Manifest, first_difference
 from keras_distplug.core.protocols import Agreement, Resumable
 from keras_distplug.core.state import Completion, Cursor, TrainState
 from keras_distplug.core.supervised import Phase, Supervised
@@ -116,7 +121,12 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _find_or_begin_run(self) -> storage.Run:
         job = self._supervised.job if self._supervised else None
-        newest = storage.newest_run(self._files)
+        try:
+            newest = storage.newest_run(self._files)
+        except CorruptCheckpointError:
+            if self.resume:
+                raise
+            newest = None
         # A supervisor starts the same script again: `resume=False` is meant for its first start.
         own = newest is not None and job is not None and newest.record.job == job
         if newest is not None and (self.resume or own):
@@ -233,13 +243,13 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _take_up(self, stored: storage.Stored, run: storage.Run) -> None:
         manifest = stored.manifest
-        compat_model_ready = self.model.built
-        if compat_model_ready:
-            _build_optimizer(self.model)
-            self._refuse_other_run(stored, run)
-            capture.restore(self.model, stored.arrays)
-        else:
-            self._restore_once_built(stored, run)
+        if not self.model.built:
+            self._build(manifest)
+        if self.model.optimizer is not None and not self.model.optimizer.built:
+            with self.model.distribute_strategy.scope():
+                self.model.optimizer.build(self.model.trainable_variables)
+        self._refuse_other_run(stored, run)
+        capture.restore(self.model, stored.arrays)
         self._cursor = manifest.cursor
         history = self.model.history
         history.history = {name: list(values) for name, values in manifest.history.items()}
@@ -283,21 +293,17 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
                 "new run beside the old one; nothing was changed."
             )
 
-    def _restore_once_built(self, stored: storage.Stored, run: storage.Run) -> None:
-        """Keras builds this model while it traces its first step: too late for the caller, so the
-        first step is preceded by building and restoring."""
-        restored = capture.restore_existing(self.model, stored.arrays)
-        step = self.model.train_function
-
-        def build_restore_and_step(iterator: Any) -> Any:
-            compat_model.build(self.model, iterator.element_spec)
-            self._refuse_other_run(stored, run)
-            # The learning rate is the user's callbacks' from here on.
-            capture.restore(self.model, stored.arrays, keep=restored)
-            self.model.train_function = step
-            return step(iterator)
-
-        self.model.train_function = build_restore_and_step
+    def _build(self, manifest: Manifest) -> None:
+        """Keras would build this model at its first batch only."""
+        try:
+            compat_model.build_from_config(self.model, manifest.build_config or {})
+        except Exception as error:
+            raise ModelError(
+                f"The model {self.model.name!r} of class {type(self.model).__name__} is not built, "
+                f"and could not be built as it was when the checkpoint was made "
+                f"({manifest.build_config}): {error}. Call `model.build(input_shape)`, or the "
+                "model on one batch, before `fit`."
+            ) from error
 
     def _save(self, cursor: Cursor, completion: Completion | None = None) -> None:
         self._last_save_step = cursor.step
@@ -313,6 +319,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
                 data=self.data.position() if self.data is not None else {},
                 stop_training=bool(self.model.stop_training),
                 completion=completion,
+                build_config=capture.build_config(self.model),
             )
         )
 
@@ -322,12 +329,6 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
     def _report(self, phase: Phase) -> None:
         if self._supervised is not None:
             self._supervised.report(self._role.name, phase)
-
-
-def _build_optimizer(model: keras.Model) -> None:
-    if model.optimizer is not None and not model.optimizer.built:
-        with model.distribute_strategy.scope():
-            model.optimizer.build(model.trainable_variables)
 
 
 def _completion(stored: storage.Stored) -> Completion:

@@ -52,13 +52,10 @@ def is_placed(model: keras.Model) -> bool:
     return model._distribute_strategy is not None
 
 
-def build(model: keras.Model, batch: Any) -> None:
-    """Creates every variable of `model` for a batch like `batch` (tensors or `tf.TensorSpec`s)."""
-    with model.distribute_strategy.scope():
-        model._symbolic_build(data_batch=batch)
-        optimizer = model.optimizer
-        if optimizer is not None and not optimizer.built:
-            optimizer.build(model.trainable_variables)
+def build_from_config(model: keras.Model, config: Mapping[str, Any]) -> None:
+    """Builds `model` from what `get_build_config` gave, with the names that a first call gives."""
+    with model.distribute_strategy.scope(), model._open_name_scope():
+        model.build_from_config(dict(config))
 
 
 def all_variables(model: keras.Model) -> list[keras.Variable]:

@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from keras_distplug.core.errors import CorruptCheckpointError
+from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError
 from keras_distplug.core.state import Completion, Cursor
 
 SCHEMA_VERSION = 1
 
 _FILE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*/)*[A-Za-z0-9][A-Za-z0-9._-]*")
-_COUNTED_NAME = re.compile(r"_\d+(?=/|$)")
+# `adam_2/sequential_1_dense_3_kernel_momentum`: optimizers put the whole path into one name.
+_COUNT = re.compile(r"[_#]\d+(?=[_/#]|$)")
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Manifest:
         data: Position of the input pipeline.
         stop_training: True if a callback had asked for the end of training.
         completion: Set if the run had reached its end.
+        build_config: What Keras takes to build the model without data.
         world_size: Workers that trained.
         nonce: Different for every attempt to save.
         created_utc: ISO 8601.
@@ -86,11 +88,13 @@ class Manifest:
     data: Mapping[str, Any] = field(default_factory=dict)
     stop_training: bool = False
     completion: Completion | None = None
+    build_config: Mapping[str, Any] | None = None
 
     def to_json(self) -> str:
         """The text of MANIFEST.json, which carries a SHA-256 of itself."""
-        body = {"schema_version": SCHEMA_VERSION, **asdict(self)}
-        return json.dumps({**body, "sha256": _digest(body)}, indent=1) + "\n"
+        # JSON changes some values, such as keys that are numbers. The digest is of what is read.
+        body = json.loads(json.dumps({"schema_version": SCHEMA_VERSION, **asdict(self)}))
+        return json.dumps({**body, "sha256": digest_of(body)}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str, source: str) -> Manifest:
@@ -102,19 +106,21 @@ class Manifest:
 
         Raises:
             CorruptCheckpointError: If `text` is not what `to_json` gave.
+            CheckpointError: If it is what the `to_json` of another release gave.
         """
         try:
             body = json.loads(text)
-            schema_version, digest = body.pop("schema_version"), body.pop("sha256")
+            digest = body.pop("sha256")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptCheckpointError(f"{source} is no complete manifest: {error!r}") from error
-        if schema_version != SCHEMA_VERSION:
-            raise CorruptCheckpointError(
+        if digest != digest_of(body):
+            raise CorruptCheckpointError(f"{source} was changed after it was written.")
+        # Another release's manifest is whole: it must not be taken for a damaged one.
+        if (schema_version := body.pop("schema_version", None)) != SCHEMA_VERSION:
+            raise CheckpointError(
                 f"{source} has schema version {schema_version!r}, this release reads "
                 f"{SCHEMA_VERSION}. Read it with the release of keras_distplug that wrote it."
             )
-        if digest != _digest({"schema_version": schema_version, **body}):
-            raise CorruptCheckpointError(f"{source} was changed after it was written.")
         try:
             return _from_body(body)
         except (ValueError, KeyError, TypeError) as error:
@@ -141,6 +147,12 @@ def first_difference(stored: Sequence[VariableSpec], current: Sequence[VariableS
     )
 
 
+def digest_of(body: Mapping[str, Any]) -> str:
+    """SHA-256 of what JSON says, however it is laid out."""
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
 def _from_body(body: dict[str, Any]) -> Manifest:
     completion = body.pop("completion")
     return Manifest(
@@ -156,10 +168,5 @@ def _from_body(body: dict[str, Any]) -> Manifest:
     )
 
 
-def _digest(body: Mapping[str, Any]) -> str:
-    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
-
-
 def _uncounted(key: str) -> str:
-    return _COUNTED_NAME.sub("", key)
+    return _COUNT.sub("", key)

@@ -35,8 +35,11 @@ def encode(arrays: Mapping[str, Any]) -> bytes:
 
     A type that safetensors does not know (complex numbers) is stored as its bytes, in a row; its
     shape and type are in `specs_of`.
+
+    Raises:
+        TypeError: For an array of text or of objects.
     """
-    data: bytes = save({key: _storable(value) for key, value in arrays.items()})
+    data: bytes = save({key: _storable(key, value) for key, value in arrays.items()})
     return data
 
 
@@ -87,6 +90,12 @@ def xxh3_128(data: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def _storable(value: Any) -> np.ndarray:
+def _storable(key: str, value: Any) -> np.ndarray:
     array = np.asarray(value, order="C")
-    return array if array.dtype.name in _NATIVE else array.reshape(-1).view(np.uint8)
+    if array.dtype.kind in "OSU":
+        raise TypeError(f"Expected numbers in the variable `{key}`. Received: {array.dtype}")
+    if array.dtype.name in _NATIVE:
+        return array
+    # `specs_of` does not name the order of the bytes.
+    native = array.astype(array.dtype.newbyteorder("="), copy=False)
+    return native.reshape(-1).view(np.uint8)

@@ -61,11 +61,11 @@ def open_files(url: str | os.PathLike[str]) -> Files:
             f"{os.fspath(url)!r}. Give a folder of a file system that all workers share."
         )
     root = Path(LocalFileSystem._strip_protocol(os.fspath(url)))
-    first = next((path for path in (root, *root.parents) if path.exists()), root)
+    first = next((path for path in (root, *root.parents) if os.path.lexists(path)), root)
     if not first.is_dir():
         raise ConfigurationError(
             f"Expected a folder for checkpoints. Received: {os.fspath(url)!r}, where {first} is a "
-            "file. Give another folder."
+            "file, or a link to nothing. Give another folder."
         )
     return LocalFiles(root)
 
@@ -94,7 +94,12 @@ class LocalFiles:
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
-        _sync_folder(target.parent)
+        try:
+            _sync_folder(target.parent)
+        except OSError:
+            with contextlib.suppress(OSError):
+                target.unlink(missing_ok=True)
+            raise
 
     def read(self, path: str) -> bytes:
         return (self._root / path).read_bytes()
@@ -122,6 +127,10 @@ def _publish(temporary: Path, target: Path) -> None:
     """Gives the file its name, unless another one has it."""
     try:
         os.link(temporary, target)
+    except FileExistsError:
+        # NFS may say so of our own link, when the first reply was lost and it asked again.
+        if not os.path.samefile(temporary, target):
+            raise
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
@@ -143,5 +152,9 @@ def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some mounts (FUSE, SMB) cannot do this for a folder; training on them beats refusing.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)

@@ -15,7 +15,9 @@ gets a DAMAGED.json, is named to the user, and stays as it is.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import functools
 import json
 import re
 import uuid
@@ -23,12 +25,12 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, SaveError
-from keras_distplug.core.manifest import Manifest, Shard
+from keras_distplug.core.manifest import Manifest, Shard, digest_of
 from keras_distplug.core.state import TrainState
 from keras_distplug.storage import codec
 from keras_distplug.storage.files import Files
@@ -96,16 +98,17 @@ def begin_run(files: Files, *, job: str | None, seed: int) -> Run:
 
     Raises:
         SaveError: If that cannot be written.
+        CheckpointError: If the folder cannot be listed.
     """
     record = RunRecord(uuid.uuid4().hex, job, seed, _now())
     # A folder without a record is what is left of a run that was deleted.
-    numbers = [int(match[1]) for name in files.names() if (match := _RUN.fullmatch(name))]
-    number = max(numbers, default=0)
+    number = max((number for number, _ in _runs(files)), default=0)
+    text = json.dumps({**asdict(record), "sha256": digest_of(asdict(record))}, indent=1)
     while True:
         number += 1
         name = f"run-{number:04d}"
         try:
-            files.create(f"{name}/{_RECORD}", json.dumps(asdict(record), indent=1).encode())
+            files.create(f"{name}/{_RECORD}", text.encode())
         except FileExistsError:
             continue
         except OSError as error:
@@ -117,12 +120,14 @@ def begin_run(files: Files, *, job: str | None, seed: int) -> Run:
 
 
 def newest_run(files: Files) -> Run | None:
-    """The run that was begun last, or None."""
-    runs = sorted(
-        (int(match[1]), name) for name in files.names() if (match := _RUN.fullmatch(name))
-    )
-    for _, name in reversed(runs):
-        if _RECORD in files.names(name):
+    """The run that was begun last, or None.
+
+    Raises:
+        CheckpointError: If it cannot be read.
+        CorruptCheckpointError: If its record is damaged.
+    """
+    for _, name in reversed(_runs(files)):
+        if _RECORD in _names(files, name):
             return read_run(files, name)
     return None
 
@@ -143,11 +148,14 @@ def read_run(files: Files, name: str) -> Run:
             "if it is there, check its permissions."
         ) from error
     try:
-        return Run(name, RunRecord(**json.loads(text)))
-    except (ValueError, TypeError) as error:
+        body = json.loads(text)
+        if body.pop("sha256") != digest_of(body):
+            raise ValueError("it was changed after it was written")
+        return Run(name, RunRecord(**body))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(
-            f"{files.where(path)} is damaged: {error}. Give resume=False to begin a new run beside "
-            "it, or put the file back from a copy."
+            f"{files.where(path)} is damaged: {error!r}. Give resume=False to begin a new run "
+            "beside it, or put the file back from a copy."
         ) from error
 
 
@@ -157,13 +165,15 @@ class CheckpointStore:
     Args:
         files: The folder that holds the run's folder.
         run_name: The name of the run's folder.
-        keep_last: How many checkpoints of each kind stay.
+        keep_last: How many checkpoints of each kind stay, at least 1.
         world_size: Workers that train; recorded in each manifest.
     """
 
     def __init__(
         self, files: Files, run_name: str, *, keep_last: int = 2, world_size: int = 1
     ) -> None:
+        if keep_last < 1:
+            raise ValueError(f"`keep_last` must be >= 1. Received: {keep_last}")
         self._files = files
         self._run = run_name
         self._keep_last = keep_last
@@ -176,12 +186,13 @@ class CheckpointStore:
         one stands beside it and is the newer one.
 
         Raises:
-            SaveError: If it could not be committed. Those committed before are untouched.
+            SaveError: If it could not be committed, or cannot be read back when it is to replace
+                old ones. Those committed before are untouched.
         """
         kind: Kind = "step" if state.completion is None else "final"
         try:
             manifest = self._commit(kind, state)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             raise SaveError(
                 f"The checkpoint of step {state.cursor.step} could not be written to "
                 f"{self._where()}: {error}. Checkpoints committed before are untouched. Make room, "
@@ -189,7 +200,13 @@ class CheckpointStore:
             ) from error
         try:
             self._clean(kind)
-        except OSError as error:
+        except CorruptCheckpointError as error:
+            raise SaveError(
+                f"The storage does not give back what was written to it: {error} Checkpoints "
+                "committed before are untouched. Mend the storage, and start the script again: it "
+                "goes on from the newest one that is whole."
+            ) from error
+        except (OSError, CheckpointError) as error:
             warnings.warn(
                 f"Old checkpoints in {self._where()} could not be deleted: {error}. They take "
                 "room, nothing else.",
@@ -265,21 +282,24 @@ class CheckpointStore:
             world_size=self._world_size,
             nonce=attempt,
             created_utc=_now(),
-            versions=dict(_versions()),
+            versions=_versions(),
             history=state.history,
             history_epochs=state.history_epochs,
             data=state.data,
             stop_training=state.stop_training,
             completion=state.completion,
+            build_config=state.build_config,
         )
+        text = manifest.to_json()
         name, is_new = self._name_for(kind, manifest)
-        if is_new:
-            try:
-                self._files.create(self._path(name, shard.file), data)
-                self._files.create(self._path(name, _MANIFEST), manifest.to_json().encode())
-            except OSError:
-                self._forget(self._path(name, attempt))
-                raise
+        if not is_new:
+            return self._manifest(name)
+        try:
+            self._files.create(self._path(name, shard.file), data)
+            self._files.create(self._path(name, _MANIFEST), text.encode())
+        except OSError:
+            self._forget(self._path(name, attempt))
+            raise
         return manifest
 
     def _name_for(self, kind: Kind, manifest: Manifest) -> tuple[str, bool]:
@@ -314,7 +334,11 @@ class CheckpointStore:
         cut_off = [name for name in names[: names.index(newest)] if name not in committed]
         if not old and not cut_off:
             return
-        self.read(newest)
+        try:
+            self.read(newest)
+        except CorruptCheckpointError as error:
+            self._set_aside(newest, error)
+            raise
         for name in (*old, *cut_off):
             # Without its manifest the rest does not count, should this be cut off.
             self._files.delete(self._path(name, _MANIFEST))
@@ -369,7 +393,7 @@ class CheckpointStore:
 
     def _places(self, kind: Kind) -> list[_Place]:
         """Folders of checkpoints of `kind`, the oldest first."""
-        found = (_CHECKPOINT.fullmatch(name) for name in self._files.names(self._run))
+        found = (_CHECKPOINT.fullmatch(name) for name in _names(self._files, self._run))
         return sorted(
             _Place(int(match[2]), int(match[3] or 1), match[0])
             for match in found
@@ -380,16 +404,18 @@ class CheckpointStore:
         return [place.name for place in self._places(kind)]
 
     def _is_committed(self, name: str) -> bool:
-        return _MANIFEST in self._files.names(self._path(name))
+        return _MANIFEST in _names(self._files, self._path(name))
 
     def _is_damaged(self, name: str) -> bool:
-        return _DAMAGED in self._files.names(self._path(name))
+        return _DAMAGED in _names(self._files, self._path(name))
 
     def _set_aside(self, name: str, error: CorruptCheckpointError) -> None:
         warnings.warn(f"The checkpoint {self._where(name)} is set aside: {error}", stacklevel=3)
         note = {"reason": str(error), "found_utc": _now()}
         try:
             self._files.create(self._path(name, _DAMAGED), json.dumps(note, indent=1).encode())
+        except FileExistsError:
+            pass  # another process found the same
         except OSError as failure:
             warnings.warn(
                 f"{self._where(name, _DAMAGED)} could not be written: {failure}", stacklevel=3
@@ -402,6 +428,22 @@ class CheckpointStore:
         return self._files.where(self._path(name, file) if name else self._run)
 
 
+def _runs(files: Files) -> list[tuple[int, str]]:
+    """Numbers and names of the runs' folders, the oldest first."""
+    found = (_RUN.fullmatch(name) for name in _names(files))
+    return sorted((int(match[1]), match[0]) for match in found if match)
+
+
+def _names(files: Files, folder: str = "") -> list[str]:
+    try:
+        return files.names(folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"{files.where(folder)} cannot be listed: {error}. Check the storage and its "
+            "permissions, then start the script again."
+        ) from error
+
+
 def _content(manifest: Manifest) -> str:
     """`manifest` without what differs from one attempt to save the same thing to the next."""
     shards = tuple(replace(shard, file=shard.file.rpartition("/")[2]) for shard in manifest.shards)
@@ -409,12 +451,13 @@ def _content(manifest: Manifest) -> str:
     return replace(manifest, shards=shards, nonce="", created_utc="", versions={}).to_json()
 
 
-def _versions() -> Iterator[tuple[str, Any]]:
+@functools.cache
+def _versions() -> Mapping[str, str]:
+    versions = {}
     for package in _PACKAGES:
-        try:
-            yield package, metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions
 
 
 def _now() -> str:

@@ -192,7 +192,7 @@ def _build_like(model: keras.Model, like: keras.Model) -> None:
     config = like.get_build_config()
     try:
         if config:
-            model.build_from_config(config)
+            compat_model.build_from_config(model, config)
     except Exception as error:
         raise ModelError(
             f"The model {like.name!r} of class {type(like).__name__} could not be built inside the "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import keras
 import numpy as np
@@ -60,30 +62,27 @@ def specs_of_model(stored: Iterable[VariableSpec]) -> tuple[VariableSpec, ...]:
     return tuple(spec for spec in stored if spec.key != _RANDOM)
 
 
-def restore(
-    model: keras.Model, arrays: Mapping[str, np.ndarray], keep: frozenset[str] = frozenset()
-) -> None:
+def restore(model: keras.Model, arrays: Mapping[str, np.ndarray]) -> None:
     """Writes arrays from `capture` into `model` by position: Keras counts up names in a process.
 
     Args:
         model: A built model whose `specs_of` match.
         arrays: From `capture`.
-        keep: Keys of variables that stay as they are.
     """
     values = [value for key, value in arrays.items() if key != _RANDOM]
-    for (key, variable), value in zip(variables_of(model).items(), values, strict=True):
-        if key not in keep:
-            variable.assign(value)
+    for variable, value in zip(variables_of(model).values(), values, strict=True):
+        variable.assign(value)
     if _RANDOM in arrays:
         compat_model.restore_global_seed_generator(arrays[_RANDOM])
 
 
-def restore_existing(model: keras.Model, arrays: Mapping[str, np.ndarray]) -> frozenset[str]:
-    """Writes what a model that is not built has already, by name. Returns the keys it wrote."""
-    found = {key: v for key, v in variables_of(model).items() if key in arrays}
-    for key, variable in found.items():
-        variable.assign(arrays[key])
-    return frozenset(found)
+def build_config(model: keras.Model) -> dict[str, Any] | None:
+    """What `model.build_from_config` takes to build it without data; None if it cannot say."""
+    try:
+        config: dict[str, Any] | None = json.loads(json.dumps(model.get_build_config()))
+    except (TypeError, ValueError):
+        return None
+    return config
 
 
 def _value(variable: keras.Variable) -> np.ndarray:

@@ -1,0 +1,377 @@
+"""`distributed_fit` and `defaults()` in one process: stopped, started again, finished, extended."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tensorflow")
+pytestmark = pytest.mark.tf
+
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+from support import small  # noqa: E402
+
+import keras_distplug as kd  # noqa: E402
+from keras_distplug.core.errors import OtherRunError  # noqa: E402
+
+
+def train(
+    directory: Path,
+    epochs: int = 4,
+    stop: small.Stop | None = None,
+    given: str = "arrays",
+    **more: Any,
+) -> tuple[keras.Model, keras.callbacks.History]:
+    model = small.model()
+    callbacks = [*more.pop("callbacks", []), *([stop] if stop else [])]
+    history = kd.distributed_fit(
+        model,
+        **small.INPUTS[given](),
+        epochs=epochs,
+        directory=directory,
+        verbose=0,
+        callbacks=callbacks,
+        **more,
+    )
+    return model, history
+
+
+def interrupt(directory: Path, epoch: int, batch: int, **more: Any) -> None:
+    with pytest.raises(small.Interrupted):
+        train(directory, stop=small.Stop(epoch, batch), **more)
+
+
+@pytest.mark.parametrize("given", small.INPUTS)
+def test_interrupted(given: str, tmp_path: Path) -> None:
+    """A run that was interrupted ends in the bits and the History of one that was not: weights,
+    optimizer, dropout, the order of the samples."""
+    expected, history = train(tmp_path / "a", given=given)
+    interrupt(tmp_path / "b", epoch=1, batch=2, given=given)
+    interrupt(tmp_path / "b", epoch=3, batch=0, given=given)
+    counted = small.Stop()
+    resumed, resumed_history = train(tmp_path / "b", given=given, stop=counted)
+    assert counted.batches == small.BATCHES
+    assert small.state(resumed) == small.state(expected)
+    assert resumed_history.history == history.history
+    assert resumed_history.epoch == history.epoch == [0, 1, 2, 3]
+
+
+def test_orders_differ_by_epoch(tmp_path: Path) -> None:
+    """Arrays are shuffled anew in each epoch, as Keras does."""
+    seen: list[float] = []
+
+    class Firsts(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 0:
+                seen.append(logs["loss"])
+
+    model = small.model()
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    kd.distributed_fit(
+        model, small.X, small.Y, batch_size=8, epochs=3, directory=tmp_path, callbacks=[Firsts()]
+    )
+    assert len(set(seen)) == 3
+
+
+def test_plain_fit(tmp_path: Path) -> None:
+    """`model.fit(..., callbacks=kd.defaults(folder))` goes on where it stopped."""
+
+    def fit(folder: str, *callbacks: keras.callbacks.Callback) -> keras.Model:
+        model = small.model()
+        model.fit(
+            small.X,
+            small.Y,
+            epochs=3,
+            shuffle=False,
+            verbose=0,
+            callbacks=[*kd.defaults(tmp_path / folder), *callbacks],
+        )
+        return model
+
+    expected = fit("a")
+    with pytest.raises(small.Interrupted):
+        fit("b", small.Stop(2, 0))
+    assert small.state(fit("b")) == small.state(expected)
+
+
+@pytest.mark.parametrize("epochs", [3, 2])
+def test_finished(epochs: int, tmp_path: Path) -> None:
+    """A finished run returns its History and weights at once, for as many epochs or fewer."""
+    model, history = train(tmp_path, epochs=3)
+    counted = small.Stop()
+    again, stored = train(tmp_path, epochs=epochs, stop=counted)
+    assert counted.batches == 0
+    assert small.state(again) == small.state(model)
+    assert stored.history == history.history
+    assert stored.epoch == [0, 1, 2]
+
+
+def test_stopped_early(tmp_path: Path) -> None:
+    """A run that a callback ended is finished, with what that callback did to the model."""
+
+    def early() -> list[keras.callbacks.Callback]:
+        return [
+            keras.callbacks.EarlyStopping(
+                "loss", patience=0, min_delta=100.0, restore_best_weights=True
+            )
+        ]
+
+    model, history = train(tmp_path, epochs=9, callbacks=early())
+    assert len(history.epoch) < 9
+    counted = small.Stop()
+    again, stored = train(tmp_path, epochs=9, callbacks=early(), stop=counted)
+    assert counted.batches == 0
+    assert small.state(again) == small.state(model)
+    assert stored.history == history.history
+
+
+def test_more_epochs(tmp_path: Path) -> None:
+    """With more epochs a finished run goes on, to the bits of a run of that many epochs."""
+    expected, history = train(tmp_path / "a", epochs=4)
+    train(tmp_path / "b", epochs=2)
+    counted = small.Stop()
+    extended, extended_history = train(tmp_path / "b", epochs=4, stop=counted)
+    assert counted.batches == 2 * small.BATCHES
+    assert small.state(extended) == small.state(expected)
+    assert extended_history.history == history.history
+
+
+def test_saved_at_the_end_only(tmp_path: Path) -> None:
+    """Without checkpoints on the way, more epochs go on from the record of the end."""
+    for epochs, batches in ((1, 4), (2, 4), (2, 0)):
+        counted = small.Stop()
+        model = small.model()
+        callbacks = [*kd.defaults(tmp_path, save_freq=False), counted]
+        model.fit(small.X, small.Y, batch_size=8, epochs=epochs, verbose=0, callbacks=callbacks)
+        assert counted.batches == batches
+
+
+def test_resume_false(tmp_path: Path) -> None:
+    """`resume=False` begins a new run and leaves the old one as it is."""
+    train(tmp_path, epochs=2)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    counted = small.Stop()
+    train(tmp_path, epochs=2, stop=counted, resume=False)
+    assert counted.batches == 2 * small.BATCHES
+    assert {path: path.read_bytes() for path in before} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run-0001", "run-0002"]
+
+
+def test_resume_false_under_a_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A supervisor starts the same script again; its own run is then gone on with all the same."""
+    monkeypatch.setenv("KERAS_DISTPLUG_JOB", "job")
+    monkeypatch.setenv("KERAS_DISTPLUG_ATTEMPT", "0")
+    monkeypatch.setenv("KERAS_DISTPLUG_STATUS_DIR", str(tmp_path))
+    runs = tmp_path / "runs"
+    train(runs, epochs=1)
+    monkeypatch.setenv("KERAS_DISTPLUG_JOB", "next job")
+    interrupt(runs, epoch=1, batch=0, resume=False)
+    counted = small.Stop()
+    train(runs, epochs=2, resume=False, stop=counted)
+    assert counted.batches == small.BATCHES
+    assert len(list(runs.iterdir())) == 2
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_place_among_callbacks(first: bool, tmp_path: Path) -> None:
+    """What other callbacks do at an epoch's end is in its checkpoint, whatever their order."""
+
+    class Shrink(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.model.optimizer.learning_rate = 0.5 ** (epoch + 1)
+
+    def fit(folder: str, *stop: small.Stop) -> keras.Model:
+        model = small.model()
+        defaults = kd.defaults(tmp_path / folder)
+        callbacks = [*defaults, Shrink()] if first else [Shrink(), *defaults]
+        model.fit(
+            small.X, small.Y, epochs=3, shuffle=False, verbose=0, callbacks=[*callbacks, *stop]
+        )
+        return model
+
+    expected = fit("a")
+    with pytest.raises(small.Interrupted):
+        fit("b", small.Stop(1, 0))
+    assert small.state(fit("b")) == small.state(expected)
+
+
+class Subclass(keras.Model):
+    """A model without `build`, `get_config` or shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = keras.layers.Dense(3)
+        self.dropout = keras.layers.Dropout(0.2)
+        self.last = keras.layers.Dense(1)
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        return self.last(self.dropout(self.hidden(inputs), training=training))
+
+
+def sequential() -> keras.Model:
+    return keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
+
+
+@pytest.mark.parametrize("make", [sequential, Subclass])
+def test_model_that_is_not_built(make: Callable[[], keras.Model], tmp_path: Path) -> None:
+    """A model that Keras builds at its first batch is resumed too, and given back when finished."""
+
+    def fit(folder: str, *callbacks: keras.callbacks.Callback, seed: int = 2) -> keras.Model:
+        keras.utils.set_random_seed(seed)
+        model = make()
+        model.compile("adam", "mse")
+        model.fit(
+            small.X,
+            small.Y,
+            epochs=3,
+            shuffle=False,
+            verbose=0,
+            callbacks=[*kd.defaults(tmp_path / folder), *callbacks],
+        )
+        return model
+
+    expected = fit("a")
+    with pytest.raises(small.Interrupted):
+        fit("b", small.Stop(2, 0))
+    assert small.state(fit("b", seed=99)) == small.state(expected)
+    counted = small.Stop()
+    assert small.state(fit("b", counted, seed=99)) == small.state(expected)
+    assert counted.batches == 0
+
+
+def test_other_model(tmp_path: Path) -> None:
+    """A folder with another model's run is refused, names the difference, and stays as it is."""
+    train(tmp_path, epochs=1)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    other = keras.Sequential([keras.Input((4,)), keras.layers.Dense(9), keras.layers.Dense(1)])
+    other.compile("adam", "mse")
+    counted = small.Stop()
+    with pytest.raises(OtherRunError, match=r"variable 1 is `.*kernel \[4, 8\].*\[4, 9\]"):
+        kd.distributed_fit(other, small.X, small.Y, directory=tmp_path, callbacks=[counted])
+    assert counted.batches == 0
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_mid_epoch_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A checkpoint from the middle of an epoch is taken up at that epoch's beginning, and said."""
+    model = small.model()
+    callbacks = [*kd.defaults(tmp_path, save_freq=3), small.Stop(1, 3)]
+    with pytest.raises(small.Interrupted):
+        model.fit(small.X, small.Y, batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
+    counted = small.Stop()
+    callbacks = [*kd.defaults(tmp_path, save_freq=3), counted]
+    small.model().fit(small.X, small.Y, batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
+    assert counted.batches == small.BATCHES
+    assert "made after batch 2 of that epoch" in caplog.text
+
+
+def test_delete_checkpoint(tmp_path: Path) -> None:
+    """As Keras' own, BackupAndRestore deletes its checkpoints at the end, and begins anew then."""
+    for _ in range(2):
+        counted = small.Stop()
+        callbacks = [kd.BackupAndRestore(tmp_path / "backup"), counted]
+        small.model().fit(small.X, small.Y, epochs=2, verbose=0, callbacks=callbacks)
+        assert counted.batches == 2
+        assert not list((tmp_path / "backup").glob("run-*"))
+
+
+def test_the_constructor_of_keras() -> None:
+    """Takes what `keras.callbacks.BackupAndRestore` takes, in its order, with its defaults."""
+    keras_own = inspect.signature(keras.callbacks.BackupAndRestore).parameters
+    ours = inspect.signature(kd.BackupAndRestore).parameters
+    for (name, parameter), mine in zip(keras_own.items(), ours.items(), strict=False):
+        assert mine[0] == name
+        assert mine[1].default == parameter.default
+    assert all(p.kind is p.KEYWORD_ONLY for p in list(ours.values())[len(keras_own) :])
+
+
+def test_the_arguments_of_fit() -> None:
+    """`distributed_fit` takes what `Model.fit` takes, in its order, with its defaults."""
+    keras_own = list(inspect.signature(keras.Model.fit).parameters.values())[1:]
+    ours = list(inspect.signature(kd.distributed_fit).parameters.values())[1:]
+    assert [(p.name, p.default) for p in ours[: len(keras_own)]] == [
+        (p.name, p.default) for p in keras_own
+    ]
+
+
+def test_nan(tmp_path: Path) -> None:
+    """A run whose last loss is not finite is neither recorded as finished nor deleted."""
+
+    class Poison(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 2:
+                self.model.layers[-1].bias.assign([np.nan])
+
+    for backup in (
+        kd.defaults(tmp_path)[0],
+        kd.BackupAndRestore(tmp_path, delete_checkpoint=True),
+    ):
+        small.model().fit(small.X, small.Y, epochs=3, verbose=0, callbacks=[Poison(), backup])
+        kept = sorted(path.name for path in (tmp_path / "run-0001").iterdir())
+        assert kept == ["RUN.json", "step-00000001", "step-00000002"]
+
+
+def test_beside_tensorboard(tmp_path: Path) -> None:
+    """Keras' TensorBoard callback writes its events beside it."""
+    train(tmp_path / "run", epochs=1, callbacks=[keras.callbacks.TensorBoard(tmp_path / "logs")])
+    [events] = (tmp_path / "logs" / "train").glob("events.out.*")
+    tags = [
+        value.tag
+        for event in tf.compat.v1.train.summary_iterator(str(events))
+        for value in event.summary.value
+    ]
+    assert "epoch_loss" in tags
+
+
+def test_twice_with_the_same_callbacks(tmp_path: Path) -> None:
+    """A list of callbacks may serve several calls of `fit`."""
+    callbacks = kd.defaults(tmp_path)
+    model = small.model()
+    for epochs in (1, 2):
+        history = model.fit(small.X, small.Y, epochs=epochs, verbose=0, callbacks=callbacks)
+    assert history.epoch == [0, 1]
+
+
+def test_steps_per_execution(tmp_path: Path) -> None:
+    """Several steps an execution are counted as such."""
+
+    def fit(folder: str, *stop: keras.callbacks.Callback) -> keras.Model:
+        model = small.model()
+        model.compile("adam", "mse", steps_per_execution=3)
+        kd.distributed_fit(
+            model,
+            small.X,
+            small.Y,
+            batch_size=8,
+            epochs=2,
+            directory=tmp_path / folder,
+            callbacks=stop,
+        )
+        return model
+
+    expected = fit("a")
+    [manifest, _] = sorted((tmp_path / "a" / "run-0001").glob("step-*"))
+    assert manifest.name == "step-00000004"
+
+    class StopAtOnce(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 1:
+                raise small.Interrupted
+
+    with pytest.raises(small.Interrupted):
+        fit("b", StopAtOnce())
+    assert small.state(fit("b")) == small.state(expected)
+
+
+def test_default_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a directory the run stands in the working folder, by the name of the script."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["/somewhere/train_mnist.py"])
+    small.model().fit(small.X, small.Y, verbose=0, callbacks=kd.defaults())
+    assert (tmp_path / "keras_distplug_runs" / "train_mnist" / "run-0001" / "RUN.json").exists()

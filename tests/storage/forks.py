@@ -1,0 +1,75 @@
+"""Real processes that run a function of a test, and that die in the middle of it."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+def ending(action: Callable[[], object]) -> int:
+    """Runs `action` in a process of its own. How that ended: 0, or 1 for an exception, or -9."""
+    return together([action])[0]
+
+
+def together(actions: list[Callable[[], object]]) -> list[int]:
+    """Runs each of `actions` in a process of its own, all at once; see `ending`."""
+    gate, opener = os.pipe()
+    children = [_start(action, gate, opener) for action in actions]
+    os.close(gate)
+    os.close(opener)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def kill_before(number: int) -> None:
+    """Makes this process kill itself before its `number`-th call into the system from now on."""
+    numbers = itertools.count(1)
+
+    def count(name: str) -> None:
+        if next(numbers) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    _watch(count)
+
+
+def system_calls(action: Callable[[], object]) -> list[str]:
+    """The calls into the system that `action` makes, such as `link` and `write`."""
+    names: list[str] = []
+    _watch(names.append)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return names
+
+
+def _start(action: Callable[[], object], gate: int, opener: int) -> int:
+    if child := os.fork():
+        return child
+    signal.alarm(60)  # a child outlives no test by more than this
+    code = 1
+    try:
+        os.close(opener)
+        os.read(gate, 1)  # returns once the parent has closed it
+        action()
+        code = 0
+    except BaseException:  # noqa: BLE001  (told to the parent by the code)
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _watch(told: Callable[[str], object]) -> None:
+    def profile(frame: object, event: str, function: Any) -> None:
+        if event != "c_call" or function.__name__ in ("fspath", "_exit"):
+            return
+        of_file = isinstance(getattr(function, "__self__", None), io.IOBase)
+        if of_file or getattr(function, "__module__", None) in ("posix", "_io"):
+            told(function.__name__)
+
+    sys.setprofile(profile)

@@ -1,0 +1,408 @@
+"""Files that are created once and never changed."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import resource
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import pytest
+from forks import ending, kill_before, system_calls, together
+
+from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.storage.files import LocalFiles, open_files
+
+OLD, NEW = b"old" * 1000, b"new" * 1000
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> LocalFiles:
+    return LocalFiles(tmp_path / "root")
+
+
+def published(files: LocalFiles, folder: str = "") -> list[str]:
+    """What counts: names that start with a dot do not."""
+    return [name for name in files.names(folder) if not name.startswith(".")]
+
+
+# Creating
+
+
+def test_create_and_read(files: LocalFiles) -> None:
+    """What was created can be read, and nothing else is left in its folder."""
+    files.create("a/b/c.bin", NEW)
+    files.create("empty", b"")
+    assert files.read("a/b/c.bin") == NEW
+    assert files.read("empty") == b""
+    assert files.names("a/b") == ["c.bin"]
+
+
+def test_create_is_exclusive(files: LocalFiles) -> None:
+    """A file that exists stays as it is."""
+    files.create("a/b", OLD)
+    with pytest.raises(FileExistsError):
+        files.create("a/b", NEW)
+    assert files.read("a/b") == OLD
+    assert files.names("a") == ["b"]
+
+
+def test_one_thread_wins(files: LocalFiles) -> None:
+    """Of many threads that create one file, one succeeds, and the file is that thread's."""
+    threads = 8
+    barrier = Barrier(threads)
+
+    def create(path: str, index: int) -> bool:
+        barrier.wait(timeout=30)
+        try:
+            files.create(path, bytes([index]) * 10_000)
+        except FileExistsError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(threads) as pool:
+        for round_ in range(20):
+            path = f"round-{round_}/file"
+            won = list(pool.map(create, [path] * threads, range(threads)))
+            assert won.count(True) == 1
+            assert files.read(path) == bytes([won.index(True)]) * 10_000
+            assert files.names(f"round-{round_}") == ["file"]
+
+
+def test_one_process_wins(files: LocalFiles) -> None:
+    """Of many processes that create one file, one succeeds, and the file is that process's."""
+    for round_ in range(10):
+        path = f"round-{round_}/file"
+        data = [bytes([index]) * 10_000 for index in range(6)]
+        ended = together([partial(files.create, path, each) for each in data])
+        assert sorted(ended) == [0, 1, 1, 1, 1, 1]
+        assert files.read(path) == data[ended.index(0)]
+        assert files.names(f"round-{round_}") == ["file"]
+
+
+def test_create_is_durable(files: LocalFiles) -> None:
+    """The content is on disk before it gets its name, and the name before `create` returns."""
+    files.create("a/before", OLD)
+    calls = system_calls(lambda: files.create("a/b", NEW))
+    link = calls.index("link")
+    assert "fsync" in calls[calls.index("flush") : link]
+    assert calls.index("write") < calls.index("flush")
+    assert "fsync" in calls[link:]
+
+
+def test_new_folders_are_durable(files: LocalFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name of each new folder is on disk before a file in it has its name."""
+    synced: list[str] = []
+    fsync, link = os.fsync, os.link
+
+    def watched_fsync(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def watched_link(source: Any, target: Any) -> None:
+        synced.append("linked")
+        link(source, target)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "link", watched_link)
+    files.create("a/b/c", NEW)
+    root = Path(files.where())
+    before, after = synced[: synced.index("linked")], synced[synced.index("linked") + 1 :]
+    assert {str(root.parent), str(root), str(root / "a")} <= set(before)
+    assert after == [str(root / "a/b")]
+
+
+# Kills
+
+
+def test_kill_at_every_call(tmp_path: Path) -> None:
+    """A process that is killed anywhere in `create` leaves the whole file, or none of its name."""
+    kills, whole = 0, []
+    for number in itertools.count(1):
+        files = LocalFiles(tmp_path / str(number))
+
+        def create(files: LocalFiles = files, number: int = number) -> None:
+            kill_before(number)
+            files.create("a/b", NEW)
+
+        ended = ending(create)
+        whole.append(published(files, "a") == ["b"])
+        assert not whole[-1] or files.read("a/b") == NEW
+        if ended == 0:
+            break
+        assert ended == -signal.SIGKILL
+        kills += 1
+        if not whole[-1]:
+            files.create("a/b", OLD)
+            assert files.read("a/b") == OLD
+    calls = system_calls(lambda: LocalFiles(tmp_path / "once").create("a/b", NEW))
+    assert kills == len(calls)
+    assert {"mkdir", "open", "write", "flush", "fsync", "link", "unlink", "close"} <= set(calls)
+    # All kills up to the link left nothing, all from there on left all.
+    assert whole == [False] * (calls.index("link") + 1) + [True] * (kills - calls.index("link"))
+
+
+def test_death_in_the_middle_of_a_write(files: LocalFiles) -> None:
+    """A process that dies when half of the bytes are written leaves no file of that name."""
+
+    def create() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        files.create("a/b", NEW)
+
+    assert ending(create) == -signal.SIGXFSZ
+    [left] = files.names("a")
+    assert files.read(f"a/{left}") == NEW[:1000]
+    assert published(files, "a") == []
+    files.create("a/b", NEW)
+    assert files.read("a/b") == NEW
+
+
+# Failures
+
+
+def test_file_too_large(files: LocalFiles) -> None:
+    """A write that fails halfway raises OSError and leaves nothing."""
+    files.create("a/b", OLD)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as raised:
+            files.create("a/c", NEW)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert raised.value.errno == errno.EFBIG
+    assert files.names("a") == ["b"]
+    files.create("a/c", NEW)
+    assert files.read("a/c") == NEW
+
+
+FULL = """
+import errno, sys
+from pathlib import Path
+from keras_distplug.storage.files import LocalFiles
+
+files = LocalFiles(Path(sys.argv[1]))
+files.create("a/b", b"old" * 1000)
+for _ in range(3):
+    try:
+        files.create("a/c", bytes(10**6))
+    except OSError as error:
+        assert error.errno == errno.ENOSPC, error
+    else:
+        raise AssertionError("there was room")
+    assert files.names("a") == ["b"], files.names("a")
+files.create("a/c", bytes(10**5))
+assert files.read("a/b") == b"old" * 1000
+print("full and well")
+"""
+
+
+@pytest.mark.skipif(
+    not shutil.which("unshare")
+    or subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode != 0,
+    reason="no right to mount a small disk; test_file_too_large is the like",
+)
+def test_disk_full(tmp_path: Path) -> None:
+    """A full disk raises OSError, leaves nothing, and has as much room as before."""
+    mount = 'mount -t tmpfs -o size=256k tmpfs "$1" && exec "$2" -c "$3" "$1"'
+    command = ["unshare", "-rm", "sh", "-c", mount, "sh", str(tmp_path), sys.executable, FULL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "full and well\n", done.stderr
+
+
+# The folders that hold two new ones, the content, and the folder of its name are synced.
+@pytest.mark.parametrize(("call", "count"), [("fsync", 4), ("link", 1)])
+def test_failing_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, count: int
+) -> None:
+    """If the disk fails at any sync or at the link, OSError is raised and there is no file."""
+    real = getattr(os, call)
+    numbers: Iterator[int]
+
+    def fail(*args: Any) -> None:
+        if next(numbers) == failing:
+            raise OSError(errno.EIO, "broken")
+        real(*args)
+
+    monkeypatch.setattr(os, call, fail)
+    for failing in range(1, count + 1):
+        numbers = itertools.count(1)
+        files = LocalFiles(tmp_path / str(failing))
+        with pytest.raises(OSError, match="broken"):
+            files.create("a/b", NEW)
+        assert files.names("a") == []
+    numbers, failing = itertools.count(1), 0
+    LocalFiles(tmp_path / "well").create("a/b", NEW)
+    assert next(numbers) == count + 1
+
+
+@pytest.mark.parametrize("code", ["EPERM", "ENOTSUP", "EOPNOTSUPP", "ENOSYS", "EMLINK"])
+def test_no_hard_links(files: LocalFiles, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """A file system without hard links keeps files too, and does not overwrite them."""
+    refused = []
+
+    def link(source: Any, target: Any) -> None:
+        refused.append(target)
+        raise OSError(getattr(errno, code), code)
+
+    monkeypatch.setattr(os, "link", link)
+    files.create("a/b", OLD)
+    with pytest.raises(FileExistsError):
+        files.create("a/b", NEW)
+    assert files.read("a/b") == OLD
+    assert files.names("a") == ["b"]
+    assert len(refused) == 2
+
+
+def test_lost_reply(files: LocalFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that made the link and then calls it there already has made it."""
+    real = os.link
+
+    def link_twice(source: Any, target: Any) -> None:
+        real(source, target)
+        real(source, target)
+
+    monkeypatch.setattr(os, "link", link_twice)
+    files.create("a/b", OLD)
+    with pytest.raises(FileExistsError):
+        files.create("a/b", NEW)
+    assert files.read("a/b") == OLD
+
+
+# Listing and deleting
+
+
+def test_names(files: LocalFiles) -> None:
+    """Names are sorted; a folder that is not there, or is a file, has none."""
+    assert files.names() == []
+    for path in ("b", "a/x", "c"):
+        files.create(path, NEW)
+    assert files.names() == ["a", "b", "c"]
+    assert files.names("a") == ["x"]
+    assert files.names("a/x") == files.names("b") == files.names("nowhere/at/all") == []
+
+
+def test_delete(files: LocalFiles) -> None:
+    """A file goes, a folder goes with all it holds, and what is not there is no error."""
+    for path in ("a/b/c", "a/b/d", "a/e", "f"):
+        files.create(path, NEW)
+    files.delete("a/b")
+    assert files.names("a") == ["e"]
+    files.delete("f")
+    files.delete("f")
+    files.delete("nowhere/at/all")
+    assert files.names() == ["a"]
+
+
+def test_delete_is_durable(files: LocalFiles) -> None:
+    """A deletion is on disk before `delete` returns."""
+    files.create("a/b", NEW)
+    for path, call in (("a/b", "unlink"), ("a", "rmdir")):
+        calls = system_calls(lambda path=path: files.delete(path))
+        assert "fsync" in calls[calls.index(call) :]
+
+
+def test_missing(files: LocalFiles) -> None:
+    """Reading what is not there raises FileNotFoundError."""
+    with pytest.raises(FileNotFoundError):
+        files.read("a/b")
+
+
+# Opening
+
+
+def test_open_creates_nothing(tmp_path: Path) -> None:
+    """Opening a folder that is not there creates nothing; the first file does."""
+    files = open_files(tmp_path / "a/b")
+    assert files.names() == []
+    assert list(tmp_path.iterdir()) == []
+    files.create("c", NEW)
+    assert (tmp_path / "a/b/c").read_bytes() == NEW
+
+
+@pytest.mark.parametrize("prefix", ["", "file://", "local://"])
+def test_urls(tmp_path: Path, prefix: str) -> None:
+    """A folder is a path, or a URL of one."""
+    files = open_files(f"{prefix}{tmp_path}/with space/ä")
+    files.create("c", NEW)
+    assert (tmp_path / "with space/ä/c").read_bytes() == NEW
+    assert files.where("c") == f"{tmp_path}/with space/ä/c"
+
+
+def test_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative path stays where it was when the working directory changes."""
+    monkeypatch.chdir(tmp_path)
+    files = open_files("runs/mnist")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    files.create("c", NEW)
+    assert files.where() == str(tmp_path / "runs/mnist")
+    assert (tmp_path / "runs/mnist/c").exists()
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://bucket/x", "gs://bucket/x", "memory://x", "https://host/x", "simplecache::s3://b"]
+)
+def test_remote(url: str) -> None:
+    """A URL of another kind is refused, and named."""
+    with pytest.raises(ConfigurationError, match=url):
+        open_files(url)
+
+
+@pytest.mark.parametrize("below", ["", "/run", "/a/b/c"])
+def test_no_folder(tmp_path: Path, below: str) -> None:
+    """A file, and what is below a file, is no folder; the message names the file."""
+    (tmp_path / "taken").write_bytes(OLD)
+    with pytest.raises(ConfigurationError, match=f"where {tmp_path}/taken is"):
+        open_files(f"{tmp_path}/taken{below}")
+    assert (tmp_path / "taken").read_bytes() == OLD
+
+
+@pytest.mark.parametrize("below", ["", "/run"])
+def test_dangling_link(tmp_path: Path, below: str) -> None:
+    """A link to nothing is no folder."""
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigurationError, match="link to nothing"):
+        open_files(f"{tmp_path}/link{below}")
+
+
+def test_link_to_a_folder(tmp_path: Path) -> None:
+    """A link to a folder is as good as the folder."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    open_files(tmp_path / "link").create("a/b", NEW)
+    assert (tmp_path / "folder/a/b").read_bytes() == NEW
+
+
+def test_mounts_that_cannot_sync_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a folder cannot be synced (EINVAL), files are made all the same; EIO is an error."""
+    fsync, refused = os.fsync, []
+
+    def folders_refuse(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            refused.append(descriptor)
+            raise OSError(code, os.strerror(code))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", folders_refuse)
+    files = open_files(tmp_path)
+    code = errno.EINVAL
+    files.create("a", NEW)
+    assert files.read("a") == NEW
+    assert refused
+    code = errno.EIO
+    with pytest.raises(OSError, match="Input/output error"):
+        files.create("b", NEW)

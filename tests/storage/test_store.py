@@ -1,0 +1,730 @@
+"""The checkpoints of a run."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+from forks import ending, kill_before, system_calls
+from watched import WatchedFiles
+
+from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, SaveError
+from keras_distplug.core.manifest import SCHEMA_VERSION, digest_of
+from keras_distplug.core.state import Completion, Cursor, TrainState
+from keras_distplug.storage.files import LocalFiles
+from keras_distplug.storage.store import CheckpointStore, Stored
+
+RUN = "run-0001"
+
+
+def state(step: int, value: float | None = None, **changes: Any) -> TrainState:
+    """A state whose arrays are those of `value`, by default `step`."""
+    value = step if value is None else value
+    arrays = {
+        "model/z": np.full((3, 4), value, np.float32),
+        "model/b": np.full(5, value, ml_dtypes.bfloat16),
+        "model/c": np.full((2, 2), value * 1j, np.complex64),
+        "optimizer/iterations": np.array(step, np.int64),
+        "empty": np.zeros((0, 3), np.float16),
+    }
+    return TrainState(Cursor(epoch=1, batch=2, step=step), arrays, **changes)
+
+
+def final(step: int, **changes: Any) -> TrainState:
+    return state(step, completion=Completion(epochs=3, stopped_early=False), **changes)
+
+
+def store(root: Path, keep_last: int = 2) -> CheckpointStore:
+    return CheckpointStore(LocalFiles(root), RUN, keep_last=keep_last)
+
+
+def names(root: Path) -> list[str]:
+    return sorted(os.listdir(root / RUN))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+
+
+def holds(stored: Stored | None, expected: TrainState) -> bool:
+    """Is `stored` bit for bit what `expected` is?"""
+    if stored is None or stored.manifest.cursor != expected.cursor:
+        return False
+    return list(stored.arrays) == list(expected.arrays) and all(
+        (array.dtype, array.shape, array.tobytes()) == (other.dtype, other.shape, other.tobytes())
+        for array, other in zip(stored.arrays.values(), expected.arrays.values(), strict=True)
+    )
+
+
+@contextmanager
+def no_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "root"
+
+
+# Saving and reading
+
+
+def test_light() -> None:
+    """The storage room loads neither TensorFlow nor Keras."""
+    code = (
+        "import sys, keras_distplug.storage.store\n"
+        "print(sorted({'tensorflow', 'keras'} & set(sys.modules)), 'numpy' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "[] True\n"
+
+
+def test_round_trip(root: Path) -> None:
+    """A state that was saved is read back whole."""
+    saved = state(
+        7,
+        history={"loss": [0.5, float("nan")]},
+        history_epochs=(0, 1),
+        data={"epoch": 1, "seed": 2**40},
+        stop_training=True,
+    )
+    manifest = CheckpointStore(LocalFiles(root), RUN, world_size=3).save(saved)
+    stored = store(root).newest("step")
+    assert holds(stored, saved)
+    assert stored is not None
+    assert stored.name == "step-00000007"
+    assert str(stored.manifest) == str(manifest)  # NaN differs from itself
+    assert str(dict(stored.manifest.history)) == str(saved.history)
+    assert stored.manifest.history_epochs == saved.history_epochs
+    assert stored.manifest.data == saved.data
+    assert stored.manifest.stop_training is True
+    assert stored.manifest.completion is None
+    assert stored.manifest.world_size == 3
+    assert stored.manifest.versions["keras"] == metadata.version("keras")
+
+
+def test_open_format(root: Path) -> None:
+    """A checkpoint can be read without this package: JSON that names safetensors files."""
+    saved = state(7)
+    store(root).save(saved)
+    folder = root / RUN / "step-00000007"
+    manifest = json.loads((folder / "MANIFEST.json").read_text())
+    [shard] = manifest["shards"]
+    entries = dict(safetensors.deserialize((folder / shard["file"]).read_bytes()))
+    for variable in manifest["variables"]:
+        array = np.frombuffer(entries[variable["key"]]["data"], variable["dtype"])
+        expected = saved.arrays[variable["key"]]
+        assert (array.reshape(variable["shape"]) == expected).all()
+    assert len(manifest["variables"]) == len(entries) == len(saved.arrays)
+    assert (folder / shard["file"]).stat().st_size == shard["bytes"]
+
+
+def test_empty_run(root: Path) -> None:
+    """A run without checkpoints has no newest one, and asking creates nothing."""
+    assert store(root).newest("step") is None
+    assert store(root).newest("final") is None
+    assert not root.exists()
+
+
+def test_kinds(root: Path) -> None:
+    """Checkpoints of a run under way and of its end are kept apart."""
+    for saved in (state(1), state(2), final(2, value=5), state(3)):
+        store(root, keep_last=1).save(saved)
+    assert names(root) == ["final-00000002", "step-00000003"]
+    assert holds(store(root).newest("step"), state(3))
+    newest = store(root).newest("final")
+    assert holds(newest, final(2, value=5))
+    assert newest is not None
+    assert newest.manifest.completion == Completion(epochs=3, stopped_early=False)
+
+
+def test_read_by_name(root: Path) -> None:
+    """A checkpoint that is not the newest can be read by its name."""
+    for step in (1, 2):
+        store(root).save(state(step))
+    assert holds(store(root).read("step-00000001"), state(1))
+
+
+def test_foreign_files(root: Path) -> None:
+    """What is no checkpoint's folder is neither read nor deleted."""
+    for name in ("notes", "step-5", "step-00000009.bak", "astep-00000009", ".step-00000009"):
+        (root / RUN / name).mkdir(parents=True)
+        (root / RUN / name / "MANIFEST.json").write_text("mine")
+    before = names(root)
+    with no_warnings():
+        for step in (1, 2, 3):
+            store(root, keep_last=1).save(state(step))
+        assert holds(store(root).newest("step"), state(3))
+    assert names(root) == sorted([*before, "step-00000003"])
+
+
+# Order
+
+
+def test_newest_by_step(root: Path) -> None:
+    """The newest checkpoint is that of the highest step, in whatever order they were made."""
+    for step in (3, 10, 9):
+        store(root, keep_last=5).save(state(step))
+    assert holds(store(root).newest("step"), state(10))
+
+
+def test_many_steps(root: Path) -> None:
+    """Steps with more digits than a name is padded to are newer."""
+    steps = (99_999_999, 100_000_000, 1_000_000_000_000)
+    for step in steps:
+        store(root, keep_last=2).save(state(step, value=step % 7))
+        assert holds(store(root).newest("step"), state(step, value=step % 7))
+    assert names(root) == ["step-100000000", "step-1000000000000"]
+
+
+def test_keep_last(root: Path) -> None:
+    """As many as `keep_last` stay, the newest; the folders of others go."""
+    for step in range(1, 6):
+        store(root, keep_last=3).save(state(step))
+        assert len(names(root)) == min(step, 3)
+    assert names(root) == ["step-00000003", "step-00000004", "step-00000005"]
+
+
+@pytest.mark.parametrize("keep_last", [0, -1])
+def test_keep_none(root: Path, keep_last: int) -> None:
+    """A store that would keep nothing is refused before anything is written."""
+    with pytest.raises(ValueError, match="keep_last"):
+        store(root, keep_last)
+
+
+def test_same_again(root: Path) -> None:
+    """Saving at one step what is there already makes no second checkpoint."""
+    saved = state(5, history={"loss": [float("nan")]})
+    first = store(root).save(saved)
+    before = contents(root)
+    second = store(root).save(saved)
+    assert contents(root) == before
+    assert second.shards == first.shards
+
+
+@pytest.mark.parametrize(
+    "other",
+    [state(5, value=6), state(5, stop_training=True), state(5, history={"loss": [1.0]})],
+    ids=["arrays", "stop_training", "history"],
+)
+def test_other_content(root: Path, other: TrainState) -> None:
+    """Saving something else at a step that is there makes a newer checkpoint beside it."""
+    first = state(5, history={"loss": [0.5]})
+    store(root).save(first)
+    before = contents(root)
+    store(root).save(other)
+    assert names(root) == ["step-00000005", "step-00000005-2"]
+    assert contents(root).items() >= before.items()
+    newest = store(root).newest("step")
+    assert holds(newest, other)
+    assert newest is not None
+    assert newest.manifest.history == other.history
+    assert newest.manifest.stop_training == other.stop_training
+
+
+def test_repeats_in_order(root: Path) -> None:
+    """Of twelve checkpoints of one step the last made is the newest, before and after expiry."""
+    for value in range(12):
+        store(root, keep_last=20).save(state(5, value=value))
+    assert holds(store(root).newest("step"), state(5, value=11))
+    assert "step-00000005-12" in names(root)
+    store(root, keep_last=1).save(state(5, value=12))
+    assert names(root) == ["step-00000005-13"]
+    store(root, keep_last=1).save(state(5, value=13))
+    assert names(root) == ["step-00000005-14"]
+    assert holds(store(root).newest("step"), state(5, value=13))
+    store(root, keep_last=1).save(state(6))
+    assert names(root) == ["step-00000006"]
+
+
+# Damage
+
+Damage = Callable[[Path], Path]
+
+
+def the_shard(folder: Path) -> Path:
+    [shard] = folder.glob("*/rank-0.safetensors")
+    return shard
+
+
+def flip(file: Path, position: int) -> Path:
+    data = bytearray(file.read_bytes())
+    data[position] ^= 1
+    file.write_bytes(data)
+    return file
+
+
+def cut(file: Path, length: int) -> Path:
+    file.write_bytes(file.read_bytes()[:length])
+    return file
+
+
+def flip_text(folder: Path, text: str) -> Path:
+    file = folder / "MANIFEST.json"
+    return flip(file, file.read_text().index(text) + len(text) - 1)
+
+
+def remove(file: Path) -> Path:
+    file.unlink()
+    return file
+
+
+def spoil_text(folder: Path) -> Path:
+    file = folder / "MANIFEST.json"
+    file.write_bytes(b"\xff" + file.read_bytes()[1:])
+    return file
+
+
+DAMAGES: dict[str, Damage] = {
+    "shard: length of its header": lambda folder: flip(the_shard(folder), 0),
+    "shard: header": lambda folder: flip(the_shard(folder), 20),
+    "shard: middle": lambda folder: flip(the_shard(folder), the_shard(folder).stat().st_size - 60),
+    "shard: last byte": lambda folder: flip(the_shard(folder), -1),
+    "shard: cut off": lambda folder: cut(the_shard(folder), 100),
+    "shard: one byte short": lambda folder: cut(the_shard(folder), -1),
+    "shard: empty": lambda folder: cut(the_shard(folder), 0),
+    "shard: missing": lambda folder: remove(the_shard(folder)),
+    "manifest: step": lambda folder: flip_text(folder, '"step": 3'),
+    "manifest: key": lambda folder: flip_text(folder, '"nonce'),
+    "manifest: schema": lambda folder: flip_text(folder, '"schema_version": 1'),
+    "manifest: digest": lambda folder: flip(folder / "MANIFEST.json", -5),
+    "manifest: no text": spoil_text,
+    "manifest: cut off": lambda folder: cut(folder / "MANIFEST.json", 200),
+    "manifest: empty": lambda folder: cut(folder / "MANIFEST.json", 0),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_damaged(root: Path, damage: Damage) -> None:
+    """A damaged checkpoint is named and set aside, for good, and the one before is taken."""
+    for step in (1, 2, 3):
+        store(root, keep_last=3).save(state(step))
+    folder = root / RUN / "step-00000003"
+    file = damage(folder)
+    before = contents(root)
+
+    with pytest.warns(UserWarning, match=re.escape(str(file))) as warned:
+        assert holds(store(root).newest("step"), state(2))
+    assert len(warned) == 1
+    note = json.loads((folder / "DAMAGED.json").read_text())
+    assert str(file) in note["reason"]
+    after = contents(root)
+    assert after.items() >= before.items()
+    assert after.keys() - before.keys() == {f"{RUN}/step-00000003/DAMAGED.json"}
+
+    watched = WatchedFiles(LocalFiles(root))
+    with no_warnings():
+        assert holds(CheckpointStore(watched, RUN).newest("step"), state(2))
+    read = [path for method, path in watched.calls if method == "read"]
+    assert read
+    assert not [path for path in read if "step-00000003" in path]
+
+    with no_warnings():
+        for step in (3, 4, 5):
+            store(root).save(state(step, value=10 + step))
+            assert holds(store(root).newest("step"), state(step, value=10 + step))
+    assert names(root) == ["step-00000003", "step-00000004", "step-00000005"]
+    assert contents(folder) == {
+        name.removeprefix(f"{RUN}/step-00000003/"): data
+        for name, data in after.items()
+        if "step-00000003" in name
+    }
+
+
+def test_save_beside_damaged(root: Path) -> None:
+    """Saving at the step of a damaged checkpoint makes another one; the damaged one stays."""
+    for step in (1, 2):
+        store(root).save(state(step))
+    flip(the_shard(root / RUN / "step-00000002"), -1)
+    with pytest.warns(UserWarning, match="step-00000002 is set aside"):
+        store(root).newest("step")
+    before = contents(root / RUN / "step-00000002")
+    store(root).save(state(2))
+    assert names(root) == ["step-00000001", "step-00000002", "step-00000002-2"]
+    assert holds(store(root).newest("step"), state(2))
+    assert contents(root / RUN / "step-00000002") == before
+
+
+def test_save_beside_damage_not_yet_found(root: Path) -> None:
+    """Saving at a step whose checkpoint was damaged since does not take that one for the same."""
+    store(root).save(state(2))
+    flip(the_shard(root / RUN / "step-00000002"), -1)
+    store(root).save(state(2))
+    assert names(root) == ["step-00000002", "step-00000002-2"]
+    assert holds(store(root).newest("step"), state(2))
+
+
+def test_save_beside_mended(root: Path) -> None:
+    """A checkpoint that was set aside is not taken for a save, even if its bytes are right."""
+    store(root).save(state(1))
+    folder = root / RUN / "step-00000001"
+    LocalFiles(root).create(f"{RUN}/step-00000001/DAMAGED.json", b"{}")
+    before = contents(folder)
+    store(root).save(state(1))
+    assert holds(store(root).newest("step"), state(1))
+    assert contents(folder) == before
+
+
+def test_length_is_told(root: Path) -> None:
+    """A shard that was cut off is named with both lengths."""
+    store(root).save(state(1))
+    shard = the_shard(root / RUN / "step-00000001")
+    whole = shard.stat().st_size
+    cut(shard, 100)
+    with pytest.raises(CorruptCheckpointError, match=f"{shard} has 100 bytes; {whole} were"):
+        store(root).read("step-00000001")
+
+
+def test_damaged_do_not_count(root: Path) -> None:
+    """As many as `keep_last` whole checkpoints stay, however many damaged ones there are."""
+    store(root).save(state(1))
+    for step in (2, 3, 4):
+        store(root).save(state(step))
+        flip(the_shard(root / RUN / f"step-0000000{step}"), -1)
+        with pytest.warns(UserWarning, match="set aside"):
+            assert holds(store(root).newest("step"), state(1))
+    store(root).save(state(5))
+    assert names(root) == [f"step-0000000{step}" for step in (1, 2, 3, 4, 5)]
+    store(root).save(state(6))
+    assert names(root) == [f"step-0000000{step}" for step in (2, 3, 4, 5, 6)]
+
+
+def test_all_damaged(root: Path) -> None:
+    """If all checkpoints are damaged that is an error, at each start, and training never begins
+    anew by itself; checkpoints saved later are taken."""
+    for step in (1, 2):
+        store(root).save(state(step))
+        flip(the_shard(root / RUN / f"step-0000000{step}"), -1)
+    with (
+        pytest.warns(UserWarning, match="set aside"),
+        pytest.raises(CorruptCheckpointError, match="step-00000002, step-00000001") as first,
+    ):
+        store(root).newest("step")
+    with no_warnings(), pytest.raises(CorruptCheckpointError) as second:
+        store(root).newest("step")
+    assert str(second.value) == str(first.value)
+    assert "resume=False" in str(second.value)
+    assert store(root).newest("final") is None
+    store(root).save(state(3))
+    assert holds(store(root).newest("step"), state(3))
+
+
+def test_put_back(root: Path) -> None:
+    """A checkpoint that was put back from a copy counts once its DAMAGED.json is deleted."""
+    store(root).save(state(1))
+    folder = root / RUN / "step-00000001"
+    flip(the_shard(folder), -1)
+    with pytest.warns(UserWarning, match="set aside"), pytest.raises(CorruptCheckpointError):
+        store(root).newest("step")
+    flip(the_shard(folder), -1)
+    (folder / "DAMAGED.json").unlink()
+    assert holds(store(root).newest("step"), state(1))
+
+
+def test_damage_that_cannot_be_noted(root: Path) -> None:
+    """On a storage that cannot be written to, a damaged checkpoint is passed over all the same."""
+    for step in (1, 2):
+        store(root).save(state(step))
+    flip(the_shard(root / RUN / "step-00000002"), -1)
+    watched = WatchedFiles(LocalFiles(root))
+    watched.fail("create", "DAMAGED.json", OSError(errno.EROFS, "read-only"))
+    with pytest.warns(UserWarning, match=r"step-00000002") as warned:
+        assert holds(CheckpointStore(watched, RUN).newest("step"), state(1))
+    assert "is set aside" in str(warned[0].message)
+    assert "DAMAGED.json could not be written: " in str(warned[1].message)
+    assert watched.fired == 1
+
+
+def test_damage_that_another_process_noted(root: Path) -> None:
+    """Damage that two processes find at once is told by each of them once."""
+    for step in (1, 2):
+        store(root).save(state(step))
+    flip(the_shard(root / RUN / "step-00000002"), -1)
+    watched = WatchedFiles(LocalFiles(root))
+    watched.fail("create", "DAMAGED.json", FileExistsError(errno.EEXIST, "File exists"))
+    with pytest.warns(UserWarning, match="step-00000002") as warned:
+        assert holds(CheckpointStore(watched, RUN).newest("step"), state(1))
+    assert watched.fired == len(warned) == 1
+
+
+def test_other_release(root: Path) -> None:
+    """A checkpoint of another release is an error, not damage: it is left for its release."""
+    for step in (1, 2):
+        store(root).save(state(step))
+    file = root / RUN / "step-00000002" / "MANIFEST.json"
+    body = json.loads(file.read_text())
+    del body["sha256"]
+    body["schema_version"] = SCHEMA_VERSION + 1
+    file.write_text(json.dumps({**body, "sha256": digest_of(body)}))
+    before = contents(root)
+    with no_warnings(), pytest.raises(CheckpointError, match="release") as raised:
+        store(root).newest("step")
+    assert not isinstance(raised.value, CorruptCheckpointError)
+    assert contents(root) == before
+
+
+# Storage that fails
+
+
+@pytest.mark.parametrize(
+    ("method", "part"),
+    [
+        ("read", "rank-0.safetensors"),
+        ("read", "MANIFEST.json"),
+        ("names", "step-00000002"),
+        ("names", RUN),
+    ],
+)
+@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "no"), OSError(errno.EIO, "no")])
+def test_unreadable(root: Path, method: str, part: str, error: OSError) -> None:
+    """What cannot be read may be readable later: an error, and nothing is set aside."""
+    for step in (1, 2):
+        store(root).save(state(step))
+    before = contents(root)
+    watched = WatchedFiles(LocalFiles(root))
+    watched.fail(method, part, error)
+    with no_warnings(), pytest.raises(CheckpointError, match=part) as raised:
+        CheckpointStore(watched, RUN).newest("step")
+    assert not isinstance(raised.value, CorruptCheckpointError)
+    assert raised.value.__cause__ is error
+    assert watched.fired == 1
+    assert contents(root) == before
+    watched.mend()
+    assert holds(CheckpointStore(watched, RUN).newest("step"), state(2))
+
+
+@pytest.mark.parametrize(
+    ("method", "part"),
+    [("create", "rank-0.safetensors"), ("create", "MANIFEST.json"), ("names", RUN)],
+)
+def test_failed_save(root: Path, method: str, part: str) -> None:
+    """A save that fails raises SaveError and changes nothing; the next one succeeds."""
+    for step in (1, 2):
+        store(root).save(state(step))
+    before = contents(root)
+    watched = WatchedFiles(LocalFiles(root))
+    saving = CheckpointStore(watched, RUN)
+    error = OSError(errno.ENOSPC, "No space left on device")
+    watched.fail(method, part, error)
+    with no_warnings(), pytest.raises(SaveError, match=r"step 3 .*No space left") as raised:
+        saving.save(state(3))
+    chain = [raised.value.__cause__, raised.value.__cause__ and raised.value.__cause__.__cause__]
+    assert error in chain
+    assert watched.fired == 1
+    assert contents(root) == before
+    watched.mend()
+    assert holds(saving.newest("step"), state(2))
+    assert holds(saving.read("step-00000001"), state(1))
+    with no_warnings():
+        saving.save(state(3))
+    assert holds(saving.newest("step"), state(3))
+    assert names(root) == ["step-00000002", "step-00000003"]
+
+
+def test_failed_save_that_cannot_be_removed(root: Path) -> None:
+    """What is left of a failed save is named; it does not count and goes later."""
+    store(root).save(state(1))
+    watched = WatchedFiles(LocalFiles(root))
+    saving = CheckpointStore(watched, RUN)
+    watched.fail("create", "MANIFEST.json", OSError(errno.EIO, "broken"))
+    watched.fail("delete", "step-00000002", OSError(errno.EIO, "broken"))
+    with pytest.warns(UserWarning, match="is left of a checkpoint"), pytest.raises(SaveError):
+        saving.save(state(2))
+    assert watched.fired == 2
+    watched.mend()
+    assert holds(saving.newest("step"), state(1))
+    assert names(root) == ["step-00000001", "step-00000002"]
+    for step in (3, 4):
+        saving.save(state(step))
+    assert names(root) == ["step-00000003", "step-00000004"]
+
+
+def test_what_is_cleaned(root: Path) -> None:
+    """What a cut-off save has left goes with later saves; what may be a later step's save under
+    way stays."""
+    for step in (2, 4, 7):
+        LocalFiles(root).create(f"{RUN}/step-0000000{step}/attempt/rank-0.safetensors", b"half")
+    with no_warnings():
+        for step in (1, 3, 5):
+            store(root).save(state(step))
+        assert holds(store(root).newest("step"), state(5))
+    assert names(root) == ["step-00000003", "step-00000005", "step-00000007"]
+
+
+def test_state_that_json_cannot_hold(root: Path) -> None:
+    """A state that cannot be written is refused before anything is."""
+    with pytest.raises(TypeError):
+        store(root).save(state(1, history={"loss": [np.float32(1)]}))
+    assert not root.exists()
+
+
+def test_failed_cleaning(root: Path) -> None:
+    """Old checkpoints that cannot be deleted are worth a warning; the new one is committed."""
+    for step in (1, 2):
+        store(root).save(state(step))
+    watched = WatchedFiles(LocalFiles(root))
+    watched.fail("delete", "step-00000001", OSError(errno.EIO, "broken"))
+    with pytest.warns(UserWarning, match="could not be deleted: .*broken"):
+        CheckpointStore(watched, RUN).save(state(3))
+    assert watched.fired == 1
+    assert holds(store(root).newest("step"), state(3))
+    store(root).save(state(4))
+    assert names(root) == ["step-00000003", "step-00000004"]
+
+
+def test_unreadable_successor(root: Path) -> None:
+    """Nothing is deleted while the newest checkpoint cannot be read; that is worth a warning."""
+    for step in (1, 2):
+        store(root).save(state(step))
+    before = contents(root)
+    watched = WatchedFiles(LocalFiles(root))
+    watched.fail("read", "step-00000003", OSError(errno.EIO, "broken"))
+    with pytest.warns(UserWarning, match="could not be deleted: .*broken"):
+        CheckpointStore(watched, RUN).save(state(3))
+    assert watched.fired == 1
+    assert contents(root).items() >= before.items()
+    assert holds(store(root).newest("step"), state(3))
+
+
+class Forgetful(LocalFiles):
+    """A disk that reports success and writes something else."""
+
+    wrong = True
+
+    def create(self, path: str, data: bytes) -> None:
+        broken = self.wrong and path.endswith(".safetensors")
+        super().create(path, data[:-1] + b"?" if broken else data)
+
+
+def test_storage_that_lies(root: Path) -> None:
+    """A checkpoint that is to replace old ones and reads back wrong is a failed save: it is set
+    aside, the old ones stay, and the next save succeeds."""
+    for step in (1, 2):
+        store(root).save(state(step))
+    before = contents(root)
+    files = Forgetful(root)
+    saving = CheckpointStore(files, RUN)
+    with (
+        pytest.warns(UserWarning, match="step-00000003 is set aside"),
+        pytest.raises(SaveError, match=r"rank-0\.safetensors has changed"),
+    ):
+        saving.save(state(3))
+    assert contents(root).items() >= before.items()
+    assert holds(saving.newest("step"), state(2))
+    files.wrong = False
+    saving.save(state(3))
+    assert holds(saving.newest("step"), state(3))
+
+
+# Kills
+
+
+def test_kill_at_every_call_of_a_save(tmp_path: Path) -> None:
+    """A process killed anywhere in a save leaves the old checkpoint or the new one as the newest,
+    whole; saving goes on, and nothing of the kill remains."""
+    template = tmp_path / "template"
+    for step in (1, 2):
+        store(template).save(state(step))
+    # What an earlier kill has left, which this save cleans up as well.
+    LocalFiles(template).create(f"{RUN}/step-00000001-2/cut-off/rank-0.safetensors", b"half")
+
+    newest_after = []
+    for number in itertools.count(1):
+        root = shutil.copytree(template, tmp_path / str(number))
+
+        def save(root: Path = root, number: int = number) -> None:
+            kill_before(number)
+            store(root).save(state(3))
+
+        ended = ending(save)
+        with no_warnings():
+            newest = store(root).newest("step")
+            assert newest is not None
+            newest_after.append(newest.manifest.cursor.step)
+            assert holds(newest, state(newest_after[-1]))
+            for name in names(root):
+                if (root / RUN / name / "MANIFEST.json").exists():
+                    store(root).read(name)
+            for step in (3, 4, 5):
+                store(root).save(state(step))
+                assert holds(store(root).newest("step"), state(step))
+        assert names(root) == ["step-00000004", "step-00000005"]
+        if ended == 0:
+            break
+        assert ended == -signal.SIGKILL
+        assert os.listdir(root) == [RUN]
+        shutil.rmtree(root)
+    root = shutil.copytree(template, tmp_path / "once")
+    calls = system_calls(lambda: store(root).save(state(3)))
+    commit = [index for index, call in enumerate(calls) if call == "link"][-1]
+    assert newest_after == [2] * (commit + 1) + [3] * (len(calls) - commit)
+    assert calls.count("link") == 2
+    assert calls[commit:].count("rmdir") >= 2
+
+
+def test_many_kills_of_one_save(root: Path) -> None:
+    """A run that is killed again and again in the save of one step keeps its checkpoint, and one
+    undisturbed save makes up for all."""
+    store(root).save(state(1))
+    for number in itertools.count(1):
+
+        def save(number: int = number) -> None:
+            kill_before(number)
+            store(root).save(state(2))
+
+        ended = ending(save)
+        if holds(store(root).newest("step"), state(2)):
+            break
+        assert ended == -signal.SIGKILL
+        assert holds(store(root).newest("step"), state(1))
+    assert number > 20
+    for step in (3, 4):
+        store(root).save(state(step))
+    assert names(root) == ["step-00000003", "step-00000004"]
+
+
+def test_kill_while_setting_aside(tmp_path: Path) -> None:
+    """A process killed anywhere while it finds damage leaves the one before to be found."""
+    template = tmp_path / "template"
+    for step in (1, 2):
+        store(template).save(state(step))
+    flip(the_shard(template / RUN / "step-00000002"), -1)
+    for number in itertools.count(1):
+        root = shutil.copytree(template, tmp_path / str(number))
+
+        def find(root: Path = root, number: int = number) -> None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                kill_before(number)
+                store(root).newest("step")
+
+        ended = ending(find)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert holds(store(root).newest("step"), state(1))
+        assert (root / RUN / "step-00000002" / "DAMAGED.json").exists()
+        if ended == 0:
+            break
+        assert ended == -signal.SIGKILL
+    assert number > 20

@@ -1,0 +1,41 @@
+"""Files that write down what is asked of them, and fail when told to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from keras_distplug.storage.files import Files
+
+
+class WatchedFiles:
+    """`files`, watched.
+
+    Attributes:
+        calls: Every method that was called, with its path.
+        fired: How often `fail` has made one fail.
+    """
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._faults: list[tuple[str, str, OSError]] = []
+        self.calls: list[tuple[str, str]] = []
+        self.fired = 0
+
+    def fail(self, method: str, part: str, error: OSError) -> None:
+        """From now on `method` raises `error` if its path holds `part`."""
+        self._faults.append((method, part, error))
+
+    def mend(self) -> None:
+        self._faults.clear()
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        def call(path: str = "", *args: Any) -> Any:
+            self.calls.append((method, path))
+            for failing, part, error in self._faults:
+                if method == failing and part in path:
+                    self.fired += 1
+                    raise error
+            return getattr(self._files, method)(path, *args)
+
+        return call
