@@ -39,7 +39,7 @@ def train(directory: Path, kill: bool) -> None:
         [
             keras.Input((8, 8, 1)),
             keras.layers.Conv2D(32, 3, padding="same", use_bias=False),
-            keras.layers.BatchNormalization(synchronized=True),
+            keras.layers.BatchNormalization(momentum=0.9, synchronized=True),
             keras.layers.ReLU(),
             keras.layers.MaxPooling2D(),
             keras.layers.Flatten(),
@@ -98,7 +98,9 @@ def demonstrate(folder: Path, workers: int) -> int:
         directory.mkdir(parents=True)
         script = [sys.executable, __file__, "--train", str(directory), *["--kill"] * kill]
         command = ["-m", "keras_distplug", "run", "--workers", str(workers), "--", *script]
-        code = subprocess.run([sys.executable, *command], timeout=300).returncode
+        # oneDNN announces itself several times in every process.
+        quiet = os.environ | {"TF_ENABLE_ONEDNN_OPTS": "0"}
+        code = subprocess.run([sys.executable, *command], env=quiet, timeout=300).returncode
         if code != 0:
             console.print(f"[red]The {name} run failed with exit code {code}.")
             return code

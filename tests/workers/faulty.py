@@ -3,7 +3,8 @@
     python faulty.py FOLDER WAY [FAULT ...]
 
 WAY: distributed_fit, plain_fit. FAULT: `attempt:worker:epoch:batch:what`, all counted from 0; what
-is `kill` (SIGKILL) or `leave` (sys.exit(0)). Each fault is noted in FOLDER/faults as it happens.
+is `kill` (SIGKILL) or `leave` (sys.exit(0)). Each fault is noted in FOLDER/faults as it happens,
+and an attempt is what follows a fault.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import keras_distplug as kd  # noqa: E402
 strategy = kd.init()
 tf_config = json.loads(os.environ.get("TF_CONFIG", "{}"))
 worker = tf_config["task"]["index"] if tf_config else 0
-attempt = int(os.environ.get("KERAS_DISTPLUG_ATTEMPT", "0"))
+noted = folder / "faults"
+attempt = len(noted.read_text().split()) if noted.exists() else 0
 
 from support import digits_like as case  # noqa: E402
 
@@ -38,7 +40,7 @@ class Harm(keras.callbacks.Callback):
         for what in ("kill", "leave"):
             fault = f"{attempt}:{worker}:{self.epoch}:{batch}:{what}"
             if fault in faults:
-                with open(folder / "faults", "a") as file:
+                with open(noted, "a") as file:
                     file.write(f"{fault}\n")
                 if what == "leave":
                     sys.exit(0)

@@ -1,0 +1,206 @@
+"""Bad input is an error that says what to do, before any training, and costs nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tensorflow")
+pytestmark = pytest.mark.tf
+
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+from support import small  # noqa: E402
+
+import keras_distplug as kd  # noqa: E402
+from keras_distplug.core.errors import (  # noqa: E402
+    ClusterError,
+    ConfigurationError,
+    DataError,
+    ModelError,
+)
+from keras_distplug.training import carry  # noqa: E402
+
+X, Y = small.X, small.Y
+
+
+@pytest.fixture(scope="module")
+def mirrored() -> tf.distribute.Strategy:
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+@pytest.fixture
+def refuse(tmp_path: Path) -> Iterator[Callable[..., None]]:
+    """Calls `distributed_fit`, which must raise; afterwards nothing must have been trained."""
+    counted = small.Stop()
+
+    def refuse(error: type[Exception], match: str, model: Any, *args: Any, **more: Any) -> None:
+        callbacks = [counted, *more.pop("callbacks", [])]
+        more.setdefault("directory", tmp_path / "run")
+        with pytest.raises(error, match=match):
+            kd.distributed_fit(model, *args, callbacks=callbacks, verbose=0, **more)
+
+    yield refuse
+    assert counted.batches == 0
+    assert not list(tmp_path.rglob("MANIFEST.json"))
+
+
+class NoConfig(keras.Model):
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(units)
+
+    def call(self, inputs: Any) -> Any:
+        return self.dense(inputs)
+
+
+class OwnCompile(keras.Sequential):
+    def compile(self, temperature: float) -> None:  # type: ignore[override]
+        super().compile("adam", "mse")
+
+
+def test_model(refuse: Callable[..., None], mirrored: tf.distribute.Strategy) -> None:
+    """The model: compiled, of a kind that can be moved, under the strategy that is asked for."""
+    refuse(ModelError, "expects a compiled keras.Model.*type int", 3, X, Y)
+    refuse(ModelError, "returned by the function.*type str", lambda: "model", X, Y)
+    refuse(ModelError, "is not compiled. Call", keras.Sequential([keras.layers.Dense(1)]), X, Y)
+    no_config = NoConfig(1)
+    no_config.compile("sgd", "mse")
+    refuse(ModelError, "Give NoConfig a `get_config`", no_config, X, Y, strategy=mirrored)
+    own = OwnCompile([keras.Input((4,)), keras.layers.Dense(1)])
+    own.compile(2.0)
+    refuse(ModelError, "has a `compile` of its own", own, X, Y, strategy=mirrored)
+    lookup = keras.Sequential([keras.layers.StringLookup(vocabulary=["a"])])
+    lookup.compile("sgd", "mse")
+    refuse(ModelError, "lookup table of layer", lookup, X, Y, strategy=mirrored)
+    with mirrored.scope():
+        placed = small.model()
+    other = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    refuse(ConfigurationError, "is another one", placed, X, Y, strategy=other)
+
+
+def test_strategy(refuse: Callable[..., None]) -> None:
+    """The strategy: one that is known, supported, and fits the cluster."""
+    model = small.model()
+    refuse(
+        ConfigurationError,
+        "Unknown strategy.*'mirror'.*'one_device'",
+        model,
+        X,
+        Y,
+        strategy="mirror",
+    )
+    refuse(ConfigurationError, "name or a tf.distribute.Strategy.*int", model, X, Y, strategy=3)
+    for name in ("central_storage", "parameter_server"):
+        refuse(ConfigurationError, "not supported in this release", model, X, Y, strategy=name)
+    refuse(ConfigurationError, "at least two workers", model, X, Y, strategy="multi_worker")
+
+
+@pytest.mark.parametrize(
+    ("tf_config", "error", "match"),
+    [
+        ("{", ClusterError, "TF_CONFIG"),
+        ({"cluster": {"worker": ["a:1", "b:1"]}}, ClusterError, "task"),
+        (
+            {
+                "cluster": {"worker": ["a:1", "b:1"]},
+                "task": {"type": "worker", "index": 2},
+            },
+            ClusterError,
+            "index",
+        ),
+        (
+            {
+                "cluster": {"worker": ["a:1"], "ps": ["b:1"], "chief": ["c:1"]},
+                "task": {"type": "chief", "index": 0},
+            },
+            ConfigurationError,
+            "'parameter_server' .*TF_CONFIG has 'ps' tasks.* not supported in this release",
+        ),
+    ],
+)
+def test_tf_config(
+    refuse: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    tf_config: Any,
+    error: type[Exception],
+    match: str,
+) -> None:
+    """TF_CONFIG: a cluster that this process is part of."""
+    text = tf_config if isinstance(tf_config, str) else json.dumps(tf_config)
+    monkeypatch.setenv("TF_CONFIG", text)
+    refuse(error, match, small.model(), X, Y)
+
+
+def test_data(refuse: Callable[..., None], mirrored: tf.distribute.Strategy) -> None:
+    """The data: batched, of one length, large enough to be split."""
+    model = small.model()
+    dataset = tf.data.Dataset.from_tensor_slices((X, Y))
+    batched = dataset.batch(8)
+    refuse(DataError, r"not batched.*\.batch\(global_batch_size\)", model, dataset)
+    refuse(DataError, "`y` goes into the dataset", model, batched, Y)
+    refuse(DataError, "`sample_weight` goes into", model, batched, sample_weight=Y)
+    refuse(DataError, "`batch_size` is for arrays", model, batched, batch_size=8)
+    refuse(
+        DataError, "`validation_split` needs `x` as arrays", model, batched, validation_split=0.5
+    )
+    refuse(DataError, "same number of samples", model, X, Y[:-1])
+    refuse(DataError, "holds no samples", model, X[:0], Y[:0])
+    refuse(DataError, "type generator", model, (batch for batch in batched))
+    refuse(DataError, "type NoneType", model)
+    refuse(DataError, "leaves no samples", model, X, Y, validation_split=0.99)
+    for given in ({"x": X, "y": Y, "batch_size": 1}, {"x": dataset.batch(1)}):
+        match = "batches of 1 samples for 2 replicas. Batch by at least 2"
+        refuse(DataError, match, model, strategy=mirrored, **given)
+
+
+def test_directory(refuse: Callable[..., None], tmp_path: Path) -> None:
+    """The directory: a local folder, named once."""
+    model = small.model()
+    (tmp_path / "file").touch()
+    refuse(ConfigurationError, "file is a file", model, X, Y, directory=tmp_path / "file" / "a")
+    refuse(ConfigurationError, "s3:// are not supported", model, X, Y, directory="s3://bucket/a")
+    refuse(ConfigurationError, "`backup_dir` is empty", model, X, Y, directory="")
+    refuse(
+        ConfigurationError,
+        "belong to the BackupAndRestore among the callbacks",
+        model,
+        X,
+        Y,
+        callbacks=[kd.BackupAndRestore(tmp_path / "b")],
+    )
+
+
+@pytest.mark.parametrize("save_freq", [0, -1, True, "batch", 1.5, None])
+def test_save_freq(save_freq: Any, tmp_path: Path) -> None:
+    """`save_freq`: "epoch", a number of batches, or False."""
+    with pytest.raises(ConfigurationError, match='"epoch", False, or a number of batches'):
+        kd.defaults(tmp_path, save_freq=save_freq)
+
+
+def numbers() -> Iterator[np.ndarray]:
+    yield np.zeros((2, 4), "float32")
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        lambda: tf.data.Dataset.from_generator(
+            numbers, output_signature=tf.TensorSpec((2, 4), tf.float32)
+        ),
+        lambda: tf.data.Dataset.range(4).map(
+            lambda x: tf.py_function(lambda x: x + 1, [x], tf.int64)
+        ),
+    ],
+)
+def test_dataset_that_cannot_be_taken_along(dataset: Callable[[], tf.data.Dataset]) -> None:
+    """A dataset of Python code, made too early, names both ways out."""
+    with pytest.raises(DataError, match=r"calls Python code") as raised:
+        carry.pack("x", dataset())
+    assert "keras_distplug.init()" in str(raised.value)
+    assert "distributed_fit(model, make_x, ...)" in str(raised.value)

@@ -1,0 +1,139 @@
+"""A model made outside the scope goes into it, and its owner gets everything back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tensorflow")
+pytestmark = pytest.mark.tf
+
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+from support import small  # noqa: E402
+
+import keras_distplug as kd  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def mirrored() -> tf.distribute.Strategy:
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+def deterministic() -> keras.Model:
+    keras.utils.set_random_seed(5)
+    inputs = keras.Input((4,))
+    hidden = keras.layers.Dense(8, activation="relu")(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.01, 3, 0.5)
+    model.compile(
+        keras.optimizers.Adam(schedule), "mse", metrics=[keras.metrics.MeanAbsoluteError()]
+    )
+    return model
+
+
+@keras.saving.register_keras_serializable("tests")
+class Subclass(keras.Model):
+    def __init__(self, units: int, **more: Any) -> None:
+        super().__init__(**more)
+        self.units = units
+        self.hidden = keras.layers.Dense(units, activation="relu")
+        self.last = keras.layers.Dense(1)
+
+    def call(self, inputs: Any) -> Any:
+        return self.last(self.hidden(inputs))
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "units": self.units}
+
+
+def subclass() -> keras.Model:
+    keras.utils.set_random_seed(5)
+    model = Subclass(8)
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    model(small.X[:1])
+    return model
+
+
+def close(found: keras.Model, expected: keras.Model) -> None:
+    mine, theirs = ([*m.variables, *m.optimizer.variables] for m in (found, expected))
+    for a, b in zip(mine, theirs, strict=True):
+        np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=2e-5, atol=1e-7, err_msg=a.path)
+
+
+@pytest.mark.parametrize("make", [deterministic, subclass])
+def test_model_from_outside(make: Any, mirrored: tf.distribute.Strategy, tmp_path: Path) -> None:
+    """The caller's own model holds the trained weights and optimizer state; trained on, it goes on
+    as one that never left."""
+    given = {"x": small.X, "y": small.Y, "batch_size": 10, "shuffle": False, "verbose": 0}
+    expected, mine = make(), make()
+    for model in (expected, mine):
+        model.fit(**given)
+    expected.fit(**given, epochs=2)
+    history = kd.distributed_fit(mine, **given, epochs=2, directory=tmp_path, strategy=mirrored)
+    assert history.model is not mine
+    assert history.model.distribute_strategy is mirrored
+    assert mine.distribute_strategy is not mirrored
+    assert mine.optimizer.iterations.numpy() == 9
+    close(mine, expected)
+    for model in (expected, mine):
+        model.fit(**given)
+    close(mine, expected)
+    np.testing.assert_allclose(
+        mine.predict(small.X, verbose=0), expected.predict(small.X, verbose=0), rtol=1e-4
+    )
+
+
+def test_model_that_is_not_built(mirrored: tf.distribute.Strategy, tmp_path: Path) -> None:
+    """A model that has no variables yet has them afterwards."""
+    model = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    history = kd.distributed_fit(
+        model, small.X, small.Y, batch_size=10, directory=tmp_path, strategy=mirrored, verbose=0
+    )
+    assert small.state(model) == small.state(history.model)
+
+
+def test_model_made_inside_the_scope(mirrored: tf.distribute.Strategy, tmp_path: Path) -> None:
+    """A model made inside a scope is trained as it is, under its own strategy."""
+    with mirrored.scope():
+        model = deterministic()
+    history = kd.distributed_fit(
+        model, small.X, small.Y, batch_size=10, directory=tmp_path, verbose=0
+    )
+    assert history.model is model
+
+
+def test_one_device(tmp_path: Path) -> None:
+    """On one device the model is trained where it is."""
+    model = deterministic()
+    history = kd.distributed_fit(model, small.X, small.Y, directory=tmp_path, verbose=0)
+    assert history.model is model
+
+
+@pytest.mark.parametrize("fault", [0, 1])
+def test_mirrored_run_goes_on(fault: int, mirrored: tf.distribute.Strategy, tmp_path: Path) -> None:
+    """A run on two replicas that was interrupted ends in the bits of one that was not."""
+
+    def fit(folder: str, *stop: small.Stop) -> keras.Model:
+        model = deterministic()
+        kd.distributed_fit(
+            model,
+            small.X,
+            small.Y,
+            batch_size=8,
+            epochs=3,
+            directory=tmp_path / folder,
+            strategy=mirrored,
+            callbacks=stop,
+            verbose=0,
+        )
+        return model
+
+    expected = fit("a")
+    with pytest.raises(small.Interrupted):
+        fit("b", small.Stop(1 + fault, fault))
+    assert small.state(fit("b")) == small.state(expected)
