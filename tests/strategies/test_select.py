@@ -6,7 +6,6 @@ from keras_distplug.cluster.roles import Role, single_process
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.strategies.select import choose
 
-
 TWO = Role("worker", 0, {"worker": ("a:1", "b:1")}, "TF_CONFIG")
 SLURM = Role("worker", 0, {"worker": ("a:1", "b:1")}, "Slurm")
 WITH_PS = Role("chief", 0, {"chief": ("a:1",), "worker": ("b:1",), "ps": ("c:1",)}, "TF_CONFIG")
