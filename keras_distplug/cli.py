@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import io
 import os
 import sys
 from collections.abc import Sequence
 
+from keras_distplug import __version__
 from keras_distplug.core.errors import ConfigurationError, DistplugError
 
 _COMMAND_NOT_FOUND = 127  # as shells say it
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="keras-distplug", description="Fault-tolerant distributed training for Keras."
     )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
     _add_run(subcommands)
     return parser
@@ -122,10 +122,3 @@ def _exit_code(error: DistplugError) -> int:
     if isinstance(error, CommandNotFoundError):
         return _COMMAND_NOT_FOUND
     return 2 if isinstance(error, ConfigurationError) else 1
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("keras-distplug")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"

@@ -11,6 +11,7 @@ import enum
 import json
 import os
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,12 +37,10 @@ class Status:
 
     Args:
         phase: How far it has come.
-        pid: The process that reports.
         since: For each phase reached, `time.time()` of that moment.
     """
 
     phase: Phase
-    pid: int
     since: Mapping[Phase, float]
 
 
@@ -81,25 +80,34 @@ class Supervised:
         )
 
     def report(self, worker: str, phase: Phase) -> None:
-        """Records that `worker` (`"worker-1"`) has reached `phase`."""
+        """Records that `worker` (`"worker-1"`) has reached `phase`.
+
+        A report that cannot be written is a warning: training has not failed. Without the last one
+        the supervisor starts the job again, which then finds itself finished.
+        """
         before = self.read(worker)
         since = {**(before.since if before else {}), phase: time.time()}
         path = self._path(worker)
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps({"phase": phase, "pid": os.getpid(), "since": since}))
-        os.replace(temporary, path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps({"phase": phase, "since": since}))
+            os.replace(temporary, path)
+        except OSError as error:
+            warnings.warn(
+                f"{worker} could not tell its supervisor that it is {phase}: {error}", stacklevel=2
+            )
 
     def read(self, worker: str) -> Status | None:
-        """The last report of `worker`, or None if it has not reported yet."""
+        """The last report of `worker`, or None if there is none that can be read."""
         try:
             found = json.loads(self._path(worker).read_text())
-        except FileNotFoundError:
+            return Status(
+                phase=Phase(found["phase"]),
+                since={Phase(name): at for name, at in found["since"].items()},
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
-        return Status(
-            phase=Phase(found["phase"]),
-            pid=found["pid"],
-            since={Phase(name): at for name, at in found["since"].items()},
-        )
 
     def _path(self, worker: str) -> Path:
         return self.status_dir / f"{worker}.json"

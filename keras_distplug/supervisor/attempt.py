@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
+import math
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from keras_distplug.core.errors import ConfigurationError, SupervisorError
+from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.supervised import Phase, Status, Supervised
 from keras_distplug.supervisor.group import Ended, Group
 
@@ -17,8 +18,6 @@ from keras_distplug.supervisor.group import Ended, Group
 # second added to the recovery.
 PEER_GRACE_SECS = 1.0
 
-_KILL_SECS = 30.0  # a killed process that lives on hangs in the kernel, e.g. on a dead network disk
-_DRAIN_SECS = 2.0  # only if something outside the group holds a pipe
 _STATUS_POLL_SECS = 0.1
 
 
@@ -66,7 +65,10 @@ class Exit:
         if self.cause is Cause.COMPLETED:
             return f"{self.worker} completed training"
         if self.cause is Cause.LATE:
-            return f"{self.worker} has not joined the cluster within {self.limit_secs:g} s"
+            return (
+                f"{self.worker} has not joined the cluster within {self.limit_secs:g} s "
+                "(--startup-timeout)"
+            )
         if self.cause is Cause.LEFT:
             return f"{self.worker} left without completing training (exit code 0)"
         if self.returncode in (-signal.SIGTERM, -signal.SIGINT, -signal.SIGKILL):
@@ -84,23 +86,22 @@ class Limits:
     """How long the supervisor waits.
 
     Args:
-        startup_secs: For every worker's first report.
+        startup_secs: For every one of several workers to join the cluster.
         grace_secs: Between the user's own SIGTERM or SIGINT and SIGKILL.
-        peer_grace_secs: Between SIGTERM and SIGKILL after another worker has failed.
     """
 
     startup_secs: float = 300.0
     grace_secs: float = 10.0
-    peer_grace_secs: float = PEER_GRACE_SECS
 
     def __post_init__(self) -> None:
-        if not self.startup_secs > 0:
+        if not 0 < self.startup_secs < math.inf:
             raise ConfigurationError(
-                f"The start-up time-out must be > 0 s. Received: {self.startup_secs:g}"
+                f"The start-up time-out must be > 0 s, and finite. Received: {self.startup_secs:g}"
             )
-        for value in (self.grace_secs, self.peer_grace_secs):
-            if not value >= 0:
-                raise ConfigurationError(f"The grace period must be >= 0 s. Received: {value:g}")
+        if not 0 <= self.grace_secs < math.inf:
+            raise ConfigurationError(
+                f"The grace period must be >= 0 s, and finite. Received: {self.grace_secs:g}"
+            )
 
 
 @dataclass(frozen=True)
@@ -156,12 +157,12 @@ def run_attempt(
     """
     for worker, environ in environments.items():
         group.start(worker, command, environ)
-    deadline: float | None = time.monotonic() + limits.startup_secs
+    # A single worker has no cluster to join, and may prepare its data for as long as it likes.
+    deadline = time.monotonic() + limits.startup_secs if len(environments) > 1 else None
     on_training = listener.on_training
     exits: list[Exit] = []
-    while group.alive:
-        now = time.monotonic()
-        timeout = None if deadline is None else max(0.0, deadline - now)
+    while group.running:
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
         if on_training:
             timeout = _STATUS_POLL_SECS if timeout is None else min(timeout, _STATUS_POLL_SECS)
         happened = group.wait(timeout)
@@ -179,11 +180,12 @@ def run_attempt(
         if deadline is not None and time.monotonic() >= deadline:
             exits += _late(contract, environments, exits, limits.startup_secs)
             deadline = None
-        exits.sort(key=_earliest_first)
+        exits.sort(key=earliest_first)
         failures = [exit_ for exit_ in exits if exit_.cause in FAILURES]
         if failures:
-            return _end_after(failures, exits, group, limits, listener)
-    group.drain(_DRAIN_SECS)
+            return _end_after(failures, exits, group, listener)
+    group.kill()  # what the commands have left behind
+    group.drain()
     return _outcome(exits, None)
 
 
@@ -213,31 +215,26 @@ def await_end(
     """
     ended: list[Ended] = []
     signals: list[signal.Signals] = []
-    deadline, killed = time.monotonic() + grace_secs, False
-    while group.alive:
-        happened = group.wait(max(0.0, deadline - time.monotonic()), spare_leftovers=not killed)
+    deadline = time.monotonic() + grace_secs
+    # A shell dies of SIGTERM at once, while the training that it started may still be saving.
+    while group.living and (remaining := deadline - time.monotonic()) > 0:
+        happened = group.wait(remaining)
         ended += happened.ended
         signals += happened.signals
-        if not killed and (time.monotonic() >= deadline or (hurry and happened.signals)):
-            group.signal(signal.SIGKILL)
-            deadline, killed = time.monotonic() + _KILL_SECS, True
-        elif killed and group.alive and time.monotonic() >= deadline:
-            raise SupervisorError(
-                f"A worker has not ended {_KILL_SECS:g} s after SIGKILL. It probably waits for a "
-                "disk or a network mount that does not answer: see its state in `ps -o pid,stat,"
-                "wchan`, and start again once it is gone."
-            )
+        if hurry and happened.signals:
+            break
+    ended += group.kill()
+    group.drain()
     return ended, signals
 
 
 def _end_after(
-    failures: list[Exit], exits: list[Exit], group: Group, limits: Limits, listener: Listener
+    failures: list[Exit], exits: list[Exit], group: Group, listener: Listener
 ) -> Outcome:
     group.signal(signal.SIGTERM)
-    group.drain(_DRAIN_SECS)
+    group.drain()  # last words stand before the report
     listener.on_failure(failures)
-    ended, signals = await_end(group, limits.peer_grace_secs, hurry=False)
-    group.drain(_DRAIN_SECS)
+    ended, signals = await_end(group, PEER_GRACE_SECS, hurry=False)
     late = {exit_.worker for exit_ in exits if exit_.cause is Cause.LATE}
     rest = [_stopped(one) for one in ended if one.worker not in late]
     return _outcome(exits + rest, signals[0] if signals else None)
@@ -251,9 +248,12 @@ def _stopped(ended: Ended) -> Exit:
     return Exit(ended.worker, Cause.STOPPED, ended.returncode, ended.at)
 
 
-def _earliest_first(exit_: Exit) -> tuple[float, bool]:
-    # Several deaths may be found in one look, in no order. A worker that a signal killed is then
-    # the likely cause; one that raised, or let TensorFlow abort, may do so for its lost peer.
+def earliest_first(exit_: Exit) -> tuple[float, bool]:
+    """Sorts exits by when they came.
+
+    Several may be found in one look, in no order. A worker that a signal killed is then the likely
+    cause; one that raised, or let TensorFlow abort, may do so for its lost peer.
+    """
     killed = exit_.returncode is not None and exit_.returncode < 0
     return exit_.at, not killed or exit_.returncode == -signal.SIGABRT
 

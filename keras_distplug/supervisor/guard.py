@@ -1,8 +1,10 @@
-"""Kills what a killed supervisor leaves behind.
+"""Finds every process of a job, and ends them all when the supervisor cannot.
 
-The guard is a small process that holds the read end of a pipe. The supervisor writes down every
-process group that it starts and every one that has ended. When the pipe closes without a farewell,
-the supervisor is dead, and the guard kills the groups that are left.
+A job's processes are known by the job's name in their environment, which they hand down to whatever
+they start: a process group or a session of its own does not hide a process.
+
+The guard is a small process that waits for the supervisor's farewell. When the pipe between them
+closes without it, the supervisor is dead, and the guard ends the job.
 
 Standard library only, and run as a file: it must work whatever the supervisor's `sys.path` was.
 """
@@ -11,69 +13,70 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+_MARK = "KERAS_DISTPLUG_JOB"  # `core.supervised.JOB`, which cannot be imported here
 _FAREWELL = "farewell"
+_POLL_SECS = 0.02
+# A worker that the supervisor was starting when it was killed has no mark until its program runs.
+_QUIET_SECS = 1.0
 
 
-def groups_left(messages: Iterable[str]) -> set[int]:
-    """The process groups to kill once `messages` have come to their end.
-
-    A group that was reported as ended is left alone: its number may belong to somebody else by now.
-    """
-    groups: set[int] = set()
-    for message in messages:
-        if not message.endswith("\n"):
-            break  # the supervisor died while it wrote this
-        word, _, number = message.strip().partition(" ")
-        if word == _FAREWELL:
-            return set()
-        if word == "started":
-            groups.add(int(number))
-        else:
-            groups.discard(int(number))
-    return groups
+def living(job: str) -> bool:
+    """True while a process of `job` has not ended."""
+    return next(_pids(job), None) is not None
 
 
-def main() -> None:
-    """Runs the guard until its standard input closes."""
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ignored, signal.SIG_IGN)
-    for group in groups_left(sys.stdin):
+def signal_all(job: str, number: signal.Signals) -> None:
+    """Sends a signal to every process of `job`."""
+    for pid in _pids(job):
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
+            pidfd = os.pidfd_open(pid)
+            try:
+                # Looked at again: from here on the number cannot come to mean another process.
+                if _is_of(job, pid):
+                    signal.pidfd_send_signal(pidfd, number)
+            finally:
+                os.close(pidfd)
+
+
+def _pids(job: str) -> Iterator[int]:
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and _is_of(job, int(entry)):
+            yield int(entry)
+
+
+def _is_of(job: str, pid: int) -> bool:
+    try:
+        environ = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False  # ended, or another user's
+    return f"{_MARK}={job}".encode() in environ.split(b"\0")  # a zombie has none
 
 
 class Guard:
     """The supervisor's end of the guard. A context manager: leaving it is the farewell.
 
-    Between the start of a worker and `started` lie a few microseconds in which a SIGKILL to the
-    supervisor would leave that worker behind.
+    Args:
+        job: The job that ends with the supervisor.
+        folder: The job's folder, deleted with it.
     """
 
-    def __init__(self) -> None:
-        self._lost = False
+    def __init__(self, job: str, folder: Path) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__],
+            [sys.executable, "-I", "-S", __file__, job, str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
-            text=True,
-            encoding="ascii",
         )
-
-    def started(self, group: int) -> None:
-        """From now on `group` dies with the supervisor."""
-        self._tell(f"started {group}\n")
-
-    def ended(self, group: int) -> None:
-        """Call before the leader of `group` is reaped: from then on the number may be reused."""
-        self._tell(f"ended {group}\n")
 
     def __enter__(self) -> Self:
         return self
@@ -84,31 +87,27 @@ class Guard:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._tell(f"{_FAREWELL}\n")
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
         try:
-            self._process.wait(timeout=5)
+            self._process.communicate(_FAREWELL.encode(), timeout=5)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
-    def _tell(self, message: str) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(message)
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            # A guard that somebody killed is no reason to end a training that runs.
-            if not self._lost:
-                print(
-                    "keras-distplug: the guard process is gone; if this supervisor is killed, its "
-                    "workers will stay behind",
-                    file=sys.stderr,
-                )
-            self._lost = True
+
+def main(job: str, folder: str) -> None:
+    """Runs the guard until its standard input closes."""
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)
+    if sys.stdin.read() == _FAREWELL:
+        return
+    last_seen = time.monotonic()
+    while time.monotonic() - last_seen < _QUIET_SECS:
+        if living(job):
+            last_seen = time.monotonic()
+            signal_all(job, signal.SIGKILL)
+        time.sleep(_POLL_SECS)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -121,7 +122,7 @@ def worker_environment(
         contract: What the worker reports to.
         gpus: Its own GPUs; None leaves `CUDA_VISIBLE_DEVICES` as it is.
     """
-    dropped = {"TF_CONFIG", supervised.DEVICES_PER_WORKER}
+    dropped = {"TF_CONFIG", supervised.DEVICES_PER_WORKER, "KERAS_DISTPLUG_JOINED_BY"}
     environ = {name: value for name, value in base.items() if name not in dropped}
     environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     environ["PYTHONUNBUFFERED"] = "1"
@@ -147,7 +148,10 @@ def check_command(command: Sequence[str], environ: Mapping[str, str]) -> None:
     elif Path(name).is_file():
         hint = f"The file exists but is not executable: `chmod +x {name}`, or name its interpreter."
     else:
-        hint = "Expected a program on PATH or the path of an executable file."
+        hint = (
+            "Expected a program on PATH or the path of an executable file. The interpreter of this "
+            f"command is {sys.executable}."
+        )
     raise CommandNotFoundError(f"The command {name!r} cannot be started. {hint}")
 
 

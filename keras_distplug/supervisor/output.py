@@ -7,12 +7,12 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import IO, Self, TextIO, cast
 
-from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.segment import Segment
 from rich.style import Style
@@ -24,9 +24,11 @@ _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 # of what was read.
 _ESCAPE = r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]{0,4096}(?:\x07|\x1b\\)|[ -/]*[0-Z\\^-~])"
 _CUT_OFF = r"\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]{0,4096}\x1b?|[ -/]*)\Z"
-_TOKEN = re.compile(rf"({_CUT_OFF})|({_ESCAPE})|([\r\n\b])|([^\r\n\b\x1b]+|\x1b)")
 _UNPRINTABLE = re.compile(rf"{_ESCAPE}|{_CUT_OFF}|[\x00-\x08\x0b-\x1f\x7f]")
 _COLOUR_ESCAPE = re.compile(r"\x1b\[[0-9;:]*m")
+
+_LONGEST_LINE = 1 << 20  # characters; what never ends is broken here, so that it cannot fill memory
+_PATIENCE_SECS = 2.0  # of the supervisor's own lines, when nobody reads what is printed
 
 
 @dataclass(frozen=True)
@@ -47,76 +49,47 @@ Event = Final | Transient
 
 
 class LineAssembler:
-    """Turns the bytes that a worker writes into lines, as a terminal would.
+    """Turns the bytes that a worker writes into lines.
 
-    `\\r` and `\\b` move back and what follows overwrites, so that a progress bar becomes a series
-    of `Transient`s and one `Final`. Escape sequences are kept and take no room. Bytes that are
-    not UTF-8 become U+FFFD.
+    A line that is rewritten (`\\r`), such as a progress bar, becomes a series of `Transient`s and
+    one `Final`: its last version. Bytes that are not UTF-8 become U+FFFD.
     """
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._cut_off = ""
-        self._cells: list[str] = []  # one printed character each, after its escape sequences
-        self._cursor = 0
-        self._escapes = ""
-        self._rewritten = False
+        self._open = ""
 
     def feed(self, data: bytes) -> list[Event]:
         """The lines that `data` completes, and the one that it leaves open if it touched it."""
-        return list(self._assemble(self._cut_off + self._decoder.decode(data)))
+        return self._lines(self._decoder.decode(data))
 
     def close(self) -> list[Event]:
         """The last line, if it did not end with a newline."""
-        rest = self._cut_off + self._decoder.decode(b"", final=True)
-        events = [event for event in self._assemble(rest) if isinstance(event, Final)]
-        return [*events, Final(self._take())] if self._cells else [*events]
+        events = self._lines(self._decoder.decode(b"", final=True))
+        events = [event for event in events if isinstance(event, Final)]
+        if self._open:
+            events.append(Final(_last_version(self._open).rstrip(" ")))
+            self._open = ""
+        return events
 
-    def _assemble(self, text: str) -> Iterator[Event]:
-        self._cut_off = ""
-        open_line_touched = False
-        for cut_off, escape, control, printed in _TOKEN.findall(text):
-            open_line_touched = control != "\n"
-            if cut_off:
-                self._cut_off = cut_off
-            elif escape:
-                self._escapes += escape
-            elif control == "\n":
-                yield Final(self._take())
-            elif control == "\r":
-                self._move_to(0)
-            elif control == "\b":
-                self._move_to(max(0, self._cursor - 1))
-            else:
-                self._print(printed)
-        if open_line_touched and self._cells:
-            yield Transient(self._line())
+    def _lines(self, text: str) -> list[Event]:
+        *complete, self._open = (self._open + text).split("\n")
+        # Whoever rewrites a line wipes out the rest of a longer one with spaces.
+        events: list[Event] = [Final(_last_version(line).rstrip(" ")) for line in complete]
+        line = _last_version(self._open)
+        if len(line) > _LONGEST_LINE:
+            events.append(Final(line))
+            self._open = ""
+        elif line:
+            events.append(Transient(line))
+            self._open = line + "\r" * self._open.endswith("\r")
+        return events
 
-    def _print(self, text: str) -> None:
-        characters = list(text)
-        characters[0] = self._escapes + characters[0]
-        self._escapes = ""
-        end = self._cursor + len(characters)
-        self._cells[self._cursor : end] = characters
-        self._cursor = end
 
-    def _move_to(self, cursor: int) -> None:
-        if self._escapes and self._cursor:
-            # Such as the "reset" behind the last character: it belongs to what stands there.
-            self._cells[self._cursor - 1] += self._escapes
-        self._escapes = ""
-        self._cursor = cursor
-        self._rewritten = True
-
-    def _line(self) -> str:
-        line = "".join(self._cells) + self._escapes
-        # Whoever rewrites a line pads it with spaces to wipe out what stood there.
-        return line.rstrip(" ") if self._rewritten else line
-
-    def _take(self) -> str:
-        line = self._line()
-        self._cells, self._cursor, self._escapes, self._rewritten = [], 0, "", False
-        return line
+def _last_version(line: str) -> str:
+    """What a terminal would show of a line that is rewritten from its beginning."""
+    # Keras moves back by one `\b` a character before its `\r`.
+    return line.replace("\b", "").rstrip("\r").rpartition("\r")[2]
 
 
 class Output:
@@ -131,15 +104,17 @@ class Output:
     """
 
     def __init__(
-        self, workers: Iterable[str], live_worker: str, file: TextIO | None = None
+        self, workers: Sequence[str], live_worker: str, file: TextIO | None = None
     ) -> None:
-        self._styles = {
-            name: Style.parse(_COLOURS[place % len(_COLOURS)]) for place, name in enumerate(workers)
-        }
-        self._live_worker = live_worker
-        steady = cast(TextIO, _SteadyFile(file or sys.stdout))
-        self._console = Console(file=steady, highlight=False, markup=False, emoji=False)
+        self._file = cast(TextIO, _SteadyFile(file or sys.stdout))
+        self._console = Console(file=self._file, highlight=False, markup=False, emoji=False)
         self._coloured = bool(self._console.color_system) and not self._console.no_color
+        self._live_worker = live_worker
+        styles = [Style.parse(_COLOURS[place % len(_COLOURS)]) for place, _ in enumerate(workers)]
+        self._prefixes = {
+            name: Text(f"[{name}] ", style) for name, style in zip(workers, styles, strict=True)
+        }
+        self._own_prefix = Text("[distplug] ", Style(bold=True))
         self._lock = threading.Lock()
         # FORCE_COLOR makes rich take a file for a terminal; nothing can move there.
         self._live = (
@@ -157,20 +132,25 @@ class Output:
 
     def show(self, worker: str, event: Event) -> None:
         """Prints a line of `worker`. Empty lines are dropped."""
+        is_live = self._live is not None and worker == self._live_worker
+        if isinstance(event, Transient) and not is_live:
+            return
         with self._lock:
             if isinstance(event, Transient):
-                if self._live and worker == self._live_worker:
-                    self._live.update(self._progress(worker, event.line))
+                self._update(self._progress(worker, event.line))
                 return
-            if self._live and worker == self._live_worker:
-                self._live.update(Group())
+            if is_live:
+                self._update(Group(), refresh=True)  # else the old bar is drawn once more
             if _UNPRINTABLE.sub("", event.line).strip():
-                self._print(f"[{worker}] ", self._styles[worker], self._presentable(event.line))
+                self._print(self._prefixes[worker], self._presentable(event.line))
 
     def note(self, text: str) -> None:
-        """Prints a line of the supervisor's own."""
-        with self._lock:
-            self._print("[distplug] ", Style(bold=True), text)
+        """Prints a line of the supervisor's own; drops it if nobody reads what is printed."""
+        if self._lock.acquire(timeout=_PATIENCE_SECS):
+            try:
+                self._print(self._own_prefix, text)
+            finally:
+                self._lock.release()
 
     def __enter__(self) -> Self:
         if self._live:
@@ -186,9 +166,19 @@ class Output:
         if self._live:
             self._live.stop()
 
-    def _print(self, prefix: str, style: Style, line: str) -> None:
-        # soft_wrap: rich neither wraps nor crops, so a long line stays one line in a log.
-        self._console.print(_Verbatim(prefix, style, line), soft_wrap=True)
+    def _update(self, shown: RenderableType, refresh: bool = False) -> None:
+        assert self._live is not None
+        self._live.update(shown, refresh=refresh)
+
+    def _print(self, prefix: Text, line: str) -> None:
+        with self._console.capture() as captured:
+            self._console.print(prefix, end="")
+        if self._live:
+            # soft_wrap: rich neither wraps nor crops, so a long line stays one line in a log.
+            self._console.print(_Verbatim(f"{captured.get()}{line}"), soft_wrap=True)
+        else:
+            self._file.write(f"{captured.get()}{line}\n")
+            self._file.flush()
 
     def _presentable(self, line: str) -> str:
         # Only colours may pass: a sequence that moves the cursor would break the lines of others.
@@ -200,8 +190,7 @@ class Output:
         return f"{kept}\x1b[0m" if "\x1b" in kept else kept
 
     def _progress(self, worker: str, line: str) -> Text:
-        prefix = Text(f"[{worker}] ", style=self._styles[worker])
-        text = prefix + Text.from_ansi(self._presentable(line))
+        text = self._prefixes[worker] + Text.from_ansi(self._presentable(line))
         text.no_wrap, text.overflow = True, "ellipsis"
         return text
 
@@ -210,12 +199,9 @@ class Output:
 class _Verbatim:
     """A line that reaches the terminal as it is: no markup, no tabs expanded, no highlighting."""
 
-    prefix: str
-    style: Style
     line: str
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Segment(self.prefix, self.style)
         yield Segment(self.line)
         yield Segment.line()
 
@@ -255,16 +241,23 @@ class _SteadyFile:
         return self._file.encoding
 
     def _fail(self, error: OSError) -> None:
-        if not self._failed:
-            print(
-                f"keras-distplug: the output cannot be written: {error}. Going on without.",
-                file=sys.stderr,
-            )
-        self._failed = True
+        already, self._failed = self._failed, True
         if isinstance(error, BrokenPipeError):
-            # What the file holds back would fail again at exit and change the exit code.
-            with open(os.devnull, "w") as nowhere:
-                os.dup2(nowhere.fileno(), self._file.fileno())
+            _mute(self._file)
+        if not already:
+            try:
+                print(
+                    f"keras-distplug: the output cannot be written: {error}. Going on without.",
+                    file=sys.stderr,
+                )
+            except OSError:  # `2>&1 |` to somebody who is gone
+                _mute(sys.stderr)
+
+
+def _mute(file: TextIO) -> None:
+    """What `file` holds back would fail again at exit and change the exit code."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), file.fileno())
 
 
 def pump(pipe: IO[bytes], worker: str, output: Output) -> None:

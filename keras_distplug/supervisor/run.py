@@ -93,7 +93,7 @@ def run(job: Job, environ: Mapping[str, str]) -> int:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="keras-distplug-")))
         interruptions = stack.enter_context(Interruptions())
-        guard = stack.enter_context(Guard())
+        stack.enter_context(Guard(name_of_job, folder))
         output = stack.enter_context(Output(names, live_worker=names[0]))
         output.note(f"starting {_count(job.workers, 'worker')}: {shlex.join(job.command)}")
         while True:
@@ -101,7 +101,7 @@ def run(job: Job, environ: Mapping[str, str]) -> int:
             contract = Supervised(
                 name_of_job, attempt, folder / f"attempt-{attempt}", job.devices_per_worker
             )
-            contract.status_dir.mkdir()
+            contract.status_dir.mkdir(parents=True)  # something may have tidied up
             ports = free_ports(job.workers, avoid=ports)
             environments = {
                 role.name: worker_environment(
@@ -113,7 +113,7 @@ def run(job: Job, environ: Mapping[str, str]) -> int:
                 on_failure=partial(_note_failure, output, job.workers),
                 on_training=partial(_note_recovery, output, history[-1]) if history else None,
             )
-            with Group(output, guard, interruptions) as group:
+            with Group(name_of_job, output, interruptions) as group:
                 outcome = run_attempt(
                     group, job.command, environments, contract, job.limits, listener
                 )

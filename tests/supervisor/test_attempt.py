@@ -2,18 +2,19 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
+from math import inf, nan
 
 import pytest
 
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.supervised import Phase, Status
-from keras_distplug.supervisor.attempt import Cause, Exit, Limits, Outcome, judge
+from keras_distplug.supervisor.attempt import Cause, Exit, Limits, Outcome, earliest_first, judge
 from keras_distplug.supervisor.group import Ended
 from keras_distplug.supervisor.run import Job, closing_report, recovery_report
 
 
 def status(since: Mapping[Phase, float]) -> Status:
-    return Status(phase=list(since)[-1], pid=1, since=since)
+    return Status(phase=list(since)[-1], since=since)
 
 
 DONE = status({Phase.JOINED: 1.0, Phase.COMPLETED: 2.0})
@@ -44,15 +45,25 @@ def test_judge(
 def test_late_worker() -> None:
     """A worker that did not join has the exit code of a time-out."""
     late = Exit("w", Cause.LATE, None, 5.0, limit_secs=300)
-    assert str(late) == "w has not joined the cluster within 300 s"
+    assert str(late) == "w has not joined the cluster within 300 s (--startup-timeout)"
     assert late.exit_code == 124
 
 
-@pytest.mark.parametrize("values", [{"startup_secs": 0}, {"grace_secs": -1}])
-def test_impossible_limits(values: dict[str, float]) -> None:
+@pytest.mark.parametrize("name", ["startup_secs", "grace_secs"])
+@pytest.mark.parametrize("value", [-1.0, inf, nan])
+def test_impossible_limits(name: str, value: float) -> None:
     """A time limit that cannot be is refused."""
     with pytest.raises(ConfigurationError, match="must be"):
-        Limits(**values)
+        Limits(**{name: value})
+
+
+def test_who_is_the_cause() -> None:
+    """Of deaths found in one look, the one by a signal came first; an abort may be for a peer."""
+    crash, abort, killed = (Exit("w", Cause.FAILED, code, 5.0) for code in (1, -6, -9))
+    assert min([crash, abort, killed], key=earliest_first) is killed
+    assert min([killed, crash, abort], key=earliest_first) is killed
+    sooner = Exit("w", Cause.FAILED, 1, 4.9)
+    assert min([killed, sooner], key=earliest_first) is sooner
 
 
 DEAD = Exit("worker-1", Cause.FAILED, -9, 100.0)

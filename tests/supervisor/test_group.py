@@ -5,41 +5,28 @@ import os
 import signal
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from supervision import await_until, is_dead
 
+from keras_distplug.core.supervised import JOB
 from keras_distplug.supervisor.attempt import await_end
 from keras_distplug.supervisor.group import Ended, Group
 from keras_distplug.supervisor.output import Output
 from keras_distplug.supervisor.signals import Interruptions
 
-
-class Record:
-    """Writes down which process groups the group reports."""
-
-    def __init__(self) -> None:
-        self.living: set[int] = set()
-
-    def started(self, group: int) -> None:
-        self.living.add(group)
-
-    def ended(self, group: int) -> None:
-        self.living.remove(group)
+NAME = uuid.uuid4().hex
+ENVIRON = os.environ | {JOB: NAME}
 
 
 @pytest.fixture
-def record() -> Record:
-    return Record()
-
-
-@pytest.fixture
-def group(record: Record) -> Iterator[Group]:
+def group() -> Iterator[Group]:
     with (
         Interruptions() as interruptions,
-        Group(Output(["a", "b"], "a", io.StringIO()), record, interruptions) as group,
+        Group(NAME, Output(["a", "b"], "a", io.StringIO()), interruptions) as group,
     ):
         yield group
 
@@ -58,34 +45,38 @@ def read_pid(path: Path) -> int:
     return int(path.read_text())
 
 
-def test_exit_code(group: Group, record: Record) -> None:
+def test_exit_code(group: Group) -> None:
     """The end of a worker is reported once, with its return code."""
-    group.start("a", ["sh", "-c", "exit 3"], os.environ)
-    assert len(record.living) == 1
+    group.start("a", ["sh", "-c", "exit 3"], ENVIRON)
     ended = wait_for_end(group)
     assert (ended.worker, ended.returncode) == ("a", 3)
-    assert not group.alive
-    assert not record.living
+    assert not group.running
+    assert not group.living
 
 
-def test_leftovers_end_with_their_worker(group: Group, tmp_path: Path) -> None:
-    """What a worker's command started and left behind is killed when the command ends."""
-    group.start("a", ["sh", "-c", f"sleep 60 & echo $! > {tmp_path}/pid"], os.environ)
+def test_what_a_command_leaves_behind(group: Group, tmp_path: Path) -> None:
+    """What a worker's command started and left behind lives as long as the group."""
+    group.start("a", ["sh", "-c", f"setsid sleep 60 & echo $! > {tmp_path}/pid"], ENVIRON)
     pid = read_pid(tmp_path / "pid")
     assert wait_for_end(group).returncode == 0
-    await_until(lambda: is_dead(pid), "the leftover is dead")
+    assert not group.running
+    assert group.living
+    group.kill()
+    assert is_dead(pid)
 
 
-def test_grace_for_grandchildren(group: Group, tmp_path: Path) -> None:
+@pytest.mark.parametrize("hidden", ["", "setsid -w ", "timeout 100 "])
+def test_grace_for_grandchildren(group: Group, hidden: str, tmp_path: Path) -> None:
     """When a shell dies of SIGTERM, the script that it started still has its grace period."""
     script = (
         "import signal, sys, time, os; from pathlib import Path; here = Path(sys.argv[1])\n"
-        "def save(*_): time.sleep(0.5); (here / 'saved').touch(); sys.exit()\n"
+        "def save(*_): time.sleep(0.5); (here / 'saved').touch(); os._exit(0)\n"
         "signal.signal(signal.SIGTERM, save)\n"
         "(here / 'pid').write_text(f'{os.getpid()}\\n'); time.sleep(60)"
     )
     (tmp_path / "train.py").write_text(script)
-    group.start("a", ["sh", "-c", f"python3 {tmp_path}/train.py {tmp_path}; true"], os.environ)
+    command = f"{hidden}python3 {tmp_path}/train.py {tmp_path}; true"
+    group.start("a", ["sh", "-c", command], ENVIRON)
     pid = read_pid(tmp_path / "pid")
     group.signal(signal.SIGTERM)
     ended, _ = await_end(group, grace_secs=20.0, hurry=True)
@@ -98,22 +89,23 @@ def test_signals_wake_the_group(group: Group) -> None:
     """A signal to the supervisor ends the wait at once."""
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM))
     timer.start()
+    group.start("a", ["sleep", "60"], ENVIRON)
     begun = time.monotonic()
     assert group.wait(20.0).signals == (signal.SIGTERM,)
     assert time.monotonic() - begun < 10
     timer.join()
 
 
-def test_closing_kills(record: Record) -> None:
+def test_closing_kills(tmp_path: Path) -> None:
     """Leaving the group kills whoever still runs."""
     with (
         Interruptions() as interruptions,
-        Group(Output(["a"], "a", io.StringIO()), record, interruptions) as group,
+        Group(NAME, Output(["a"], "a", io.StringIO()), interruptions) as group,
     ):
-        group.start("a", ["sleep", "60"], os.environ)
-        (pid,) = record.living
+        command = f"trap '' TERM; echo $$ > {tmp_path}/pid; sleep 60"
+        group.start("a", ["sh", "-c", command], ENVIRON)
+        pid = read_pid(tmp_path / "pid")
     assert is_dead(pid)
-    assert not record.living
 
 
 def test_handlers_are_given_back() -> None:

@@ -1,45 +1,109 @@
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from supervision import await_until, is_dead
 
-from keras_distplug.supervisor.guard import Guard, groups_left
+from keras_distplug.core import supervised
+from keras_distplug.supervisor import guard
+from keras_distplug.supervisor.guard import Guard
 
-_NOBODY = 999_999_999  # above every system's largest pid
-
-
-@pytest.mark.parametrize(
-    ("messages", "left"),
-    [
-        ([], set()),
-        (["started 5\n", "started 6\n"], {5, 6}),
-        (["started 5\n", "started 6\n", "ended 5\n"], {6}),
-        (["started 5\n", "farewell\n"], set()),
-        (["started 5\n", "started 61"], {5}),
-    ],
-)
-def test_groups_left(messages: list[str], left: set[int]) -> None:
-    """Only groups that were started, not reported as ended, and not cut off are killed."""
-    assert groups_left(messages) == left
+# Leaves its session and its process group, and has a child that does so too.
+WANDERER = """
+import os, subprocess, sys, time
+if os.fork(): os._exit(0)
+os.setsid()
+child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+with open(sys.argv[1], "w") as file: file.write(f"{os.getpid()} {child.pid}\\n")
+time.sleep(60)
+"""
 
 
-def test_farewell_spares_the_living() -> None:
-    """A guard that was dismissed kills nobody."""
-    with subprocess.Popen(["sleep", "30"], start_new_session=True) as sleeper:
-        with Guard() as guard:
-            guard.started(sleeper.pid)
-        try:
-            assert sleeper.poll() is None
-        finally:
-            sleeper.kill()
+@pytest.fixture
+def job() -> Iterator[str]:
+    name = uuid.uuid4().hex
+    yield name
+    guard.signal_all(name, signal.SIGKILL)
 
 
-def test_killed_guard(capfd: pytest.CaptureFixture[str]) -> None:
-    """The death of the guard is said once and ends nothing."""
-    with Guard() as guard:
-        guard._process.kill()
-        guard._process.wait()
-        guard.started(_NOBODY)
-        guard.ended(_NOBODY)
-    assert capfd.readouterr().err.count("the guard process is gone") == 1
+def start(job: str, *command: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, env=os.environ | {supervised.JOB: job})
+
+
+def wander(job: str, folder: Path) -> list[int]:
+    """Starts processes that hide; their pids."""
+    start(job, sys.executable, "-c", WANDERER, str(folder / "pids")).wait(20)
+    pids = folder / "pids"
+    await_until(lambda: pids.exists() and pids.read_text().endswith("\n"), "pids written")
+    return [int(pid) for pid in pids.read_text().split()]
+
+
+def test_the_mark() -> None:
+    """The guard knows processes by the variable that the contract sets."""
+    assert guard._MARK == supervised.JOB
+
+
+def test_nobody_hides(job: str, tmp_path: Path) -> None:
+    """A process belongs to its job in whatever session it is, and to no other job."""
+    pids = wander(job, tmp_path)
+    assert guard.living(job)
+    guard.signal_all(job[:-1], signal.SIGKILL)
+    guard.signal_all("", signal.SIGKILL)
+    assert not any(is_dead(pid) for pid in pids)
+    guard.signal_all(job, signal.SIGKILL)
+    await_until(lambda: all(is_dead(pid) for pid in pids), "all are dead")
+    assert not guard.living(job)
+
+
+def test_end_without_farewell(job: str, tmp_path: Path) -> None:
+    """When the supervisor is gone, the guard ends the job, deletes its folder, and ends itself;
+    signals that were meant for the supervisor do not reach it."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+    pids = wander(job, tmp_path)
+    lost = Guard(job, folder)
+    late = start("another job", "sleep", "60")
+    try:
+        await_until(lambda: _ignores(lost._process.pid, signal.SIGTERM), "the guard is ready")
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            lost._process.send_signal(number)
+        assert lost._process.stdin is not None
+        lost._process.stdin.close()
+        assert lost._process.wait(20) == 0
+        assert all(is_dead(pid) for pid in pids)
+        assert not folder.exists()
+        assert late.poll() is None
+    finally:
+        late.kill()
+        late.wait(20)
+
+
+def test_farewell(job: str, tmp_path: Path) -> None:
+    """A guard that was dismissed ends nobody and deletes nothing."""
+    with start(job, "sleep", "60") as sleeper:
+        with Guard(job, tmp_path) as dismissed:
+            pass
+        assert dismissed._process.returncode == 0
+        assert sleeper.poll() is None
+        sleeper.kill()
+    assert tmp_path.exists()
+
+
+def test_killed_guard(job: str, tmp_path: Path) -> None:
+    """The death of the guard ends nothing."""
+    with Guard(job, tmp_path) as killed:
+        killed._process.kill()
+        killed._process.wait(20)
+
+
+def _ignores(pid: int, number: signal.Signals) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    [mask] = [line.split()[1] for line in status.splitlines() if line.startswith("SigIgn")]
+    return bool(int(mask, 16) >> (number - 1) & 1)

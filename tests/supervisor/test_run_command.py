@@ -177,18 +177,23 @@ def test_joined_in_time(start: Start) -> None:
     assert code == 0, printed
 
 
-@pytest.mark.parametrize("command", ["python", "bash"])
+@pytest.mark.parametrize("command", ["python", "bash", "setsid"])
 def test_killed_supervisor(start: Start, command: str, tmp_path: Path) -> None:
     """When the supervisor is killed, no worker survives it, nor what a worker started."""
     python = f"{sys.executable} {tmp_path / 'train.py'}"
     job = start(
         "signal.signal(signal.SIGTERM, signal.SIG_IGN); train(); mark(os.getpid()); sleep()",
-        command=("bash", "-c", f"{python}; true") if command == "bash" else (),
+        command={
+            "python": (),
+            "bash": ("bash", "-c", f"{python}; true"),
+            "setsid": ("bash", "-c", f"setsid -w {python}; true"),
+        }[command],
     )
     pids = job.pids(2)
     assert not any(is_dead(pid) for pid in pids)
     job.process.kill()
     await_until(lambda: all(is_dead(pid) for pid in pids), "all workers are dead")
+    await_until(lambda: not list(tmp_path.glob("keras-distplug-*")), "its folder is deleted")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -272,7 +277,7 @@ sys.exit("no newline at the end: [x]")
 
 
 def test_reader_that_goes_away(start: Start) -> None:
-    """Training goes on when the output cannot be written: [Errno 32] any more."""
+    """Training goes on when nobody reads the output any more."""
     job = start(
         """
 train()
@@ -290,6 +295,104 @@ complete()
     assert job.process.wait(30) == 0, errors
     assert job.marks() == ["done"]
     assert errors.count("the output cannot be written: [Errno 32]") == 1
+
+
+def test_readers_that_go_away(tmp_path: Path) -> None:
+    """The same when standard error goes with it, as under `2>&1 | head`."""
+    worker = (
+        "import os, pathlib\nfor _ in range(100): print('x' * 9999)\npathlib.Path('done').touch()"
+    )
+    command = ["run", "--workers", "1", "--max-restarts", "0", "--", sys.executable, "-c", worker]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "keras_distplug", *command],
+        env=environment(),
+        cwd=tmp_path,
+        stdout=write,
+        stderr=write,
+        timeout=60,
+    )
+    os.close(write)
+    assert done.returncode == 1  # left without completing training
+    assert (tmp_path / "done").exists()
+
+
+def test_reader_that_stalls(start: Start) -> None:
+    """A supervisor whose output nobody reads can be stopped all the same."""
+    job = start(
+        "train(); mark(os.getpid())\nwhile True: print('x' * 9999)", "--grace=0.5", workers=1
+    )
+    [pid] = job.pids(1)
+    job.process.terminate()
+    assert job.process.wait(30) == 143
+    assert is_dead(pid)
+
+
+def test_each_attempt_has_its_own_reports(start: Start) -> None:
+    """Completion of an earlier attempt is no completion of this one."""
+    job = start(
+        """
+mark(f"{attempt} {name}")
+train()
+if attempt == 0 and index == 0:
+    complete()
+    sleep()
+await_training("worker-1") if index == 0 else await_training("worker-0")
+if attempt == 0:
+    while "completed" not in str(contract.read("worker-0")): time.sleep(0.01)
+    sys.exit(5)
+if index == 1:
+    complete()
+""",
+        "--max-restarts=1",
+    )
+    code, printed = job.finish()
+    assert code == 1, printed
+    assert len(job.marks()) == 4
+    assert "first failure: worker-0 left without completing training" in printed
+
+
+def test_devices_per_worker(start: Start) -> None:
+    """`--devices-per-worker` reaches the workers."""
+    job = start("mark(contract.devices_per_worker); train(); complete()", "--devices-per-worker=3")
+    code, printed = job.finish()
+    assert code == 0, printed
+    assert job.marks() == ["3", "3"]
+
+
+def test_hidden_trainer(start: Start, tmp_path: Path) -> None:
+    """Before a restart nothing of the attempt before lives, in whatever session it hides."""
+    job = start(
+        """
+mark(f"{attempt} {os.getpid()}")
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if attempt == 0:
+    train()
+    await_training("worker-0", "worker-1")
+    if index == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    sleep()
+pids = [line.split()[1] for line in open(Path(__file__).with_name("marks")) if line[0] == "0"]
+for pid in pids:
+    stat = Path(f"/proc/{pid}/stat")
+    # In a container nobody may reap an orphan.
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX", pid
+train()
+complete()
+""",
+        command=("bash", "-c", f"setsid -w {sys.executable} {tmp_path / 'train.py'}; exit $?"),
+    )
+    code, printed = job.finish()
+    assert code == 0, printed
+    assert [mark[0] for mark in sorted(job.marks())] == ["0", "0", "1", "1"]
+
+
+def test_one_worker_may_take_its_time(start: Start) -> None:
+    """The start-up time-out is for joining a cluster; one worker alone has none to join."""
+    job = start("time.sleep(1.5); train(); complete()", "--startup-timeout=1", workers=1)
+    code, printed = job.finish()
+    assert code == 0, printed
 
 
 def test_no_tensorflow() -> None:
