@@ -148,6 +148,8 @@ if __name__ == "__main__":
     parser.add_argument("--train", type=Path, metavar="DIRECTORY", help=argparse.SUPPRESS)
     parser.add_argument("--kill", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.workers < 2:
+        parser.error(f"--workers must be >= 2, since one of them is killed: {arguments.workers}")
     if arguments.train:
         train(arguments.train, arguments.kill)
     else:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
     from keras_distplug.compat.trainer import adapt
+    from keras_distplug.core import errors
     from keras_distplug.default_callbacks import defaults
     from keras_distplug.fit import distributed_fit
     from keras_distplug.startup import init
@@ -29,6 +30,7 @@ __all__ = [
     "adapt",
     "defaults",
     "distributed_fit",
+    "errors",
     "init",
 ]
 
@@ -39,6 +41,7 @@ _HOMES = {
     "adapt": "keras_distplug.compat.trainer",
     "defaults": "keras_distplug.default_callbacks",
     "distributed_fit": "keras_distplug.fit",
+    "errors": "keras_distplug.core.errors",
     "init": "keras_distplug.startup",
 }
 
@@ -46,7 +49,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    home = importlib.import_module(_HOMES[name])
+    return home if name == "errors" else getattr(home, name)
 
 
 def __dir__() -> list[str]:

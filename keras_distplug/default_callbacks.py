@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -33,7 +34,8 @@ def defaults(
 
     Args:
         directory: Folder of this training. Defaults to `keras_distplug_runs/<name of the script>`
-            in the working folder. Trainings of different models need different folders.
+            in the working folder, and `<name of the script>-2` at the second call in a process.
+            Every training needs a folder of its own.
         save_freq: `"epoch"`, an integer number of batches, or `False` to save at the end only.
             Defaults to `"epoch"`.
         resume: `False` begins a new run beside what the folder holds. Defaults to `True`.
@@ -55,5 +57,17 @@ def defaults(
 
 
 def default_directory() -> Path:
-    script = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else ""
-    return Path("keras_distplug_runs") / (script or "interactive")
+    """`keras_distplug_runs/<script>` in the working folder, `<script>-2` for the next one.
+
+    The number keeps several trainings of one script apart; started again, it comes to the same
+    ones in the same order.
+    """
+    script = Path(sys.argv[0] if sys.argv else "")
+    name = script.resolve().parent.name if script.name == "__main__.py" else script.stem
+    if name in ("", "-c", "ipykernel_launcher"):
+        name = "interactive"
+    number = next(_trainings)
+    return Path("keras_distplug_runs") / (name if number == 1 else f"{name}-{number}")
+
+
+_trainings = itertools.count(1)

@@ -80,7 +80,7 @@ def distributed_fit(
         strategy: `"auto"` (TF_CONFIG or a Slurm step with several workers -> `"multi_worker"`,
             several GPUs -> `"mirrored"`, else `"one_device"`), one of these names, or a
             `tf.distribute.Strategy`. Defaults to `"auto"`.
-        directory: Folder of this run. Defaults to `keras_distplug_runs/<name of the script>`.
+        directory: Folder of this run. Defaults to that of `defaults()`.
         resume: `False` begins a new run beside what the folder holds. Defaults to `True`.
 
     Returns:
@@ -97,8 +97,10 @@ def distributed_fit(
     elif not callable(model):
         place.require_compiled(model, "received as `model`")
     fresh, strategy = _joins_late(model, strategy)
+    if isinstance(strategy, str) and not fresh:
+        strategy = startup.init(strategy)
     blueprint = None
-    if isinstance(model, keras.Model) and not compat_model.is_placed(model):
+    if isinstance(model, keras.Model) and (fresh or _has_to_move(model, strategy)):
         blueprint = place.describe(model)
     if fresh:
         given = {
@@ -113,8 +115,11 @@ def distributed_fit(
         context.reset()
         strategy = startup.init()
         x, y, sample_weight, validation_data = (unpack() for unpack in given.values())
-    elif isinstance(strategy, str):
-        strategy = startup.init(strategy)
+        announce(
+            "TensorFlow was started afresh to join the cluster. The model and data given here came "
+            "along; other models, tensors and datasets that were made before are dead. "
+            "`keras_distplug.init()` at the top of the script avoids this"
+        )
 
     role = agreement.role_under(strategy)
     placed = _place(model, blueprint, strategy, several_workers=role.world_size > 1)
@@ -152,7 +157,7 @@ def distributed_fit(
         validation_batch_size=validation_batch_size,
         validation_freq=validation_freq,
     )
-    if blueprint is not None and placed is not blueprint.model:
+    if blueprint is not None:
         place.hand_back(blueprint, placed, revive=fresh)
     return history
 
@@ -167,13 +172,15 @@ def _joins_late(
             f"{strategy!r} of type {type(strategy).__name__}."
         )
     if isinstance(model, keras.Model) and compat_model.is_placed(model):
-        if strategy == "auto":
-            return False, model.distribute_strategy
-        asked = startup.init(strategy) if isinstance(strategy, str) else strategy
-        if asked is not model.distribute_strategy:
-            raise _other_scope(model, strategy)
-        return False, asked
+        own = model.distribute_strategy
+        if strategy in ("auto", startup.name_of(own)) or strategy is own:
+            return False, own
+        raise _other_scope(model, strategy)
     return isinstance(strategy, str) and startup.needs_fresh_context(strategy), strategy
+
+
+def _has_to_move(model: keras.Model, strategy: tf.distribute.Strategy) -> bool:
+    return not compat_model.is_placed(model) and startup.name_of(strategy) != "one_device"
 
 
 def _other_scope(model: keras.Model, strategy: object) -> ConfigurationError:
@@ -192,8 +199,6 @@ def _place(
     several_workers: bool,
 ) -> keras.Model:
     if blueprint is not None:
-        if strategy is tf.distribute.get_strategy() and not tf.distribute.has_strategy():
-            return blueprint.model
         with strategy.scope():
             return place.rebuild(
                 blueprint, place.chiefs_value if several_workers else lambda value: value

@@ -9,8 +9,7 @@ import os
 import tensorflow as tf
 
 from keras_distplug.cluster import roles
-from keras_distplug.compat import context, versions
-from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.compat import context, trainer, versions
 from keras_distplug.core.log import announce
 from keras_distplug.core.supervised import Phase, Supervised
 from keras_distplug.strategies.select import Choice, choose
@@ -43,7 +42,7 @@ def init(strategy: str = "auto") -> tf.distribute.Strategy:
             mirrored; else one device.
 
     Returns:
-        The strategy, the same one at each call.
+        The strategy, the same object whenever it is the same one.
 
     Raises:
         ConfigurationError: If the strategy is unknown, or does not fit the environment.
@@ -53,11 +52,6 @@ def init(strategy: str = "auto") -> tf.distribute.Strategy:
     gpus = len(tf.config.list_physical_devices("GPU"))
     choice = choose(strategy, role, gpus)
     if choice.name not in _joined:
-        if _joined:
-            raise ConfigurationError(
-                f"This process has joined with strategy {next(iter(_joined))!r} already. Received: "
-                f"strategy={strategy!r}. Start another process for another strategy."
-            )
         _joined[choice.name] = _make(choice, role)
         if role.is_chief:
             replicas = _joined[choice.name].num_replicas_in_sync
@@ -90,6 +84,17 @@ def needs_fresh_context(strategy: str) -> bool:
     return choice.name == "multi_worker" and not _joined and context.is_initialized()
 
 
+def name_of(strategy: tf.distribute.Strategy) -> str:
+    """What `init` calls a strategy of this kind; the name of its class if it has no such name."""
+    if trainer.is_multi_worker(strategy):
+        return "multi_worker"
+    if isinstance(strategy, tf.distribute.MirroredStrategy):
+        return "mirrored"
+    default = tf.distribute.get_strategy()
+    is_default = strategy is default and not tf.distribute.has_strategy()
+    return "one_device" if is_default else type(strategy).__name__
+
+
 def _make(choice: Choice, role: roles.Role) -> tf.distribute.Strategy:
     if choice.name == "mirrored":
         return tf.distribute.MirroredStrategy(_devices_to_mirror())
@@ -101,7 +106,9 @@ def _make(choice: Choice, role: roles.Role) -> tf.distribute.Strategy:
     with contextlib.ExitStack() as stack:
         if devices and not tf.config.list_physical_devices("GPU"):
             stack.enter_context(context.cpu_devices_per_worker(devices))
-        return tf.distribute.MultiWorkerMirroredStrategy()
+        strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    trainer.install_dispatch()
+    return strategy
 
 
 def _devices_to_mirror() -> list[str] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
@@ -18,11 +19,10 @@ from keras_distplug.compat.callback_list import move_to_end
 from keras_distplug.core.errors import (
     ConfigurationError,
     CorruptCheckpointError,
-    ModelError,
     OtherRunError,
 )
 from keras_distplug.core.log import announce
-from keras_distplug.core.manifest import Manifest, first_difference
+from keras_distplug.core.manifest import first_difference
 from keras_distplug.core.protocols import Agreement, Resumable
 from keras_distplug.core.state import Completion, Cursor, TrainState
 from keras_distplug.core.supervised import Phase, Supervised
@@ -38,7 +38,8 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
 
     - a checkpoint is written beside the earlier ones and counts once it is complete on disk; the
       newest whose checksums hold is taken, and a damaged one is set aside and named;
-    - weights, optimizer, seed generators, epoch, step and `History` come back;
+    - weights, optimizers (with their learning rate), seed generators, epoch, step and `History`
+      come back;
     - it acts after all other callbacks, wherever it stands among them, so that what they do at the
       end of an epoch is in the checkpoint;
     - under `MultiWorkerMirroredStrategy` the chief writes and all workers take up the same one;
@@ -140,7 +141,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         move_to_end(self)
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        run = self._run or self.open_run(self.model.distribute_strategy)
+        run = self._run = self._run or self.open_run(self.model.distribute_strategy)
         self._store = storage.CheckpointStore(
             self._files,
             run.name,
@@ -150,12 +151,13 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         self._finished = None
         self._trained_here = False
         self._cursor = Cursor(epoch=0, batch=0, step=0)
-        stored = self._agree_on_checkpoint()
+        self._epochs = self.params.get("epochs", 1)
+        stored, ends = self._agree_on_checkpoint()
         if stored is None:
             if self._role.is_chief:
                 announce(f"new run {self._where(run.name)}")
         else:
-            self._take_up(stored, run)
+            self._take_up(stored, run, ends)
         self._last_save_step = self._cursor.step
         self._report(Phase.FITTING)
 
@@ -186,7 +188,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         self._cursor = Cursor(epoch=epoch + 1, batch=0, step=self._cursor.step)
-        last = self.model.stop_training or epoch + 1 == self.params.get("epochs")
+        last = self.model.stop_training or epoch + 1 == self._epochs
         if not _is_finite(logs):
             if self._role.is_chief:
                 announce(
@@ -208,7 +210,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
             self._save(
                 self._cursor,
                 Completion(
-                    epochs=self.params.get("epochs", self._cursor.epoch),
+                    epochs=self._epochs,
                     stopped_early=bool(self.model.stop_training),
                 ),
             )
@@ -216,57 +218,59 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         self._report(Phase.COMPLETED)
         if self.delete_checkpoint and self._role.is_chief:
             self._store.delete_run()
+        if self._run is not None:
+            _finished_here.add(self._run.record.run_id)
         self._run = None
 
     # How
 
-    def _agree_on_checkpoint(self) -> storage.Stored | None:
-        """The checkpoint to take up, the same on all workers."""
-        stored = self._newest() if self._role.is_chief else None
-        name = None
+    def _agree_on_checkpoint(self) -> tuple[storage.Stored | None, bool]:
+        """The checkpoint to take up, and whether the run ends there; the same on all workers."""
+        stored, word = None, None
         if self._role.is_chief:
-            name = stored.name if stored else ""
-        name = self._agreement.from_chief("checkpoint", name)
-        if name and stored is None:
+            stored, ends = self._newest()
+            word = json.dumps([stored.name if stored else None, ends])
+        name, ends = json.loads(self._agreement.from_chief("checkpoint", word))
+        if name is not None and stored is None:
             stored = self._store.read(name)
-        return stored
+        return stored, ends
 
-    def _newest(self) -> storage.Stored | None:
-        final = self._store.newest("final")
-        if final is not None and _completion(final).epochs >= self.params.get("epochs", 1):
-            return final
-        step = self._store.newest("step")
+    def _newest(self) -> tuple[storage.Stored | None, bool]:
+        step, final = self._store.newest("step"), self._store.newest("final")
+        if final is None:
+            # Stopped, and killed before that could be recorded.
+            return step, step is not None and step.manifest.stop_training
+        if _completion(final).epochs >= self._epochs:
+            return final, True
         # At the same step, the one under way: callbacks may have changed the model for its end.
-        if final is None or (step and step.manifest.cursor.step >= final.manifest.cursor.step):
-            return step
-        return final
+        if step is not None and step.manifest.cursor.step >= final.manifest.cursor.step:
+            return step, False
+        return final, False
 
-    def _take_up(self, stored: storage.Stored, run: storage.Run) -> None:
+    def _take_up(self, stored: storage.Stored, run: storage.Run, ends: bool) -> None:
         manifest = stored.manifest
-        if not self.model.built:
-            self._build(manifest)
-        if self.model.optimizer is not None and not self.model.optimizer.built:
-            with self.model.distribute_strategy.scope():
-                self.model.optimizer.build(self.model.trainable_variables)
+        if ends and run.record.run_id in _finished_here:
+            raise ConfigurationError(
+                f"This process has finished the run in {self._where(run.name)} already, so `fit` "
+                "would train nothing. Give each training a directory of its own, more epochs to go on, "
+                "or resume=False to begin a new run."
+            )
+        capture.build(self.model, manifest.how_built)
         self._refuse_other_run(stored, run)
         capture.restore(self.model, stored.arrays)
         self._cursor = manifest.cursor
         history = self.model.history
         history.history = {name: list(values) for name, values in manifest.history.items()}
         history.epoch = list(manifest.history_epochs)
-        epochs = self.params.get("epochs", manifest.cursor.epoch)
-        if manifest.completion is not None and manifest.completion.epochs >= epochs:
+        if ends and manifest.completion is not None:
             self._finished = stored
-        if self._finished is not None or manifest.stop_training:
-            compat_model.start_at_epoch(self.model, epochs)
-        else:
-            compat_model.start_at_epoch(self.model, manifest.cursor.epoch)
+        compat_model.start_at_epoch(self.model, self._epochs if ends else manifest.cursor.epoch)
         if self.data is not None and manifest.data:
             self.data.seek(manifest.data)
         if self._role.is_chief:
-            self._tell(stored, run, epochs)
+            self._tell(stored, run)
 
-    def _tell(self, stored: storage.Stored, run: storage.Run, epochs: int) -> None:
+    def _tell(self, stored: storage.Stored, run: storage.Run) -> None:
         cursor = stored.manifest.cursor
         where = f"{self._where(run.name)}, checkpoint {stored.name}"
         if self._finished is not None:
@@ -275,7 +279,9 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
                 "are returned; give more epochs to go on, or resume=False to begin a new run"
             )
         else:
-            announce(f"{where}: resuming at epoch {cursor.epoch + 1}/{epochs}, step {cursor.step}")
+            announce(
+                f"{where}: resuming at epoch {cursor.epoch + 1}/{self._epochs}, step {cursor.step}"
+            )
             if cursor.batch:
                 announce(
                     f"the checkpoint was made after batch {cursor.batch} of that epoch; the epoch "
@@ -293,18 +299,6 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
                 "new run beside the old one; nothing was changed."
             )
 
-    def _build(self, manifest: Manifest) -> None:
-        """Keras would build this model at its first batch only."""
-        try:
-            compat_model.build_from_config(self.model, manifest.build_config or {})
-        except Exception as error:
-            raise ModelError(
-                f"The model {self.model.name!r} of class {type(self.model).__name__} is not built, "
-                f"and could not be built as it was when the checkpoint was made "
-                f"({manifest.build_config}): {error}. Call `model.build(input_shape)`, or the "
-                "model on one batch, before `fit`."
-            ) from error
-
     def _save(self, cursor: Cursor, completion: Completion | None = None) -> None:
         self._last_save_step = cursor.step
         if not self._role.is_chief:
@@ -319,7 +313,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
                 data=self.data.position() if self.data is not None else {},
                 stop_training=bool(self.model.stop_training),
                 completion=completion,
-                build_config=capture.build_config(self.model),
+                how_built=capture.how_built(self.model),
             )
         )
 
@@ -329,6 +323,9 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
     def _report(self, phase: Phase) -> None:
         if self._supervised is not None:
             self._supervised.report(self._role.name, phase)
+
+
+_finished_here: set[str] = set()  # ids of runs that this process has brought to their end
 
 
 def _completion(stored: storage.Stored) -> Completion:

@@ -5,7 +5,7 @@ Keras 3.10 to 3.15.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,12 +58,56 @@ def build_from_config(model: keras.Model, config: Mapping[str, Any]) -> None:
         model.build_from_config(dict(config))
 
 
+def optimizers_of(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
+    """The optimizer that `model` was compiled with, and others that it has as attributes."""
+    found = {
+        name: value
+        for name, value in vars(model).items()
+        if isinstance(value, keras.optimizers.Optimizer)
+    }
+    compiled = getattr(model, "optimizer", None)
+    others = {name: each for name, each in found.items() if each is not compiled}
+    return others if compiled is None else {"optimizer": compiled, **others}
+
+
+def optimizer_targets(model: keras.Model) -> dict[str, list[int]]:
+    """For each optimizer that is built, the positions in `model.weights` of what it trains."""
+    places = {id(weight): place for place, weight in enumerate(model.weights)}
+    return {
+        name: [places[id(v)] for v in _inner(optimizer)._trainable_variables if id(v) in places]
+        for name, optimizer in optimizers_of(model).items()
+        if optimizer.built
+    }
+
+
+def build_optimizers(model: keras.Model, targets: Mapping[str, Sequence[int]]) -> None:
+    """Builds those optimizers of `targets` that are not built, as a first step would."""
+    weights = model.weights
+    for name, optimizer in optimizers_of(model).items():
+        if name in targets and not optimizer.built:
+            # A LossScaleOptimizer's inner one has the outer one in its variables' names.
+            scope = keras.name_scope(optimizer.name, caller=optimizer)
+            with model.distribute_strategy.scope(), scope:
+                optimizer.build([weights[place] for place in targets[name]])
+
+
+def _inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def refresh(model: keras.Model) -> None:
+    """Computes anew what layers derive from their variables, after those were assigned."""
+    for layer in layers_of(model):
+        if isinstance(layer, keras.layers.Normalization) and layer.built:
+            layer.finalize_state()
+
+
 def all_variables(model: keras.Model) -> list[keras.Variable]:
     """Every variable that `model` and what it was compiled with hold, each once."""
     metrics = [model._loss_tracker, *model.metrics]
     for argument in (compile_arguments(model) or {}).values():
         metrics += [m for m in keras.tree.flatten(argument) if isinstance(m, keras.metrics.Metric)]
-    holders = [model, model.optimizer, *metrics]
+    holders = [model, *optimizers_of(model).values(), *metrics]
     return list({id(v): v for holder in holders for v in holder.variables}.values())
 
 

@@ -28,6 +28,8 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as keras_trainer
 
+from keras_distplug.compat.model import optimizers_of
+
 _MARK = "_distplug_adapted"
 _STOCK_BUILD = "_distplug_stock_maybe_symbolic_build"
 
@@ -35,7 +37,9 @@ _STOCK_BUILD = "_distplug_stock_maybe_symbolic_build"
 def adapt(model: keras.Model) -> keras.Model:
     """Makes `fit`, `evaluate` and `predict` of `model` right under its strategy.
 
-    Does nothing for a model of one replica on one worker, or when called again.
+    Does nothing for a model of one replica on one worker, or when called again. A `train_step` of
+    your own takes its loss from `self.compute_loss` (or divides it by the number of replicas), as
+    under any `tf.distribute` strategy: gradients of the replicas are summed.
 
     Args:
         model: A Keras model made inside `strategy.scope()`.
@@ -52,8 +56,8 @@ def adapt(model: keras.Model) -> keras.Model:
     _override(model, "_make_function", _make_function(model))
     _override(model, "train_step", _weighted_train_step(model, share))
     _override(model, "predict", _ordered_predict(model))
-    if isinstance(getattr(model, "optimizer", None), keras.optimizers.Optimizer):
-        _reduce_before_clipping(model.optimizer, share)
+    for optimizer in optimizers_of(model).values():
+        _reduce_before_clipping(optimizer, share)
     for function in ("train_function", "test_function", "predict_function"):
         setattr(model, function, None)
     return model
@@ -149,6 +153,7 @@ def _make_function(model: keras.Model) -> Callable[..., Any]:
 
     def _make_function(step_function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def step_and_average(data: Any) -> Any:
+            data = keras.tree.map_structure(_of_any_batch_size, data)
             return _mean_over_replicas(step_function(data))
 
         @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -179,6 +184,16 @@ def _make_function(model: keras.Model) -> Callable[..., Any]:
         return function
 
     return _make_function
+
+
+def _of_any_batch_size(value: Any) -> Any:
+    """Hides the number of samples from the trace, as a dataset's iterator does inside a function.
+
+    Keras weights the losses of single outputs by it where it is known, and by 1 where it is not.
+    """
+    if tf.executing_eagerly() or not isinstance(value, tf.Tensor) or not value.shape.rank:
+        return value
+    return tf.compat.v1.placeholder_with_default(value, [None, *value.shape[1:]])
 
 
 class _Batch:

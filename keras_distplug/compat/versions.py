@@ -14,11 +14,11 @@ TESTED = {"tensorflow": ((2, 18, 1), (2, 22)), "keras": ((3, 10, 0), (3, 16))}
 
 def check() -> None:
     """Raises `VersionError` unless TensorFlow and Keras are installed in a tested version."""
-    _check_one("tensorflow", _installed_tensorflow())
-    _check_one("keras", _installed("keras"))
+    _check_one("tensorflow", *_installed_tensorflow())
+    _check_one("keras", "keras", _installed("keras"))
 
 
-def _check_one(name: str, version: str | None) -> None:
+def _check_one(name: str, distribution: str, version: str | None) -> None:
     low, high = TESTED[name]
     wanted = f">={'.'.join(map(str, low))},<{'.'.join(map(str, high))}"
     if version is None:
@@ -29,21 +29,22 @@ def _check_one(name: str, version: str | None) -> None:
         )
     if not low <= _release(version) < high:
         raise VersionError(
-            f"{name} {version} is installed, but keras-distplug was tested with {name}{wanted} "
-            f'only. Install a tested version: `pip install "{name}{wanted}"`.'
+            f"{distribution} {version} is installed, but keras-distplug was tested with "
+            f'{name}{wanted} only. Install a tested version: `pip install "{distribution}{wanted}"`.'
         )
 
 
-def _installed_tensorflow() -> str | None:
+def _installed_tensorflow() -> tuple[str, str | None]:
+    """The name and version of the distribution that TensorFlow was installed from."""
     for name in TENSORFLOW_DISTRIBUTIONS:
         if (installed := _installed(name)) is not None:
-            return installed
+            return name, installed
     # Vendors' builds (tensorflow-macos, tf-nightly, ...) carry other distribution names.
     try:
         from tensorflow import version
     except ImportError:
-        return None
-    return str(version.VERSION)
+        return "tensorflow", None
+    return "tensorflow", str(version.VERSION)
 
 
 def _installed(name: str) -> str | None:

@@ -69,7 +69,7 @@ class Manifest:
         data: Position of the input pipeline.
         stop_training: True if a callback had asked for the end of training.
         completion: Set if the run had reached its end.
-        build_config: What Keras takes to build the model without data.
+        how_built: What makes the model's variables without data.
         world_size: Workers that trained.
         nonce: Different for every attempt to save.
         created_utc: ISO 8601.
@@ -88,7 +88,7 @@ class Manifest:
     data: Mapping[str, Any] = field(default_factory=dict)
     stop_training: bool = False
     completion: Completion | None = None
-    build_config: Mapping[str, Any] | None = None
+    how_built: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """The text of MANIFEST.json, which carries a SHA-256 of itself."""
@@ -131,7 +131,8 @@ def first_difference(stored: Sequence[VariableSpec], current: Sequence[VariableS
     """Where two models differ first, in words; None if a checkpoint of one fits the other.
 
     Variables are compared in their order. Names that Keras counts up within a process
-    (`dense_1`, `dense_2`) count as the same.
+    (`dense_1`, `dense_2`) count as the same, and of an optimizer's variable its own name counts:
+    the path before it depends on where the optimizer was built.
     """
     for position, (old, new) in enumerate(zip(stored, current, strict=False), start=1):
         same_name = _uncounted(old.key) == _uncounted(new.key)
@@ -169,4 +170,5 @@ def _from_body(body: dict[str, Any]) -> Manifest:
 
 
 def _uncounted(key: str) -> str:
-    return _COUNT.sub("", key)
+    group, _, path = key.partition("/")
+    return _COUNT.sub("", path if group == "model" else path.rpartition("/")[2])

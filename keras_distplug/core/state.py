@@ -54,7 +54,7 @@ class TrainState:
         data: Position of the input pipeline, JSON-able; empty when it is not known.
         stop_training: True if a callback has asked for the end of training at this point.
         completion: Set once the run has reached its end.
-        build_config: What Keras takes to build the model without data, JSON-able.
+        how_built: What makes the model's variables without data, JSON-able.
     """
 
     cursor: Cursor
@@ -64,4 +64,4 @@ class TrainState:
     data: Mapping[str, Any] = field(default_factory=dict)
     stop_training: bool = False
     completion: Completion | None = None
-    build_config: Mapping[str, Any] | None = None
+    how_built: Mapping[str, Any] = field(default_factory=dict)

@@ -120,16 +120,23 @@ def begin_run(files: Files, *, job: str | None, seed: int) -> Run:
 
 
 def newest_run(files: Files) -> Run | None:
-    """The run that was begun last, or None.
+    """The newest run that holds a checkpoint, or else the newest one, or None.
+
+    A run that was begun and ended in an error before its first checkpoint hides no other.
 
     Raises:
         CheckpointError: If it cannot be read.
         CorruptCheckpointError: If its record is damaged.
     """
-    for _, name in reversed(_runs(files)):
-        if _RECORD in _names(files, name):
-            return read_run(files, name)
-    return None
+    recorded = [name for _, name in _runs(files) if _RECORD in _names(files, name)]
+    with_checkpoint = [name for name in recorded if _holds_checkpoint(files, name)]
+    newest = (with_checkpoint or recorded)[-1:]
+    return read_run(files, newest[0]) if newest else None
+
+
+def _holds_checkpoint(files: Files, run: str) -> bool:
+    folders = (name for name in _names(files, run) if _CHECKPOINT.fullmatch(name))
+    return any(_MANIFEST in _names(files, f"{run}/{name}") for name in folders)
 
 
 def read_run(files: Files, name: str) -> Run:
@@ -288,7 +295,7 @@ class CheckpointStore:
             data=state.data,
             stop_training=state.stop_training,
             completion=state.completion,
-            build_config=state.build_config,
+            how_built=state.how_built,
         )
         text = manifest.to_json()
         name, is_new = self._name_for(kind, manifest)

@@ -31,12 +31,14 @@ class Blueprint:
             ones, since theirs are tied to where they were made.
         values: The model's variables, in its order, without those of compiled metrics.
         optimizer_values: The optimizer's variables; empty while it is not built.
+        optimizer_targets: What the optimizer trains; see `compat.model.optimizer_targets`.
     """
 
     model: keras.Model
     compile_with: Mapping[str, Any]
     values: Sequence[np.ndarray]
     optimizer_values: Sequence[np.ndarray]
+    optimizer_targets: Mapping[str, Sequence[int]]
 
 
 def require_compiled(model: keras.Model, origin: str) -> None:
@@ -74,9 +76,10 @@ def describe(model: keras.Model) -> Blueprint:
         values=[_value(variable) for variable in state_of(model)],
         optimizer_values=(
             [_value(variable) for variable in model.optimizer.variables]
-            if model.optimizer.built
+            if model.optimizer is not None and model.optimizer.built
             else []
         ),
+        optimizer_targets=compat_model.optimizer_targets(model),
     )
 
 
@@ -101,11 +104,12 @@ def rebuild(blueprint: Blueprint, from_chief: Callable[[np.ndarray], Any]) -> ke
         for variable, value in zip(state_of(model), blueprint.values, strict=True):
             variable.assign(from_chief(value))
     if blueprint.optimizer_values:
-        model.optimizer.build(model.trainable_variables)
+        compat_model.build_optimizers(model, blueprint.optimizer_targets)
         for variable, value in zip(
             model.optimizer.variables, blueprint.optimizer_values, strict=True
         ):
             variable.assign(from_chief(value))
+    compat_model.refresh(model)
     return model
 
 
@@ -136,15 +140,10 @@ def hand_back(blueprint: Blueprint, trained: keras.Model, *, revive: bool) -> No
         _revive(caller)
     if not blueprint.values:
         _build_like(caller, trained)
-    optimizer = caller.optimizer
-    if not optimizer.built:
-        optimizer.build(caller.trainable_variables)
-    for mine, theirs in zip(
-        [*state_of(caller), *optimizer.variables],
-        [*state_of(trained), *trained.optimizer.variables],
-        strict=True,
-    ):
+    compat_model.build_optimizers(caller, compat_model.optimizer_targets(trained))
+    for mine, theirs in zip(_trained_state(caller), _trained_state(trained), strict=True):
         mine.assign(_value(theirs))
+    compat_model.refresh(caller)
     caller.history = trained.history
     caller.stop_training = trained.stop_training
 
@@ -153,6 +152,10 @@ def state_of(model: keras.Model) -> list[keras.Variable]:
     """Weights and seed generators of `model`: what makes it what it is."""
     metrics = {id(variable) for variable in model.metrics_variables}
     return [variable for variable in model.variables if id(variable) not in metrics]
+
+
+def _trained_state(model: keras.Model) -> list[keras.Variable]:
+    return [*state_of(model), *(model.optimizer.variables if model.optimizer is not None else [])]
 
 
 def _value(variable: keras.Variable) -> np.ndarray:
@@ -277,7 +280,4 @@ def _revive(caller: keras.Model) -> None:
     """Gives every variable of `caller` a new one to live in; their values come later."""
     for variable in compat_model.all_variables(caller):
         compat_model.revive(variable, np.zeros(variable.shape, variable.dtype))
-    for layer in compat_model.layers_of(caller):
-        if isinstance(layer, keras.layers.Normalization):
-            layer.finalize_state()
     compat_model.drop_functions(caller)

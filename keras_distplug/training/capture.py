@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,13 +11,14 @@ import keras
 import numpy as np
 
 from keras_distplug.compat import model as compat_model
+from keras_distplug.core.errors import ModelError
 from keras_distplug.core.manifest import VariableSpec
 
 _RANDOM = "random/global_seed_generator"
 
 
 def variables_of(model: keras.Model) -> dict[str, keras.Variable]:
-    """Weights, seed generators and optimizer variables of `model` by key, in Keras' order.
+    """Weights, seed generators and optimizers' variables of `model` by key, in Keras' order.
 
     Metric variables are left out: they start anew with each epoch, and on several workers reading
     one is a collective.
@@ -24,8 +26,8 @@ def variables_of(model: keras.Model) -> dict[str, keras.Variable]:
     metrics = {id(variable) for variable in model.metrics_variables}
     named: dict[str, keras.Variable] = {}
     _add(named, "model", (v for v in model.variables if id(v) not in metrics))
-    if model.optimizer is not None:
-        _add(named, "optimizer", model.optimizer.variables)
+    for name, optimizer in compat_model.optimizers_of(model).items():
+        _add(named, name, optimizer.variables)
     return named
 
 
@@ -72,17 +74,41 @@ def restore(model: keras.Model, arrays: Mapping[str, np.ndarray]) -> None:
     values = [value for key, value in arrays.items() if key != _RANDOM]
     for variable, value in zip(variables_of(model).values(), values, strict=True):
         variable.assign(value)
+    compat_model.refresh(model)
     if _RANDOM in arrays:
         compat_model.restore_global_seed_generator(arrays[_RANDOM])
 
 
-def build_config(model: keras.Model) -> dict[str, Any] | None:
-    """What `model.build_from_config` takes to build it without data; None if it cannot say."""
+def how_built(model: keras.Model) -> dict[str, Any]:
+    """What `build` takes to make all variables of `model` without data. JSON-able."""
     try:
         config: dict[str, Any] | None = json.loads(json.dumps(model.get_build_config()))
     except (TypeError, ValueError):
-        return None
-    return config
+        config = None
+    return {"model": config, "optimizers": compat_model.optimizer_targets(model)}
+
+
+def build(model: keras.Model, how: Mapping[str, Any]) -> None:
+    """Makes the variables that `model` lacks as those of another were made.
+
+    Args:
+        model: A model that may not be built, or whose optimizers may not be.
+        how: From `how_built`.
+
+    Raises:
+        ModelError: If that is not possible.
+    """
+    if not model.built:
+        try:
+            compat_model.build_from_config(model, how["model"] or {})
+        except Exception as error:
+            raise ModelError(
+                f"The model {model.name!r} of class {type(model).__name__} is not built, and could "
+                f"not be built as it was when the checkpoint was made ({how['model']}): {error}. "
+                "Call `model.build(input_shape)`, or the model on one batch, before `fit`."
+            ) from error
+    if max(itertools.chain(*how["optimizers"].values()), default=-1) < len(model.weights):
+        compat_model.build_optimizers(model, how["optimizers"])
 
 
 def _value(variable: keras.Variable) -> np.ndarray:

@@ -315,12 +315,15 @@ def _split(arrays: Any, fraction: float) -> tuple[Any, Any]:
 
 
 def _require_batches(dataset: tf.data.Dataset, model: keras.Model) -> None:
-    specs = keras.tree.flatten(dataset.element_spec)
-    ranks = [spec.shape.rank for spec in specs]
-    expected = None
-    if model.built and getattr(model, "inputs", None):
-        expected = len(model.inputs[0].shape)
-    if 0 in ranks or (expected is not None and ranks[0] == expected - 1):
+    spec = dataset.element_spec
+    shapes = [part.shape for part in keras.tree.flatten(spec) if hasattr(part, "shape")]
+    inputs = keras.tree.flatten(spec[0] if isinstance(spec, tuple) else spec)
+    single = False
+    if model.built and len(getattr(model, "inputs", None) or ()) == 1 and len(inputs) == 1:
+        wanted, given = model.inputs[0].shape, getattr(inputs[0], "shape", None)
+        # Keras adds a last axis of 1 by itself.
+        single = given is not None and given.rank == len(wanted) - 1 and wanted[-1] != 1
+    if single or any(shape.rank == 0 for shape in shapes):
         raise DataError(
             "The dataset is not batched: it yields single samples. Received: elements of "
             f"{dataset.element_spec}. Call `.batch(global_batch_size)`: the global batch is split "

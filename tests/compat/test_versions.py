@@ -58,6 +58,10 @@ def test_tensorflow_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"tensorflow": "2.17.1", "keras": "3.10.0"}, r"tensorflow 2\.17\.1 is installed"),
         ({"tensorflow": "2.22.0", "keras": "3.10.0"}, r"tensorflow 2\.22\.0 is installed"),
+        (
+            {"tensorflow_cpu": "2.22.0", "keras": "3.10.0"},
+            r'tensorflow-cpu 2\.22\.0 is .*pip install "tensorflow-cpu>=2\.18\.1,<2\.22"',
+        ),
         ({"tensorflow": "2.18.1", "keras": "3.9.2"}, r"keras 3\.9\.2 is installed"),
         ({"tensorflow": "2.18.1", "keras": "3.16.0"}, r"keras 3\.16\.0 is installed"),
         ({"tensorflow": "2.18.1"}, "keras is not installed"),

@@ -71,7 +71,7 @@ def test_model(refuse: Callable[..., None], mirrored: tf.distribute.Strategy) ->
     refuse(ModelError, "is not compiled. Call", keras.Sequential([keras.layers.Dense(1)]), X, Y)
     no_config = NoConfig(1)
     no_config.compile("sgd", "mse")
-    refuse(ModelError, "Give NoConfig a `get_config`", no_config, X, Y, strategy=mirrored)
+    refuse(ModelError, "get_config", no_config, X, Y, strategy=mirrored)
     own = OwnCompile([keras.Input((4,)), keras.layers.Dense(1)])
     own.compile(2.0)
     refuse(ModelError, "has a `compile` of its own", own, X, Y, strategy=mirrored)
@@ -143,6 +143,8 @@ def test_data(refuse: Callable[..., None], mirrored: tf.distribute.Strategy) -> 
     dataset = tf.data.Dataset.from_tensor_slices((X, Y))
     batched = dataset.batch(8)
     refuse(DataError, r"not batched.*\.batch\(global_batch_size\)", model, dataset)
+    vectors = tf.data.Dataset.from_tensor_slices((X, np.repeat(Y, 2, axis=1)))
+    refuse(DataError, "not batched", model, vectors)
     refuse(DataError, "`y` goes into the dataset", model, batched, Y)
     refuse(DataError, "`sample_weight` goes into", model, batched, sample_weight=Y)
     refuse(DataError, "`batch_size` is for arrays", model, batched, batch_size=8)
@@ -157,6 +159,20 @@ def test_data(refuse: Callable[..., None], mirrored: tf.distribute.Strategy) -> 
     for given in ({"x": X, "y": Y, "batch_size": 1}, {"x": dataset.batch(1)}):
         match = "batches of 1 samples for 2 replicas. Batch by at least 2"
         refuse(DataError, match, model, strategy=mirrored, **given)
+
+
+def test_data_that_looks_odd(tmp_path: Path) -> None:
+    """Batched scalars for an input of one feature, and inputs of different ranks, are batched."""
+    one = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    one.compile("sgd", "mse")
+    column = tf.data.Dataset.from_tensor_slices((X[:, 0], Y)).batch(8)
+    kd.distributed_fit(one, column, directory=tmp_path / "one", verbose=0)
+    inputs = {"b": keras.Input((2, 2), name="b"), "a": keras.Input((4,), name="a")}
+    both = keras.layers.Concatenate()([keras.layers.Flatten()(inputs["b"]), inputs["a"]])
+    two = keras.Model(inputs, keras.layers.Dense(1)(both))
+    two.compile("sgd", "mse")
+    data = tf.data.Dataset.from_tensor_slices(({"a": X, "b": X.reshape(-1, 2, 2)}, Y)).batch(8)
+    kd.distributed_fit(two, data, directory=tmp_path / "two", verbose=0)
 
 
 def test_directory(refuse: Callable[..., None], tmp_path: Path) -> None:

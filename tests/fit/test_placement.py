@@ -107,6 +107,84 @@ def test_model_made_inside_the_scope(mirrored: tf.distribute.Strategy, tmp_path:
     assert history.model is model
 
 
+def test_named_strategy_of_a_model_inside_a_scope(
+    mirrored: tf.distribute.Strategy, tmp_path: Path
+) -> None:
+    """Naming the kind of strategy that the model is under is no contradiction."""
+    with mirrored.scope():
+        model = deterministic()
+    given = {"x": small.X, "y": small.Y, "batch_size": 10, "verbose": 0}
+    history = kd.distributed_fit(model, **given, directory=tmp_path, strategy="mirrored")
+    assert history.model is model
+
+
+def test_adapted_normalization(mirrored: tf.distribute.Strategy, tmp_path: Path) -> None:
+    """What a layer has learned from data before goes along."""
+
+    def normalized() -> keras.Model:
+        keras.utils.set_random_seed(3)
+        normalization = keras.layers.Normalization()
+        normalization.adapt(10 * small.X + 3)
+        model = keras.Sequential([keras.Input((4,)), normalization, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    given = {"x": small.X, "y": small.Y, "batch_size": 10, "shuffle": False, "verbose": 0}
+    expected, mine = normalized(), normalized()
+    expected.fit(**given)
+    kd.distributed_fit(mine, **given, directory=tmp_path, strategy=mirrored)
+    close(mine, expected)
+    np.testing.assert_allclose(
+        mine.predict(small.X, verbose=0), expected.predict(small.X, verbose=0), rtol=1e-4
+    )
+
+
+def test_several_outputs_and_an_uneven_batch(
+    mirrored: tf.distribute.Strategy, tmp_path: Path
+) -> None:
+    """The losses of single outputs in History are those of one process too."""
+
+    def two_outputs() -> keras.Model:
+        keras.utils.set_random_seed(3)
+        inputs = keras.Input((4,))
+        outputs = {name: keras.layers.Dense(1, name=name)(inputs) for name in ("a", "b")}
+        model = keras.Model(inputs, outputs)
+        model.compile("sgd", {"a": "mse", "b": "mae"})
+        return model
+
+    targets = {"a": small.Y, "b": small.Y + 1}
+    given = {"x": small.X, "y": targets, "batch_size": 8, "shuffle": False, "verbose": 0}
+    expected = two_outputs().fit(**given).history
+    found = kd.distributed_fit(
+        two_outputs(), **given, directory=tmp_path, strategy=mirrored
+    ).history
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-5, err_msg=name)
+
+
+class Unmovable(keras.Model):
+    """No `get_config`, and a `compile` of its own."""
+
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(units)
+
+    def compile(self) -> None:  # type: ignore[override]
+        super().compile("sgd", "mse")
+
+    def call(self, inputs: Any) -> Any:
+        return self.dense(inputs)
+
+
+def test_one_device_takes_every_model(tmp_path: Path) -> None:
+    """Where nothing has to move, every model that Keras can train is trained."""
+    model = Unmovable(1)
+    model.compile()
+    history = kd.distributed_fit(model, small.X, small.Y, directory=tmp_path, verbose=0)
+    assert history.model is model
+
+
 def test_one_device(tmp_path: Path) -> None:
     """On one device the model is trained where it is."""
     model = deterministic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,20 @@ import tensorflow as tf  # noqa: E402
 from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
-from keras_distplug.core.errors import OtherRunError  # noqa: E402
+from keras_distplug import default_callbacks  # noqa: E402
+from keras_distplug.callbacks import backup_and_restore  # noqa: E402
+from keras_distplug.core.errors import ConfigurationError, OtherRunError  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def as_if_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that forgets which runs it has finished, for tests that stand for several."""
+    monkeypatch.setattr(backup_and_restore, "_finished_here", Forgetful())
+
+
+class Forgetful(set):  # type: ignore[type-arg]
+    def __contains__(self, run_id: object) -> bool:
+        return False
 
 
 def train(
@@ -373,5 +387,125 @@ def test_default_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """Without a directory the run stands in the working folder, by the name of the script."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["/somewhere/train_mnist.py"])
-    small.model().fit(small.X, small.Y, verbose=0, callbacks=kd.defaults())
-    assert (tmp_path / "keras_distplug_runs" / "train_mnist" / "run-0001" / "RUN.json").exists()
+    monkeypatch.setattr(default_callbacks, "_trainings", itertools.count(1))
+    for _ in range(2):
+        counted = small.Stop()
+        callbacks = [*kd.defaults(), counted]
+        small.model().fit(small.X, small.Y, verbose=0, callbacks=callbacks)
+        assert counted.batches == 1
+    runs = tmp_path / "keras_distplug_runs"
+    assert (runs / "train_mnist" / "run-0001" / "RUN.json").exists()
+    assert (runs / "train_mnist-2" / "run-0001" / "RUN.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [
+        ("", "interactive"),
+        ("-c", "interactive"),
+        ("/x/ipykernel_launcher.py", "interactive"),
+        ("/x/package/__main__.py", "package"),
+        ("train.v2.py", "train.v2"),
+    ],
+)
+def test_name_of_the_script(script: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the default directory is called after."""
+    monkeypatch.setattr("sys.argv", [script])
+    monkeypatch.setattr(default_callbacks, "_trainings", itertools.count(1))
+    assert default_callbacks.default_directory() == Path("keras_distplug_runs") / name
+
+
+def test_second_training_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second training into the directory of a finished one is an error, not a silent nothing."""
+    monkeypatch.setattr(backup_and_restore, "_finished_here", set())
+    train(tmp_path, epochs=1)
+    with pytest.raises(ConfigurationError, match="Give each training a directory of its own"):
+        train(tmp_path, epochs=1)
+    for more in ({"epochs": 2}, {"epochs": 1, "resume": False}):
+        counted = small.Stop()
+        train(tmp_path, stop=counted, **more)
+        assert counted.batches == small.BATCHES
+
+
+def test_more_epochs_after_an_early_end(tmp_path: Path) -> None:
+    """A run that a callback ended goes on when it is given more epochs."""
+
+    class EndAfterTwo(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.model.stop_training = epoch == 1
+
+    expected, _ = train(tmp_path / "a", epochs=4)
+    train(tmp_path / "b", epochs=3, callbacks=[EndAfterTwo()])
+    counted = small.Stop()
+    extended, history = train(tmp_path / "b", epochs=4, stop=counted)
+    assert counted.batches == 2 * small.BATCHES
+    assert history.epoch == [0, 1, 2, 3]
+    assert small.state(extended) == small.state(expected)
+
+
+class TwoOptimizers(keras.Model):
+    """Trains each of its layers with an optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = keras.layers.Dense(3)
+        self.last = keras.layers.Dense(1)
+
+    def compile(self, other: keras.optimizers.Optimizer, **more: Any) -> None:  # type: ignore[override]
+        super().compile(**more)
+        self.other = other
+
+    def call(self, inputs: Any) -> Any:
+        return self.last(self.first(inputs))
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        for optimizer, layer in ((self.optimizer, self.first), (self.other, self.last)):
+            variables = layer.trainable_variables
+            optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return {"loss": loss}
+
+
+def two_optimizers() -> keras.Model:
+    model = TwoOptimizers()
+    model.compile(other=keras.optimizers.Adam(0.1), optimizer="sgd", loss="mse")
+    return model
+
+
+def mixed_precision() -> keras.Model:
+    layers = [keras.Input((4,)), keras.layers.Dense(3, dtype="mixed_float16")]
+    model = keras.Sequential([*layers, keras.layers.Dense(1, dtype="float32")])
+    model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01)), "mse")
+    return model
+
+
+def normalized() -> keras.Model:
+    normalization = keras.layers.Normalization()
+    normalization.adapt(10 * small.X + 3)
+    model = keras.Sequential([keras.Input((4,)), normalization, keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    return model
+
+
+@pytest.mark.parametrize("make", [two_optimizers, mixed_precision, normalized])
+def test_models_out_of_the_ordinary(make: Callable[[], keras.Model], tmp_path: Path) -> None:
+    """Optimizers over a part of the model, several of them, wrapped ones, adapted layers."""
+
+    def fit(folder: str, *stop: small.Stop) -> keras.Model:
+        keras.utils.set_random_seed(4)
+        model = make()
+        given = {"x": small.X, "y": small.Y, "batch_size": 8, "epochs": 3, "verbose": 0}
+        kd.distributed_fit(model, **given, directory=tmp_path / folder, callbacks=stop)
+        return model
+
+    expected = fit("a")
+    with pytest.raises(small.Interrupted):
+        fit("b", small.Stop(1, 1))
+    found = fit("b")
+    assert small.state(found) == small.state(expected)
+    others = [model.other.variables for model in (found, expected) if hasattr(model, "other")]
+    assert all(a.numpy().tobytes() == b.numpy().tobytes() for a, b in zip(*others, strict=True))
+    predicted = [model.predict(small.X, verbose=0).tobytes() for model in (found, expected)]
+    assert predicted[0] == predicted[1]
