@@ -252,8 +252,8 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         if ends and run.record.run_id in _finished_here:
             raise ConfigurationError(
                 f"This process has finished the run in {self._where(run.name)} already, so `fit` "
-                "would train nothing. Give each training a directory of its own, more epochs to go on, "
-                "or resume=False to begin a new run."
+                "would train nothing. Give each training a directory of its own, more epochs to go "
+                "on, or resume=False to begin a new run."
             )
         capture.build(self.model, manifest.how_built)
         self._refuse_other_run(stored, run)

@@ -30,7 +30,8 @@ def _check_one(name: str, distribution: str, version: str | None) -> None:
     if not low <= _release(version) < high:
         raise VersionError(
             f"{distribution} {version} is installed, but keras-distplug was tested with "
-            f'{name}{wanted} only. Install a tested version: `pip install "{distribution}{wanted}"`.'
+            f"{name}{wanted} only. Install a tested version: "
+            f'`pip install "{distribution}{wanted}"`.'
         )
 
 
