@@ -114,7 +114,8 @@ class Output:
         self._prefixes = {
             name: Text(f"[{name}] ", style) for name, style in zip(workers, styles, strict=True)
         }
-        self._own_prefix = Text("[distplug] ", Style(bold=True))
+        self._rendered = {name: self._render(text) for name, text in self._prefixes.items()}
+        self._own_prefix = self._render(Text("[distplug] ", Style(bold=True)))
         self._lock = threading.Lock()
         # FORCE_COLOR makes rich take a file for a terminal; nothing can move there.
         self._live = (
@@ -142,13 +143,13 @@ class Output:
             if is_live:
                 self._update(Group(), refresh=True)  # else the old bar is drawn once more
             if _UNPRINTABLE.sub("", event.line).strip():
-                self._print(self._prefixes[worker], self._presentable(event.line))
+                self._print(self._rendered[worker] + self._presentable(event.line))
 
     def note(self, text: str) -> None:
         """Prints a line of the supervisor's own; drops it if nobody reads what is printed."""
         if self._lock.acquire(timeout=_PATIENCE_SECS):
             try:
-                self._print(self._own_prefix, text)
+                self._print(self._own_prefix + text)
             finally:
                 self._lock.release()
 
@@ -170,14 +171,17 @@ class Output:
         assert self._live is not None
         self._live.update(shown, refresh=refresh)
 
-    def _print(self, prefix: Text, line: str) -> None:
+    def _render(self, text: Text) -> str:
         with self._console.capture() as captured:
-            self._console.print(prefix, end="")
+            self._console.print(text, end="")
+        return captured.get()
+
+    def _print(self, line: str) -> None:
         if self._live:
             # soft_wrap: rich neither wraps nor crops, so a long line stays one line in a log.
-            self._console.print(_Verbatim(f"{captured.get()}{line}"), soft_wrap=True)
+            self._console.print(_Verbatim(line), soft_wrap=True)
         else:
-            self._file.write(f"{captured.get()}{line}\n")
+            self._file.write(f"{line}\n")
             self._file.flush()
 
     def _presentable(self, line: str) -> str:
