@@ -215,18 +215,31 @@ class _SteadyFile:
 
     A full disk or a reader that is gone must not end the training: a worker whose pipe nobody
     reads stops at its next `print`.
+
+    It goes past the file's buffer: a thread that waits there for a reader holds the buffer's lock,
+    and an interpreter that cannot have it at its end aborts.
     """
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
         self._failed = False
+        try:
+            self._descriptor: int | None = file.fileno()
+        except OSError:  # a file in memory
+            self._descriptor = None
+        else:
+            file.flush()
 
     def write(self, text: str) -> int:
         try:
-            return self._file.write(text)
+            if self._descriptor is None:
+                return self._file.write(text)
+            left = text.encode(self._file.encoding, self._file.errors or "strict")
+            while left:
+                left = left[os.write(self._descriptor, left) :]
         except OSError as error:
             self._fail(error)
-            return len(text)
+        return len(text)
 
     def flush(self) -> None:
         try:

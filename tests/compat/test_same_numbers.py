@@ -34,15 +34,20 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 
 def assert_close(found: list[Outcome], reference: Outcome) -> None:
-    for outcome in found:
-        assert sorted(outcome) == sorted(reference)
-        for name, expected in reference.items():
-            assert outcome[name].shape == expected.shape, name
-            scale = np.abs(expected).max() or 1.0
-            assert np.abs(outcome[name] - expected).max() / scale <= 1e-5, name
-    for name, chiefs in found[0].items():
+    """Prints the largest difference (`pytest -rP` shows it), then asserts that it is small."""
+    assert all(sorted(outcome) == sorted(reference) for outcome in found)
+    differences = {}
+    for name, expected in reference.items():
+        scale = np.abs(expected).max() or 1.0
         for worker, outcome in enumerate(found):
-            assert outcome[name].tobytes() == chiefs.tobytes(), f"{name} of worker {worker}"
+            assert outcome[name].shape == expected.shape, name
+            difference = np.abs(outcome[name] - expected).max() / scale
+            differences[f"{name} of worker {worker}"] = float(difference)
+            same = outcome[name].tobytes() == found[0][name].tobytes()
+            assert same, f"{name} of worker {worker} is not the chief's"
+    worst = max(differences, key=lambda name: differences[name])
+    print(f"largest relative difference: {differences[worst]:.2e}, {worst}")
+    assert all(difference <= 1e-5 for difference in differences.values()), differences
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ Loads TensorFlow: import it in worker scripts and tests marked `tf` only.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,17 +69,3 @@ def write_outcome(
     found["predict"] = predicted
     found["epochs"] = np.array(history.epoch)
     np.savez(path, **found)
-
-
-def largest_difference(outcome: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> str:
-    """The worst `max|a - b| / max|b|` over all arrays, as `"<name> <number>"`, for assertions."""
-    assert sorted(outcome) == sorted(other), json.dumps([sorted(outcome), sorted(other)])
-    worst, where = -1.0, ""
-    for name, b in other.items():
-        a = outcome[name]
-        assert a.shape == b.shape, f"{name}: {a.shape} and {b.shape}"
-        scale = np.abs(b).max() if b.size else 0
-        difference = float(np.abs(a - b).max() / scale) if scale else float(np.abs(a - b).max())
-        if difference > worst:
-            worst, where = difference, name
-    return f"{worst:.2e} {where}"
