@@ -11,11 +11,10 @@ import tensorflow as tf
 from keras_distplug.cluster import roles
 from keras_distplug.compat import context, trainer, versions
 from keras_distplug.core.log import announce
-from keras_distplug.core.supervised import Phase, Supervised
+from keras_distplug.core.supervised import JOINED_BY, Phase, Supervised
 from keras_distplug.strategies.select import Choice, choose
 
 _AUTOMATIC = "KERAS_DISTPLUG_AUTO_INIT"  # "0" leaves joining to the script
-_JOINED_BY = "KERAS_DISTPLUG_JOINED_BY"
 
 _joined: dict[str, tf.distribute.Strategy] = {}
 
@@ -68,7 +67,7 @@ def join_on_import() -> None:
     """`init()` for a script that a supervisor started, unless it is too late or not its place."""
     if os.environ.get(_AUTOMATIC) == "0" or multiprocessing.parent_process() is not None:
         return
-    if os.environ.setdefault(_JOINED_BY, str(os.getpid())) != str(os.getpid()):
+    if os.environ.setdefault(JOINED_BY, str(os.getpid())) != str(os.getpid()):
         return  # a subprocess of the worker
     if not needs_fresh_context("auto"):
         init()

@@ -122,7 +122,7 @@ def worker_environment(
         contract: What the worker reports to.
         gpus: Its own GPUs; None leaves `CUDA_VISIBLE_DEVICES` as it is.
     """
-    dropped = {"TF_CONFIG", supervised.DEVICES_PER_WORKER, "KERAS_DISTPLUG_JOINED_BY"}
+    dropped = {"TF_CONFIG", supervised.DEVICES_PER_WORKER, supervised.JOINED_BY}
     environ = {name: value for name, value in base.items() if name not in dropped}
     environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     environ["PYTHONUNBUFFERED"] = "1"

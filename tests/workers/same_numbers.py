@@ -2,7 +2,8 @@
 
     python same_numbers.py MODE OUT_FOLDER
 
-MODE: reference (Keras alone), plain_fit, outside_scope, builder, made_first, made_first_arrays,
+MODE: reference (Keras alone), plain_fit (under a strategy that the script made), evaluate_first
+(the same under that of `kd.init()`), outside_scope, builder, made_first, made_first_arrays,
 mirrored. KERAS_DISTPLUG_TEST_DEVICES: logical CPU devices of each worker.
 """
 
@@ -44,14 +45,18 @@ else:
         cpu = tf.config.list_physical_devices("CPU")[0]
         each = tf.config.LogicalDeviceConfiguration()
         tf.config.set_logical_device_configuration(cpu, [each] * devices)
+    elif mode == "plain_fit":
+        strategy = tf.distribute.MultiWorkerMirroredStrategy()
     elif not mode.startswith("made_first"):
         strategy = kd.init()
 
     from support import digits_like as case
 
-    if mode == "plain_fit":
+    if mode in ("plain_fit", "evaluate_first"):
         with strategy.scope():
             model = case.build()
+        if mode == "evaluate_first":
+            model.evaluate(case.dataset(), verbose=0)
         history = model.fit(
             case.dataset(),
             epochs=case.EPOCHS,
@@ -73,16 +78,6 @@ else:
             validation_data=tuple(part[:70] for part in (x, y, w)),
             directory=runs,
         )
-    elif mode == "mirrored":
-        model = case.build()
-        history = kd.distributed_fit(
-            model,
-            case.dataset(),
-            epochs=case.EPOCHS,
-            validation_data=case.dataset(70),
-            directory=runs,
-            strategy="mirrored",
-        )
     elif mode == "builder":
         history = kd.distributed_fit(
             case.build,
@@ -92,7 +87,7 @@ else:
             directory=runs,
         )
         model = history.model
-    elif mode == "made_first":
+    elif mode in ("made_first", "mirrored"):
         model = case.build()
         history = kd.distributed_fit(
             model,
@@ -100,6 +95,7 @@ else:
             epochs=case.EPOCHS,
             validation_data=case.dataset(70),
             directory=runs,
+            strategy="mirrored" if mode == "mirrored" else "auto",
         )
     elif mode == "made_first_arrays":
         model = case.build()
