@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from keras_distplug.core import errors
     from keras_distplug.default_callbacks import defaults
     from keras_distplug.fit import distributed_fit
-    from keras_distplug.startup import init
+    from keras_distplug.startup import global_batch, init, scaled_learning_rate
 
 __all__ = [
     "BackupAndRestore",
@@ -31,7 +31,9 @@ __all__ = [
     "defaults",
     "distributed_fit",
     "errors",
+    "global_batch",
     "init",
+    "scaled_learning_rate",
 ]
 
 __version__ = "0.1.0"
@@ -42,7 +44,9 @@ _HOMES = {
     "defaults": "keras_distplug.default_callbacks",
     "distributed_fit": "keras_distplug.fit",
     "errors": "keras_distplug.core.errors",
+    "global_batch": "keras_distplug.startup",
     "init": "keras_distplug.startup",
+    "scaled_learning_rate": "keras_distplug.startup",
 }
 
 

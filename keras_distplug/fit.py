@@ -78,8 +78,8 @@ def distributed_fit(
         validation_batch_size: As in `Model.fit`.
         validation_freq: As in `Model.fit`.
         strategy: `"auto"` (TF_CONFIG or a Slurm step with several workers -> `"multi_worker"`,
-            several GPUs -> `"mirrored"`, else `"one_device"`), one of these names, or a
-            `tf.distribute.Strategy`. Defaults to `"auto"`.
+            several GPUs -> `"mirrored"`, else `"one_device"`), one of these names,
+            `"central_storage"`, or a `tf.distribute.Strategy`. Defaults to `"auto"`.
         directory: Folder of this run. Defaults to that of `defaults()`.
         resume: `False` begins a new run beside what the folder holds. Defaults to `True`.
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from keras_distplug.cluster import roles
 from keras_distplug.compat import context, trainer, versions
+from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.log import announce
 from keras_distplug.core.supervised import JOINED_BY, Phase, Supervised
 from keras_distplug.strategies.select import Choice, choose
@@ -36,7 +37,8 @@ def init(strategy: str = "auto") -> tf.distribute.Strategy:
     ```
 
     Args:
-        strategy: `"auto"`, `"one_device"`, `"mirrored"` or `"multi_worker"`. Defaults to `"auto"`:
+        strategy: `"auto"`, `"one_device"`, `"mirrored"`, `"central_storage"` (every device
+            computes, the CPU holds the variables) or `"multi_worker"`. Defaults to `"auto"`:
             TF_CONFIG or a Slurm step with several workers -> multi_worker; several GPUs ->
             mirrored; else one device.
 
@@ -61,6 +63,67 @@ def init(strategy: str = "auto") -> tf.distribute.Strategy:
         if (supervised := Supervised.from_env()) is not None:
             supervised.report(role.name, Phase.JOINED)
     return _joined[choice.name]
+
+
+def global_batch(per_replica: int, strategy: tf.distribute.Strategy | None = None) -> int:
+    """Samples in a batch that gives each replica `per_replica` of them.
+
+    Example:
+
+    ```python
+    kd.init()
+    ds = ds.batch(kd.global_batch(64), drop_remainder=True)
+    ```
+
+    Args:
+        per_replica: Samples that one replica takes in a step.
+        strategy: Whose replicas. Defaults to the one in scope, or else that of `init()`.
+
+    Returns:
+        `per_replica` times the number of replicas, over all workers.
+
+    Raises:
+        ConfigurationError: If `per_replica` is not a whole number of at least 1.
+    """
+    if isinstance(per_replica, bool) or not isinstance(per_replica, int) or per_replica < 1:
+        raise ConfigurationError(
+            "Expected `per_replica` to be a number of samples, at least 1. Received: "
+            f"{per_replica!r}"
+        )
+    return per_replica * _replicas(strategy)
+
+
+def scaled_learning_rate(
+    learning_rate: float, strategy: tf.distribute.Strategy | None = None
+) -> float:
+    """The learning rate for a global batch that has grown with the number of replicas.
+
+    The linear scaling rule: a batch k times as large takes a learning rate k times as high, behind
+    a warm-up (`warmup_steps` of `keras.optimizers.schedules.CosineDecay`), for optimizers of the
+    SGD kind. Goyal et al., "Accurate, Large Minibatch SGD", 2017, arXiv:1706.02677. A global batch
+    that stays as it was needs none of this: the mathematics are those of one device.
+
+    Example:
+
+    ```python
+    batch = kd.global_batch(64)
+    optimizer = keras.optimizers.SGD(kd.scaled_learning_rate(0.1), momentum=0.9)
+    ```
+
+    Args:
+        learning_rate: What is right for the batch of one replica.
+        strategy: Whose replicas. Defaults to the one in scope, or else that of `init()`.
+
+    Returns:
+        `learning_rate` times the number of replicas, over all workers.
+    """
+    return learning_rate * _replicas(strategy)
+
+
+def _replicas(strategy: tf.distribute.Strategy | None) -> int:
+    if strategy is None:
+        strategy = tf.distribute.get_strategy() if tf.distribute.has_strategy() else init()
+    return int(strategy.num_replicas_in_sync)
 
 
 def join_on_import() -> None:
@@ -89,6 +152,8 @@ def name_of(strategy: tf.distribute.Strategy) -> str:
         return "multi_worker"
     if isinstance(strategy, tf.distribute.MirroredStrategy):
         return "mirrored"
+    if isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy):
+        return "central_storage"
     default = tf.distribute.get_strategy()
     is_default = strategy is default and not tf.distribute.has_strategy()
     return "one_device" if is_default else type(strategy).__name__
@@ -96,7 +161,9 @@ def name_of(strategy: tf.distribute.Strategy) -> str:
 
 def _make(choice: Choice, role: roles.Role) -> tf.distribute.Strategy:
     if choice.name == "mirrored":
-        return tf.distribute.MirroredStrategy(_devices_to_mirror())
+        return tf.distribute.MirroredStrategy(_devices())
+    if choice.name == "central_storage":
+        return tf.distribute.experimental.CentralStorageStrategy(_devices(), "CPU:0")
     if choice.name != "multi_worker":
         return tf.distribute.get_strategy()
     os.environ["TF_CONFIG"] = role.to_tf_config()
@@ -110,7 +177,7 @@ def _make(choice: Choice, role: roles.Role) -> tf.distribute.Strategy:
     return strategy
 
 
-def _devices_to_mirror() -> list[str] | None:
+def _devices() -> list[str] | None:
     """All GPUs; without any, all logical CPUs (TensorFlow itself would take one)."""
     if tf.config.list_physical_devices("GPU"):
         return None

@@ -15,6 +15,7 @@ import numpy as np
 from keras_distplug.cluster import agreement
 from keras_distplug.cluster.roles import single_process
 from keras_distplug.compat import model as compat_model
+from keras_distplug.compat import trainer
 from keras_distplug.compat.callback_list import move_to_end
 from keras_distplug.core.errors import (
     ConfigurationError,
@@ -138,6 +139,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
+        trainer.adapt(model)
         move_to_end(self)
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:

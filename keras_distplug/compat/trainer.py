@@ -1,74 +1,112 @@
-"""`fit`, `evaluate` and `predict` of Keras 3 under (MultiWorker)MirroredStrategy.
+"""`fit`, `evaluate` and `predict` of Keras 3 under a strategy of several replicas.
 
 What is wrong upstream (Keras 3.10 to 3.15, TensorFlow 2.18 to 2.21; keras-team/keras#20585,
-tensorflow/tensorflow#72388, ray-project/ray#47464):
+tensorflow/tensorflow#72388, ray-project/ray#47464), besides what `compat/losses.py`,
+`compat/optimizers.py` and `compat/replica_state.py` list:
 
 - `TensorFlowTrainer._maybe_symbolic_build` reduces the per-replica structure of the first batch
   with `strategy.reduce`, which raises ValueError on several workers.
 - `reduce_per_replica` reduces scalar logs over axis 0, which raises on several workers.
 - Each replica's loss counts equally, however many samples the replica got: wrong gradients for
   an uneven last batch (5e-2 off for 150 samples in batches of 64 on two replicas).
-- The optimizer clips each replica's gradients before their sum instead of after it, and asks each
-  replica alone whether the gradients are finite.
 - `while_loop` over several steps (`steps_per_execution`) cannot hold a collective.
-- BatchNormalization's moving statistics differ between replicas: their aggregation is NONE.
+- `train_on_batch`, `test_on_batch` and `predict_on_batch` give the whole batch to every replica:
+  metrics that count, and predictions, come R times.
+- The first batch is taken for its shapes, which a generator does not give again.
 - `predict` on a dataset read from files puts the outputs in the order of the files' shards.
+- Data whose number of batches Keras does not know costs a step without data in each epoch, which
+  counts in `optimizer.iterations` and decays weights. On a single device, too.
 
-Every override sits on the one model (and its optimizer) that was adapted.
+Every override sits on the one model (and its optimizer, losses and variables) that was adapted.
 """
 
 from __future__ import annotations
 
-import threading
-import types
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as keras_trainer
 
-from keras_distplug.compat.model import optimizers_of
+from keras_distplug.compat import collectives, empty_batches, losses, optimizers, replica_state
+from keras_distplug.compat.data import batch_size
+from keras_distplug.compat.model import drop_functions, layers_of, optimizers_of
+from keras_distplug.compat.override import is_marked, mark, override
+from keras_distplug.compat.share import current, share_of
+from keras_distplug.core.errors import ModelError
 
-_MARK = "_distplug_adapted"
+_WARNED = "_distplug_warned_of_uneven_batches"
 _STOCK_BUILD = "_distplug_stock_maybe_symbolic_build"
 
 
 def adapt(model: keras.Model) -> keras.Model:
-    """Makes `fit`, `evaluate` and `predict` of `model` right under its strategy.
+    """Makes `fit`, `evaluate`, `predict` and the `*_on_batch` methods right under a strategy.
 
-    Does nothing for a model of one replica on one worker, or when called again. A `train_step` of
-    your own takes its loss from `self.compute_loss` (or divides it by the number of replicas), as
-    under any `tf.distribute` strategy: gradients of the replicas are summed.
+    `distributed_fit` and the callbacks of `defaults()` do this by themselves; call it for a model
+    that is evaluated without being fitted. It acts on this model only, stays, and may be called
+    again.
+
+    What several replicas compute is what one process computes from the same global batches. That
+    takes some care of you where you write the step yourself:
+
+    - A `train_step` takes its loss from `self.compute_loss` or a `keras.losses.Loss` object;
+      another one it divides by the number of replicas, because gradients are summed.
+    - `add_loss` in a layer is taken as a mean over the samples of a batch.
+    - State that a layer assigns in `call` is averaged over the samples if it is floating, and has
+      to be the same on all replicas if it is not.
+
+    Example:
+
+    ```python
+    with strategy.scope():
+        model = keras.models.load_model("model.keras")
+    kd.adapt(model).evaluate(ds)
+    ```
 
     Args:
-        model: A Keras model made inside `strategy.scope()`.
+        model: A Keras model made inside `strategy.scope()`. On a single device, the only change is
+            that data of unknown length costs no step without data.
 
     Returns:
         The same model.
+
+    Raises:
+        ModelError: From here or from the first `fit`, `evaluate` or `*_on_batch`, for what cannot
+            be made right on several replicas: a stateful RNN, `jit_compile=True`, a loss with
+            `reduction=None`.
     """
-    strategy = model.distribute_strategy
-    if is_adapted(model) or not (strategy.num_replicas_in_sync > 1 or is_multi_worker(strategy)):
+    if not mark(model):
         return model
-    share = _Share()
-    _override(model, _MARK, True)
-    _override(model, "_maybe_symbolic_build", _symbolic_build(model))
-    _override(model, "_make_function", _make_function(model))
-    _override(model, "train_step", _weighted_train_step(model, share))
-    _override(model, "predict", _ordered_predict(model))
-    for optimizer in optimizers_of(model).values():
-        _reduce_before_clipping(optimizer, share)
-    for function in ("train_function", "test_function", "predict_function"):
-        setattr(model, function, None)
+    if not _has_several_replicas(model.distribute_strategy):
+        override(model, "train_step", _only_with_data(model))
+    else:
+        collectives.separate(model.distribute_strategy)
+        override(model, "_maybe_symbolic_build", _symbolic_build(model))
+        override(model, "_make_function", _make_function(model))
+        logged = _Logged()
+        override(model, "train_step", _step_of_share(model.train_step, logged, trains=True))
+        override(model, "test_step", _step_of_share(model.test_step, logged, trains=False))
+        override(model, "_aggregate_additional_loss", _additional_loss(model))
+        override(model, "_get_metrics_result_or_logs", _logs_of_all_replicas(model, logged))
+        override(model, "predict", _ordered_predict(model))
+        override(model, "predict_on_batch", _split_predict_on_batch(model))
+        _adapt_parts(model)
+    drop_functions(model)
     return model
 
 
 def is_adapted(model: keras.Model) -> bool:
-    return bool(model.__dict__.get(_MARK, False))
+    return is_marked(model)
 
 
 def is_multi_worker(strategy: tf.distribute.Strategy) -> bool:
     return bool(keras_trainer._collective_all_reduce_multi_worker(strategy))
+
+
+def _has_several_replicas(strategy: tf.distribute.Strategy) -> bool:
+    return strategy.num_replicas_in_sync > 1 or is_multi_worker(strategy)
 
 
 def install_dispatch() -> None:
@@ -104,48 +142,113 @@ def remove_dispatch() -> None:
         delattr(trainer, _STOCK_BUILD)
 
 
-class _Share(threading.local):
-    """What this replica's part of the global batch counts. Replicas are traced in threads.
+def _adapt_parts(model: keras.Model) -> None:
+    """Adapts what the model is made of. A later `compile` or `build` may have brought new parts."""
+    _refuse_what_stays_wrong(model)
+    for optimizer in optimizers_of(model).values():
+        optimizers.see_global_gradients(optimizer)
+    if getattr(model, "_compile_loss", None) is not None:
+        losses.of_global_batch(model._compile_loss)
+        losses.count_by_samples(model._loss_tracker)
+    for metric in model.metrics:
+        if "result" not in vars(metric):
+            override(metric, "result", _noted(metric))
+    replica_state.share_state(model)
+    empty_batches.keep_shapes(model)
 
-    Keras divides every replica's mean loss by the number of replicas R, so a replica that holds n
-    of the N samples of the global batch has to count R * n / N times.
-    """
 
-    weight: tf.Tensor | None = None
-    in_loss: bool = False  # the loss has been weighted, so the gradients must not be
+def _refuse_what_stays_wrong(model: keras.Model) -> None:
+    if getattr(model, "jit_compile", False):
+        raise ModelError(
+            f"The model {model.name!r} is compiled with jit_compile=True, but XLA cannot compile a "
+            "step that several replicas take together. Leave jit_compile out: Keras does not use "
+            "XLA under a strategy by itself."
+        )
+    for layer in layers_of(model):
+        if getattr(layer, "stateful", False):
+            raise ModelError(
+                f"Layer {layer.name!r} ({type(layer).__name__}) of model {model.name!r} is "
+                "stateful: it keeps a state for each sample from one batch to the next, but which "
+                "replica has which sample changes with the batch. Use stateful=False, or train on "
+                "one device."
+            )
 
 
-def _override(target: object, name: str, value: Any) -> None:
-    # Keras tracks attributes that are set the usual way.
-    object.__setattr__(target, name, value)
+def _only_with_data(model: keras.Model) -> Callable[[Any], Any]:
+    stock = model.train_step
+
+    def train_step(data: Any) -> Any:
+        # TensorFlow inlines the step into the function that asks for data, and there runs what
+        # does not depend on the data although there are none.
+        tensors = [value for value in keras.tree.flatten(data) if isinstance(value, tf.Tensor)]
+        with tf.control_dependencies([tf.identity(value) for value in tensors]):
+            return stock(data)
+
+    return train_step
 
 
 def _symbolic_build(model: keras.Model) -> Callable[..., None]:
     strategy = model.distribute_strategy
 
     def _maybe_symbolic_build(iterator: Any = None, data_batch: Any = None) -> None:
+        _adapt_parts(model)
         if iterator is not None:
-            for item in iterator:  # (step, iterator) in Keras 3.10, (begin, end, iterator) since
-                data_batch = keras.tree.map_structure(
-                    lambda value: strategy.experimental_local_results(value)[0], next(item[-1])
-                )
-                break
+            _warn_of_uneven_batches(model, iterator)
+            data_batch = _spec_of_first(iterator) or _first_batch(iterator, strategy)
         with strategy.scope():
             model._symbolic_build(data_batch=data_batch)
-        _average_statistics(model)
+        _adapt_parts(model)
 
     return _maybe_symbolic_build
 
 
-def _average_statistics(model: keras.Model) -> None:
-    """Makes replicas agree on state they each compute from their own part of the batch."""
-    for variable in model.non_trainable_variables:
-        mirrored = variable.value
-        if (
-            mirrored.dtype.is_floating
-            and getattr(mirrored, "_aggregation", None) == tf.VariableAggregation.NONE
-        ):
-            mirrored._aggregation = tf.VariableAggregation.MEAN
+def _warn_of_uneven_batches(model: keras.Model, iterator: Any) -> None:
+    strategy = model.distribute_strategy
+    replicas = strategy.num_replicas_in_sync
+    adapter = iterator.data_adapter
+    dataset = getattr(adapter, "_dataset", None)
+    batch = adapter.batch_size
+    if batch is None and isinstance(dataset, tf.data.Dataset):
+        batch = batch_size(dataset)
+    first_worker = not getattr(strategy.cluster_resolver, "task_id", 0)
+    if batch is None or batch % replicas == 0 or not first_worker or vars(model).get(_WARNED):
+        return
+    override(model, _WARNED, True)
+    fewer, more = batch // replicas, batch // replicas + 1
+    evenly = " or ".join(str(each * replicas) for each in (fewer, more) if each)
+    warnings.warn(
+        f"The global batch of {batch} samples does not divide by the {replicas} replicas of "
+        f"{type(strategy).__name__}. The results are right, but in each step all replicas wait for "
+        f"those with most samples. A batch of {evenly} is split evenly; "
+        "`keras_distplug.global_batch(per_replica)` computes it.",
+        stacklevel=2,
+    )
+
+
+def _spec_of_first(iterator: Any) -> Any:
+    """Shapes and types of a replica's batch. None where they are not known without looking.
+
+    Looking costs a batch of a generator, and the order that a shuffled dataset has first.
+    """
+
+    def first(spec: Any) -> Any:
+        spec = getattr(spec, "_value_specs", (spec,))[0]
+        return None if isinstance(spec, tf.OptionalSpec) else spec
+
+    batch = keras.tree.map_structure(first, iterator._distributed_dataset.element_spec)
+    known = (
+        spec is None or (spec.shape.rank is not None and None not in spec.shape[1:])
+        for spec in keras.tree.flatten(batch)
+    )
+    return batch if all(known) else None
+
+
+def _first_batch(iterator: Any, strategy: tf.distribute.Strategy) -> Any:
+    for item in iterator:  # (step, iterator) in Keras 3.10, (begin, end, iterator) since
+        return keras.tree.map_structure(
+            lambda value: strategy.experimental_local_results(value)[0], next(item[-1])
+        )
+    return None
 
 
 def _make_function(model: keras.Model) -> Callable[..., Any]:
@@ -158,27 +261,29 @@ def _make_function(model: keras.Model) -> Callable[..., Any]:
 
         @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
         def one_step_on_data(data: Any) -> Any:
-            outputs = strategy.run(step_and_average, args=(data,))
+            with losses.sums_over_samples(model):
+                outputs = strategy.run(step_and_average, args=(data,))
             return keras.tree.map_structure(
                 lambda value: strategy.experimental_local_results(value)[0], outputs
             )
 
         if not model.run_eagerly:
-            one_step_on_data = tf.function(
-                one_step_on_data, reduce_retracing=True, jit_compile=model.jit_compile
-            )
+            one_step_on_data = tf.function(one_step_on_data, reduce_retracing=True)
         if hasattr(model, "_autoconvert_optionals"):  # Keras 3.11 and newer
             one_step_on_data = model._autoconvert_optionals(one_step_on_data)
 
         def function(iterator: Any) -> Any:
+            if not isinstance(iterator, tf.data.Iterator | tf.distribute.DistributedIterator):
+                logs = one_step_on_data(_split(next(iterator), strategy))
+                return model._get_metrics_result_or_logs(logs)
             outputs = None
             for _ in range(model.steps_per_execution):
-                data = _next_or_none(iterator)
-                if data is None:
+                batch = iterator.get_next_as_optional()
+                if not batch.has_value():
                     if outputs is None:
                         raise tf.errors.OutOfRangeError(None, None, "End of sequence")
                     break
-                outputs = one_step_on_data(data.value)
+                outputs = one_step_on_data(batch.get_value())
             return outputs
 
         return function
@@ -196,18 +301,24 @@ def _of_any_batch_size(value: Any) -> Any:
     return tf.compat.v1.placeholder_with_default(value, [None, *value.shape[1:]])
 
 
-class _Batch:
-    """Tells a batch that is None from no batch."""
+def _split(batch: Any, strategy: tf.distribute.Strategy) -> Any:
+    """Gives each replica its part of a global batch that every worker has as a whole."""
+    replicas = strategy.num_replicas_in_sync
+    a_worker = len(strategy.extended.worker_devices)
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    def part(value: Any) -> Any:
+        value = value if isinstance(value, tf.SparseTensor) else tf.convert_to_tensor(value)
+        samples = value.shape[0]
 
+        def of_replica(context: tf.distribute.ValueContext) -> Any:
+            place = context.replica_id_in_sync_group
+            if is_multi_worker(strategy):  # the order in which Keras brings outputs together
+                place = place % a_worker * (replicas // a_worker) + place // a_worker
+            return value[samples * place // replicas : samples * (place + 1) // replicas]
 
-def _next_or_none(iterator: Any) -> _Batch | None:
-    if not isinstance(iterator, tf.data.Iterator | tf.distribute.DistributedIterator):
-        return next((_Batch(data) for data in iterator), None)
-    optional = iterator.get_next_as_optional()
-    return _Batch(optional.get_value()) if optional.has_value() else None
+        return strategy.experimental_distribute_values_from_function(of_replica)
+
+    return keras.tree.map_structure(lambda value: None if value is None else part(value), batch)
 
 
 def _mean_over_replicas(outputs: Any) -> Any:
@@ -228,22 +339,77 @@ def _mean_over_replicas(outputs: Any) -> Any:
     return keras.tree.pack_sequence_as(outputs, flat)
 
 
-def _weighted_train_step(model: keras.Model, share: _Share) -> Callable[[Any], Any]:
-    stock = model.train_step
+class _Logged:
+    """Names under which steps have logged the result of a metric, and those of anything else."""
 
-    def train_step(data: Any) -> Any:
-        context = tf.distribute.get_replica_context()
-        first = next(value for value in keras.tree.flatten(data) if value is not None)
-        samples = tf.cast(tf.shape(first)[0], tf.float32)
-        total = context.all_reduce(tf.distribute.ReduceOp.SUM, samples)
-        share.weight = samples * context.num_replicas_in_sync / total
-        share.in_loss = False
-        try:
-            return stock(data)
-        finally:
-            share.weight = None
+    def __init__(self) -> None:
+        self.results: set[str] = set()
+        self.others: set[str] = set()
 
-    return train_step
+    def note(self, logs: Any, results: Any) -> None:
+        for name, value in logs.items() if isinstance(logs, dict) else ():
+            if isinstance(value, dict):
+                self.note(value, results)
+            else:
+                (self.results if any(value is r for r in results) else self.others).add(name)
+
+    def is_result(self, name: str) -> bool:
+        return name in self.results and name not in self.others
+
+
+def _noted(metric: keras.metrics.Metric) -> Callable[[], Any]:
+    stock = metric.result
+
+    def result() -> Any:
+        value = stock()
+        if (share := current()) is not None:
+            share.results += keras.tree.flatten(value)
+        return value
+
+    return result
+
+
+def _step_of_share(
+    stock: Callable[[Any], Any], logged: _Logged, *, trains: bool
+) -> Callable[[Any], Any]:
+    def step(data: Any) -> Any:
+        with share_of(data) as share:
+            if trains:
+                _ = share.total  # its collective cannot be inside a condition of the user's step
+            logs = stock(data)
+            logged.note(logs, share.results)
+            replica_state.bring_together(share)
+        return logs
+
+    return step
+
+
+def _additional_loss(model: keras.Model) -> Callable[[Any], Any]:
+    stock = model._aggregate_additional_loss
+    return lambda loss: losses.of_samples(stock(loss))
+
+
+def _logs_of_all_replicas(model: keras.Model, logged: _Logged) -> Callable[[Any], Any]:
+    """Takes the results of metrics that a step has logged from the metrics, over all replicas.
+
+    Keras does so where the step has logged all of them, and nothing else.
+    """
+    stock = model._get_metrics_result_or_logs
+
+    def of_all(logs: Any) -> Any:
+        results = model.get_metrics_result()
+
+        def replaced(logs: Any) -> Any:
+            if not isinstance(logs, dict):
+                return logs
+            return {
+                name: results.get(name, value) if logged.is_result(name) else replaced(value)
+                for name, value in logs.items()
+            }
+
+        return replaced(stock(logs))
+
+    return of_all
 
 
 def _ordered_predict(model: keras.Model) -> Callable[..., Any]:
@@ -261,58 +427,10 @@ def _ordered_predict(model: keras.Model) -> Callable[..., Any]:
     return predict
 
 
-def _reduce_before_clipping(optimizer: keras.optimizers.Optimizer, share: _Share) -> None:
-    """Weights each replica by its samples and sums gradients before anything else is done to them.
+def _split_predict_on_batch(model: keras.Model) -> Callable[..., Any]:
+    def predict_on_batch(x: Any) -> Any:
+        model.make_predict_function()
+        outputs = model.predict_function([(_split(x, model.distribute_strategy),)])
+        return keras.tree.map_structure(keras_trainer.convert_to_np_if_not_ragged, outputs)
 
-    The weight belongs on the loss: a layer that talks to other replicas, such as synchronized
-    BatchNormalization, sends gradients there. Gradients are weighted where a custom `train_step`
-    does not call `optimizer.scale_loss`.
-    """
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    stock_apply = optimizer.apply
-    stock_scale_loss = optimizer.scale_loss
-
-    def scale_loss(self: Any, loss: Any) -> Any:
-        if share.weight is not None:
-            loss = loss * tf.cast(share.weight, loss.dtype)
-            share.in_loss = True
-        return stock_scale_loss(loss)
-
-    def apply(self: Any, grads: Iterable[Any], trainable_variables: Any = None) -> Any:
-        context = tf.distribute.get_replica_context()
-        if context is not None:
-            weight = None if share.in_loss else share.weight
-            grads = _summed(list(grads), weight, context)
-        return stock_apply(grads, trainable_variables)
-
-    def _all_reduce_sum_gradients(self: Any, grads_and_vars: Iterable[Any]) -> list[Any]:
-        return list(grads_and_vars)
-
-    for target, method in (
-        (optimizer, scale_loss),
-        (optimizer, apply),
-        (inner, _all_reduce_sum_gradients),
-    ):
-        _override(target, method.__name__, types.MethodType(method, target))
-
-
-def _summed(
-    grads: Sequence[Any], weight: tf.Tensor | None, context: tf.distribute.ReplicaContext
-) -> list[Any]:
-    """Sums `grads` over replicas, each times its `weight`; None stays None."""
-    present = [i for i, grad in enumerate(grads) if grad is not None]
-    if not present:
-        return list(grads)
-    weighted = [grads[i] if weight is None else _scaled(grads[i], weight) for i in present]
-    result = list(grads)
-    for i, grad in zip(
-        present, context.all_reduce(tf.distribute.ReduceOp.SUM, weighted), strict=True
-    ):
-        result[i] = grad
-    return result
-
-
-def _scaled(grad: Any, factor: tf.Tensor) -> Any:
-    if isinstance(grad, tf.IndexedSlices):
-        return tf.IndexedSlices(_scaled(grad.values, factor), grad.indices, grad.dense_shape)
-    return grad * tf.cast(factor, grad.dtype)
+    return predict_on_batch

@@ -16,7 +16,6 @@ NAMES = (
     "central_storage",
     "parameter_server",
 )
-_NOT_YET = ("central_storage", "parameter_server")
 
 
 class Cluster(Protocol):
@@ -58,10 +57,10 @@ def choose(requested: str, cluster: Cluster, gpus: int) -> Choice:
             f"{', '.join(map(repr, NAMES))}, or a tf.distribute.Strategy."
         )
     choice = _automatic(cluster, gpus) if requested == "auto" else Choice(requested, "asked for")
-    if choice.name in _NOT_YET:
+    if choice.name == "parameter_server":
         raise ConfigurationError(
             f"strategy={choice.name!r} ({choice.reason}) is not supported in this release. "
-            "Use 'mirrored' on one machine or 'multi_worker' on several."
+            "Use 'mirrored' or 'central_storage' on one machine, 'multi_worker' on several."
         )
     if choice.name == "multi_worker" and cluster.world_size < 2:
         raise ConfigurationError(

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,10 +11,12 @@ pytest.importorskip("tensorflow")
 pytestmark = pytest.mark.tf
 
 import keras  # noqa: E402
+import tensorflow as tf  # noqa: E402
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.compat import trainer  # noqa: E402
+from keras_distplug.compat.override import is_marked  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -50,8 +54,62 @@ def test_dispatch_leaves_other_models_alone() -> None:
     assert not trainer.is_adapted(mine)
 
 
-def test_adapt_one_replica() -> None:
-    """A model of one replica needs nothing and gets nothing."""
+def test_one_device_takes_no_step_without_data() -> None:
+    """Data of unknown length ends where it ends; plain Keras takes one more step."""
     mine = model()
     assert kd.adapt(mine) is mine
-    assert not trainer.is_adapted(mine)
+    dataset = tf.data.Dataset.from_tensor_slices((np.ones((8, 2)), np.ones((8, 1)))).batch(4)
+    mine.fit(dataset.filter(lambda *_: True), verbose=0)
+    assert mine.optimizer.iterations.numpy() == 2
+
+
+@pytest.fixture
+def mirrored() -> tf.distribute.Strategy:
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+def test_callbacks_adapt(mirrored: tf.distribute.Strategy, tmp_path: Path) -> None:
+    """A plain `fit` under MirroredStrategy with our callbacks clips what one process would."""
+    x, y = np.eye(6, 2, dtype="float32"), np.arange(6, dtype="float32")[:, None]
+    made = []
+    for scope in (tf.distribute.get_strategy().scope(), mirrored.scope()):
+        with scope:
+            keras.utils.set_random_seed(1)
+            one = model()
+            one.compile(keras.optimizers.SGD(0.1, clipnorm=0.01), "mse")
+        one.fit(x, y, batch_size=4, verbose=0, callbacks=kd.defaults(tmp_path / str(len(made))))
+        made.append(one)
+    for alone, together in zip(*(m.weights for m in made), strict=True):
+        np.testing.assert_allclose(alone.numpy(), together.numpy(), rtol=1e-5)
+
+
+def test_other_models_stay_as_they_are(mirrored: tf.distribute.Strategy) -> None:
+    """What is adapted is one model, its optimizer, losses and variables: no class is touched."""
+    loss = keras.losses.MeanSquaredError()
+    with mirrored.scope():
+        mine, other = (
+            keras.Sequential([keras.Input((2,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+            for _ in range(2)
+        )
+        for each in (mine, other):
+            each.compile(keras.optimizers.SGD(), loss, metrics=["mae"])
+    classes = (type(mine), keras.optimizers.SGD, type(loss), keras.Variable, keras.layers.Dropout)
+    before = [dict(vars(each)) for each in classes]
+    kd.adapt(mine).fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+    assert [dict(vars(each)) for each in classes] == before
+    other.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+    for part in (other, other.optimizer, loss, *other.layers, *other.variables):
+        assert not is_marked(part)
+
+
+def test_uneven_batches_are_warned_of(mirrored: tf.distribute.Strategy) -> None:
+    """Once, with the numbers; not for a batch that divides."""
+    with mirrored.scope():
+        uneven, even = model(), model()
+    x, y = np.ones((15, 2)), np.ones((15, 1))
+    with pytest.warns(UserWarning, match=r"of 5 samples .* by the 2 replicas .* of 4 or 6 is"):
+        kd.adapt(uneven).fit(x, y, batch_size=5, verbose=0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*does not divide.*")
+        uneven.fit(x, y, batch_size=5, verbose=0)
+        kd.adapt(even).fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(4), verbose=0)

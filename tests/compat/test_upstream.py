@@ -39,6 +39,22 @@ def mirrored() -> dict[str, Any]:
     return findings("mirrored", workers=1)
 
 
+@pytest.fixture(scope="module")
+def losses() -> dict[str, Any]:
+    """[one process, two replicas] each."""
+    return findings("mirrored_losses", workers=1)
+
+
+@pytest.fixture(scope="module")
+def empty() -> dict[str, Any]:
+    return findings("mirrored_empty", workers=1)
+
+
+@pytest.fixture(scope="module")
+def central() -> dict[str, Any]:
+    return findings("central", workers=1)
+
+
 def test_fit(multi_worker: dict[str, Any]) -> None:
     """keras-team/keras#20585: `_maybe_symbolic_build` fails under MultiWorkerMirroredStrategy."""
     assert multi_worker["fit"][0] == "ValueError"
@@ -74,3 +90,81 @@ def test_uneven_batch(mirrored: dict[str, Any]) -> None:
 def test_clipping(mirrored: dict[str, Any]) -> None:
     """Gradients are clipped on each replica before they are summed."""
     assert not np.allclose(*mirrored["clipped"], rtol=1e-3)
+
+
+@pytest.mark.parametrize("finding", ["weighted mean", "masked mean", "scalar", "outputs"])
+def test_losses(finding: str, losses: dict[str, Any]) -> None:
+    """Replicas divide by their own weights, valid steps or samples; a scalar counts R times."""
+    alone, together = losses[finding]
+    name = "a_loss" if finding == "outputs" else "loss"
+    assert not np.allclose(alone[name], together[name], rtol=1e-2)
+
+
+def test_activity_regularizer(losses: dict[str, Any]) -> None:
+    """Keras 3.10 divides what is a sum over samples by the number of replicas."""
+    alone, together = losses["activity"]
+    if np.allclose(alone["loss"], together["loss"], rtol=1e-5):
+        pytest.skip("this Keras divides it by the number of samples, which is right")
+    assert not np.allclose(alone["loss"], together["loss"], rtol=1e-2)
+
+
+def test_steps_per_execution(mirrored: dict[str, Any]) -> None:
+    """A `while_loop` cannot hold what replicas do together."""
+    assert mirrored["steps_per_execution"][:1] == ["InvalidArgumentError"]
+
+
+@pytest.mark.parametrize("finding", ["accumulation", "overwriting"])
+def test_conditional_updates(finding: str, mirrored: dict[str, Any]) -> None:
+    """Variables are updated inside one replica's `tf.cond`."""
+    assert mirrored[finding][0] == "RuntimeError"
+    assert "_backend_apply_gradients" in mirrored[finding]
+
+
+def test_overflow() -> None:
+    """Only the first replica is asked whether its gradients are finite."""
+    assert findings("mirrored_overflow", workers=1)["finite"] is False
+
+
+def test_second_strategy() -> None:
+    """The collectives of two MirroredStrategy objects have the same numbers, but not shapes."""
+    assert findings("second_strategy", workers=1)["second"][0] == "InvalidArgumentError"
+
+
+def test_masks(mirrored: dict[str, Any]) -> None:
+    """All replicas drop the same units."""
+    first, second = mirrored["masks"]
+    assert first == second
+
+
+def test_predict_on_batch(mirrored: dict[str, Any]) -> None:
+    """Every replica predicts the whole batch."""
+    assert mirrored["predicted of 4"] == 8
+
+
+def test_generator(mirrored: dict[str, Any]) -> None:
+    """The first batch of a generator is taken for its shapes and not trained on."""
+    alone, together = mirrored["generated"]
+    assert not np.allclose(alone, together, rtol=1e-2)
+
+
+def test_unknown_cardinality() -> None:
+    """A step without data, on a single device, too."""
+    assert findings("alone", workers=1)["steps for 2 batches of unknown number"] == 3
+
+
+def test_empty_convolution(empty: dict[str, Any]) -> None:
+    """oneDNN gives a convolution of no samples the shape of its input."""
+    assert empty["shape"] == [0, 3, 3, 1]
+
+
+def test_empty_statistics(empty: dict[str, Any]) -> None:
+    """Moving statistics of a replica without samples become NaN."""
+    assert empty["finite"] == [True, False]
+
+
+def test_central_storage(central: dict[str, Any]) -> None:
+    """Metrics count what was there once for each replica; statistics cannot be assigned."""
+    alone, together = central["metrics"]
+    assert not np.allclose(alone[0], together[0], rtol=1e-2)
+    assert central["statistics"][0] == "ValueError"
+    assert central["statistics"][-1] == "_assign_func"

@@ -61,6 +61,16 @@ def interrupt(directory: Path, epoch: int, batch: int, **more: Any) -> None:
         train(directory, stop=small.Stop(epoch, batch), **more)
 
 
+@pytest.mark.parametrize("strategy", ["mirrored", "central_storage"])
+def test_several_replicas(strategy: str, tmp_path: Path) -> None:
+    """Interrupted on two replicas, each of which drops units of its own: the same bits."""
+    expected, _ = train(tmp_path / "expected", strategy=strategy)
+    interrupt(tmp_path / "run", 2, 1, strategy=strategy)
+    found, history = train(tmp_path / "run", strategy=strategy)
+    assert history.model.distribute_strategy.num_replicas_in_sync == 2
+    assert small.state(found) == small.state(expected)
+
+
 @pytest.mark.parametrize("given", small.INPUTS)
 def test_interrupted(given: str, tmp_path: Path) -> None:
     """A run that was interrupted ends in the bits and the History of one that was not: weights,

@@ -1,6 +1,7 @@
 """What Keras and TensorFlow get wrong by themselves, one finding a line, as JSON.
 
-python upstream.py multi_worker | mirrored
+python upstream.py multi_worker | late | alone | mirrored | mirrored_losses | mirrored_overflow |
+    mirrored_empty | second_strategy | central
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -31,7 +33,7 @@ def failing_in(call: Callable[[], object]) -> list[str]:
     return []
 
 
-def model(**optimizer: float) -> keras.Model:
+def model(**optimizer: Any) -> keras.Model:
     keras.utils.set_random_seed(1)
     made = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     made.compile(keras.optimizers.SGD(0.1, **optimizer), "mse")
@@ -84,10 +86,24 @@ def predict_from_files(strategy: tf.distribute.Strategy) -> list[float]:
     return double.predict(dataset, verbose=0)[:, 0].tolist()
 
 
-def mirrored() -> None:
+def two_devices() -> None:
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+def two_mirrored() -> tf.distribute.Strategy:
+    two_devices()
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+def alone() -> None:
+    plain = model()
+    plain.fit(data(8).filter(lambda *_: True), verbose=0)
+    say("steps for 2 batches of unknown number", int(plain.optimizer.iterations))
+
+
+def mirrored() -> None:
+    strategy = two_mirrored()
 
     def weights(samples: int, distributed: bool, **optimizer: float) -> list[float]:
         scope = strategy.scope() if distributed else tf.distribute.get_strategy().scope()
@@ -100,6 +116,160 @@ def mirrored() -> None:
     say("uneven", [weights(7, False), weights(7, True)])
     say("clipped", [weights(4, False, clipnorm=0.1), weights(4, True, clipnorm=0.1)])
 
+    def failing(data: tf.data.Dataset, **compiled: Any) -> list[str]:
+        optimizer = {k: compiled.pop(k) for k in list(compiled) if k != "steps_per_execution"}
+        with strategy.scope():
+            made = model(**optimizer)
+            made.compile(made.optimizer, "mse", **compiled)
+        return failing_in(lambda: made.fit(data, verbose=0))
+
+    say("steps_per_execution", failing(data(8), steps_per_execution=2))
+    say("accumulation", failing(data(8), gradient_accumulation_steps=2))
+    say("overwriting", failing(data(8), use_ema=True, ema_overwrite_frequency=2))
+
+    with strategy.scope():
+        dropout = keras.layers.Dropout(0.5, seed=1)
+        made = model()
+    drawn = strategy.run(lambda: dropout(tf.ones((8, 8)), training=True))
+    say("masks", [v.numpy().tolist() for v in strategy.experimental_local_results(drawn)])
+    say("predicted of 4", len(made.predict_on_batch(np.ones((4, 2)))))
+
+    def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for number in range(3):
+            yield np.ones((4, 2)), np.full((4, 1), 10.0**number)
+
+    generated = []
+    for scope in (tf.distribute.get_strategy().scope(), strategy.scope()):
+        with scope:
+            made = model()
+        generated.append(made.fit(batches(), steps_per_epoch=3, verbose=0).history["loss"])
+    say("generated", generated)
+
+
+def mirrored_losses() -> None:
+    strategy = two_mirrored()
+
+    def losses(build: Callable[[], keras.Model], *arrays: np.ndarray) -> list[Any]:
+        found = []
+        for scope in (tf.distribute.get_strategy().scope(), strategy.scope()):
+            with scope:
+                made = build()
+            dataset = tf.data.Dataset.from_tensor_slices(arrays).batch(4)
+            found.append(made.fit(dataset, verbose=0).history)
+        return found
+
+    x, y, w = np.eye(4, 2), np.arange(4.0)[:, None], np.array([1.0, 9, 1, 1])
+    tagged = np.array([[1, 0], [1, 2], [1, 2], [1, 2]])
+
+    def compiled(**arguments: Any) -> keras.Model:
+        made = model()
+        made.compile(made.optimizer, **arguments)
+        return made
+
+    def masked() -> keras.Model:
+        keras.utils.set_random_seed(1)
+        layers = keras.layers
+        made = keras.Sequential([layers.Embedding(3, 2, mask_zero=True), layers.Dense(1)])
+        made.compile("sgd", "mse")
+        return made
+
+    def two_outputs() -> keras.Model:
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((2,))
+        dense = keras.layers.Dense
+        made = keras.Model(inputs, [dense(1, name="a")(inputs), dense(1, name="b")(inputs)])
+        made.compile("sgd", ["mse", "mse"])
+        return made
+
+    def active() -> keras.Model:
+        keras.utils.set_random_seed(1)
+        layer = keras.layers.Dense(1, activity_regularizer=keras.regularizers.L2(1.0))
+        made = keras.Sequential([keras.Input((2,)), layer])
+        made.compile("sgd", "mse")
+        return made
+
+    mean = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    say("weighted mean", losses(lambda: compiled(loss=mean), x, y, w))
+    say("masked mean", losses(masked, tagged, np.arange(8.0).reshape(4, 2, 1)))
+    say("scalar", losses(lambda: compiled(loss=lambda a, b: tf.reduce_mean((a - b) ** 2)), x, y))
+    say("activity", losses(active, x, y))
+    uneven = np.arange(14.0).reshape(7, 2)
+    targets = (uneven[:, :1] ** 2, uneven[:, 1:] ** 2)
+    found = []
+    for scope in (tf.distribute.get_strategy().scope(), strategy.scope()):
+        with scope:
+            made = two_outputs()
+        dataset = tf.data.Dataset.from_tensor_slices((uneven, targets)).batch(4)
+        found.append(made.fit(dataset, verbose=0).history)
+    say("outputs", found)
+
+
+def mirrored_overflow() -> None:
+    """One replica's gradients are not finite, so none must be applied."""
+    strategy = two_mirrored()
+    with strategy.scope():
+        made = model()
+        scaled = keras.optimizers.LossScaleOptimizer(made.optimizer)
+        made.compile(scaled, "mse")
+    x = np.ones((4, 2), "float32")
+    x[3] = 3e38
+    dataset = tf.data.Dataset.from_tensor_slices((x, np.ones((4, 1)))).batch(4)
+    made.fit(dataset, verbose=0)
+    say("finite", bool(np.isfinite(made.layers[-1].kernel.numpy()).all()))
+
+
+def mirrored_empty() -> None:
+    strategy = two_mirrored()
+    empty = tf.nn.conv2d(tf.zeros([0, 3, 3, 1]), tf.ones([2, 2, 1, 3]), 1, "VALID")
+    say("shape", list(empty.shape))
+    with strategy.scope():
+        made = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization()])
+        made.compile("sgd", "mse")
+    x = tf.data.Dataset.from_tensor_slices((np.ones((5, 2)), np.ones((5, 2)))).batch(4)
+    made.fit(x, verbose=0)
+    means = strategy.experimental_local_results(made.layers[-1].moving_mean.value)
+    say("finite", [bool(np.isfinite(mean.numpy()).all()) for mean in means])
+
+
+def second_strategy() -> None:
+    with two_mirrored().scope():
+        model().fit(data(), verbose=0)
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        made = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1), keras.layers.Dense(1)])
+        made.compile("adam", "mse", metrics=["mae"])
+    say("second", failing_in(lambda: made.fit(data(), verbose=0)))
+
+
+def central() -> None:
+    two_devices()
+    storage = tf.distribute.experimental.CentralStorageStrategy
+    strategy = storage(["CPU:0", "CPU:1"], "CPU:0")
+    with strategy.scope():
+        made = model()
+        made.compile(made.optimizer, "mse", metrics=[keras.metrics.AUC()])
+        normalization = keras.layers.BatchNormalization()
+        normalization.build((None, 2))
+    dataset = data(8).map(lambda x, y: (x, tf.cast(y > 20.0, tf.float32)))
+    logs = made.evaluate(dataset, verbose=0)
+    plain = model()
+    plain.compile(plain.optimizer, "mse", metrics=[keras.metrics.AUC()])
+    say("metrics", [logs, plain.evaluate(dataset, verbose=0)])
+    say(
+        "statistics",
+        failing_in(lambda: strategy.run(lambda: normalization(tf.ones((2, 2)), training=True))),
+    )
+
 
 keras.config.disable_traceback_filtering()
-{"multi_worker": multi_worker, "late": late, "mirrored": mirrored}[sys.argv[1]]()
+CASES = (
+    multi_worker,
+    late,
+    alone,
+    mirrored,
+    mirrored_losses,
+    mirrored_overflow,
+    mirrored_empty,
+    second_strategy,
+    central,
+)
+{case.__name__: case for case in CASES}[sys.argv[1]]()

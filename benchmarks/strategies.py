@@ -1,0 +1,164 @@
+"""What being right costs: step time of an adapted model over that of plain Keras.
+
+    python benchmarks/strategies.py [--rounds 40] [--json FILE]
+
+MirroredStrategy over two logical CPU devices, on work that plain Keras gets right, too: even
+batches, no clipping, no dropout. Both models take turns, three steps each, in one process; the
+ratio is that of the medians, its spread that of the rounds. Not verified on GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import numpy as np
+import tensorflow as tf
+from rich.console import Console
+from rich.table import Table
+
+import keras_distplug as kd
+
+STEPS_A_TURN = 3
+Build = Callable[[], keras.Model]
+
+
+def perceptron() -> keras.Model:
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            keras.Input((512,)),
+            *(layers.Dense(1024, activation="relu") for _ in range(3)),
+            layers.Dense(10),
+        ]
+    )
+    return compiled(model)
+
+
+def convolutional(*, normalized: bool) -> keras.Model:
+    layers = keras.layers
+    hidden: list[keras.Layer] = []
+    for filters in (16, 32, 32):
+        hidden.append(layers.Conv2D(filters, 3, padding="same"))
+        if normalized:
+            hidden.append(layers.BatchNormalization(synchronized=True))
+        hidden += [layers.ReLU(), layers.MaxPooling2D()]
+    return compiled(
+        keras.Sequential([keras.Input((32, 32, 3)), *hidden, layers.Flatten(), layers.Dense(10)])
+    )
+
+
+def compiled(model: keras.Model) -> keras.Model:
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss, metrics=["accuracy"])
+    return model
+
+
+CASES: dict[str, tuple[Build, int]] = {
+    "perceptron, 2.6 M weights, batch 256": (perceptron, 256),
+    "three convolutions, batch 128": (lambda: convolutional(normalized=False), 128),
+    "three convolutions, synchronized BatchNormalization": (
+        lambda: convolutional(normalized=True),
+        128,
+    ),
+}
+
+
+def step_of(
+    build: Build, batch: int, strategy: tf.distribute.Strategy, *, adapted: bool
+) -> Callable[[], None]:
+    """A function that takes one training step."""
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = build()
+    if adapted:
+        kd.adapt(model)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(batch, *model.input_shape[1:])).astype("float32")
+    data = tf.data.Dataset.from_tensors((x, rng.integers(0, 10, batch))).repeat()
+    model.fit(data, steps_per_epoch=3, verbose=0)
+    batches = iter(strategy.experimental_distribute_dataset(data))
+
+    def step() -> None:
+        float(model.train_function(batches)["loss"])
+
+    return step
+
+
+def seconds(step: Callable[[], None]) -> Iterator[float]:
+    for _ in range(STEPS_A_TURN):
+        begin = time.perf_counter()
+        step()
+        yield time.perf_counter() - begin
+
+
+def measure(build: Build, batch: int, rounds: int) -> dict[str, float]:
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    steps = {
+        name: step_of(build, batch, strategy, adapted=name == "adapted")
+        for name in ("stock", "adapted")
+    }
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    ratios = []
+    for number in range(rounds):
+        turn = {}
+        for name in sorted(steps, reverse=bool(number % 2)):
+            turn[name] = list(seconds(steps[name]))
+            taken[name] += turn[name]
+        ratios.append(statistics.median(turn["adapted"]) / statistics.median(turn["stock"]))
+    stock, adapted = (statistics.median(taken[name]) for name in ("stock", "adapted"))
+    low, _, high = statistics.quantiles(ratios, n=4)
+    return {
+        "stock_ms": 1000 * stock,
+        "adapted_ms": 1000 * adapted,
+        "ratio": adapted / stock,
+        "ratio_first_quartile": low,
+        "ratio_third_quartile": high,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=40, help="turns of each model")
+    parser.add_argument("--json", type=Path, help="where to write the numbers")
+    arguments = parser.parse_args()
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    each = tf.config.LogicalDeviceConfiguration()
+    tf.config.set_logical_device_configuration(cpu, [each] * 2)
+    table = Table(title="Step time, two mirrored logical CPU devices")
+    for heading in ("model", "plain Keras", "adapted", "ratio", "quartiles"):
+        table.add_column(heading)
+    found = {}
+    for name, (build, batch) in CASES.items():
+        one = found[name] = measure(build, batch, arguments.rounds)
+        table.add_row(
+            name,
+            f"{one['stock_ms']:.1f} ms",
+            f"{one['adapted_ms']:.1f} ms",
+            f"{one['ratio']:.3f}",
+            f"{one['ratio_first_quartile']:.3f} to {one['ratio_third_quartile']:.3f}",
+        )
+    Console(width=120).print(table)
+    machine = {
+        "cores": os.cpu_count(),
+        "processor": platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+        "tensorflow": tf.__version__,
+        "keras": keras.__version__,
+    }
+    print(json.dumps(machine))
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"machine": machine, "cases": found}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

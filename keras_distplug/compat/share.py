@@ -1,0 +1,80 @@
+"""This replica's part of the global batch.
+
+Keras scales the loss of every replica by 1/R, R being the number of replicas, and the gradients are
+summed. That is the mean over the global batch of N samples only where each replica has N/R of them:
+one that has n has to count `weight` = R * n / N times. In whatever is added up over replicas, a
+loss or a loss metric, a replica's value counts `weight` times; what is not a mean over samples is
+divided by it before (`compat/losses.py`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+
+class Share:
+    """What one replica has of one step's global batch, as tensors of the trace of that step."""
+
+    def __init__(self, data: Any) -> None:
+        first = next(value for value in keras.tree.flatten(data) if value is not None)
+        self.samples = tf.cast(_samples(first), tf.float32)
+        self.in_loss = False  # the loss has been weighted, so the gradients must not be
+        self.touched: dict[int, keras.Variable] = {}  # statistics that this step has assigned
+        self.results: list[Any] = []  # of metrics, which the step may log
+        self._context = tf.distribute.get_replica_context()
+        self._total: tf.Tensor | None = None
+
+    @property
+    def replicas(self) -> int:
+        return int(self._context.num_replicas_in_sync)
+
+    @property
+    def total(self) -> tf.Tensor:
+        """Samples in the global batch. A collective when first asked for."""
+        if self._total is None:
+            self._total = self.summed(self.samples)
+        return self._total
+
+    @property
+    def weight(self) -> tf.Tensor:
+        return self.samples * self.replicas / self.total
+
+    def summed(self, value: Any) -> Any:
+        """The sum over all replicas."""
+        return self._context.all_reduce(tf.distribute.ReduceOp.SUM, value)
+
+
+class _Current(threading.local):
+    share: Share | None = None  # replicas are traced in threads
+
+
+_current = _Current()
+
+
+@contextmanager
+def share_of(data: Any) -> Iterator[Share]:
+    """Makes the share that `data` is the current one."""
+    share = Share(data)
+    before, _current.share = _current.share, share
+    try:
+        yield share
+    finally:
+        _current.share = before
+
+
+def current() -> Share | None:
+    return _current.share
+
+
+def _samples(value: Any) -> Any:
+    if isinstance(value, tf.RaggedTensor):
+        return value.nrows()
+    if isinstance(value, tf.SparseTensor):
+        return value.dense_shape[0]
+    return tf.shape(value)[0]

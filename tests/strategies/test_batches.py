@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("tensorflow")
+pytestmark = pytest.mark.tf
+
+import tensorflow as tf  # noqa: E402
+
+import keras_distplug as kd  # noqa: E402
+from keras_distplug.core.errors import ConfigurationError  # noqa: E402
+
+
+@pytest.fixture
+def mirrored() -> tf.distribute.Strategy:
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+def test_of_the_strategy(mirrored: tf.distribute.Strategy) -> None:
+    """The one given, the one in scope, or that of `init()`: here, of one device."""
+    assert kd.global_batch(32, mirrored) == 64
+    assert kd.scaled_learning_rate(0.1, mirrored) == 0.2
+    with mirrored.scope():
+        assert kd.global_batch(32) == 64
+    assert kd.global_batch(32) == 32
+    assert kd.scaled_learning_rate(0.1) == 0.1
+
+
+@pytest.mark.parametrize("per_replica", [0, -1, 2.5, True, "32"])
+def test_what_is_no_number_of_samples(per_replica: object) -> None:
+    """Refused, with what was received."""
+    with pytest.raises(ConfigurationError, match=f"at least 1. Received: {per_replica!r}"):
+        kd.global_batch(per_replica)  # type: ignore[arg-type]

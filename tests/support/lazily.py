@@ -1,0 +1,14 @@
+"""Modules that are imported when they are first used, so that tests can be collected without."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+class Lazily:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._name), name)
