@@ -101,8 +101,9 @@ def seconds(step: Callable[[], None]) -> Iterator[float]:
         yield time.perf_counter() - begin
 
 
-def measure(build: Build, batch: int, rounds: int) -> dict[str, float]:
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+def measure(
+    build: Build, batch: int, strategy: tf.distribute.Strategy, rounds: int
+) -> dict[str, float]:
     steps = {
         name: step_of(build, batch, strategy, adapted=name == "adapted")
         for name in ("stock", "adapted")
@@ -134,12 +135,13 @@ def main() -> None:
     cpu = tf.config.list_physical_devices("CPU")[0]
     each = tf.config.LogicalDeviceConfiguration()
     tf.config.set_logical_device_configuration(cpu, [each] * 2)
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     table = Table(title="Step time, two mirrored logical CPU devices")
     for heading in ("model", "plain Keras", "adapted", "ratio", "quartiles"):
         table.add_column(heading)
     found = {}
     for name, (build, batch) in CASES.items():
-        one = found[name] = measure(build, batch, arguments.rounds)
+        one = found[name] = measure(build, batch, strategy, arguments.rounds)
         table.add_row(
             name,
             f"{one['stock_ms']:.1f} ms",

@@ -8,12 +8,15 @@ What is wrong upstream on several replicas (Keras 3.10 to 3.15):
   gradients and its value in History are R times too large.
 - An `activity_regularizer` is a sum over the samples in Keras 3.10, but divided by the number of
   replicas, and so R times too small. Newer versions divide it by the number of samples.
+- Replicas are traced in turns, but what layers `add_loss` is kept on the layers, so that behind a
+  layer that waits for the other replicas (a synchronized BatchNormalization) a replica finds the
+  losses of another one.
 - The losses of single outputs in History are means over replicas, not over samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableSequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -55,6 +58,39 @@ def count_by_samples(tracker: keras.metrics.Metric) -> None:
     """Makes a tracker of losses the mean over samples, where it is not told how many there are."""
     if mark(tracker):
         override(tracker, "update_state", _weighted_update(tracker.update_state, unscaled=False))
+
+
+def keep_apart(model: keras.Model) -> None:
+    """Keeps what the layers of `model` add to the loss with the replica that adds it."""
+    for layer in (model, *layers_of(model)):
+        if not isinstance(layer._losses, _AddedLosses):
+            override(layer, "_losses", _AddedLosses(layer._losses))
+
+
+class _AddedLosses(MutableSequence[Any]):
+    """A layer's list of losses: in a step, that of the replica."""
+
+    def __init__(self, losses: Iterable[Any]) -> None:
+        self._outside = list(losses)
+
+    def _here(self) -> list[Any]:
+        share = current()
+        return self._outside if share is None else share.added_losses.setdefault(id(self), [])
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._here()[index]
+
+    def __setitem__(self, index: Any, loss: Any) -> None:
+        self._here()[index] = loss
+
+    def __delitem__(self, index: Any) -> None:
+        del self._here()[index]
+
+    def __len__(self) -> int:
+        return len(self._here())
+
+    def insert(self, index: int, value: Any) -> None:
+        self._here().insert(index, value)
 
 
 def _replace(compiled: CompileLoss) -> None:

@@ -19,27 +19,27 @@ import tensorflow as tf
 
 
 class Share:
-    """What one replica has of one step's global batch, as tensors of the trace of that step."""
+    """What one replica has of one step's global batch, as tensors of the trace of that step.
 
-    def __init__(self, data: Any) -> None:
-        first = next(value for value in keras.tree.flatten(data) if value is not None)
-        self.samples = tf.cast(_samples(first), tf.float32)
+    Args:
+        data: The replica's part of the batch.
+        total: Samples in the global batch. None: the replicas tell each other.
+    """
+
+    def __init__(self, data: Any, total: tf.Tensor | None) -> None:
+        self.samples = samples_of(data)
         self.in_loss = False  # the loss has been weighted, so the gradients must not be
         self.touched: dict[int, keras.Variable] = {}  # statistics that this step has assigned
         self.results: list[Any] = []  # of metrics, which the step may log
+        self.added_losses: dict[int, list[Any]] = {}  # by the layer that has added them
         self._context = tf.distribute.get_replica_context()
-        self._total: tf.Tensor | None = None
+        # Here, because a collective lets the next replica's thread run, and inside a condition
+        # there can be none.
+        self.total = self.summed(self.samples) if total is None else total
 
     @property
     def replicas(self) -> int:
         return int(self._context.num_replicas_in_sync)
-
-    @property
-    def total(self) -> tf.Tensor:
-        """Samples in the global batch. A collective when first asked for."""
-        if self._total is None:
-            self._total = self.summed(self.samples)
-        return self._total
 
     @property
     def weight(self) -> tf.Tensor:
@@ -58,9 +58,9 @@ _current = _Current()
 
 
 @contextmanager
-def share_of(data: Any) -> Iterator[Share]:
+def share_of(data: Any, total: tf.Tensor | None) -> Iterator[Share]:
     """Makes the share that `data` is the current one."""
-    share = Share(data)
+    share = Share(data, total)
     before, _current.share = _current.share, share
     try:
         yield share
@@ -72,9 +72,13 @@ def current() -> Share | None:
     return _current.share
 
 
-def _samples(value: Any) -> Any:
-    if isinstance(value, tf.RaggedTensor):
-        return value.nrows()
-    if isinstance(value, tf.SparseTensor):
-        return value.dense_shape[0]
-    return tf.shape(value)[0]
+def samples_of(data: Any) -> tf.Tensor:
+    """The number of samples in a batch, as a float."""
+    first = next(value for value in keras.tree.flatten(data) if value is not None)
+    if isinstance(first, tf.RaggedTensor):
+        count = first.nrows()
+    elif isinstance(first, tf.SparseTensor):
+        count = first.dense_shape[0]
+    else:
+        count = tf.shape(first)[0]
+    return tf.cast(count, tf.float32)

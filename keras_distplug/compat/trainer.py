@@ -23,7 +23,8 @@ Every override sits on the one model (and its optimizer, losses and variables) t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager as ContextManager
 from typing import Any
 
 import keras
@@ -34,7 +35,7 @@ from keras_distplug.compat import collectives, empty_batches, losses, optimizers
 from keras_distplug.compat.data import batch_size
 from keras_distplug.compat.model import drop_functions, layers_of, optimizers_of
 from keras_distplug.compat.override import is_marked, mark, override
-from keras_distplug.compat.share import current, share_of
+from keras_distplug.compat.share import current, samples_of, share_of
 from keras_distplug.core.errors import ModelError
 
 _WARNED = "_distplug_warned_of_uneven_batches"
@@ -83,11 +84,9 @@ def adapt(model: keras.Model) -> keras.Model:
         override(model, "train_step", _only_with_data(model))
     else:
         collectives.separate(model.distribute_strategy)
-        override(model, "_maybe_symbolic_build", _symbolic_build(model))
-        override(model, "_make_function", _make_function(model))
         logged = _Logged()
-        override(model, "train_step", _step_of_share(model.train_step, logged, trains=True))
-        override(model, "test_step", _step_of_share(model.test_step, logged, trains=False))
+        override(model, "_maybe_symbolic_build", _symbolic_build(model))
+        override(model, "_make_function", _make_function(model, logged))
         override(model, "_aggregate_additional_loss", _additional_loss(model))
         override(model, "_get_metrics_result_or_logs", _logs_of_all_replicas(model, logged))
         override(model, "predict", _ordered_predict(model))
@@ -150,6 +149,7 @@ def _adapt_parts(model: keras.Model) -> None:
     if getattr(model, "_compile_loss", None) is not None:
         losses.of_global_batch(model._compile_loss)
         losses.count_by_samples(model._loss_tracker)
+    losses.keep_apart(model)
     for metric in model.metrics:
         if "result" not in vars(metric):
             override(metric, "result", _noted(metric))
@@ -178,13 +178,21 @@ def _only_with_data(model: keras.Model) -> Callable[[Any], Any]:
     stock = model.train_step
 
     def train_step(data: Any) -> Any:
-        # TensorFlow inlines the step into the function that asks for data, and there runs what
-        # does not depend on the data although there are none.
-        tensors = [value for value in keras.tree.flatten(data) if isinstance(value, tf.Tensor)]
-        with tf.control_dependencies([tf.identity(value) for value in tensors]):
+        with _after(data):
             return stock(data)
 
     return train_step
+
+
+def _after(data: Any) -> ContextManager[None]:
+    """Lets nothing happen without `data`.
+
+    TensorFlow inlines a step into the function that asks for data, and there runs what does not
+    depend on them although there are none.
+    """
+    tensors = [value for value in keras.tree.flatten(data) if isinstance(value, tf.Tensor)]
+    waiting: ContextManager[None] = tf.control_dependencies([tf.identity(t) for t in tensors])
+    return waiting
 
 
 def _symbolic_build(model: keras.Model) -> Callable[..., None]:
@@ -251,44 +259,69 @@ def _first_batch(iterator: Any, strategy: tf.distribute.Strategy) -> Any:
     return None
 
 
-def _make_function(model: keras.Model) -> Callable[..., Any]:
+def _make_function(model: keras.Model, logged: _Logged) -> Callable[..., Any]:
     strategy = model.distribute_strategy
 
     def _make_function(step_function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def step_and_average(data: Any) -> Any:
+        def step(data: Any, total: Any) -> Any:
             data = keras.tree.map_structure(_of_any_batch_size, data)
-            return _mean_over_replicas(step_function(data))
+            with _after(data), share_of(data, total) as share:
+                logs = step_function(data)
+                logged.note(logs, share.results)
+                replica_state.bring_together(share)
+            return logs if total is not None else _mean_over_workers(logs)
 
         @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
         def one_step_on_data(data: Any) -> Any:
+            total = None if is_multi_worker(strategy) else _samples_on_all(data, strategy)
             with losses.sums_over_samples(model):
-                outputs = strategy.run(step_and_average, args=(data,))
+                logs = strategy.run(step, args=(data, total))
             return keras.tree.map_structure(
-                lambda value: strategy.experimental_local_results(value)[0], outputs
+                lambda value: _mean(strategy.experimental_local_results(value)), logs
             )
+
+        @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+        def next_step(iterator: Any) -> Any:
+            return one_step_on_data(iterator.get_next())
 
         if not model.run_eagerly:
             one_step_on_data = tf.function(one_step_on_data, reduce_retracing=True)
         if hasattr(model, "_autoconvert_optionals"):  # Keras 3.11 and newer
             one_step_on_data = model._autoconvert_optionals(one_step_on_data)
+        if is_multi_worker(strategy):
+            # An error in a function that workers run together leaves no collective working.
+            next_step = _asking_first(one_step_on_data)
+        elif not model.run_eagerly:
+            next_step = tf.function(next_step, reduce_retracing=True)
 
         def function(iterator: Any) -> Any:
             if not isinstance(iterator, tf.data.Iterator | tf.distribute.DistributedIterator):
                 logs = one_step_on_data(_split(next(iterator), strategy))
-                return model._get_metrics_result_or_logs(logs)
+                logs = model._get_metrics_result_or_logs(logs)
+                return keras.tree.map_structure(tf.convert_to_tensor, logs)
             outputs = None
             for _ in range(model.steps_per_execution):
-                batch = iterator.get_next_as_optional()
-                if not batch.has_value():
+                try:
+                    outputs = next_step(iterator)
+                except tf.errors.OutOfRangeError:
                     if outputs is None:
-                        raise tf.errors.OutOfRangeError(None, None, "End of sequence")
+                        raise
                     break
-                outputs = one_step_on_data(batch.get_value())
             return outputs
 
         return function
 
     return _make_function
+
+
+def _asking_first(one_step_on_data: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def next_step(iterator: Any) -> Any:
+        batch = iterator.get_next_as_optional()
+        if not batch.has_value():
+            raise tf.errors.OutOfRangeError(None, None, "End of sequence")
+        return one_step_on_data(batch.get_value())
+
+    return next_step
 
 
 def _of_any_batch_size(value: Any) -> Any:
@@ -321,7 +354,22 @@ def _split(batch: Any, strategy: tf.distribute.Strategy) -> Any:
     return keras.tree.map_structure(lambda value: None if value is None else part(value), batch)
 
 
-def _mean_over_replicas(outputs: Any) -> Any:
+def _samples_on_all(data: Any, strategy: tf.distribute.Strategy) -> tf.Tensor:
+    """Samples in a global batch that is all in this process, without a collective."""
+    locals_of = strategy.experimental_local_results
+    flat = [value for value in keras.tree.flatten(data) if value is not None]
+    return tf.add_n([samples_of(part) for part in locals_of(flat[0])])
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    """The mean of the local replicas' logs; the first of what has none."""
+    first = values[0]
+    if len(values) == 1 or not tf.is_tensor(first) or not first.dtype.is_floating:
+        return first
+    return tf.add_n(values) / tf.cast(len(values), first.dtype) if not first.shape.rank else first
+
+
+def _mean_over_workers(outputs: Any) -> Any:
     """Averages the scalars among a step's logs over all replicas, in one collective."""
     flat = keras.tree.flatten(outputs)
     scalars = [
@@ -367,21 +415,6 @@ def _noted(metric: keras.metrics.Metric) -> Callable[[], Any]:
         return value
 
     return result
-
-
-def _step_of_share(
-    stock: Callable[[Any], Any], logged: _Logged, *, trains: bool
-) -> Callable[[Any], Any]:
-    def step(data: Any) -> Any:
-        with share_of(data) as share:
-            if trains:
-                _ = share.total  # its collective cannot be inside a condition of the user's step
-            logs = stock(data)
-            logged.note(logs, share.results)
-            replica_state.bring_together(share)
-        return logs
-
-    return step
 
 
 def _additional_loss(model: keras.Model) -> Callable[[Any], Any]:

@@ -218,13 +218,13 @@ def subclassed() -> Any:
     return model
 
 
-def adds_loss() -> Any:
+def adds_loss(*behind: Any) -> Any:
     class MeanSquare(keras.layers.Layer):
         def call(self, x: Any) -> Any:
             self.add_loss(0.3 * keras.ops.mean(keras.ops.square(x)))
             return x
 
-    return mlp(keras.optimizers.SGD(0.1), hidden=[MeanSquare()])
+    return mlp(keras.optimizers.SGD(0.1), hidden=[MeanSquare(), *behind])
 
 
 def own_train_step(scales: bool = True) -> Any:
@@ -379,7 +379,7 @@ def seeded() -> Any:
                 layers.RandomZoom(0.3, seed=5),
                 layers.RandomContrast(0.5, seed=6),
                 layers.RandomBrightness(0.5, value_range=(0, 1), seed=7),
-                layers.RandomCrop(5, 5, seed=8),
+                layers.RandomCrop(2, 2, seed=8),
             ]
 
     model = Holder()

@@ -61,8 +61,8 @@ def one_picture_step(model: Any) -> uses.Outcome:
     return uses.outcome(model)
 
 
-def only_sgd_on_mixed(**arguments: Any) -> Any:
-    return mlp(opt.SGD(0.1, momentum=0.9), **arguments)
+def without_momentum() -> Any:
+    return mlp(opt.SGD(0.1))
 
 
 # fmt: off
@@ -102,8 +102,8 @@ ROWS: dict[str, dict[str, Row]] = {
         "two optimizers": Row(cases.two_optimizers, uses.steps_of_weights),
     },
     "Precision": {
-        "mixed_bfloat16": Row(only_sgd_on_mixed, fit(), policy="mixed_bfloat16", error=MIXED),
-        "mixed_float16": Row(only_sgd_on_mixed, fit(), policy="mixed_float16", error=MIXED, lowest=True),
+        "mixed_bfloat16": Row(without_momentum, fit(), policy="mixed_bfloat16", error=MIXED),
+        "mixed_float16": Row(without_momentum, fit(), policy="mixed_float16", error=MIXED, lowest=True),
         "mixed_float16, BatchNormalization": Row(lambda: cases.normalized(True), fit(pictures), policy="mixed_float16", error=MIXED),
     },
     "Losses": {
@@ -123,6 +123,7 @@ ROWS: dict[str, dict[str, Row]] = {
         "masked outputs, sum": Row(lambda: words(lay.Dense(2), loss=los.MeanSquaredError(reduction="sum"), mask_zero=True), fit(tagged_words)),
         "regularizers": Row(lambda: mlp(opt.SGD(0.1), dense={"kernel_regularizer": "l1l2", "bias_regularizer": "l2"}), fit_and_evaluate()),
         "activity regularizer": Row(lambda: mlp(opt.SGD(0.1), dense={"activity_regularizer": "l2"}), fit_and_evaluate(), lowest=True),
+        "add_loss, synchronized BatchNormalization": Row(lambda: cases.adds_loss(lay.BatchNormalization(synchronized=True)), fit_and_evaluate()),
         "add_loss": Row(cases.adds_loss, fit_and_evaluate()),
         "several outputs, loss_weights": Row(two_outputs, fit_and_evaluate(two_inputs), lowest=True),
         "several outputs, one summed": Row(lambda: two_outputs(p=los.MeanSquaredError(reduction="sum"), q="mae"), fit_and_evaluate(two_inputs)),
