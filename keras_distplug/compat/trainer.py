@@ -14,6 +14,8 @@ tensorflow/tensorflow#72388, ray-project/ray#47464), besides what `compat/losses
   metrics that count, and predictions, come R times.
 - The first batch is taken for its shapes, which a generator does not give again.
 - `predict` on a dataset read from files puts the outputs in the order of the files' shards.
+- Splitting a batch of a generator or PyDataset lets a step write into the user's arrays
+  (`RebatchDatasetV2` of TensorFlow 2.21).
 - Data whose number of batches Keras does not know costs a step without data in each epoch, which
   counts in `optimizer.iterations` and decays weights. On a single device, too.
 
@@ -165,7 +167,7 @@ def _refuse_what_stays_wrong(model: keras.Model) -> None:
             "XLA under a strategy by itself."
         )
     for layer in layers_of(model):
-        if getattr(layer, "stateful", False):
+        if isinstance(layer, keras.layers.RNN) and layer.stateful:
             raise ModelError(
                 f"Layer {layer.name!r} ({type(layer).__name__}) of model {model.name!r} is "
                 "stateful: it keeps a state for each sample from one batch to the next, but which "
@@ -282,7 +284,10 @@ def _make_function(model: keras.Model, logged: _Logged) -> Callable[..., Any]:
 
         @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
         def next_step(iterator: Any) -> Any:
-            return one_step_on_data(iterator.get_next())
+            batch = iterator.get_next()
+            # Given back so that it is in use until the step ends. TensorFlow 2.21 else computes
+            # in its memory, which is that of the user's own arrays where a generator gives them.
+            return one_step_on_data(batch), batch
 
         if not model.run_eagerly:
             one_step_on_data = tf.function(one_step_on_data, reduce_retracing=True)
@@ -302,7 +307,7 @@ def _make_function(model: keras.Model, logged: _Logged) -> Callable[..., Any]:
             outputs = None
             for _ in range(model.steps_per_execution):
                 try:
-                    outputs = next_step(iterator)
+                    outputs, _ = next_step(iterator)
                 except tf.errors.OutOfRangeError:
                     if outputs is None:
                         raise
@@ -319,7 +324,8 @@ def _asking_first(one_step_on_data: Callable[[Any], Any]) -> Callable[[Any], Any
         batch = iterator.get_next_as_optional()
         if not batch.has_value():
             raise tf.errors.OutOfRangeError(None, None, "End of sequence")
-        return one_step_on_data(batch.get_value())
+        value = batch.get_value()
+        return one_step_on_data(value), value
 
     return next_step
 

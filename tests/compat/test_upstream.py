@@ -147,6 +147,14 @@ def test_generator(mirrored: dict[str, Any]) -> None:
     assert not np.allclose(alone, together, rtol=1e-2)
 
 
+def test_split_batch() -> None:
+    """TensorFlow 2.21 computes in the memory of the user's array."""
+    found = findings("split_batch", workers=1)
+    if found["version"].startswith("2.18."):
+        pytest.skip("this TensorFlow does not yet")
+    assert found["changed"]
+
+
 def test_unknown_cardinality() -> None:
     """A step without data, on a single device, too."""
     assert findings("alone", workers=1)["steps for 2 batches of unknown number"] == 3

@@ -13,8 +13,19 @@ tf: Any = Lazily("tensorflow")
 
 SAMPLES, GLOBAL_BATCH = 27, 10
 _random = np.random.default_rng(0)
-X = _random.normal(size=(SAMPLES, 4)).astype("float32")
-Y = np.stack([X[:, 0] ** 2, X[:, 1] * X[:, 2]], axis=1).astype("float32")
+
+
+def _aligned(array: np.ndarray) -> np.ndarray:
+    """A copy in memory that TensorFlow takes as it is, without copying."""
+    bytes_ = np.empty(array.nbytes + 64, "uint8")
+    start = -bytes_.ctypes.data % 64
+    copy = bytes_[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+X = _aligned(_random.normal(size=(SAMPLES, 4)).astype("float32"))
+Y = _aligned(np.stack([X[:, 0] ** 2, X[:, 1] * X[:, 2]], axis=1).astype("float32"))
 CLASSES = _random.integers(0, 3, SAMPLES)
 WEIGHTS = _random.uniform(0.2, 3, SAMPLES).astype("float32")
 IMAGES = _random.normal(size=(SAMPLES, 6, 6, 2)).astype("float32")

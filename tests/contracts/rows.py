@@ -147,8 +147,8 @@ ROWS: dict[str, dict[str, Row]] = {
         "ragged": Row(cases.of_ragged_words, fit(cases.ragged)),
         "sparse": Row(cases.mlp, fit(cases.sparse)),
         "arrays": Row(mlp, fit_arrays(validation_split=0.3)),
-        "PyDataset": Row(mlp, fit(cases.py_dataset, shuffle=False)),
-        "generator": Row(mlp, fit(cases.from_generator, steps_per_epoch=3)),
+        "PyDataset": Row(mlp, uses.of_own_arrays(fit(cases.py_dataset, shuffle=False)), lowest=True),
+        "generator": Row(mlp, uses.of_own_arrays(fit(cases.from_generator, steps_per_epoch=3))),
     },
     "Batches": {
         "a tail smaller than the replicas": Row(lambda: cases.normalized(True), fit_and_evaluate(lambda: batches(IMAGES, Y, samples=21)), lowest=True),

@@ -81,6 +81,11 @@ def fit_and_evaluate(data: Callable[[], Any] = cases.batches) -> Use:
     return use
 
 
+def of_own_arrays(use: Use) -> Use:
+    """As `use`; and the arrays that the data are views of stay as they are."""
+    return lambda model: {**use(model), "x": X.copy(), "y": Y.copy()}
+
+
 def evaluate(data: Callable[[], Any] = cases.batches) -> Use:
     def use(model: Any) -> Outcome:
         found = model.evaluate(data(), verbose=0, return_dict=True)

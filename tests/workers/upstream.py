@@ -102,6 +102,26 @@ def alone() -> None:
     say("steps for 2 batches of unknown number", int(plain.optimizer.iterations))
 
 
+def split_batch() -> None:
+    """Batches of a generator that are split, as strategies do it, before something subtracts 3."""
+
+    @tf.function  # type: ignore[untyped-decorator]
+    def subtract(parts: tf.data.Iterator) -> tf.Tensor:
+        return parts.get_next() - 3.0
+
+    whole = np.ones(8 * 64, "uint8")
+    given = whole[-whole.ctypes.data % 64 :][: 4 * 64].view("float32").reshape(4, 16)
+    given[...] = 1
+    spec = tf.TensorSpec((None, 16), tf.float32)
+    for _ in range(30):  # two of three times
+        dataset = tf.data.Dataset.from_generator(lambda: iter([given]), output_signature=spec)
+        parts = iter(dataset.rebatch([2, 2]))
+        for _ in range(2):
+            subtract(parts)
+    say("version", tf.version.VERSION)
+    say("changed", bool((given != 1).any()))
+
+
 def mirrored() -> None:
     strategy = two_mirrored()
 
@@ -265,6 +285,7 @@ CASES = (
     multi_worker,
     late,
     alone,
+    split_batch,
     mirrored,
     mirrored_losses,
     mirrored_overflow,
