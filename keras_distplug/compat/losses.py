@@ -11,15 +11,19 @@ What is wrong upstream on several replicas (Keras 3.10 to 3.15):
 - Replicas are traced in turns, but what layers `add_loss` is kept on the layers, so that behind a
   layer that waits for the other replicas (a synchronized BatchNormalization) a replica finds the
   losses of another one.
-- The losses of single outputs in History are means over replicas, not over samples.
+- The losses of single outputs in History are means over replicas, not over samples. A metric of a
+  custom `train_step` that is updated with a loss, and a loss that such a step logs, are R times too
+  small.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, MutableSequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import keras
 import tensorflow as tf
@@ -51,13 +55,71 @@ def of_global_batch(compiled: CompileLoss) -> None:
 def of_samples(loss: tf.Tensor) -> tf.Tensor:
     """`loss`, where the replica has samples. A mean over none is NaN."""
     share = current()
-    return loss if share is None else tf.where(share.samples > 0, loss, tf.zeros_like(loss))
+    return loss if share is None else tf.where(share.has_samples, loss, tf.zeros_like(loss))
 
 
 def count_by_samples(tracker: keras.metrics.Metric) -> None:
     """Makes a tracker of losses the mean over samples, where it is not told how many there are."""
     if mark(tracker):
         override(tracker, "update_state", _weighted_update(tracker.update_state, unscaled=False))
+
+
+def average_over_batches(metric: keras.metrics.Metric) -> None:
+    """Makes a mean that a custom step updates with a loss the mean over batches of that loss."""
+    if type(metric) is not keras.metrics.Mean or not mark(metric):
+        return
+    stock = metric.update_state
+
+    def update_state(values: Any, sample_weight: Any = None) -> Any:
+        share = current()
+        if share is None or not _is_a_loss(values):
+            return stock(values, sample_weight)
+        if sample_weight is not None:
+            return stock(values * tf.cast(share.replicas, values.dtype), sample_weight)
+        return stock(of_all_replicas(values), 1 / share.replicas)
+
+    override(metric, "update_state", update_state)
+
+
+def of_all_replicas(value: Any) -> Any:
+    """A loss of this step as what the mean over replicas makes the loss; another value as it is."""
+    share = current()
+    if share is None or not _is_a_loss(value):
+        return value
+    return value * tf.cast(share.weight * share.replicas, value.dtype)
+
+
+def _is_a_loss(value: Any) -> bool:
+    share = current()
+    return share is not None and any(value is loss for loss in share.losses)
+
+
+@contextmanager
+def noted() -> Iterator[None]:
+    """Takes down the losses that a step computes."""
+    stock = keras_loss.scale_loss_for_distribution
+
+    def scale_loss_for_distribution(value: Any) -> Any:
+        return _note(stock(value))
+
+    with mock.patch.object(
+        keras_loss, scale_loss_for_distribution.__name__, scale_loss_for_distribution
+    ):
+        yield
+
+
+def noting(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(compute_loss)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        return _note(compute_loss(*args, **kwargs))
+
+    return noted
+
+
+def _note(loss: Any) -> Any:
+    if (share := current()) is not None:
+        share.losses.append(loss)
+    return loss
 
 
 def keep_apart(model: keras.Model) -> None:
@@ -122,20 +184,18 @@ class _GlobalLoss:
                 "which gives one value a sample and so no loss of a batch that several replicas "
                 'share. Use reduction="sum_over_batch_size" (the mean over samples) or "sum".'
             )
+        _refuse_what_mixes_samples(loss, output)
         self.name = loss.name
         self._stock = loss
-        self._unreduced = object.__new__(type(loss))  # a copy would go through get_config()
-        vars(self._unreduced).update(vars(loss), reduction=None)
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         share = current()
         if share is None:
             return self._stock(y_true, y_pred, sample_weight)
-        values = self._unreduced(y_true, y_pred, sample_weight)
+        values, mask = self._unreduced(y_true, y_pred, sample_weight)
         if values.shape.rank == 0:  # reduced by the function itself: taken as a mean over samples
             return of_samples(values / tf.cast(share.replicas, values.dtype))
         reduction = self._stock.reduction
-        mask = backend.get_keras_mask(y_pred)
         divisor = None
         if reduction == "mean_with_sample_weight" and not (sample_weight is None and mask is None):
             divisor = _sum_of_weights(values, sample_weight, mask)
@@ -148,6 +208,37 @@ class _GlobalLoss:
             whole = share.summed(tf.stop_gradient(tf.cast(divisor, tf.float32)))
             total = tf.math.divide_no_nan(total, tf.cast(whole, total.dtype))
         return total * tf.cast(tf.math.divide_no_nan(1.0, share.weight), total.dtype)
+
+    def _unreduced(self, y_true: Any, y_pred: Any, sample_weight: Any) -> tuple[Any, Any]:
+        """The values that are reduced, weighted, and which of them count; None if all do."""
+        masks = [backend.get_keras_mask(y_pred)]
+
+        def call(y_true: Any, y_pred: Any) -> Any:
+            values = self._stock.call(y_true, y_pred)
+            masks.append(backend.get_keras_mask(values))  # `ignore_class`
+            return values
+
+        loss = object.__new__(type(self._stock))  # a copy would go through get_config()
+        vars(loss).update(vars(self._stock), reduction=None, call=call)
+        values = loss(y_true, y_pred, sample_weight)
+        given = [tf.cast(mask, tf.bool) for mask in masks if mask is not None]
+        return values, functools.reduce(tf.logical_and, given) if given else None
+
+
+def _refuse_what_mixes_samples(loss: keras.losses.Loss, output: str) -> None:
+    function = getattr(loss, "fn", None)
+    axis = getattr(loss, "_fn_kwargs", {}).get("axis")
+    over_batch = axis is None or 0 in keras.tree.flatten(axis)
+    if function is keras.losses.circle:
+        instead = "Train on one device"
+    elif function in (keras.losses.dice, keras.losses.tversky) and over_batch:
+        instead = "Give axis=(1, 2, 3) or whatever axes a sample has, or train on one device"
+    else:
+        return
+    raise ModelError(
+        f"The loss {loss.name!r} of output {output!r} compares the samples of a batch with each "
+        f"other, but each replica has some of them only. {instead}."
+    )
 
 
 def _sum_of_weights(values: tf.Tensor, sample_weight: Any, mask: Any) -> tf.Tensor:

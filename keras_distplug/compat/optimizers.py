@@ -37,14 +37,14 @@ def see_global_gradients(optimizer: keras.optimizers.Optimizer) -> None:
     def scale_loss(self: Any, loss: Any) -> Any:
         if (share := current()) is not None:
             loss = loss * tf.cast(share.weight, loss.dtype)
-            share.in_loss = True
+            share.in_loss.add(id(self))
         return stock_scale_loss(loss)
 
     def apply(self: Any, grads: Iterable[Any], trainable_variables: Any = None) -> Any:
         context = tf.distribute.get_replica_context()
         if context is not None:
             share = current()
-            weight = None if share is None or share.in_loss else share.weight
+            weight = None if share is None or id(self) in share.in_loss else share.weight
             grads = _summed(list(grads), weight, context)
         return stock_apply(grads, trainable_variables)
 

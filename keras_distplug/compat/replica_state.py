@@ -79,7 +79,7 @@ def _part(value: Any, share: Share) -> tf.Tensor:
     """What a replica adds to a mean over samples. One without samples may have computed NaN."""
     value = tf.convert_to_tensor(value)
     part = tf.cast(share.samples / share.total, value.dtype)
-    return tf.where(share.samples > 0, value * part, tf.zeros_like(value))
+    return tf.where(share.has_samples, value * part, tf.zeros_like(value))
 
 
 def _without_nan(layer: keras.layers.BatchNormalization) -> Callable[..., Any]:
@@ -89,9 +89,8 @@ def _without_nan(layer: keras.layers.BatchNormalization) -> Callable[..., Any]:
     def _moments(inputs: Any, mask: Any) -> Any:
         mean, variance = stock(inputs, mask)
         if (share := current()) is not None:
-            there = share.samples > 0
-            mean = tf.where(there, mean, tf.zeros_like(mean))
-            variance = tf.where(there, variance, tf.ones_like(variance))
+            mean = tf.where(share.has_samples, mean, tf.zeros_like(mean))
+            variance = tf.where(share.has_samples, variance, tf.ones_like(variance))
         return mean, variance
 
     return _moments

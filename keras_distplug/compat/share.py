@@ -28,9 +28,11 @@ class Share:
 
     def __init__(self, data: Any, total: tf.Tensor | None) -> None:
         self.samples = samples_of(data)
-        self.in_loss = False  # the loss has been weighted, so the gradients must not be
+        self.has_samples = self.samples > 0
+        self.in_loss: set[int] = set()  # optimizers that have weighted a loss, so not its gradients
         self.touched: dict[int, keras.Variable] = {}  # statistics that this step has assigned
         self.results: list[Any] = []  # of metrics, which the step may log
+        self.losses: list[Any] = []  # which it may log, too, or update a metric with
         self.added_losses: dict[int, list[Any]] = {}  # by the layer that has added them
         self._context = tf.distribute.get_replica_context()
         # Here, because a collective lets the next replica's thread run, and inside a condition

@@ -24,9 +24,11 @@ Every override sits on the one model (and its optimizer, losses and variables) t
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager as ContextManager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -34,13 +36,14 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as keras_trainer
 
 from keras_distplug.compat import collectives, empty_batches, losses, optimizers, replica_state
-from keras_distplug.compat.data import batch_size
+from keras_distplug.compat.data import batch_size, smallest_batch
 from keras_distplug.compat.model import drop_functions, layers_of, optimizers_of
 from keras_distplug.compat.override import is_marked, mark, override
 from keras_distplug.compat.share import current, samples_of, share_of
 from keras_distplug.core.errors import ModelError
 
 _WARNED = "_distplug_warned_of_uneven_batches"
+_TAKES_EMPTY = "_distplug_takes_empty_batches"
 _STOCK_BUILD = "_distplug_stock_maybe_symbolic_build"
 
 
@@ -58,7 +61,14 @@ def adapt(model: keras.Model) -> keras.Model:
       another one it divides by the number of replicas, because gradients are summed.
     - `add_loss` in a layer is taken as a mean over the samples of a batch.
     - State that a layer assigns in `call` is averaged over the samples if it is floating, and has
-      to be the same on all replicas if it is not.
+      to be the same on all replicas if it is not. State that a metric of your own assigns is added
+      up, as Keras has it.
+    - A metric that a `train_step` updates with a loss, as it was computed, becomes the mean over
+      batches of the loss. One that it updates with something made of losses sees the replica's part
+      of them, which is R times smaller.
+
+    The logs that callbacks get behind each batch are means over the replicas' own; those of epochs,
+    of `evaluate` and of `*_on_batch` are of all samples.
 
     Example:
 
@@ -78,7 +88,7 @@ def adapt(model: keras.Model) -> keras.Model:
     Raises:
         ModelError: From here or from the first `fit`, `evaluate` or `*_on_batch`, for what cannot
             be made right on several replicas: a stateful RNN, `jit_compile=True`, a loss with
-            `reduction=None`.
+            `reduction=None`, one that compares the samples of a batch with each other.
     """
     if not mark(model):
         return model
@@ -90,6 +100,7 @@ def adapt(model: keras.Model) -> keras.Model:
         override(model, "_maybe_symbolic_build", _symbolic_build(model))
         override(model, "_make_function", _make_function(model, logged))
         override(model, "_aggregate_additional_loss", _additional_loss(model))
+        override(model, "compute_loss", losses.noting(model.compute_loss))
         override(model, "_get_metrics_result_or_logs", _logs_of_all_replicas(model, logged))
         override(model, "predict", _ordered_predict(model))
         override(model, "predict_on_batch", _split_predict_on_batch(model))
@@ -155,8 +166,8 @@ def _adapt_parts(model: keras.Model) -> None:
     for metric in model.metrics:
         if "result" not in vars(metric):
             override(metric, "result", _noted(metric))
+        losses.average_over_batches(metric)
     replica_state.share_state(model)
-    empty_batches.keep_shapes(model)
 
 
 def _refuse_what_stays_wrong(model: keras.Model) -> None:
@@ -180,6 +191,10 @@ def _only_with_data(model: keras.Model) -> Callable[[Any], Any]:
     stock = model.train_step
 
     def train_step(data: Any) -> Any:
+        # XLA compiles the step into one operation, which waits for the data; and variables that are
+        # made in it must not.
+        if model.jit_compile:
+            return stock(data)
         with _after(data):
             return stock(data)
 
@@ -202,6 +217,7 @@ def _symbolic_build(model: keras.Model) -> Callable[..., None]:
 
     def _maybe_symbolic_build(iterator: Any = None, data_batch: Any = None) -> None:
         _adapt_parts(model)
+        _note_empty_parts(model, iterator, data_batch)
         if iterator is not None:
             _warn_of_uneven_batches(model, iterator)
             data_batch = _spec_of_first(iterator) or _first_batch(iterator, strategy)
@@ -210,6 +226,16 @@ def _symbolic_build(model: keras.Model) -> Callable[..., None]:
         _adapt_parts(model)
 
     return _maybe_symbolic_build
+
+
+def _note_empty_parts(model: keras.Model, iterator: Any, data_batch: Any) -> None:
+    """Notes whether any data so far may leave a replica without samples."""
+    if iterator is not None:
+        smallest = smallest_batch(iterator.data_adapter)
+    else:
+        smallest = len(next(v for v in keras.tree.flatten(data_batch) if v is not None))
+    few = smallest is None or smallest < model.distribute_strategy.num_replicas_in_sync
+    override(model, _TAKES_EMPTY, few or vars(model).get(_TAKES_EMPTY, False))
 
 
 def _warn_of_uneven_batches(model: keras.Model, iterator: Any) -> None:
@@ -270,36 +296,46 @@ def _make_function(model: keras.Model, logged: _Logged) -> Callable[..., Any]:
             with _after(data), share_of(data, total) as share:
                 logs = step_function(data)
                 logged.note(logs, share.results)
+                logs = keras.tree.map_structure(losses.of_all_replicas, logs)
                 replica_state.bring_together(share)
             return logs if total is not None else _mean_over_workers(logs)
 
-        @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-        def one_step_on_data(data: Any) -> Any:
-            total = None if is_multi_worker(strategy) else _samples_on_all(data, strategy)
-            with losses.sums_over_samples(model):
-                logs = strategy.run(step, args=(data, total))
-            return keras.tree.map_structure(
-                lambda value: _mean(strategy.experimental_local_results(value)), logs
-            )
+        @functools.cache
+        def steps(takes_empty: bool) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+            """A function of a batch, and one of an iterator. Whether replicas may get no samples is
+            not seen in a trace, and costs a small network a few percent of its time."""
 
-        @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-        def next_step(iterator: Any) -> Any:
-            batch = iterator.get_next()
-            # Given back so that it is in use until the step ends. TensorFlow 2.21 else computes
-            # in its memory, which is that of the user's own arrays where a generator gives them.
-            return one_step_on_data(batch), batch
+            @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+            def one_step_on_data(data: Any) -> Any:
+                total = None if is_multi_worker(strategy) else _samples_on_all(data, strategy)
+                with _repaired_keras(model, takes_empty):
+                    logs = strategy.run(step, args=(data, total))
+                return keras.tree.map_structure(
+                    lambda value: _mean(strategy.experimental_local_results(value)), logs
+                )
 
-        if not model.run_eagerly:
-            one_step_on_data = tf.function(one_step_on_data, reduce_retracing=True)
-        if hasattr(model, "_autoconvert_optionals"):  # Keras 3.11 and newer
-            one_step_on_data = model._autoconvert_optionals(one_step_on_data)
-        if is_multi_worker(strategy):
-            # An error in a function that workers run together leaves no collective working.
-            next_step = _asking_first(one_step_on_data)
-        elif not model.run_eagerly:
-            next_step = tf.function(next_step, reduce_retracing=True)
+            @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+            def next_step(iterator: Any) -> Any:
+                batch = iterator.get_next()
+                # Given back so that it is in use until the step ends. TensorFlow 2.21 else computes
+                # in its memory, which is that of the user's arrays where a generator gives them.
+                return one_step_on_data(batch), batch
+
+            if not model.run_eagerly:
+                one_step_on_data = tf.function(one_step_on_data, reduce_retracing=True)
+            if hasattr(model, "_autoconvert_optionals"):  # Keras 3.11 and newer
+                one_step_on_data = model._autoconvert_optionals(one_step_on_data)
+            if is_multi_worker(strategy):
+                # An error in a function that workers run together leaves no collective working.
+                next_step = _asking_first(one_step_on_data)
+            elif not model.run_eagerly:
+                next_step = tf.function(next_step, reduce_retracing=True)
+            return one_step_on_data, next_step
 
         def function(iterator: Any) -> Any:
+            # Workers have to trace the same.
+            takes_empty = is_multi_worker(strategy) or vars(model).get(_TAKES_EMPTY, True)
+            one_step_on_data, next_step = steps(takes_empty)
             if not isinstance(iterator, tf.data.Iterator | tf.distribute.DistributedIterator):
                 logs = one_step_on_data(_split(next(iterator), strategy))
                 logs = model._get_metrics_result_or_logs(logs)
@@ -317,6 +353,15 @@ def _make_function(model: keras.Model, logged: _Logged) -> Callable[..., Any]:
         return function
 
     return _make_function
+
+
+@contextmanager
+def _repaired_keras(model: keras.Model, takes_empty: bool) -> Iterator[None]:
+    """What is mended outside of the model, for as long as a step runs or is traced."""
+    strategy = model.distribute_strategy
+    empty = empty_batches.computed_right(strategy) if takes_empty else nullcontext()
+    with losses.sums_over_samples(model), losses.noted(), empty:
+        yield
 
 
 def _asking_first(one_step_on_data: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -442,13 +487,20 @@ def _logs_of_all_replicas(model: keras.Model, logged: _Logged) -> Callable[[Any]
             if not isinstance(logs, dict):
                 return logs
             return {
-                name: results.get(name, value) if logged.is_result(name) else replaced(value)
+                name: _like(value, results.get(name, value))
+                if logged.is_result(name)
+                else replaced(value)
                 for name, value in logs.items()
             }
 
         return replaced(stock(logs))
 
     return of_all
+
+
+def _like(value: Any, result: Any) -> Any:
+    """Keras 3.10 gives results as Python's numbers, and what steps log as tensors."""
+    return tf.convert_to_tensor(result, value.dtype) if tf.is_tensor(value) else result
 
 
 def _ordered_predict(model: keras.Model) -> Callable[..., Any]:
@@ -461,7 +513,8 @@ def _ordered_predict(model: keras.Model) -> Callable[..., Any]:
                 tf.data.experimental.AutoShardPolicy.DATA
             )
             x = x.with_options(options)
-        return stock(x, *args, **kwargs)
+        with empty_batches.computed_right(model.distribute_strategy):
+            return stock(x, *args, **kwargs)
 
     return predict
 
@@ -469,7 +522,8 @@ def _ordered_predict(model: keras.Model) -> Callable[..., Any]:
 def _split_predict_on_batch(model: keras.Model) -> Callable[..., Any]:
     def predict_on_batch(x: Any) -> Any:
         model.make_predict_function()
-        outputs = model.predict_function([(_split(x, model.distribute_strategy),)])
+        with empty_batches.computed_right(model.distribute_strategy):
+            outputs = model.predict_function([(_split(x, model.distribute_strategy),)])
         return keras.tree.map_structure(keras_trainer.convert_to_np_if_not_ragged, outputs)
 
     return predict_on_batch

@@ -12,10 +12,12 @@ pytestmark = pytest.mark.tf
 
 import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
+from keras.src import backend  # noqa: E402
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer  # noqa: E402
+from keras.src.losses import loss as keras_loss  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
-from keras_distplug.compat import trainer  # noqa: E402
+from keras_distplug.compat import empty_batches, trainer  # noqa: E402
 from keras_distplug.compat.override import is_marked  # noqa: E402
 
 
@@ -66,6 +68,43 @@ def test_one_device_takes_no_step_without_data() -> None:
 @pytest.fixture
 def mirrored() -> tf.distribute.Strategy:
     return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_one_device_with_xla(known: bool) -> None:
+    """A step that XLA compiles stays as Keras has it, and makes its variables in the first one."""
+    weights = []
+    for adapted in (False, True):
+        keras.utils.set_random_seed(0)
+        mine = model()
+        mine.compile("adam", "mse", metrics=["mae"], jit_compile=True)
+        if adapted:
+            kd.adapt(mine)
+        data = tf.data.Dataset.from_tensor_slices((np.ones((5, 2)), np.ones((5, 1)))).batch(2)
+        mine.fit(data if known else data.filter(lambda *_: True), epochs=2, verbose=0)
+        assert mine.optimizer.iterations == 6
+        weights.append(mine.get_weights())
+    assert all(np.array_equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def test_keras_is_put_back(mirrored: tf.distribute.Strategy) -> None:
+    """What is mended in Keras' own modules is so while a step of ours is traced only."""
+    places = [(backend.nn, name) for name in empty_batches._OPERATIONS]
+    places.append((keras_loss, "scale_loss_for_distribution"))
+    stock = [getattr(*place) for place in places]
+    seen = []
+
+    class Looks(keras.layers.Layer):
+        def call(self, x: tf.Tensor) -> tf.Tensor:
+            seen.append([getattr(*place) for place in places])
+            return x
+
+    with mirrored.scope():
+        mine = keras.Sequential([keras.Input((2,)), Looks(), keras.layers.Dense(1)])
+        mine.compile("sgd", "mse")
+    kd.adapt(mine).fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+    assert any(all(a is not b for a, b in zip(found, stock, strict=True)) for found in seen)
+    assert all(getattr(*place) is function for place, function in zip(places, stock, strict=True))
 
 
 def test_callbacks_adapt(mirrored: tf.distribute.Strategy, tmp_path: Path) -> None:

@@ -184,6 +184,34 @@ def images(*layers: Any, loss: Any = "mse") -> Any:
     return model
 
 
+def segmentation(loss: Any) -> Any:
+    """Three classes for each of 16 places of a picture."""
+    layers = [keras.Input((6, 6, 2)), keras.layers.Conv2D(3, 3)]
+    model = keras.Sequential(layers)
+    model.compile(keras.optimizers.SGD(0.1), loss)
+    return model
+
+
+def segments() -> Any:
+    return batches(IMAGES, (IMAGES[:, :4, :4, 0] > 0).astype(int) + (IMAGES[:, :4, :4, 1] > 1))
+
+
+def own_convolution() -> Any:
+    class Own(keras.layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kernel = self.add_weight(shape=(2, 2, 3, 2), initializer="glorot_uniform")
+            self.bias = self.add_weight(shape=(2,))
+
+        def call(self, x: Any) -> Any:
+            return keras.ops.max_pool(keras.ops.conv(x, self.kernel) + self.bias, 2)
+
+        def compute_output_shape(self, shape: Any) -> Any:
+            return (shape[0], 1, 1, 2)
+
+    return Own()
+
+
 def two_outputs(as_dict: bool = False, **losses: Any) -> Any:
     """Two inputs and two outputs."""
     first, second = keras.Input((4,), name="a"), keras.Input((3,), name="b")
@@ -307,6 +335,44 @@ def own_loss_object() -> Any:
     return _functional(Own, keras.optimizers.SGD(0.1))
 
 
+def own_trackers() -> Any:
+    """Means of the loss and of a part of it, and both of them logged as they are, too."""
+
+    class Own(keras.Model):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.part = keras.losses.Huber()
+            self.mean_loss = keras.metrics.Mean(name="mean_loss")
+            self.mean_part = keras.metrics.Mean(name="mean_part")
+            self.by_samples = keras.metrics.Mean(name="by_samples")
+
+        def train_step(self, data: Any) -> Any:
+            x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+            with tf.GradientTape() as tape:
+                y_pred = self(x, training=True)
+                loss = self.compute_loss(y=y, y_pred=y_pred)
+                part = self.part(y, y_pred)
+                both = loss + part
+            gradients = tape.gradient(both, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return self.tracked(y, loss, part)
+
+        def test_step(self, data: Any) -> Any:
+            x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+            y_pred = self(x, training=False)
+            loss = self.compute_loss(y=y, y_pred=y_pred, training=False)
+            return self.tracked(y, loss, self.part(y, y_pred))
+
+        def tracked(self, y: Any, loss: Any, part: Any) -> Any:
+            self.mean_loss.update_state(loss)
+            self.mean_part.update_state(part)
+            self.by_samples.update_state(part, tf.shape(y)[0])
+            tracked = (self.mean_loss, self.mean_part, self.by_samples)
+            return {"raw": loss, "raw_part": part, **{m.name: m.result() for m in tracked}}
+
+    return _functional(Own, keras.optimizers.SGD(0.1), metrics=None)
+
+
 def of_samples(y: Any, predicted: Any) -> Any:
     return keras.ops.mean(keras.ops.abs(y - predicted), axis=-1)
 
@@ -331,8 +397,8 @@ def own_compute_loss() -> Any:
     return _functional(Own, keras.optimizers.SGD(0.1))
 
 
-def two_optimizers() -> Any:
-    """Trained in turns, as the two halves of an adversarial network are."""
+def two_optimizers(scales: bool = False) -> Any:
+    """Trained in turns, as the two halves of an adversarial network are. The first one `scales`."""
 
     class Own(keras.Model):
         def compile(self, first: Any, second: Any) -> None:
@@ -347,6 +413,8 @@ def two_optimizers() -> Any:
             ):
                 with tf.GradientTape() as tape:
                     loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+                    if scales and optimizer is self.optimizer:
+                        loss = optimizer.scale_loss(loss)
                 gradients = tape.gradient(loss, layer.trainable_variables)
                 optimizer.apply(gradients, layer.trainable_variables)
             return {}
@@ -358,11 +426,11 @@ def two_optimizers() -> Any:
     return model
 
 
-def _functional(kind: Any, optimizer: Any) -> Any:
+def _functional(kind: Any, optimizer: Any, metrics: Any = ("mae",)) -> Any:
     inputs = keras.Input((4,))
     hidden = keras.layers.Dense(5, activation="tanh")(inputs)
     model = kind(inputs, keras.layers.Dense(2)(hidden))
-    model.compile(optimizer, "mse", metrics=["mae"])
+    model.compile(optimizer, "mse", metrics=metrics and list(metrics))
     return model
 
 

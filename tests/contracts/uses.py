@@ -102,6 +102,16 @@ def predict(data: Callable[[], Any], **arguments: Any) -> Use:
     return use
 
 
+def fit_evenly_and_predict(model: Any) -> Outcome:
+    """Training that leaves no replica without samples, and then data that do."""
+    cases_of = (cases.IMAGES, cases.Y)
+    fit(lambda: cases.batches(*cases_of, samples=20))(model)
+    predicted = predict(lambda: cases.batches(cases.IMAGES, samples=21))(model)
+    evaluated = evaluate(lambda: cases.batches(*cases_of, samples=21))(model)
+    trained = fit(lambda: cases.batches(*cases_of, samples=21))(model)
+    return {"predicted": predicted["0"], "loss": evaluated["loss"], **trained}
+
+
 def on_batches(model: Any) -> Outcome:
     """The three methods, on a batch, on an uneven one and on a single sample."""
     found: dict[str, Any] = {}
