@@ -3,8 +3,7 @@
     python same_numbers.py MODE OUT_FOLDER
 
 MODE: reference (Keras alone), plain_fit (under a strategy that the script made), evaluate_first
-(the same under that of `kd.init()`), outside_scope, builder, made_first, made_first_arrays,
-mirrored. KERAS_DISTPLUG_TEST_DEVICES: logical CPU devices of each worker.
+(the same under that of `kd.init()`), outside_scope, builder, made_first, made_first_arrays.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import sys
 from pathlib import Path
 
 mode, folder = sys.argv[1], Path(sys.argv[2])
-devices = int(os.environ.get("KERAS_DISTPLUG_TEST_DEVICES", "1"))
 
 if mode == "reference":
     from support import digits_like as case
@@ -32,20 +30,10 @@ else:
     import tensorflow as tf
 
     import keras_distplug as kd
-    from keras_distplug.core.supervised import Supervised
 
-    worker = (
-        json.loads(os.environ["TF_CONFIG"])["task"]["index"] if "TF_CONFIG" in os.environ else 0
-    )
+    worker = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     runs = folder / f"run-{mode}"
-    if devices > 1 and mode != "mirrored":
-        contract = Supervised("test", 0, folder, devices_per_worker=devices)
-        os.environ.update(contract.to_env())
-    if mode == "mirrored":
-        cpu = tf.config.list_physical_devices("CPU")[0]
-        each = tf.config.LogicalDeviceConfiguration()
-        tf.config.set_logical_device_configuration(cpu, [each] * devices)
-    elif mode == "plain_fit":
+    if mode == "plain_fit":
         strategy = tf.distribute.MultiWorkerMirroredStrategy()
     elif not mode.startswith("made_first"):
         strategy = kd.init()
@@ -87,7 +75,7 @@ else:
             directory=runs,
         )
         model = history.model
-    elif mode in ("made_first", "mirrored"):
+    elif mode == "made_first":
         model = case.build()
         history = kd.distributed_fit(
             model,
@@ -95,7 +83,6 @@ else:
             epochs=case.EPOCHS,
             validation_data=case.dataset(70),
             directory=runs,
-            strategy="mirrored" if mode == "mirrored" else "auto",
         )
     elif mode == "made_first_arrays":
         model = case.build()
