@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,20 @@ def test_unknown_cardinality() -> None:
 def test_empty_convolution(empty: dict[str, Any]) -> None:
     """oneDNN gives a convolution of no samples the shape of its input."""
     assert empty["shape"] == [0, 3, 3, 1]
+
+
+def test_gradient_of_an_empty_pool() -> None:
+    """oneDNN aborts the process at the gradient of a maximum pool of no samples."""
+    [ended] = run_workers([str(SCRIPT), "empty_pool"], 1, timeout_s=90)
+    assert ended.returncode == -signal.SIGABRT
+    assert "before" in ended.output
+    assert "behind" not in ended.output
+
+
+def test_own_tracker() -> None:
+    """A metric that a step of one's own updates with the loss sees it divided by the replicas."""
+    tracked, loss = findings("own_tracker", workers=1)["tracked"]
+    assert np.isclose(tracked * 2, loss, rtol=1e-3)
 
 
 def test_empty_statistics(empty: dict[str, Any]) -> None:

@@ -251,6 +251,49 @@ def mirrored_empty() -> None:
     say("finite", [bool(np.isfinite(mean.numpy()).all()) for mean in means])
 
 
+def empty_pool() -> None:
+    """Prints nothing where the gradient of a maximum pool of no samples aborts the process."""
+    layers = [keras.layers.Conv2D(2, 1), keras.layers.MaxPooling2D(2), keras.layers.Flatten()]
+    made = keras.Sequential([keras.Input((4, 4, 1)), *layers])
+
+    @tf.function  # type: ignore[untyped-decorator]
+    def gradients(x: tf.Tensor) -> list[tf.Tensor]:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(made(x))
+        return tape.gradient(loss, [v.value for v in made.trainable_variables])
+
+    print("before", flush=True)
+    gradients(tf.zeros((0, 4, 4, 1)))
+    print("behind", flush=True)
+
+
+def own_tracker() -> None:
+    class Own(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = keras.layers.Dense(1)
+            self.tracker = keras.metrics.Mean(name="mean_loss")
+
+        def call(self, x: tf.Tensor) -> tf.Tensor:
+            return self.last(x)
+
+        def test_step(self, data: tuple[tf.Tensor, tf.Tensor]) -> dict[str, tf.Tensor]:
+            x, y = data
+            self.tracker.update_state(self.compute_loss(x, y, self(x)))
+            return {"mean_loss": self.tracker.result()}
+
+    with two_mirrored().scope():
+        made = Own()
+        made.compile("sgd", "mse")
+    made.last.build((None, 2))
+    found = made.evaluate(data(4), verbose=0, return_dict=True)["mean_loss"]
+    x, y = next(iter(data(4)))
+    say(
+        "tracked",
+        [float(found), float(tf.reduce_mean((made.last(x) - tf.cast(y, "float32")) ** 2))],
+    )
+
+
 def second_strategy() -> None:
     with two_mirrored().scope():
         model().fit(data(), verbose=0)
@@ -290,6 +333,8 @@ CASES = (
     mirrored_losses,
     mirrored_overflow,
     mirrored_empty,
+    empty_pool,
+    own_tracker,
     second_strategy,
     central,
 )
