@@ -96,8 +96,9 @@ def main() -> None:
         results = results_of(junit)
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     FULL.write_text(full_table(results))
-    readme = README.read_text()
-    README.write_text(readme.replace(between_marks(readme), short_table(results)))
+    before, begin, rest = README.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    README.write_text(before + begin + short_table(results) + end + after)
 
 
 if __name__ == "__main__":
