@@ -19,8 +19,9 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from tensorflow.core.framework import graph_pb2
 from tensorflow.python.data.ops import dataset_ops
 
-# The Python function behind such an op lives in this process's registry, not in the graph.
+# Datasets that hand on batches as they are.
 _KEEP_BATCHES = {"_PrefetchDataset", "_OptionsDataset", "CacheDataset", "_RepeatDataset"}
+# The Python function behind such an op lives in this process's registry, not in the graph.
 _PYTHON_OPS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
 
 

@@ -19,7 +19,8 @@ tensorflow/tensorflow#72388, ray-project/ray#47464), besides what `compat/losses
 - Data whose number of batches Keras does not know costs a step without data in each epoch, which
   counts in `optimizer.iterations` and decays weights. On a single device, too.
 
-Every override sits on the one model (and its optimizer, losses and variables) that was adapted.
+Overrides sit on the one model (and its optimizer, losses and variables) that was adapted, but for
+those of `_repaired_keras`, which last as long as a step of such a model is traced or run.
 """
 
 from __future__ import annotations
