@@ -93,7 +93,9 @@ def test_clipping(mirrored: dict[str, Any]) -> None:
     assert not np.allclose(*mirrored["clipped"], rtol=1e-3)
 
 
-@pytest.mark.parametrize("finding", ["weighted mean", "masked mean", "scalar", "outputs"])
+@pytest.mark.parametrize(
+    "finding", ["weighted mean", "masked mean", "ignored class", "scalar", "outputs", "added"]
+)
 def test_losses(finding: str, losses: dict[str, Any]) -> None:
     """Replicas divide by their own weights, valid steps or samples; a scalar counts R times."""
     alone, together = losses[finding]

@@ -208,11 +208,32 @@ def mirrored_losses() -> None:
         made.compile("sgd", "mse")
         return made
 
+    def ignoring() -> keras.Model:
+        keras.utils.set_random_seed(1)
+        made = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=1)
+        made.compile("sgd", loss)
+        return made
+
+    def adding() -> keras.Model:
+        class Adds(keras.layers.Layer):
+            def call(self, inputs: tf.Tensor) -> tf.Tensor:
+                self.add_loss(tf.reduce_mean(inputs))
+                return inputs
+
+        keras.utils.set_random_seed(1)
+        layers = [Adds(), keras.layers.BatchNormalization(synchronized=True), keras.layers.Dense(1)]
+        made = keras.Sequential([keras.Input((2,)), *layers])
+        made.compile("sgd", "mse")
+        return made
+
     mean = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
     say("weighted mean", losses(lambda: compiled(loss=mean), x, y, w))
     say("masked mean", losses(masked, tagged, np.arange(8.0).reshape(4, 2, 1)))
     say("scalar", losses(lambda: compiled(loss=lambda a, b: tf.reduce_mean((a - b) ** 2)), x, y))
     say("activity", losses(active, x, y))
+    say("ignored class", losses(ignoring, x, np.array([0, 0, 0, 1])))
+    say("added", losses(adding, x * np.arange(1.0, 5)[:, None], y))
     uneven = np.arange(14.0).reshape(7, 2)
     targets = (uneven[:, :1] ** 2, uneven[:, 1:] ** 2)
     found = []
