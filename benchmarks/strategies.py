@@ -4,9 +4,9 @@
 
 MirroredStrategy over two logical CPU devices, on work that plain Keras gets right, too: even
 batches, no clipping, no dropout. Where the dataset does not say that all batches are even, the
-adapted model is ready for a replica without samples, which costs something. Both models take turns,
-three steps each, in one process; the ratio is that of the medians, its spread that of the rounds.
-Not verified on GPU.
+adapted model looks at each before its step. Both models take turns, three steps (or one evaluate or
+predict of eight batches) each, in one process; the ratio is that of the medians, its spread that of
+the rounds. Not verified on GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from rich.table import Table
 import keras_distplug as kd
 
 STEPS_A_TURN = 3
+BATCHES = 8  # of an evaluate or predict
 Build = Callable[[], keras.Model]
 
 
@@ -71,6 +72,7 @@ class Case:
     build: Build
     batch: int
     is_even: bool = True  # the dataset says so; it is so in any case
+    use: str = "fit"
 
 
 CASES = {
@@ -79,11 +81,13 @@ CASES = {
     "convolutions, BatchNormalization": Case(lambda: convolutional(normalized=True), 128),
     "convolutions, perhaps uneven": Case(lambda: convolutional(normalized=False), 128, False),
     "the same, large batches": Case(lambda: convolutional(normalized=False), 512, False),
+    "the same, evaluate": Case(lambda: convolutional(normalized=False), 512, False, "evaluate"),
+    "the same, predict": Case(lambda: convolutional(normalized=False), 512, False, "predict"),
 }
 
 
-def step_of(case: Case, strategy: tf.distribute.Strategy, *, adapted: bool) -> Callable[[], None]:
-    """A function that takes one training step."""
+def turn_of(case: Case, strategy: tf.distribute.Strategy, *, adapted: bool) -> Callable[[], None]:
+    """A function that takes a few training steps, or evaluates, or predicts."""
     keras.utils.set_random_seed(0)
     with strategy.scope():
         model = case.build()
@@ -94,43 +98,41 @@ def step_of(case: Case, strategy: tf.distribute.Strategy, *, adapted: bool) -> C
     data = tf.data.Dataset.from_tensors((x, rng.integers(0, 10, case.batch))).repeat()
     if not case.is_even:
         data = data.map(lambda x, y: (without_batch_size(x), without_batch_size(y)))
+    if case.use != "fit":
+        return lambda: getattr(model, case.use)(data.take(BATCHES), verbose=0)
     model.fit(data, steps_per_epoch=3, verbose=0)
     batches = iter(strategy.experimental_distribute_dataset(data))
 
-    def step() -> None:
-        float(model.train_function(batches)["loss"])
+    def steps() -> None:
+        for _ in range(STEPS_A_TURN):
+            float(model.train_function(batches)["loss"])
 
-    return step
+    return steps
 
 
 def without_batch_size(tensor: tf.Tensor) -> tf.Tensor:
     return tf.compat.v1.placeholder_with_default(tensor, [None, *tensor.shape[1:]])
 
 
-def seconds(step: Callable[[], None]) -> Iterator[float]:
-    for _ in range(STEPS_A_TURN):
-        begin = time.perf_counter()
-        step()
-        yield time.perf_counter() - begin
-
-
 def measure(case: Case, strategy: tf.distribute.Strategy, rounds: int) -> dict[str, float]:
-    steps = {
-        name: step_of(case, strategy, adapted=name == "adapted") for name in ("stock", "adapted")
+    turns = {
+        name: turn_of(case, strategy, adapted=name == "adapted") for name in ("stock", "adapted")
     }
-    taken: dict[str, list[float]] = {name: [] for name in steps}
-    ratios = []
+    for turn in turns.values():  # traces
+        turn()
+    taken: dict[str, list[float]] = {name: [] for name in turns}
     for number in range(rounds):
-        turn = {}
-        for name in sorted(steps, reverse=bool(number % 2)):
-            turn[name] = list(seconds(steps[name]))
-            taken[name] += turn[name]
-        ratios.append(statistics.median(turn["adapted"]) / statistics.median(turn["stock"]))
+        for name in sorted(turns, reverse=bool(number % 2)):
+            begin = time.perf_counter()
+            turns[name]()
+            taken[name].append(time.perf_counter() - begin)
     stock, adapted = (statistics.median(taken[name]) for name in ("stock", "adapted"))
+    ratios = [a / b for a, b in zip(taken["adapted"], taken["stock"], strict=True)]
     low, _, high = statistics.quantiles(ratios, n=4)
+    batches = STEPS_A_TURN if case.use == "fit" else BATCHES
     return {
-        "stock_ms": 1000 * stock,
-        "adapted_ms": 1000 * adapted,
+        "stock_ms": 1000 * stock / batches,
+        "adapted_ms": 1000 * adapted / batches,
         "ratio": adapted / stock,
         "ratio_first_quartile": low,
         "ratio_third_quartile": high,
@@ -146,7 +148,7 @@ def main() -> None:
     each = tf.config.LogicalDeviceConfiguration()
     tf.config.set_logical_device_configuration(cpu, [each] * 2)
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    table = Table(title="Step time, two mirrored logical CPU devices")
+    table = Table(title="Time of a batch, two mirrored logical CPU devices")
     for heading in ("model", "plain Keras", "adapted", "ratio", "quartiles"):
         table.add_column(heading)
     found = {}

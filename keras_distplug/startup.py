@@ -9,7 +9,7 @@ import os
 import tensorflow as tf
 
 from keras_distplug.cluster import roles
-from keras_distplug.compat import context, trainer, versions
+from keras_distplug.compat import context, trainer, versions, workers
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.log import announce
 from keras_distplug.core.supervised import JOINED_BY, Phase, Supervised
@@ -148,7 +148,7 @@ def needs_fresh_context(strategy: str) -> bool:
 
 def name_of(strategy: tf.distribute.Strategy) -> str:
     """What `init` calls a strategy of this kind; the name of its class if it has no such name."""
-    if trainer.is_multi_worker(strategy):
+    if workers.is_multi_worker(strategy):
         return "multi_worker"
     if isinstance(strategy, tf.distribute.MirroredStrategy):
         return "mirrored"

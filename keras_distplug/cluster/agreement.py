@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from keras_distplug.cluster.roles import Role, single_process
-from keras_distplug.compat import trainer as compat_trainer
+from keras_distplug.compat import workers
 from keras_distplug.compat.context import ServiceKeyValues
 from keras_distplug.core.errors import AgreementError
 from keras_distplug.core.protocols import Agreement
@@ -16,7 +16,7 @@ from keras_distplug.core.protocols import Agreement
 
 def role_under(strategy: Any) -> Role:
     """This process's part under `strategy`, a `tf.distribute.Strategy`."""
-    if not compat_trainer.is_multi_worker(strategy):
+    if not workers.is_multi_worker(strategy):
         return single_process()
     resolver = strategy.cluster_resolver
     cluster = {job: tuple(tasks) for job, tasks in resolver.cluster_spec().as_dict().items()}

@@ -15,12 +15,9 @@ from typing import Any
 import tensorflow as tf
 from keras.src.trainers import data_adapters
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter as DataAdapter
-from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from tensorflow.core.framework import graph_pb2
 from tensorflow.python.data.ops import dataset_ops
 
-# Datasets that hand on batches as they are.
-_KEEP_BATCHES = {"_PrefetchDataset", "_OptionsDataset", "CacheDataset", "_RepeatDataset"}
 # The Python function behind such an op lives in this process's registry, not in the graph.
 _PYTHON_OPS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
 
@@ -46,35 +43,6 @@ def batch_size(dataset: tf.data.Dataset) -> int | None:
             return None
         if (size := getattr(each, "_batch_size", None)) is not None:
             return int(size)
-    return None
-
-
-def smallest_batch(adapter: DataAdapter) -> int | None:
-    """Samples in the smallest batch that `adapter` gives, or None if that cannot be seen."""
-    if isinstance(adapter, TFDatasetAdapter):
-        return _smallest_batch(adapter._dataset)
-    try:
-        if adapter.has_partial_batch is None:
-            return None
-    except NotImplementedError:  # as Keras' adapters of generators have it
-        return None
-    smallest: int | None = adapter.partial_batch_size or adapter.batch_size
-    return smallest
-
-
-def _smallest_batch(dataset: tf.data.Dataset) -> int | None:
-    first = tf.nest.flatten(dataset.element_spec)[0]
-    if first.shape.rank and first.shape[0] is not None:
-        return int(first.shape[0])
-    for each in _chain(dataset):
-        if type(each).__name__ == "_BatchDataset":
-            size = int(each._batch_size)
-            samples = int(each._input_dataset.cardinality())
-            if samples == tf.data.UNKNOWN_CARDINALITY:
-                return None
-            return size if samples == tf.data.INFINITE_CARDINALITY else samples % size or size
-        if type(each).__name__ not in _KEEP_BATCHES:
-            return None
     return None
 
 

@@ -32,11 +32,16 @@ def computed_right(strategy: tf.distribute.Strategy) -> Iterator[None]:
     Steps on a single device, in other threads, see no difference.
     """
     with ExitStack() as stack:
-        on_cpu = any("CPU" in device for device in strategy.extended.worker_devices)
-        for name in _OPERATIONS if on_cpu and _shapes_get_lost() else ():
+        for name in _OPERATIONS if go_wrong(strategy) else ():
             stock = getattr(backend.nn, name)
             stack.enter_context(mock.patch.object(backend.nn, name, _of_any_batch(stock)))
         yield
+
+
+def go_wrong(strategy: tf.distribute.Strategy) -> bool:
+    """Whether there is anything to mend."""
+    on_cpu = any("CPU" in device for device in strategy.extended.worker_devices)
+    return on_cpu and _shapes_get_lost()
 
 
 @cache

@@ -48,22 +48,23 @@ def share_state(model: keras.Model) -> None:
             if mark(generator):
                 override(generator, "next", _seed_of_replica(generator))
         if isinstance(layer, keras.layers.BatchNormalization) and mark(layer):
-            override(layer, "_moments", _without_nan(layer))
+            override(layer, "_moments", _moments_of(layer))
 
 
 def bring_together(share: Share) -> None:
     """Gives all replicas the mean, over samples, of the statistics that this step has assigned.
 
     Moving statistics are linear in those of a batch, so they are averaged after any number of
-    assignments, and in one collective.
+    assignments, and in one collective for each dtype: TensorFlow packs small tensors badly.
     """
-    variables = list(share.touched.values())
-    if not variables:
-        return
-    means = share.summed([_part(v._value, share) for v in variables])
+    for dtype in sorted({variable.dtype for variable in share.touched.values()}):
+        variables = [v for v in share.touched.values() if v.dtype == dtype]
+        flat = [tf.reshape(_part(v._value, share), [-1]) for v in variables]
+        mean = share.summed(tf.concat(flat, axis=0))
+        parts = tf.split(mean, [part.shape[0] for part in flat])
+        for variable, part in zip(variables, parts, strict=True):
+            variable._value.assign(tf.reshape(part, variable.shape))
     share.touched.clear()
-    for variable, mean in zip(variables, means, strict=True):
-        variable._value.assign(mean)
 
 
 def _is_statistic(variable: keras.Variable) -> bool:
@@ -82,18 +83,34 @@ def _part(value: Any, share: Share) -> tf.Tensor:
     return tf.where(share.has_samples, value * part, tf.zeros_like(value))
 
 
-def _without_nan(layer: keras.layers.BatchNormalization) -> Callable[..., Any]:
-    """Statistics of no samples would be NaN, and so the gradients behind them."""
+def _moments_of(layer: keras.layers.BatchNormalization) -> Callable[..., Any]:
     stock = layer._moments
 
     def _moments(inputs: Any, mask: Any) -> Any:
+        share = current()
+        if share is None:
+            return stock(inputs, mask)
+        if layer.synchronized and mask is None:
+            return _moments_on_all(inputs, layer.axis, share)
+        # Statistics of no samples would be NaN, and so the gradients behind them.
         mean, variance = stock(inputs, mask)
-        if (share := current()) is not None:
-            mean = tf.where(share.has_samples, mean, tf.zeros_like(mean))
-            variance = tf.where(share.has_samples, variance, tf.ones_like(variance))
-        return mean, variance
+        mean = tf.where(share.has_samples, mean, tf.zeros_like(mean))
+        return mean, tf.where(share.has_samples, variance, tf.ones_like(variance))
 
     return _moments
+
+
+def _moments_on_all(inputs: tf.Tensor, axis: int, share: Share) -> tuple[tf.Tensor, tf.Tensor]:
+    """Mean and variance over all replicas as Keras computes them, in one collective. Keras takes
+    three, and three for the gradients."""
+    axis %= len(inputs.shape)
+    others = [i for i in range(len(inputs.shape)) if i != axis]
+    features = inputs.shape[axis]
+    count = tf.cast(tf.size(inputs) // features, inputs.dtype)
+    sums = [tf.reduce_sum(inputs, others), tf.reduce_sum(tf.square(inputs), others), [count]]
+    total, squares, count = tf.split(share.summed(tf.concat(sums, 0)), [features, features, 1])
+    mean = tf.math.divide_no_nan(total, count)
+    return mean, tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0)
 
 
 def _note_when_assigned(variable: keras.Variable) -> None:

@@ -74,9 +74,13 @@ def current() -> Share | None:
     return _current.share
 
 
-def samples_of(data: Any) -> tf.Tensor:
+def first_of(batch: Any) -> Any:
+    return next(value for value in keras.tree.flatten(batch) if value is not None)
+
+
+def samples_of(batch: Any) -> tf.Tensor:
     """The number of samples in a batch, as a float."""
-    first = next(value for value in keras.tree.flatten(data) if value is not None)
+    first = first_of(batch)
     if isinstance(first, tf.RaggedTensor):
         count = first.nrows()
     elif isinstance(first, tf.SparseTensor):

@@ -108,6 +108,32 @@ def test_keras_is_put_back(mirrored: tf.distribute.Strategy) -> None:
     assert all(getattr(*place) is function for place, function in zip(places, stock, strict=True))
 
 
+@pytest.mark.parametrize("use", ["fit", "evaluate", "predict"])
+def test_only_an_empty_replica_pays(mirrored: tf.distribute.Strategy, use: str) -> None:
+    """Keras is mended for the one batch that leaves a replica without samples, and no other."""
+    stock, mended = backend.nn.conv, []
+
+    class Looks(keras.layers.Layer):
+        def call(self, x: tf.Tensor) -> tf.Tensor:
+            if not isinstance(x, keras.KerasTensor) and backend.nn.conv is not stock:
+                mended.append(tf.shape(x)[0])
+            return x
+
+    with mirrored.scope():
+        mine = keras.Sequential([keras.Input((4, 1)), Looks(), keras.layers.Conv1D(1, 2)])
+        mine.compile("sgd", "mse")
+    kd.adapt(mine)
+    x, y = np.ones((9, 4, 1), "float32"), np.ones((9, 3, 1), "float32")
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    for taken, expected in ((2, False), (3, True), (2, True)):
+        data = batches.take(taken).filter(lambda *_: True)
+        before = len(mended)
+        found = getattr(mine, use)(data, verbose=0)
+        assert bool(mended) == expected
+        assert taken != 2 or len(mended) == before
+    assert use != "predict" or found.shape == (8, 3, 1)
+
+
 def test_callbacks_adapt(mirrored: tf.distribute.Strategy, tmp_path: Path) -> None:
     """A plain `fit` under MirroredStrategy with our callbacks clips what one process would."""
     x, y = np.eye(6, 2, dtype="float32"), np.arange(6, dtype="float32")[:, None]

@@ -1,0 +1,246 @@
+"""Steps of `fit`, `evaluate` and `predict` that several replicas take together.
+
+Keras 3.10 to 3.15 and TensorFlow 2.18 to 2.21: what is wrong with Keras' own is listed in
+`compat/trainer.py`. What has to be mended outside of the model (`compat/losses.py`,
+`compat/empty_batches.py`) is so for as long as a step of it is traced or run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager as ContextManager
+from functools import partial
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_distplug.compat import empty_batches, logs, losses, replica_state
+from keras_distplug.compat.share import first_of, samples_of, share_of
+from keras_distplug.compat.workers import is_multi_worker
+
+OnData = Callable[[Any], Any]
+
+
+def maker(model: keras.Model, logged: logs.Logged) -> Callable[[OnData], OnData]:
+    """What makes a function of an iterator from a `train_step` or `test_step`."""
+    strategy = model.distribute_strategy
+
+    def _make_function(step_function: OnData) -> OnData:
+        def of_replica(data: Any, total: Any) -> Any:
+            data = keras.tree.map_structure(_of_any_batch_size, data)
+            with _after(data), share_of(data, total) as share:
+                found = step_function(data)
+                logged.note(found, share.results)
+                found = keras.tree.map_structure(losses.of_all_replicas, found)
+                replica_state.bring_together(share)
+            return found if total is not None else logs.mean_over_workers(found)
+
+        def step(batch: Any) -> Any:
+            total = None if is_multi_worker(strategy) else tf.add_n(_samples(batch, strategy))
+            with losses.sums_over_samples(model), losses.noted():
+                found = strategy.run(of_replica, args=(batch, total))
+            return keras.tree.map_structure(
+                lambda value: logs.mean(strategy.experimental_local_results(value)), found
+            )
+
+        on_data = _converted(model, step)
+        on_batch = _for_any_batch(model, on_data)
+        # An error in a function that workers run together leaves no collective working.
+        stepwise = model.run_eagerly or is_multi_worker(strategy)
+        on_next = (
+            partial(_fetched, on_batch) if stepwise else _in_one_call(strategy, on_data, on_batch)
+        )
+
+        def function(iterator: Any) -> Any:
+            if not isinstance(iterator, tf.data.Iterator | tf.distribute.DistributedIterator):
+                found = on_batch(split(next(iterator), strategy))
+                found = model._get_metrics_result_or_logs(found)
+                return keras.tree.map_structure(tf.convert_to_tensor, found)
+            found = None
+            for _ in range(model.steps_per_execution):
+                try:
+                    found = on_next(iterator)
+                except tf.errors.OutOfRangeError:
+                    if found is None:
+                        raise
+                    break
+            return found
+
+        return function
+
+    return _make_function
+
+
+def predict_maker(model: keras.Model) -> Callable[..., None]:
+    """`make_predict_function`, of a function that takes batches of any size."""
+    stock, strategy = model.make_predict_function, model.distribute_strategy
+
+    def make_predict_function(force: bool = False) -> None:
+        if model.predict_function is not None and not force:
+            return
+        made = []
+        for _ in range(2):
+            stock(force=True)
+            made.append(model.predict_function)
+        usual, any_size = made
+
+        def predict_function(batches: Any) -> Any:
+            if all(_is_usual(batch, strategy) for batch in batches):
+                return usual(batches)
+            with empty_batches.computed_right(strategy):
+                return any_size(batches)
+
+        model.predict_function = predict_function
+
+    return make_predict_function
+
+
+def only_with_data(model: keras.Model) -> Callable[[Any], Any]:
+    stock = model.train_step
+
+    def train_step(data: Any) -> Any:
+        # XLA compiles the step into one operation, which waits for the data; and variables that are
+        # made in it must not.
+        if model.jit_compile:
+            return stock(data)
+        with _after(data):
+            return stock(data)
+
+    return train_step
+
+
+def _after(data: Any) -> ContextManager[None]:
+    """Lets nothing happen without `data`.
+
+    TensorFlow inlines a step into the function that asks for data, and there runs what does not
+    depend on them although there are none.
+    """
+    tensors = [value for value in keras.tree.flatten(data) if isinstance(value, tf.Tensor)]
+    waiting: ContextManager[None] = tf.control_dependencies([tf.identity(t) for t in tensors])
+    return waiting
+
+
+def _converted(model: keras.Model, step: OnData) -> OnData:
+    """For data in which Keras 3.11 and newer has an empty optional for None."""
+    as_it_is: OnData = tf.autograph.experimental.do_not_convert(step)
+    convert = getattr(model, "_autoconvert_optionals", lambda function: function)
+    converted: OnData = convert(as_it_is)
+    return converted
+
+
+def _for_any_batch(model: keras.Model, step: OnData) -> OnData:
+    """Two traces of a step, the second for a replica without samples, which is seldom needed.
+
+    What Keras is mended with for that costs its operations their fusion. Workers may take different
+    ones: both have the same collectives.
+    """
+    strategy = model.distribute_strategy
+    usual, any_size = (
+        step if model.run_eagerly else tf.function(step, reduce_retracing=True) for _ in range(2)
+    )
+
+    def on_batch(batch: Any) -> Any:
+        if _is_usual(batch, strategy):
+            return usual(batch)
+        with empty_batches.computed_right(strategy):
+            return any_size(batch)
+
+    return on_batch
+
+
+def _fetched(on_batch: OnData, iterator: Any) -> Any:
+    batch = iterator.get_next_as_optional()
+    if not batch.has_value():
+        raise tf.errors.OutOfRangeError(None, None, "End of sequence")
+    return on_batch(batch.get_value())
+
+
+def _in_one_call(strategy: tf.distribute.Strategy, step: OnData, on_batch: OnData) -> OnData:
+    """Fetches a batch and takes its step in the same call, unless a replica has no samples.
+
+    A call of its own to fetch takes a millisecond or two.
+    """
+
+    @tf.function(reduce_retracing=True)  # type: ignore[untyped-decorator]
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def next_step(iterator: Any) -> Any:
+        batch = iterator.get_next()
+        done = _is_usual(batch, strategy)
+        # The batch is given back so that it is in use until the step ends. TensorFlow 2.21 else
+        # computes in its memory, which is that of the user's arrays where a generator gives them.
+        return _if(done, lambda: step(batch)), batch, done
+
+    def on_next(iterator: Any) -> Any:
+        found, batch, done = next_step(iterator)
+        return found if done else on_batch(batch)
+
+    return on_next
+
+
+def _if(condition: Any, compute: Callable[[], Any]) -> Any:
+    """What `compute` gives, or anything of the same structure."""
+    if condition is True:
+        return compute()
+    made = []
+
+    def computed() -> Any:
+        made.append(compute())
+        return made[0]
+
+    return tf.cond(condition, computed, lambda: tf.nest.map_structure(_zeros_like, *made))
+
+
+def _zeros_like(value: Any) -> Any:
+    if not tf.is_tensor(value):
+        return value
+    return tf.nest.map_structure(
+        lambda part: tf.zeros([size or 0 for size in part.shape], part.dtype),
+        value,
+        expand_composites=True,
+    )
+
+
+def _is_usual(batch: Any, strategy: tf.distribute.Strategy) -> Any:
+    """Whether Keras computes a step of `batch` right as it is."""
+    if not empty_batches.go_wrong(strategy):
+        return True
+    sizes = [part.shape[0] for part in strategy.experimental_local_results(first_of(batch))]
+    if None not in sizes:
+        return all(sizes)
+    return tf.reduce_all(tf.stack(_samples(batch, strategy)) > 0)
+
+
+def _samples(batch: Any, strategy: tf.distribute.Strategy) -> list[tf.Tensor]:
+    """How many samples each replica in this process has."""
+    return [samples_of(part) for part in strategy.experimental_local_results(first_of(batch))]
+
+
+def _of_any_batch_size(value: Any) -> Any:
+    """Hides the number of samples from the trace, as a dataset's iterator does inside a function.
+
+    Keras weights the losses of single outputs by it where it is known, and by 1 where it is not.
+    """
+    if tf.executing_eagerly() or not isinstance(value, tf.Tensor) or not value.shape.rank:
+        return value
+    return tf.compat.v1.placeholder_with_default(value, [None, *value.shape[1:]])
+
+
+def split(batch: Any, strategy: tf.distribute.Strategy) -> Any:
+    """Gives each replica its part of a global batch that every worker has as a whole."""
+    replicas = strategy.num_replicas_in_sync
+    a_worker = len(strategy.extended.worker_devices)
+
+    def part(value: Any) -> Any:
+        value = value if isinstance(value, tf.SparseTensor) else tf.convert_to_tensor(value)
+        samples = value.shape[0]
+
+        def of_replica(context: tf.distribute.ValueContext) -> Any:
+            place = context.replica_id_in_sync_group
+            if is_multi_worker(strategy):  # the order in which Keras brings outputs together
+                place = place % a_worker * (replicas // a_worker) + place // a_worker
+            return value[samples * place // replicas : samples * (place + 1) // replicas]
+
+        return strategy.experimental_distribute_values_from_function(of_replica)
+
+    return keras.tree.map_structure(lambda value: None if value is None else part(value), batch)
