@@ -13,7 +13,8 @@ tensorflow/tensorflow#72388, ray-project/ray#47464), besides what `compat/losses
 - `train_on_batch`, `test_on_batch` and `predict_on_batch` give the whole batch to every replica:
   metrics that count, and predictions, come R times.
 - The first batch is taken for its shapes, which a generator does not give again.
-- `predict` on a dataset read from files puts the outputs in the order of the files' shards.
+- `predict` on a dataset read from files, on several workers, puts the outputs in the order of the
+  files' shards.
 - Splitting a batch of a generator or PyDataset lets a step write into the user's arrays
   (`RebatchDatasetV2` of TensorFlow 2.21).
 - Data whose number of batches Keras does not know costs a step without data in each epoch, which
@@ -99,7 +100,8 @@ def adapt(model: keras.Model) -> keras.Model:
         override(model, "_aggregate_additional_loss", _additional_loss(model))
         override(model, "compute_loss", losses.noting(model.compute_loss))
         override(model, "_get_metrics_result_or_logs", logs.of_all_replicas(model, logged))
-        override(model, "predict", _ordered_predict(model))
+        if is_multi_worker(model.distribute_strategy):
+            override(model, "predict", _ordered_predict(model))
         override(model, "make_predict_function", steps.predict_maker(model))
         override(model, "predict_on_batch", _split_predict_on_batch(model))
         _adapt_parts(model)
