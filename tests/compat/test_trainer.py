@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("tensorflow")
-pytestmark = pytest.mark.tf
+pytestmark = [pytest.mark.tf, pytest.mark.timeout(400)]
 
 import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
