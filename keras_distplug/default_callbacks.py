@@ -6,18 +6,18 @@ import itertools
 import os
 import sys
 from pathlib import Path
-from typing import Literal
 
 import keras
 
 from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
 from keras_distplug.compat import trainer, versions
+from keras_distplug.core.cadence import SaveFreq
 
 
 def defaults(
     directory: str | os.PathLike[str] | None = None,
     *,
-    save_freq: Literal["epoch", False] | int = "epoch",
+    save_freq: SaveFreq = "epoch",
     resume: bool = True,
 ) -> list[keras.callbacks.Callback]:
     """Callbacks that make `model.fit` survive: pass them, start the script again, and it goes on.
@@ -36,8 +36,9 @@ def defaults(
         directory: Folder of this training. Defaults to `keras_distplug_runs/<name of the script>`
             in the working folder, and `<name of the script>-2` at the second call in a process.
             Every training needs a folder of its own.
-        save_freq: `"epoch"`, an integer number of batches, or `False` to save at the end only.
-            Defaults to `"epoch"`.
+        save_freq: `"epoch"`, an integer number of batches, a time such as `"5min"`, `"auto"` for as
+            often as costs a hundredth of the time, or `False` to save at the end only. Defaults to
+            `"epoch"`. `BackupAndRestore` has more to choose.
         resume: `False` begins a new run beside what the folder holds. Defaults to `True`.
 
     Returns:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -8,6 +10,18 @@ import pytest
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("tf"):
         _split_cpu()
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """pytest's own, which hears the package whether or not a test before made it talk."""
+    logger = logging.getLogger("keras_distplug")
+    level = logger.level
+    logger.addHandler(caplog.handler)
+    logger.setLevel(logging.INFO)
+    yield caplog
+    logger.setLevel(level)
+    logger.removeHandler(caplog.handler)
 
 
 @cache

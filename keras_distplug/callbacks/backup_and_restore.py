@@ -6,17 +6,20 @@ import json
 import math
 import os
 import random
+import time
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import keras
 import numpy as np
 
+from keras_distplug.callbacks.saves import Saves
 from keras_distplug.cluster import agreement
 from keras_distplug.cluster.roles import single_process
 from keras_distplug.compat import model as compat_model
 from keras_distplug.compat import trainer
 from keras_distplug.compat.callback_list import move_to_end
+from keras_distplug.core.cadence import Pace, SaveFreq, cadence_of
 from keras_distplug.core.errors import (
     ConfigurationError,
     CorruptCheckpointError,
@@ -24,11 +27,14 @@ from keras_distplug.core.errors import (
 )
 from keras_distplug.core.log import announce
 from keras_distplug.core.manifest import first_difference
-from keras_distplug.core.protocols import Agreement, Resumable
+from keras_distplug.core.protocols import Resumable
 from keras_distplug.core.state import Completion, Cursor, TrainState
 from keras_distplug.core.supervised import Phase, Supervised
-from keras_distplug.storage import store as storage
+from keras_distplug.storage import runs, saver
+from keras_distplug.storage.commit import Team, Writer
 from keras_distplug.storage.files import open_files
+from keras_distplug.storage.retention import Mode, Retention, require_count
+from keras_distplug.storage.store import CheckpointStore, Stored
 from keras_distplug.training import capture
 
 
@@ -43,7 +49,12 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
       come back;
     - it acts after all other callbacks, wherever it stands among them, so that what they do at the
       end of an epoch is in the checkpoint;
-    - under `MultiWorkerMirroredStrategy` the chief writes and all workers take up the same one;
+    - it is written in the background, while training goes on: of what changes meanwhile there are
+      two copies in memory. Training ends once the last one is written;
+    - under `MultiWorkerMirroredStrategy` each worker writes its share, and all take up the same
+      one; any number of workers can take it up;
+    - a save that fails is tried again, then told in a warning, and the next one comes when it is
+      due; too many in a row end training;
     - a directory that holds another model's run is refused;
     - training that ends by a non-finite loss is neither recorded as finished nor deleted.
 
@@ -53,78 +64,104 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
     Example:
 
     ```python
-    callback = keras_distplug.BackupAndRestore("runs/mnist", delete_checkpoint=False)
+    callback = keras_distplug.BackupAndRestore(
+        "runs/mnist", save_freq="auto", delete_checkpoint=False, keep_best=("val_loss", "min", 1)
+    )
     model.fit(x, y, epochs=10, callbacks=[callback])
     ```
 
     Args:
         backup_dir: Folder for the checkpoints of this training. Shared by all workers.
-        save_freq: `"epoch"`, an integer number of batches, or `False` to save at the end of
-            training only. Defaults to `"epoch"`.
-        double_checkpoint: Keep three checkpoints instead of two. Defaults to `False`.
+        save_freq: `"epoch"`; an integer number of batches; a time, as a `datetime.timedelta` or as
+            in `"30s"`, `"5min"`, `"1.5h"`; `"auto"`, which measures what a save costs and makes one
+            as often as `max_overhead` permits; or `False` to save at the end of training only.
+            Defaults to `"epoch"`.
+        double_checkpoint: Keep one more of the newest. Defaults to `False`.
         delete_checkpoint: Delete the checkpoints once training has reached its end. Defaults to
             `True`. With `False` the end is recorded: the same `fit` started again returns at once
             with the stored `History` and weights, one with more `epochs` goes on.
         resume: `False` begins a new run beside what the folder holds. Defaults to `True`.
+        on_busy: What becomes of a save that is due while one is under way: `"skip"` it, or `"wait"`
+            for the other. Defaults to `"skip"`. At the end of training it always waits.
+        max_overhead: For `save_freq="auto"`, the share of the time that saves may cost. Defaults to
+            0.01.
+        max_failed_saves: So many failed saves in a row end training with an error. Defaults to 3.
+        keep_last: How many of the newest checkpoints stay. Defaults to 2.
+        keep_every_steps: The first checkpoint behind each multiple of so many steps stays, too.
+            Defaults to `None`.
+        keep_best: A metric of the logs, `"min"` or `"max"`, and how many of the best checkpoints by
+            it stay, too. Defaults to `None`.
 
     Raises:
         ConfigurationError: For an argument that is not usable.
         OtherRunError: In `fit`, if the folder holds the run of another model.
-        SaveError: In `fit`, if a checkpoint could not be written.
+        SaveError: In `fit`, if `max_failed_saves` saves in a row, or that of the end, have failed.
     """
 
     def __init__(
         self,
         backup_dir: str | os.PathLike[str],
-        save_freq: Literal["epoch", False] | int = "epoch",
+        save_freq: SaveFreq = "epoch",
         double_checkpoint: bool = False,
         delete_checkpoint: bool = True,
         *,
         resume: bool = True,
+        on_busy: Literal["skip", "wait"] = "skip",
+        max_overhead: float = 0.01,
+        max_failed_saves: int = 3,
+        keep_last: int = 2,
+        keep_every_steps: int | None = None,
+        keep_best: tuple[str, Mode, int] | None = None,
     ) -> None:
         super().__init__()
         if not backup_dir:
             raise ConfigurationError(f"`backup_dir` is empty. Received: {backup_dir!r}")
-        whole = isinstance(save_freq, int) and not isinstance(save_freq, bool) and save_freq > 0
-        if save_freq != "epoch" and save_freq is not False and not whole:
+        if on_busy not in ("skip", "wait"):
             raise ConfigurationError(
-                'Expected `save_freq` to be "epoch", False, or a number of batches >= 1. '
-                f"Received: save_freq={save_freq!r}"
+                f'Expected `on_busy` to be "skip" or "wait". Received: {on_busy!r}'
             )
+        require_count("max_failed_saves", max_failed_saves)
+        require_count("keep_last", keep_last)
         self.backup_dir = backup_dir
         self.save_freq = save_freq
         self.double_checkpoint = double_checkpoint
         self.delete_checkpoint = delete_checkpoint
         self.resume = resume
+        self.on_busy = on_busy
+        self.max_failed_saves = max_failed_saves
+        self._cadence = cadence_of(save_freq, max_overhead)
+        self._retention = Retention(
+            keep_last + bool(double_checkpoint), keep_every_steps, keep_best
+        )
         self.data: Resumable | None = None
         self._files = open_files(backup_dir)
         self._supervised = Supervised.from_env()
-        self._run: storage.Run | None = None
-        self._finished: storage.Stored | None = None
+        self._run: runs.Run | None = None
+        self._finished: Stored | None = None
         self._cursor = Cursor(epoch=0, batch=0, step=0)
-        self._last_save_step = 0
         self._trained_here = False
         self._role = single_process()
-        self._agreement: Agreement = agreement.Alone()
+        self._agreement: agreement.Workers = agreement.Alone()
 
-    def open_run(self, strategy: Any) -> storage.Run:
+    def open_run(self, strategy: Any) -> runs.Run:
         """Finds the run to go on with, or begins one; all workers get the same.
 
         Args:
             strategy: The `tf.distribute.Strategy` of the model that will be trained.
         """
+        saver.wait_for_all()
         self._role = agreement.role_under(strategy)
         self._agreement = agreement.among(self._role)
         name = None
         if self._role.is_chief:
             name = self._find_or_begin_run().name
-        self._run = storage.read_run(self._files, self._agreement.from_chief("run", name))
+        self._run = runs.read_run(self._files, self._agreement.from_chief("run", name))
         return self._run
 
-    def _find_or_begin_run(self) -> storage.Run:
+    def _find_or_begin_run(self) -> runs.Run:
         job = self._supervised.job if self._supervised else None
         try:
-            newest = storage.newest_run(self._files)
+            newest = runs.newest_run(self._files)
         except CorruptCheckpointError:
             if self.resume:
                 raise
@@ -133,7 +170,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         own = newest is not None and job is not None and newest.record.job == job
         if newest is not None and (self.resume or own):
             return newest
-        return storage.begin_run(self._files, job=job, seed=random.randrange(2**31))
+        return runs.begin_run(self._files, job=job, seed=random.randrange(2**31))
 
     # Keras' hooks, in the order in which they come
 
@@ -144,12 +181,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         run = self._run = self._run or self.open_run(self.model.distribute_strategy)
-        self._store = storage.CheckpointStore(
-            self._files,
-            run.name,
-            keep_last=3 if self.double_checkpoint else 2,
-            world_size=self._role.world_size,
-        )
+        self._store = CheckpointStore(self._files, run.name, self._retention)
         self._finished = None
         self._trained_here = False
         self._cursor = Cursor(epoch=0, batch=0, step=0)
@@ -160,12 +192,26 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
                 announce(f"new run {self._where(run.name)}")
         else:
             self._take_up(stored, run, ends)
-        self._last_save_step = self._cursor.step
+        team = Team(self._role.rank, self._role.world_size, self._agreement)
+        pace = Pace(
+            self._cadence,
+            self._cursor.step,
+            time.monotonic(),
+            wait_if_busy=self.on_busy == "wait",
+        )
+        self._saves = Saves(
+            Writer(self._files, self._store, team),
+            self._agreement,
+            pace,
+            is_chief=self._role.is_chief,
+            max_failed_saves=self.max_failed_saves,
+        )
         self._report(Phase.FITTING)
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         compat_model.start_at_epoch(self.model, None)
         self._cursor = Cursor(epoch=epoch, batch=0, step=self._cursor.step)
+        self._stepped_s: float | None = None
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         # Keras before 3.11 gives `on_train_batch_end` an execution's first batch, not its last.
@@ -183,39 +229,39 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         if not self._trained_here:
             self._trained_here = True
             self._report(Phase.TRAINING)
-        if isinstance(self.save_freq, int) and self.save_freq:
-            since = self._cursor.step - self._last_save_step
-            if since >= self.save_freq and _is_finite(logs):
-                self._save(self._cursor)
+        now_s = time.monotonic()
+        seconds = None if self._stepped_s is None else now_s - self._stepped_s
+        self._saves.stepped(
+            self._cursor.step, seconds, lambda: self._state(logs), is_sound=_is_finite(logs)
+        )
+        self._stepped_s = time.monotonic()
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         self._cursor = Cursor(epoch=epoch + 1, batch=0, step=self._cursor.step)
         last = self.model.stop_training or epoch + 1 == self._epochs
-        if not _is_finite(logs):
-            if self._role.is_chief:
-                announce(
-                    f"epoch {epoch + 1} ended with a loss that is not finite; no checkpoint is "
-                    "made of it"
-                )
-        elif self.save_freq == "epoch" or (self.save_freq is not False and last):
-            self._save(self._cursor)
+        if _is_finite(logs):
+            self._saves.epoch_ended(self._cursor.step, lambda: self._state(logs), is_last=last)
+        elif self._role.is_chief:
+            announce(
+                f"epoch {epoch + 1} ended with a loss that is not finite; no checkpoint is made of "
+                "it"
+            )
 
     def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
         compat_model.start_at_epoch(self.model, None)
         if self._finished is not None:
             # Keras and other callbacks have done to it once more what was done to it already.
-            capture.restore(self.model, self._finished.arrays)
+            self._restore(self._finished)
         elif not _is_finite(logs):
+            self._saves.finish()
             self._run = None
             return
         else:
-            self._save(
-                self._cursor,
-                Completion(
-                    epochs=self._epochs,
-                    stopped_early=bool(self.model.stop_training),
-                ),
+            completion = Completion(
+                epochs=self._epochs, stopped_early=bool(self.model.stop_training)
             )
+            self._saves.save(lambda: self._state(logs, completion))
+            self._saves.finish()
         self._agreement.barrier("finished")
         self._report(Phase.COMPLETED)
         if self.delete_checkpoint and self._role.is_chief:
@@ -226,7 +272,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
 
     # How
 
-    def _agree_on_checkpoint(self) -> tuple[storage.Stored | None, bool]:
+    def _agree_on_checkpoint(self) -> tuple[Stored | None, bool]:
         """The checkpoint to take up, and whether the run ends there; the same on all workers."""
         stored, word = None, None
         if self._role.is_chief:
@@ -234,11 +280,12 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
             word = json.dumps([stored.name if stored else None, ends])
         name, ends = json.loads(self._agreement.from_chief("checkpoint", word))
         if name is not None and stored is None:
-            stored = self._store.read(name)
+            stored = self._store.read(name, capture.allocate)
         return stored, ends
 
-    def _newest(self) -> tuple[storage.Stored | None, bool]:
-        step, final = self._store.newest("step"), self._store.newest("final")
+    def _newest(self) -> tuple[Stored | None, bool]:
+        step = self._store.newest("step", capture.allocate)
+        final = self._store.newest("final", capture.allocate)
         if final is None:
             # Stopped, and killed before that could be recorded.
             return step, step is not None and step.manifest.stop_training
@@ -249,7 +296,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
             return step, False
         return final, False
 
-    def _take_up(self, stored: storage.Stored, run: storage.Run, ends: bool) -> None:
+    def _take_up(self, stored: Stored, run: runs.Run, ends: bool) -> None:
         manifest = stored.manifest
         if ends and run.record.run_id in _finished_here:
             raise ConfigurationError(
@@ -259,7 +306,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
             )
         capture.build(self.model, manifest.how_built)
         self._refuse_other_run(stored, run)
-        capture.restore(self.model, stored.arrays)
+        self._restore(stored)
         self._cursor = manifest.cursor
         history = self.model.history
         history.history = {name: list(values) for name, values in manifest.history.items()}
@@ -272,7 +319,10 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         if self._role.is_chief:
             self._tell(stored, run)
 
-    def _tell(self, stored: storage.Stored, run: storage.Run) -> None:
+    def _restore(self, stored: Stored) -> None:
+        capture.restore(self.model, stored.manifest.variables, stored.values())
+
+    def _tell(self, stored: Stored, run: runs.Run) -> None:
         cursor = stored.manifest.cursor
         where = f"{self._where(run.name)}, checkpoint {stored.name}"
         if self._finished is not None:
@@ -290,7 +340,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
                     "begins again from its first batch"
                 )
 
-    def _refuse_other_run(self, stored: storage.Stored, run: storage.Run) -> None:
+    def _refuse_other_run(self, stored: Stored, run: runs.Run) -> None:
         difference = first_difference(
             capture.specs_of_model(stored.manifest.variables), capture.specs_of(self.model)
         )
@@ -301,22 +351,20 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
                 "new run beside the old one; nothing was changed."
             )
 
-    def _save(self, cursor: Cursor, completion: Completion | None = None) -> None:
-        self._last_save_step = cursor.step
-        if not self._role.is_chief:
-            return
+    def _state(
+        self, logs: Mapping[str, Any] | None, completion: Completion | None = None
+    ) -> TrainState:
         history = self.model.history
-        self._store.save(
-            TrainState(
-                cursor=cursor,
-                arrays=capture.capture(self.model),
-                history={name: _plain(values) for name, values in history.history.items()},
-                history_epochs=tuple(history.epoch),
-                data=self.data.position() if self.data is not None else {},
-                stop_training=bool(self.model.stop_training),
-                completion=completion,
-                how_built=capture.how_built(self.model),
-            )
+        return TrainState(
+            cursor=self._cursor,
+            arrays=capture.capture(self.model),
+            history={name: _plain(values) for name, values in history.history.items()},
+            history_epochs=tuple(history.epoch),
+            metrics=_numbers(logs),
+            data=self.data.position() if self.data is not None else {},
+            stop_training=bool(self.model.stop_training),
+            completion=completion,
+            how_built=capture.how_built(self.model),
         )
 
     def _where(self, run: str) -> str:
@@ -330,7 +378,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
 _finished_here: set[str] = set()  # ids of runs that this process has brought to their end
 
 
-def _completion(stored: storage.Stored) -> Completion:
+def _completion(stored: Stored) -> Completion:
     completion: Completion | None = stored.manifest.completion
     if completion is None:
         raise CorruptCheckpointError(
@@ -342,6 +390,11 @@ def _completion(stored: storage.Stored) -> Completion:
 def _is_finite(logs: Mapping[str, Any] | None) -> bool:
     loss = (logs or {}).get("loss")
     return loss is None or math.isfinite(float(loss))
+
+
+def _numbers(logs: Mapping[str, Any] | None) -> dict[str, float]:
+    arrays = {name: np.asarray(value) for name, value in (logs or {}).items()}
+    return {name: float(value) for name, value in arrays.items() if value.ndim == 0}
 
 
 def _plain(values: list[Any]) -> list[Any]:

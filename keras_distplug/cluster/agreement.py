@@ -11,7 +11,6 @@ from keras_distplug.cluster.roles import Role, single_process
 from keras_distplug.compat import workers
 from keras_distplug.compat.context import ServiceKeyValues
 from keras_distplug.core.errors import AgreementError
-from keras_distplug.core.protocols import Agreement
 
 
 def role_under(strategy: Any) -> Role:
@@ -23,7 +22,7 @@ def role_under(strategy: Any) -> Role:
     return Role(resolver.task_type, resolver.task_id, cluster, source="the strategy")
 
 
-def among(role: Role) -> Agreement:
+def among(role: Role) -> Workers:
     """How the workers of `role`'s cluster agree."""
     return Alone() if role.world_size == 1 else ThroughKeyValues(role, ServiceKeyValues())
 
@@ -53,6 +52,12 @@ class Alone:
     def barrier(self, topic: str) -> None:
         return
 
+    def tell(self, topic: str, text: str) -> None:
+        return
+
+    def hear(self, topic: str, timeout_s: float) -> str:
+        raise AgreementError(f"{topic!r}: there is no other worker to hear it from.")
+
 
 class ThroughKeyValues:
     """Agreement of several workers through a key-value store.
@@ -77,20 +82,28 @@ class ThroughKeyValues:
                 raise AgreementError(f"Agreement on {topic!r}: the chief gave no value.")
             self._store.put(key, value)
             return value
-        with self._explained(f"the chief's word on {topic!r}"):
+        with self._explained(f"the chief's word on {topic!r}", self._timeout_s):
             return self._store.get(key, self._timeout_s)
 
     def barrier(self, topic: str) -> None:
-        with self._explained(f"all workers at {topic!r}"):
+        with self._explained(f"all workers at {topic!r}", self._timeout_s):
             self._store.barrier(self._next_key(topic), self._timeout_s)
 
+    def tell(self, topic: str, text: str) -> None:
+        with self._explained(f"telling {topic!r}", self._timeout_s):
+            self._store.put(f"keras_distplug/told/{topic}", text)
+
+    def hear(self, topic: str, timeout_s: float) -> str:
+        with self._explained(f"{topic!r} from another worker", timeout_s):
+            return self._store.get(f"keras_distplug/told/{topic}", timeout_s)
+
     @contextmanager
-    def _explained(self, awaited: str) -> Iterator[None]:
+    def _explained(self, awaited: str, timeout_s: float) -> Iterator[None]:
         try:
             yield
         except TimeoutError as error:
             raise AgreementError(
-                f"{self._role.name} waited {self._timeout_s:.0f} s for {awaited}. Look at the "
+                f"{self._role.name} waited {timeout_s:.0f} s for {awaited}. Look at the "
                 f"other workers' output for what keeps them. Cause: {error}"
             ) from error
         except ConnectionError as error:
@@ -105,4 +118,5 @@ class ThroughKeyValues:
         return f"keras_distplug/{next(_questions)}/{topic}"
 
 
+Workers = Alone | ThroughKeyValues
 _questions = itertools.count(1)

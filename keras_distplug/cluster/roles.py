@@ -56,6 +56,11 @@ class Role:
         return self.task_type == "worker" and self.index == 0
 
     @property
+    def rank(self) -> int:
+        """The place among the processes that train; 0 for the chief."""
+        return self.index + ("chief" in self.cluster and self.task_type == "worker")
+
+    @property
     def name(self) -> str:
         """For people and file names: `"worker-1"`."""
         return f"{self.task_type}-{self.index}"

@@ -78,7 +78,8 @@ class ServiceKeyValues:
     """The coordination service's key-value store. Never a collective: safe at any moment."""
 
     def put(self, key: str, value: str) -> None:
-        context.context().set_config_key_value(key, value)
+        with _as_builtin_errors(key):
+            context.context().set_config_key_value(key, value)
 
     def get(self, key: str, timeout_s: float) -> str:
         with _as_builtin_errors(key):

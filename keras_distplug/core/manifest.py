@@ -12,7 +12,7 @@ from typing import Any
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError
 from keras_distplug.core.state import Completion, Cursor
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 _FILE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*/)*[A-Za-z0-9][A-Za-z0-9._-]*")
 # `adam_2/sequential_1_dense_3_kernel_momentum`: optimizers put the whole path into one name.
@@ -66,6 +66,7 @@ class Manifest:
         shards: The files that hold their values.
         history: Keras' `History.history`.
         history_epochs: Keras' `History.epoch`.
+        metrics: The logs at that point.
         data: Position of the input pipeline.
         stop_training: True if a callback had asked for the end of training.
         completion: Set if the run had reached its end.
@@ -85,6 +86,7 @@ class Manifest:
     versions: Mapping[str, str] = field(default_factory=dict)
     history: Mapping[str, list[float]] = field(default_factory=dict)
     history_epochs: tuple[int, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
     stop_training: bool = False
     completion: Completion | None = None

@@ -18,6 +18,26 @@ class Agreement(Protocol):
         ...
 
 
+class Exchange(Protocol):
+    """Short texts between the workers of one run. Never a collective: safe in any thread."""
+
+    def tell(self, topic: str, text: str) -> None:
+        """Says `text` to all other workers, once for each `topic`.
+
+        Raises:
+            AgreementError: If that is not possible.
+        """
+        ...
+
+    def hear(self, topic: str, timeout_s: float) -> str:
+        """Waits for what another worker says.
+
+        Raises:
+            AgreementError: If it says nothing in time, or is gone.
+        """
+        ...
+
+
 class Resumable(Protocol):
     """An input pipeline that knows its place and can return to it."""
 

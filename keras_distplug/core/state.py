@@ -51,6 +51,7 @@ class TrainState:
             anything `numpy.asarray` takes.
         history: Keras' `History.history` up to here.
         history_epochs: Keras' `History.epoch` up to here.
+        metrics: The logs at this point, by which the best checkpoints are kept.
         data: Position of the input pipeline, JSON-able; empty when it is not known.
         stop_training: True if a callback has asked for the end of training at this point.
         completion: Set once the run has reached its end.
@@ -61,6 +62,7 @@ class TrainState:
     arrays: Mapping[str, Any]
     history: Mapping[str, list[float]] = field(default_factory=dict)
     history_epochs: tuple[int, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
     stop_training: bool = False
     completion: Completion | None = None

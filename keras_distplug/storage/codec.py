@@ -1,101 +1,391 @@
-"""Arrays as the bytes of a safetensors file, and back."""
+"""Arrays as safetensors files, written and read in parts.
+
+The format (https://github.com/huggingface/safetensors): eight bytes with the length of a JSON
+header, the header, and the arrays' bytes behind each other. The library of that name holds a whole
+file in memory; here a file is made of what is in memory anyway.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ml_dtypes  # noqa: F401  (teaches NumPy the names bfloat16, float8_e4m3fn, ...)
 import numpy as np
-import safetensors
 import xxhash
-from safetensors.numpy import save
 
 from keras_distplug.core.errors import CorruptCheckpointError
 from keras_distplug.core.manifest import VariableSpec
+from keras_distplug.core.memory import Allocate, Memory
+from keras_distplug.storage.ahead import in_order
 
-_NATIVE = frozenset(
-    {
-        *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
-        *("float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
-    }
-)
+# A part stays in a core's cache until it is hashed and written: larger ones are slower, and so is a
+# thread of its own for the hash, most of all for the training that goes on meanwhile.
+PART_BYTES = 2**20
+AHEAD_BYTES = 4 * 2**20  # what threads that read ahead hand over: each time costs, too
+_SMALL_PIECES = 1000
+FILE_BYTES = 128 * 2**20  # so much at most is written again when a write fails
+_HEADER_BYTES = 10**8  # at most, as the format says
+
+_CODES = {
+    **{"bool": "BOOL", "float16": "F16", "float32": "F32", "float64": "F64", "bfloat16": "BF16"},
+    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
+    **{"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"},
+}
+_PIECE = re.compile(r"(.*)\[(\d+):(\d+)\]", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements of a variable, in row-major order: all of them, unless several workers share it.
+
+    Args:
+        variable: The variable.
+        start: The first element.
+        stop: The one behind the last.
+    """
+
+    variable: VariableSpec
+    start: int
+    stop: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.stop - self.start == math.prod(self.variable.shape)
+
+    @property
+    def name(self) -> str:
+        key = self.variable.key
+        return key if self.is_whole else f"{key}[{self.start}:{self.stop}]"
+
+    @property
+    def bytes(self) -> int:
+        return (self.stop - self.start) * _itemsize(self.variable)
 
 
 def specs_of(arrays: Mapping[str, Any]) -> tuple[VariableSpec, ...]:
-    """What `decode` has to know besides the bytes."""
-    return tuple(
-        VariableSpec(key, array.shape, array.dtype.name)
-        for key, array in ((key, np.asarray(value)) for key, value in arrays.items())
-    )
-
-
-def encode(arrays: Mapping[str, Any]) -> bytes:
-    """The bytes of a safetensors file that holds `arrays`.
-
-    A type that safetensors does not know (complex numbers) is stored as its bytes, in a row; its
-    shape and type are in `specs_of`.
+    """What has to be known of `arrays`, of NumPy or TensorFlow, besides their bytes.
 
     Raises:
         TypeError: For an array of text or of objects.
     """
-    data: bytes = save({key: _storable(key, value) for key, value in arrays.items()})
-    return data
+    for key, value in arrays.items():
+        if getattr(value.dtype, "kind", "") in ("O", "S", "U"):
+            raise TypeError(f"Expected numbers in the variable `{key}`. Received: {value.dtype}")
+    return tuple(
+        VariableSpec(key, tuple(map(int, value.shape)), value.dtype.name)
+        for key, value in arrays.items()
+    )
 
 
-def decode(data: bytes, source: str) -> dict[str, bytes]:
-    """The bytes of each array in `data`, which `encode` gave.
+def bytes_of(variables: Iterable[VariableSpec]) -> int:
+    """The bytes of all values of `variables`."""
+    return sum(math.prod(each.shape) * _itemsize(each) for each in variables)
+
+
+def files_for(variables: Sequence[VariableSpec], world_size: int) -> int:
+    """Into how many files each of `world_size` workers writes its share of `variables`."""
+    return max(1, -(-bytes_of(variables) // (world_size * FILE_BYTES)))
+
+
+def share(variables: Sequence[VariableSpec], number: int, count: int) -> list[Piece]:
+    """What goes into one file: an equal share of the bytes of `variables`, in their order.
 
     Args:
-        data: The content of a file.
-        source: Its name, for errors.
+        variables: All of them, the same on all workers.
+        number: Which share, from 0.
+        count: Into how many shares all bytes are cut, at most an element off.
+    """
+    total = bytes_of(variables)
+    low, high = (total * each // count for each in (number, number + 1))
+    pieces, offset = [], 0
+    for variable in variables:
+        itemsize, elements = _itemsize(variable), math.prod(variable.shape)
+        start, stop = (min(max(-(-(cut - offset) // itemsize), 0), elements) for cut in (low, high))
+        # What has no elements goes to the share at which it stands.
+        is_here = low <= offset < high or (number == count - 1 and offset == total)
+        if stop > start or (not elements and is_here):
+            pieces.append(Piece(variable, start, stop))
+        offset += elements * itemsize
+    return pieces
+
+
+def encode(pieces: Sequence[Piece], arrays: Mapping[str, Any]) -> Iterator[memoryview]:
+    """The parts of a safetensors file that holds `pieces`.
+
+    A type that safetensors does not know (complex numbers) is stored as its bytes, in a row.
+
+    Args:
+        pieces: From `share`.
+        arrays: The value of each variable by key: anything `numpy.asarray` takes.
 
     Raises:
-        CorruptCheckpointError: If it is no safetensors file.
+        ValueError: If a value is not what its spec says.
     """
-    try:
-        entries: list[tuple[str, Any]] = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
-    except safetensors.SafetensorError as error:
-        raise CorruptCheckpointError(f"{source} is no safetensors file: {error}") from error
-    return {key: entry["data"] for key, entry in entries}
+    yield memoryview(_header(pieces))
+    for piece in pieces:
+        flat = _flat(piece.variable, arrays[piece.variable.key])[piece.start : piece.stop]
+        data = flat.view(np.uint8).data
+        for begin in range(0, len(data), PART_BYTES):
+            yield data[begin : begin + PART_BYTES]
 
 
-def arrays_of(
-    contents: Mapping[str, bytes], specs: Iterable[VariableSpec], source: str
-) -> dict[str, np.ndarray]:
-    """Arrays from their bytes, in the order of `specs`.
+class Room:
+    """Memory for the variables of a checkpoint, made for each when its bytes come.
 
     Args:
-        contents: From `decode`, of all shards.
-        specs: From `specs_of`.
+        specs: All variables.
+        allocate: Makes memory for one. Defaults to NumPy arrays.
         source: The checkpoint's name, for errors.
 
     Raises:
-        CorruptCheckpointError: If one is missing or does not fit.
+        CorruptCheckpointError: For a variable that cannot be.
     """
-    arrays = {}
-    for spec in specs:
-        if spec.key not in contents:
-            raise CorruptCheckpointError(f"{source} does not hold the variable `{spec.key}`.")
-        try:
-            flat = np.frombuffer(contents[spec.key], np.dtype(spec.dtype))
-            arrays[spec.key] = flat.reshape(spec.shape)
-        except (ValueError, TypeError) as error:
-            raise CorruptCheckpointError(f"{source}: `{spec}` cannot be read: {error}") from error
-    return arrays
+
+    def __init__(
+        self, specs: Iterable[VariableSpec], allocate: Allocate | None, source: str
+    ) -> None:
+        self._allocate = allocate
+        self._source = source
+        self._specs = {spec.key: spec for spec in specs}
+        for spec in self._specs.values():
+            try:
+                np.empty((0, *spec.shape), spec.dtype)
+            except (TypeError, ValueError) as error:
+                raise CorruptCheckpointError(
+                    f"{source}: `{spec}` cannot be read: {error}"
+                ) from error
+        self._missing = {key: bytes_of([spec]) for key, spec in self._specs.items()}
+        self._memory: dict[str, Memory] = {}
+        self._complete: list[str] = []
+
+    def size(self, name: str) -> int:
+        """The bytes of the piece `name`.
+
+        Raises:
+            ValueError: If it belongs to no variable.
+        """
+        _, begin, end = self._find(name)
+        return end - begin
+
+    def place(self, name: str) -> memoryview:
+        """Where the piece `name` goes."""
+        key, begin, end = self._find(name)
+        if key not in self._memory:
+            spec = self._specs[key]
+            self._memory[key] = (self._allocate and self._allocate(spec)) or _in_numpy(spec)
+        return self._memory[key].data[begin:end]
+
+    def filled(self, name: str) -> None:
+        """The piece `name` is where it goes."""
+        key, begin, end = self._find(name)
+        self._missing[key] -= end - begin
+        if not self._missing[key]:
+            self._complete.append(key)
+
+    def take(self) -> list[tuple[str, Any]]:
+        """Variables that are complete and were not taken before, by key."""
+        taken = [(key, self._memory.pop(key).value) for key in self._complete]
+        for key, _ in taken:
+            del self._missing[key]
+        self._complete = []
+        return taken
+
+    def require_all_taken(self) -> None:
+        """Raises `CorruptCheckpointError` if a variable was not read."""
+        for key in self._missing:
+            raise CorruptCheckpointError(f"{self._source} does not hold the variable `{key}`.")
+
+    def _find(self, name: str) -> tuple[str, int, int]:
+        """A piece's variable, and which of its bytes it has."""
+        if name in self._specs:
+            return name, 0, bytes_of([self._specs[name]])
+        if (match := _PIECE.fullmatch(name)) and match[1] in self._specs:
+            itemsize = _itemsize(self._specs[match[1]])
+            size = bytes_of([self._specs[match[1]]])
+            begin, end = (min(int(match[each]) * itemsize, size) for each in (2, 3))
+            return match[1], begin, end
+        raise ValueError(f"{name} is none of the checkpoint's variables")
 
 
-def xxh3_128(data: bytes) -> str:
-    """XXH3 of `data`, 128 bits in hexadecimal."""
-    return xxhash.xxh3_128_hexdigest(data)
+def read(
+    read_into: Callable[[int, memoryview], int], room: Room, source: str, readers: int = 1
+) -> Iterator[memoryview]:
+    """Reads a file that `encode` gave into the memory of its variables.
+
+    Args:
+        read_into: Fills a buffer with the file from an offset on, and says how far.
+        room: The memory.
+        source: The file's name, for errors.
+        readers: How many threads read. New memory is slow when it is first written to, too, which
+            they do.
+
+    Yields:
+        What was read, in the file's order, for `Hashed`: as much as there is, and a byte that
+        should not be there.
+
+    Raises:
+        CorruptCheckpointError: If it is no such file.
+    """
+    prefix = memoryview(bytearray(8))
+    yield prefix[: read_into(0, prefix)]
+    length = int.from_bytes(prefix, "little")
+    if length > _HEADER_BYTES:
+        raise CorruptCheckpointError(
+            f"{source} is no safetensors file: its header is {length} long"
+        )
+    header = memoryview(bytearray(length))
+    yield header[: read_into(8, header)]
+    pieces, end = _pieces(bytes(header), room, source), 0
+
+    def read_part(part: _Part) -> tuple[_Part, int]:
+        return part, read_into(8 + length + part.offset, part.memory)
+
+    parts = _parts(pieces, room, part_bytes(readers))
+    for part, count in in_order((partial(read_part, part) for part in parts), readers):
+        yield part.memory[:count]
+        if count < len(part.memory):
+            return
+        for place, begin in part.scattered:
+            place[:] = part.memory[begin : begin + len(place)]
+        for name in part.completes:
+            room.filled(name)
+        end = part.offset + count
+    beyond = memoryview(bytearray(1))
+    yield beyond[: read_into(8 + length + end, beyond)]
 
 
-def _storable(key: str, value: Any) -> np.ndarray:
-    array = np.asarray(value, order="C")
-    if array.dtype.kind in "OSU":
-        raise TypeError(f"Expected numbers in the variable `{key}`. Received: {array.dtype}")
-    if array.dtype.name in _NATIVE:
-        return array
-    # `specs_of` does not name the order of the bytes.
+@dataclass(frozen=True)
+class _Part:
+    """What is read at once: a part of a large piece, or several small ones.
+
+    Args:
+        offset: Where it begins, behind the header.
+        memory: What it is read into.
+        completes: The pieces that are read with it.
+        scattered: Where the small ones go, and where they begin in `memory`.
+    """
+
+    offset: int
+    memory: memoryview
+    completes: Sequence[str]
+    scattered: Sequence[tuple[memoryview, int]] = ()
+
+
+def part_bytes(readers: int) -> int:
+    """How much so many threads read at once."""
+    return PART_BYTES if readers == 1 else AHEAD_BYTES
+
+
+def _parts(pieces: Iterable[tuple[str, int]], room: Room, at_once: int) -> Iterator[_Part]:
+    """How to read `pieces`; the memory of each is made when its turn comes."""
+    offset = 0
+    for names, size in _together(pieces):
+        places = [room.place(name) for name in names]
+        if len(places) == 1:
+            for begin in range(0, max(size, 1), at_once):
+                is_last = begin + at_once >= size
+                memory = places[0][begin : begin + at_once]
+                yield _Part(offset + begin, memory, names if is_last else ())
+        else:
+            begins = itertools.accumulate(map(len, places), initial=0)
+            scattered = list(zip(places, begins, strict=False))
+            yield _Part(offset, memoryview(bytearray(size)), names, scattered)
+        offset += size
+
+
+def _pieces(header: bytes, room: Room, source: str) -> list[tuple[str, int]]:
+    """Names and sizes of what is in a file, in its order."""
+    pieces, offset = [], 0
+    try:
+        entries = json.loads(header)
+        for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+            low, high = entry["data_offsets"]
+            size = room.size(name)
+            if low != offset or high - low != size:
+                raise ValueError(
+                    f"{name} is said to be at {low} to {high}, not at {offset} to {offset + size}"
+                )
+            offset = high
+            pieces.append((name, size))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptCheckpointError(f"{source} is no safetensors file: {error}") from error
+    return pieces
+
+
+def _together(pieces: Iterable[tuple[str, int]]) -> Iterator[tuple[list[str], int]]:
+    """What is read at once: a large piece, or several small ones; and how many bytes that is."""
+    names: list[str] = []
+    total = 0
+    for name, size in pieces:
+        if names and (total + size > PART_BYTES or len(names) == _SMALL_PIECES):
+            yield names, total
+            names, total = [], 0
+        names.append(name)
+        total += size
+    if names:
+        yield names, total
+
+
+class Hashed:
+    """Hands on the parts of a file, and hashes each before, while the processor has it at hand.
+
+    Attributes:
+        bytes: How many there were.
+        xxh3_128: XXH3 of all of them, 128 bits in hexadecimal; once all were handed on.
+    """
+
+    def __init__(self, parts: Iterable[memoryview]) -> None:
+        self._parts = parts
+        self.bytes = 0
+        self.xxh3_128 = ""
+
+    def __iter__(self) -> Iterator[memoryview]:
+        hashed = xxhash.xxh3_128()
+        for part in self._parts:
+            hashed.update(part)
+            self.bytes += part.nbytes
+            yield part
+        self.xxh3_128 = hashed.hexdigest()
+
+
+def _in_numpy(spec: VariableSpec) -> Memory:
+    array = np.empty(spec.shape, np.dtype(spec.dtype))
+    return Memory(array, array.reshape(-1).view(np.uint8).data)
+
+
+def _itemsize(variable: VariableSpec) -> int:
+    return np.dtype(variable.dtype).itemsize
+
+
+def _header(pieces: Sequence[Piece]) -> bytes:
+    entries, offset = {}, 0
+    for piece in pieces:
+        code = _CODES.get(piece.variable.dtype)
+        shape = list(piece.variable.shape) if piece.is_whole else [piece.stop - piece.start]
+        entries[piece.name] = {
+            "dtype": code or "U8",
+            "shape": shape if code else [piece.bytes],
+            "data_offsets": [offset, offset + piece.bytes],
+        }
+        offset += piece.bytes
+    text = json.dumps(entries).encode()
+    text += b" " * (-(8 + len(text)) % 64)  # arrays begin where copying them is fast
+    return len(text).to_bytes(8, "little") + text
+
+
+def _flat(variable: VariableSpec, value: Any) -> np.ndarray:
+    """The elements of a value in a row, in this machine's order of bytes."""
+    array = np.asarray(value)
+    if (array.shape, array.dtype.name) != (variable.shape, variable.dtype):
+        received = VariableSpec(variable.key, array.shape, array.dtype.name)
+        raise ValueError(f"Expected `{variable}`. Received: `{received}`")
     native = array.astype(array.dtype.newbyteorder("="), copy=False)
-    return native.reshape(-1).view(np.uint8)
+    return np.ascontiguousarray(native).reshape(-1)

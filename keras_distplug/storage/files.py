@@ -6,23 +6,29 @@ import contextlib
 import errno
 import os
 import shutil
+import threading
 import uuid
+from collections.abc import Iterable
+from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from fsspec.core import split_protocol
 from fsspec.implementations.local import LocalFileSystem
 
 from keras_distplug.core.errors import ConfigurationError
 
+_BUFFER_BYTES = 2**18  # for small parts; larger ones pass it by
+_FLUSH_BYTES = 16 * 2**20
+_FLUSH_THREAD = "keras_distplug-flush"
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class Files(Protocol):
     """A folder. Paths are relative to it, with `/`."""
 
-    def create(self, path: str, data: bytes) -> None:
-        """Makes a file that holds `data` once this returns, whatever happens then.
+    def create(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
+        """Makes a file that holds `parts` once this returns, whatever happens then.
 
         Raises:
             FileExistsError: If it exists; it is untouched.
@@ -31,6 +37,14 @@ class Files(Protocol):
         ...
 
     def read(self, path: str) -> bytes: ...
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
+        """Fills `buffer` with the file from `offset` on.
+
+        Returns:
+            The number of bytes read; less than `buffer` has if the file ends there.
+        """
+        ...
 
     def names(self, folder: str = "") -> list[str]:
         """What stands in `folder`, sorted; empty if there is no such folder."""
@@ -80,14 +94,14 @@ class LocalFiles:
     def __init__(self, root: Path) -> None:
         self._root = root
 
-    def create(self, path: str, data: bytes) -> None:
+    def create(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
         target = self._root / path
         _make_folder(target.parent)
         # A name that starts with a dot is no checkpoint's: a crash may leave it behind.
         temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
         try:
-            with open(temporary, "xb") as file:
-                file.write(data)
+            with open(temporary, "xb", buffering=_BUFFER_BYTES) as file:
+                _write(file, parts)
                 file.flush()
                 os.fsync(file.fileno())
             _publish(temporary, target)
@@ -104,6 +118,14 @@ class LocalFiles:
     def read(self, path: str) -> bytes:
         return (self._root / path).read_bytes()
 
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
+        with open(self._root / path, "rb", buffering=0) as file:
+            file.seek(offset)
+            filled = 0
+            while filled < len(buffer) and (count := file.readinto(buffer[filled:])):
+                filled += count
+        return filled
+
     def names(self, folder: str = "") -> list[str]:
         try:
             return sorted(os.listdir(self._root / folder))
@@ -113,7 +135,7 @@ class LocalFiles:
     def delete(self, path: str) -> None:
         target = self._root / path
         if target.is_dir():
-            shutil.rmtree(target)
+            _delete_folder(target)
         else:
             target.unlink(missing_ok=True)
         if target.parent.is_dir():
@@ -121,6 +143,44 @@ class LocalFiles:
 
     def where(self, path: str = "") -> str:
         return str(self._root / path)
+
+
+def _write(file: BinaryIO, parts: Iterable[bytes | memoryview]) -> None:
+    """Writes `parts`, while a thread has the disk take what was written before."""
+    flushed: Future[None] = Future()
+    flushed.set_result(None)
+    waiting_bytes = 0
+    try:
+        for part in parts:
+            file.write(part)
+            waiting_bytes += len(part)
+            if waiting_bytes >= _FLUSH_BYTES and flushed.done():
+                flushed.result()
+                flushed = _flush_in_thread(file.fileno())
+                waiting_bytes = 0
+    finally:
+        wait([flushed])
+    # A file tells of a failure once: the last flush would not.
+    flushed.result()
+
+
+def _flush_in_thread(descriptor: int) -> Future[None]:
+    flushed: Future[None] = Future()
+
+    def flush() -> None:
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            flushed.set_exception(error)
+        else:
+            flushed.set_result(None)
+
+    try:
+        # A daemon, because a disk that hangs must not keep the process from its end.
+        threading.Thread(target=flush, name=_FLUSH_THREAD, daemon=True).start()
+    except RuntimeError:  # a process that has begun to end starts none: the last flush does it all
+        flushed.set_result(None)
+    return flushed
 
 
 def _publish(temporary: Path, target: Path) -> None:
@@ -138,6 +198,13 @@ def _publish(temporary: Path, target: Path) -> None:
         if target.exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from None
         os.rename(temporary, target)
+
+
+def _delete_folder(folder: Path) -> None:
+    while folder.exists():
+        # Another process that deletes it, too, may be ahead at any file.
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(folder)
 
 
 def _make_folder(folder: Path) -> None:

@@ -2,16 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from keras_distplug.core.errors import ConfigurationError
+
+Mode = Literal["min", "max"]
 
 
-def expired(oldest_first: Sequence[str], keep_last: int) -> tuple[str, ...]:
-    """The checkpoints beyond the `keep_last` newest.
+@dataclass(frozen=True)
+class Kept:
+    """A committed checkpoint, as far as retention goes.
 
     Args:
-        oldest_first: Names of committed checkpoints.
-        keep_last: How many stay, at least 1.
+        name: Its name.
+        step: The step at which it was made.
+        metrics: The logs at that point.
     """
-    if keep_last < 1:
-        raise ValueError(f"`keep_last` must be >= 1. Received: {keep_last}")
-    return tuple(oldest_first[:-keep_last])
+
+    name: str
+    step: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What stays: all that one of the three rules keeps.
+
+    Args:
+        keep_last: So many of the newest, at least 1. Defaults to 2.
+        keep_every_steps: The first checkpoint in each stretch of so many steps, for good. Defaults
+            to none.
+        keep_best: Metric, `"min"` or `"max"`, and how many of the best by it, such as
+            `("val_loss", "min", 3)`. Of equal ones the newer is the better one; one without the
+            metric, or with NaN, is none of the best. Defaults to none.
+    """
+
+    keep_last: int = 2
+    keep_every_steps: int | None = None
+    keep_best: tuple[str, Mode, int] | None = None
+
+    def __post_init__(self) -> None:
+        require_count("keep_last", self.keep_last)
+        if self.keep_every_steps is not None:
+            require_count("keep_every_steps", self.keep_every_steps)
+        if self.keep_best is None:
+            return
+        match self.keep_best:
+            case (str(), "min" | "max", int(count)) if count >= 1 and count is not True:
+                return
+        raise ConfigurationError(
+            'Expected `keep_best` to be a metric, "min" or "max", and a number >= 1, such as '
+            f'("val_loss", "min", 3). Received: {self.keep_best!r}'
+        )
+
+    def expired(self, oldest_first: Sequence[Kept]) -> tuple[str, ...]:
+        """Names of those that may go."""
+        stay = {each.name for each in oldest_first[-self.keep_last :]}
+        if self.keep_every_steps is not None:
+            # The first one of each stretch: it comes last here.
+            stretches = {each.step // self.keep_every_steps: each for each in oldest_first[::-1]}
+            stay |= {each.name for stretch, each in stretches.items() if stretch}
+        if self.keep_best is not None:
+            metric, mode, count = self.keep_best
+            sign = -1 if mode == "min" else 1
+            rated = [
+                (sign * value, place, each.name)
+                for place, each in enumerate(oldest_first)
+                if not math.isnan(value := each.metrics.get(metric, math.nan))
+            ]
+            stay |= {name for *_, name in sorted(rated)[-count:]}
+        return tuple(each.name for each in oldest_first if each.name not in stay)
+
+
+def require_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigurationError(f"Expected `{name}` to be an integer >= 1. Received: {value!r}")

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
-import numpy as np
+import tensorflow as tf
 
+from keras_distplug.compat import memory as compat_memory
 from keras_distplug.compat import model as compat_model
 from keras_distplug.core.errors import ModelError
 from keras_distplug.core.manifest import VariableSpec
+from keras_distplug.core.memory import Memory
 
 _RANDOM = "random/global_seed_generator"
+_PLAIN = ("float16", "float32", "float64", "int32", "int64")
+_LARGE = 2**18  # elements
 
 
 def variables_of(model: keras.Model) -> dict[str, keras.Variable]:
@@ -51,8 +56,11 @@ def specs_of(model: keras.Model) -> tuple[VariableSpec, ...]:
     )
 
 
-def capture(model: keras.Model) -> dict[str, np.ndarray]:
-    """Values of everything in `variables_of`, and of Keras' global random state."""
+def capture(model: keras.Model) -> dict[str, tf.Tensor]:
+    """Values of everything in `variables_of`, and of Keras' global random state.
+
+    They are references: nothing is copied here, and TensorFlow copies a variable when it changes.
+    """
     arrays = {key: _value(variable) for key, variable in variables_of(model).items()}
     if (generator := compat_model.global_seed_generator()) is not None:
         arrays[_RANDOM] = _value(generator.state)
@@ -64,19 +72,33 @@ def specs_of_model(stored: Iterable[VariableSpec]) -> tuple[VariableSpec, ...]:
     return tuple(spec for spec in stored if spec.key != _RANDOM)
 
 
-def restore(model: keras.Model, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes arrays from `capture` into `model` by position: Keras counts up names in a process.
+def allocate(spec: VariableSpec) -> Memory | None:
+    """Memory for `restore` that a variable takes over without a copy, where that is worth it."""
+    if spec.dtype not in _PLAIN or math.prod(spec.shape) < _LARGE:
+        return None
+    return Memory(*compat_memory.empty_tensor(spec.shape, spec.dtype))
+
+
+def restore(
+    model: keras.Model, stored: Iterable[VariableSpec], values: Iterable[tuple[str, Any]]
+) -> None:
+    """Writes what `capture` gave into `model`.
 
     Args:
         model: A built model whose `specs_of` match.
-        arrays: From `capture`.
+        stored: The variables of the checkpoint, in the order of the model they are from: they go by
+            that, because Keras counts up names in a process.
+        values: Each one's key and value, in any order.
     """
-    values = [value for key, value in arrays.items() if key != _RANDOM]
-    for variable, value in zip(variables_of(model).values(), values, strict=True):
-        variable.assign(value)
+    keys = [spec.key for spec in specs_of_model(stored)]
+    variables = dict(zip(keys, variables_of(model).values(), strict=True))
+    for key, value in values:
+        if key == _RANDOM:
+            compat_model.restore_global_seed_generator(value)
+        else:
+            variables[key].assign(value)
+        del value  # its memory is the next one's
     compat_model.refresh(model)
-    if _RANDOM in arrays:
-        compat_model.restore_global_seed_generator(arrays[_RANDOM])
 
 
 def how_built(model: keras.Model) -> dict[str, Any]:
@@ -111,5 +133,5 @@ def build(model: keras.Model, how: Mapping[str, Any]) -> None:
         compat_model.build_optimizers(model, how["optimizers"])
 
 
-def _value(variable: keras.Variable) -> np.ndarray:
-    return np.asarray(keras.ops.convert_to_numpy(variable))
+def _value(variable: keras.Variable) -> tf.Tensor:
+    return variable.value.read_value()

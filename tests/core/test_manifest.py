@@ -27,7 +27,7 @@ def manifest(**changes: Any) -> Manifest:
     values = {
         "cursor": Cursor(epoch=2, batch=3, step=19),
         "variables": (KERNEL, BIAS, COUNT),
-        "shards": (Shard("3f0c/rank-0.safetensors", 348, "0f" * 16),),
+        "shards": (Shard("3f0c/rank-0-1.safetensors", 348, "0f" * 16),),
         "world_size": 2,
         "nonce": "3f0c",
         "created_utc": "2025-01-02T03:04:05+00:00",
@@ -152,7 +152,7 @@ def test_shard_escapes(file: str) -> None:
         Shard(file, 0, "")
 
 
-@pytest.mark.parametrize("file", ["x", "a/b/c.safetensors", "3f0c/rank-0.safetensors", "A_1..2"])
+@pytest.mark.parametrize("file", ["x", "a/b/c.safetensors", "3f0c/rank-0-1.safetensors", "A_1..2"])
 def test_shard_names(file: str) -> None:
     """Letters, digits, dots, dashes and underscores make a shard's path."""
     assert Shard(file, 0, "").file == file

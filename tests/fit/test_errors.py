@@ -200,8 +200,8 @@ def test_directory(refuse: Callable[..., None], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("save_freq", [0, -1, True, "batch", 1.5, None])
 def test_save_freq(save_freq: Any, tmp_path: Path) -> None:
-    """`save_freq`: "epoch", a number of batches, or False."""
-    with pytest.raises(ConfigurationError, match='"epoch", False, or a number of batches'):
+    """`save_freq`: "epoch", "auto", a number of batches, a time, or False."""
+    with pytest.raises(ConfigurationError, match='`save_freq` to be "epoch", "auto", False'):
         kd.defaults(tmp_path, save_freq=save_freq)
 
 

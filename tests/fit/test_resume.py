@@ -22,12 +22,25 @@ import keras_distplug as kd  # noqa: E402
 from keras_distplug import default_callbacks  # noqa: E402
 from keras_distplug.callbacks import backup_and_restore  # noqa: E402
 from keras_distplug.core.errors import ConfigurationError, OtherRunError  # noqa: E402
+from keras_distplug.storage import saver  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def as_if_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that forgets which runs it has finished, for tests that stand for several."""
     monkeypatch.setattr(backup_and_restore, "_finished_here", Forgetful())
+
+
+@pytest.fixture(autouse=True)
+def no_save_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training waits for each save, so that a slow machine leaves out none that is due."""
+    stock = saver.Saver.start
+
+    def start(self: saver.Saver, step: int, save: Callable[[], None]) -> None:
+        stock(self, step, save)
+        self.wait()
+
+    monkeypatch.setattr(saver.Saver, "start", start)
 
 
 class Forgetful(set):  # type: ignore[type-arg]

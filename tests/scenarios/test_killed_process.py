@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from support.cluster import run_workers
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 SCRIPT = Path(__file__).parents[1] / "workers" / "faulty.py"
 
 
 def run(folder: Path, way: str, *faults: str) -> int:
     folder.mkdir(exist_ok=True)
-    [ended] = run_workers([str(SCRIPT), str(folder), way, *faults], 1, timeout_s=90)
+    [ended] = run_workers([str(SCRIPT), str(folder), way, *faults], 1, timeout_s=180)
     assert ended.returncode in (0, -signal.SIGKILL), ended.output
     return ended.returncode
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support.cluster import environment
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 SCRIPT = Path(__file__).parents[1] / "workers" / "faulty.py"
 
@@ -35,7 +35,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=240,
+            timeout=450,
         )
         assert done.returncode == 0, done.stdout
         fired = (folder / "faults").read_text().split() if faults else []

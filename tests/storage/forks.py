@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 
@@ -20,18 +20,27 @@ def ending(action: Callable[[], object]) -> int:
 def together(actions: list[Callable[[], object]]) -> list[int]:
     """Runs each of `actions` in a process of its own, all at once; see `ending`."""
     gate, opener = os.pipe()
-    children = [_start(action, gate, opener) for action in actions]
+
+    def behind_gate(action: Callable[[], object]) -> Callable[[], object]:
+        def run() -> object:
+            os.close(opener)
+            os.read(gate, 1)  # returns once the parent has closed it
+            return action()
+
+        return run
+
+    children = [start(behind_gate(action)) for action in actions]
     os.close(gate)
     os.close(opener)
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
-def kill_before(number: int) -> None:
+def kill_before(number: int, *, uncounted: Collection[str] = ()) -> None:
     """Makes this process kill itself before its `number`-th call into the system from now on."""
     numbers = itertools.count(1)
 
     def count(name: str) -> None:
-        if next(numbers) == number:
+        if name not in uncounted and next(numbers) == number:
             os.kill(os.getpid(), signal.SIGKILL)
 
     _watch(count)
@@ -48,14 +57,13 @@ def system_calls(action: Callable[[], object]) -> list[str]:
     return names
 
 
-def _start(action: Callable[[], object], gate: int, opener: int) -> int:
+def start(action: Callable[[], object]) -> int:
+    """Runs `action` in a process of its own. Gives its number at once."""
     if child := os.fork():
         return child
     signal.alarm(60)  # a child outlives no test by more than this
     code = 1
     try:
-        os.close(opener)
-        os.read(gate, 1)  # returns once the parent has closed it
         action()
         code = 0
     except BaseException:  # noqa: BLE001  (told to the parent by the code)

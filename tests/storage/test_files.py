@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Event, current_thread
 from typing import Any
 
 import pytest
@@ -42,8 +42,8 @@ def published(files: LocalFiles, folder: str = "") -> list[str]:
 
 def test_create_and_read(files: LocalFiles) -> None:
     """What was created can be read, and nothing else is left in its folder."""
-    files.create("a/b/c.bin", NEW)
-    files.create("empty", b"")
+    files.create("a/b/c.bin", [NEW])
+    files.create("empty", [b""])
     assert files.read("a/b/c.bin") == NEW
     assert files.read("empty") == b""
     assert files.names("a/b") == ["c.bin"]
@@ -51,9 +51,9 @@ def test_create_and_read(files: LocalFiles) -> None:
 
 def test_create_is_exclusive(files: LocalFiles) -> None:
     """A file that exists stays as it is."""
-    files.create("a/b", OLD)
+    files.create("a/b", [OLD])
     with pytest.raises(FileExistsError):
-        files.create("a/b", NEW)
+        files.create("a/b", [NEW])
     assert files.read("a/b") == OLD
     assert files.names("a") == ["b"]
 
@@ -66,7 +66,7 @@ def test_one_thread_wins(files: LocalFiles) -> None:
     def create(path: str, index: int) -> bool:
         barrier.wait(timeout=30)
         try:
-            files.create(path, bytes([index]) * 10_000)
+            files.create(path, [bytes([index]) * 10_000])
         except FileExistsError:
             return False
         return True
@@ -85,7 +85,7 @@ def test_one_process_wins(files: LocalFiles) -> None:
     for round_ in range(10):
         path = f"round-{round_}/file"
         data = [bytes([index]) * 10_000 for index in range(6)]
-        ended = together([partial(files.create, path, each) for each in data])
+        ended = together([partial(files.create, path, [each]) for each in data])
         assert sorted(ended) == [0, 1, 1, 1, 1, 1]
         assert files.read(path) == data[ended.index(0)]
         assert files.names(f"round-{round_}") == ["file"]
@@ -93,12 +93,65 @@ def test_one_process_wins(files: LocalFiles) -> None:
 
 def test_create_is_durable(files: LocalFiles) -> None:
     """The content is on disk before it gets its name, and the name before `create` returns."""
-    files.create("a/before", OLD)
-    calls = system_calls(lambda: files.create("a/b", NEW))
+    files.create("a/before", [OLD])
+    calls = system_calls(lambda: files.create("a/b", [NEW]))
     link = calls.index("link")
     assert "fsync" in calls[calls.index("flush") : link]
     assert calls.index("write") < calls.index("flush")
     assert "fsync" in calls[link:]
+
+
+def test_large_files_are_flushed_while_they_are_written(
+    files: LocalFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk does not wait for the last part; a failure in between is not lost, though the last
+    flush succeeds."""
+    monkeypatch.setattr("keras_distplug.storage.files._FLUSH_BYTES", 10)
+    begun, fsync = Event(), os.fsync
+    failures: list[OSError] = []
+
+    def flush(descriptor: int) -> None:
+        if "flush" not in current_thread().name:
+            return fsync(descriptor)
+        begun.set()
+        if failures:
+            raise failures[0]
+
+    def parts() -> Iterator[bytes]:
+        yield NEW * 10
+        begun.clear()
+        yield NEW * 10
+        assert begun.wait(timeout=60)
+        yield NEW
+
+    monkeypatch.setattr(os, "fsync", flush)
+    files.create("a/b", parts())
+    assert files.read("a/b") == NEW * 21
+    failures.append(OSError(errno.EIO, "Input/output error"))
+    with pytest.raises(OSError, match="Input/output error"):
+        files.create("a/c", parts())
+    assert files.names("a") == ["b"]
+
+
+def test_large_file_at_the_end_of_a_process(tmp_path: Path) -> None:
+    """A process that has begun to end starts no thread; the file is written all the same."""
+    script = f"""
+import atexit, os, threading
+from pathlib import Path
+from keras_distplug.storage import files
+files._FLUSH_BYTES = 10
+os.fsync = lambda descriptor: print(threading.current_thread().name, flush=True)
+local = files.LocalFiles(Path({str(tmp_path)!r}))
+local.create("before", [b"0123456789"] * 3)
+atexit.register(local.create, "after", [b"0123456789"] * 3)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", script], check=True, timeout=60, capture_output=True, text=True
+    )
+    assert set(ran.stdout.split()) == {"keras_distplug-flush", "MainThread"}
+    assert ran.stderr == ""
+    assert (tmp_path / "before").read_bytes() == b"0123456789" * 3
+    assert (tmp_path / "after").read_bytes() == b"0123456789" * 3
 
 
 def test_new_folders_are_durable(files: LocalFiles, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +169,7 @@ def test_new_folders_are_durable(files: LocalFiles, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(os, "fsync", watched_fsync)
     monkeypatch.setattr(os, "link", watched_link)
-    files.create("a/b/c", NEW)
+    files.create("a/b/c", [NEW])
     root = Path(files.where())
     before, after = synced[: synced.index("linked")], synced[synced.index("linked") + 1 :]
     assert {str(root.parent), str(root), str(root / "a")} <= set(before)
@@ -134,7 +187,7 @@ def test_kill_at_every_call(tmp_path: Path) -> None:
 
         def create(files: LocalFiles = files, number: int = number) -> None:
             kill_before(number)
-            files.create("a/b", NEW)
+            files.create("a/b", [NEW])
 
         ended = ending(create)
         whole.append(published(files, "a") == ["b"])
@@ -144,9 +197,9 @@ def test_kill_at_every_call(tmp_path: Path) -> None:
         assert ended == -signal.SIGKILL
         kills += 1
         if not whole[-1]:
-            files.create("a/b", OLD)
+            files.create("a/b", [OLD])
             assert files.read("a/b") == OLD
-    calls = system_calls(lambda: LocalFiles(tmp_path / "once").create("a/b", NEW))
+    calls = system_calls(lambda: LocalFiles(tmp_path / "once").create("a/b", [NEW]))
     assert kills == len(calls)
     assert {"mkdir", "open", "write", "flush", "fsync", "link", "unlink", "close"} <= set(calls)
     # All kills up to the link left nothing, all from there on left all.
@@ -160,13 +213,13 @@ def test_death_in_the_middle_of_a_write(files: LocalFiles) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        files.create("a/b", NEW)
+        files.create("a/b", [NEW])
 
     assert ending(create) == -signal.SIGXFSZ
     [left] = files.names("a")
     assert files.read(f"a/{left}") == NEW[:1000]
     assert published(files, "a") == []
-    files.create("a/b", NEW)
+    files.create("a/b", [NEW])
     assert files.read("a/b") == NEW
 
 
@@ -175,17 +228,17 @@ def test_death_in_the_middle_of_a_write(files: LocalFiles) -> None:
 
 def test_file_too_large(files: LocalFiles) -> None:
     """A write that fails halfway raises OSError and leaves nothing."""
-    files.create("a/b", OLD)
+    files.create("a/b", [OLD])
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
         with pytest.raises(OSError, match="File too large") as raised:
-            files.create("a/c", NEW)
+            files.create("a/c", [NEW])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert raised.value.errno == errno.EFBIG
     assert files.names("a") == ["b"]
-    files.create("a/c", NEW)
+    files.create("a/c", [NEW])
     assert files.read("a/c") == NEW
 
 
@@ -195,16 +248,16 @@ from pathlib import Path
 from keras_distplug.storage.files import LocalFiles
 
 files = LocalFiles(Path(sys.argv[1]))
-files.create("a/b", b"old" * 1000)
+files.create("a/b", [b"old" * 1000])
 for _ in range(3):
     try:
-        files.create("a/c", bytes(10**6))
+        files.create("a/c", [bytes(10**6)])
     except OSError as error:
         assert error.errno == errno.ENOSPC, error
     else:
         raise AssertionError("there was room")
     assert files.names("a") == ["b"], files.names("a")
-files.create("a/c", bytes(10**5))
+files.create("a/c", [bytes(10**5)])
 assert files.read("a/b") == b"old" * 1000
 print("full and well")
 """
@@ -242,10 +295,10 @@ def test_failing_call(
         numbers = itertools.count(1)
         files = LocalFiles(tmp_path / str(failing))
         with pytest.raises(OSError, match="broken"):
-            files.create("a/b", NEW)
+            files.create("a/b", [NEW])
         assert files.names("a") == []
     numbers, failing = itertools.count(1), 0
-    LocalFiles(tmp_path / "well").create("a/b", NEW)
+    LocalFiles(tmp_path / "well").create("a/b", [NEW])
     assert next(numbers) == count + 1
 
 
@@ -259,9 +312,9 @@ def test_no_hard_links(files: LocalFiles, monkeypatch: pytest.MonkeyPatch, code:
         raise OSError(getattr(errno, code), code)
 
     monkeypatch.setattr(os, "link", link)
-    files.create("a/b", OLD)
+    files.create("a/b", [OLD])
     with pytest.raises(FileExistsError):
-        files.create("a/b", NEW)
+        files.create("a/b", [NEW])
     assert files.read("a/b") == OLD
     assert files.names("a") == ["b"]
     assert len(refused) == 2
@@ -276,9 +329,9 @@ def test_lost_reply(files: LocalFiles, monkeypatch: pytest.MonkeyPatch) -> None:
         real(source, target)
 
     monkeypatch.setattr(os, "link", link_twice)
-    files.create("a/b", OLD)
+    files.create("a/b", [OLD])
     with pytest.raises(FileExistsError):
-        files.create("a/b", NEW)
+        files.create("a/b", [NEW])
     assert files.read("a/b") == OLD
 
 
@@ -289,7 +342,7 @@ def test_names(files: LocalFiles) -> None:
     """Names are sorted; a folder that is not there, or is a file, has none."""
     assert files.names() == []
     for path in ("b", "a/x", "c"):
-        files.create(path, NEW)
+        files.create(path, [NEW])
     assert files.names() == ["a", "b", "c"]
     assert files.names("a") == ["x"]
     assert files.names("a/x") == files.names("b") == files.names("nowhere/at/all") == []
@@ -298,7 +351,7 @@ def test_names(files: LocalFiles) -> None:
 def test_delete(files: LocalFiles) -> None:
     """A file goes, a folder goes with all it holds, and what is not there is no error."""
     for path in ("a/b/c", "a/b/d", "a/e", "f"):
-        files.create(path, NEW)
+        files.create(path, [NEW])
     files.delete("a/b")
     assert files.names("a") == ["e"]
     files.delete("f")
@@ -309,7 +362,7 @@ def test_delete(files: LocalFiles) -> None:
 
 def test_delete_is_durable(files: LocalFiles) -> None:
     """A deletion is on disk before `delete` returns."""
-    files.create("a/b", NEW)
+    files.create("a/b", [NEW])
     for path, call in (("a/b", "unlink"), ("a", "rmdir")):
         calls = system_calls(lambda path=path: files.delete(path))
         assert "fsync" in calls[calls.index(call) :]
@@ -329,7 +382,7 @@ def test_open_creates_nothing(tmp_path: Path) -> None:
     files = open_files(tmp_path / "a/b")
     assert files.names() == []
     assert list(tmp_path.iterdir()) == []
-    files.create("c", NEW)
+    files.create("c", [NEW])
     assert (tmp_path / "a/b/c").read_bytes() == NEW
 
 
@@ -337,7 +390,7 @@ def test_open_creates_nothing(tmp_path: Path) -> None:
 def test_urls(tmp_path: Path, prefix: str) -> None:
     """A folder is a path, or a URL of one."""
     files = open_files(f"{prefix}{tmp_path}/with space/ä")
-    files.create("c", NEW)
+    files.create("c", [NEW])
     assert (tmp_path / "with space/ä/c").read_bytes() == NEW
     assert files.where("c") == f"{tmp_path}/with space/ä/c"
 
@@ -348,7 +401,7 @@ def test_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = open_files("runs/mnist")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    files.create("c", NEW)
+    files.create("c", [NEW])
     assert files.where() == str(tmp_path / "runs/mnist")
     assert (tmp_path / "runs/mnist/c").exists()
 
@@ -383,7 +436,7 @@ def test_link_to_a_folder(tmp_path: Path) -> None:
     """A link to a folder is as good as the folder."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "folder")
-    open_files(tmp_path / "link").create("a/b", NEW)
+    open_files(tmp_path / "link").create("a/b", [NEW])
     assert (tmp_path / "folder/a/b").read_bytes() == NEW
 
 
@@ -400,9 +453,9 @@ def test_mounts_that_cannot_sync_a_folder(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "fsync", folders_refuse)
     files = open_files(tmp_path)
     code = errno.EINVAL
-    files.create("a", NEW)
+    files.create("a", [NEW])
     assert files.read("a") == NEW
     assert refused
     code = errno.EIO
     with pytest.raises(OSError, match="Input/output error"):
-        files.create("b", NEW)
+        files.create("b", [NEW])

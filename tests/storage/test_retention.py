@@ -2,28 +2,83 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 
-from keras_distplug.storage.retention import expired
+from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.storage.retention import Kept, Retention
+
+
+def gone(steps: list[int], losses: list[float] | None = None, **rules: Any) -> list[int]:
+    """The steps of those checkpoints that may go."""
+    metrics = [{} if losses is None else {"loss": loss} for loss in losses or [0.0] * len(steps)]
+    made = [Kept(str(step), step, m) for step, m in zip(steps, metrics, strict=True)]
+    return [int(name) for name in Retention(**rules).expired(made)]
 
 
 @pytest.mark.parametrize(
-    ("oldest_first", "keep_last", "gone"),
-    [
-        ("abcd", 1, "abc"),
-        ("abcd", 3, "a"),
-        ("abcd", 4, ""),
-        ("abcd", 9, ""),
-        ("", 1, ""),
-    ],
+    ("keep_last", "expected"), [(1, [1, 2, 3]), (3, [1]), (4, []), (9, [])], ids=str
 )
-def test_expired(oldest_first: str, keep_last: int, gone: str) -> None:
+def test_newest(keep_last: int, expected: list[int]) -> None:
     """All but the newest `keep_last` may go."""
-    assert expired(list(oldest_first), keep_last) == tuple(gone)
+    assert gone([1, 2, 3, 4], keep_last=keep_last) == expected
 
 
-@pytest.mark.parametrize("keep_last", [0, -1])
-def test_keep_nothing(keep_last: int) -> None:
-    """At least one checkpoint stays."""
-    with pytest.raises(ValueError, match="keep_last"):
-        expired(["a", "b"], keep_last)
+def test_nothing_there() -> None:
+    assert gone([]) == []
+
+
+def test_every_steps() -> None:
+    """The first checkpoint behind each multiple stays for good, whatever steps there are."""
+    steps: list[int] = []
+    for step in range(7, 400, 7):
+        steps.append(step)
+        for old in gone(steps, keep_last=1, keep_every_steps=100):
+            steps.remove(old)
+    assert steps == [105, 203, 301, 399]
+
+
+def test_best() -> None:
+    """The best by a metric stay, and those that do better take their place."""
+    steps: list[int] = []
+    losses = {1: 0.9, 2: 0.4, 3: 0.8, 4: 0.5, 5: math.nan, 6: 0.7, 7: 0.3, 8: 0.6}
+    stood = []
+    for step in losses:
+        steps.append(step)
+        of_steps = [losses[each] for each in steps]
+        for old in gone(steps, of_steps, keep_last=1, keep_best=("loss", "min", 2)):
+            steps.remove(old)
+        stood.append(list(steps))
+    assert stood == [[1], [1, 2], [2, 3], [2, 4], [2, 4, 5], [2, 4, 6], [2, 7], [2, 7, 8]]
+
+
+def test_largest_is_best() -> None:
+    rules = {"keep_last": 1, "keep_best": ("loss", "max", 1)}
+    assert gone([1, 2, 3, 4], [0.1, 0.9, 0.9, 0.2], **rules) == [1, 2]
+
+
+def test_metric_that_is_not_there() -> None:
+    """Checkpoints without the metric are none of the best."""
+    made = [Kept("a", 1, {"loss": 0.1}), Kept("b", 2), Kept("c", 3, {"loss": math.nan})]
+    rules = Retention(keep_last=1, keep_best=("loss", "min", 2))
+    assert rules.expired(made) == ("b",)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        *({"keep_last": count} for count in (0, -1, True, 1.5, None)),
+        *({"keep_every_steps": count} for count in (0, -1, True, 1.5)),
+        *({"keep_best": ("loss", "min", count)} for count in (0, True, 1.5)),
+        *({"keep_best": each} for each in (("loss", "auto", 1), ("loss", "min"), (1, "min", 1))),
+        {"keep_best": "loss"},
+    ],
+    ids=str,
+)
+def test_unusable(rules: Any) -> None:
+    """A rule that would keep nothing, or means nothing, is refused by name."""
+    [name] = rules
+    with pytest.raises(ConfigurationError, match=f"`{name}`.*Received: "):
+        Retention(**rules)

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoints import Checkpoints
 from forks import ending, kill_before, together
 from watched import WatchedFiles
 
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, SaveError
 from keras_distplug.core.state import Cursor, TrainState
 from keras_distplug.storage.files import LocalFiles
-from keras_distplug.storage.store import CheckpointStore, begin_run, newest_run, read_run
+from keras_distplug.storage.runs import begin_run, newest_run, read_run
 
 
 @pytest.fixture
@@ -80,21 +81,21 @@ def test_foreign_files(root: Path, files: LocalFiles) -> None:
 def test_after_a_deleted_run(files: LocalFiles) -> None:
     """When the newest run is deleted the one before is the newest, and a new one is not it."""
     first, second = (begin_run(files, job=None, seed=seed) for seed in range(2))
-    CheckpointStore(files, second.name).save(state(1))
-    CheckpointStore(files, second.name).delete_run()
+    Checkpoints(files, run=second.name).save(state(1))
+    Checkpoints(files, run=second.name).delete_run()
     assert files.names() == [first.name]
     assert newest_run(files) == first
     third = begin_run(files, job=None, seed=2)
     assert third.record.run_id != second.record.run_id
     assert newest_run(files) == third
-    assert CheckpointStore(files, third.name).newest("step") is None
+    assert Checkpoints(files, run=third.name).newest("step") is None
 
 
 def test_delete_twice(files: LocalFiles) -> None:
     """Deleting a run that is gone is no error."""
     run = begin_run(files, job=None, seed=0)
-    CheckpointStore(files, run.name).delete_run()
-    CheckpointStore(files, run.name).delete_run()
+    Checkpoints(files, run=run.name).delete_run()
+    Checkpoints(files, run=run.name).delete_run()
     assert files.names() == []
 
 
@@ -103,7 +104,7 @@ def test_killed_deletion(tmp_path: Path) -> None:
     template = LocalFiles(tmp_path / "template")
     old, deleted = (begin_run(template, job=None, seed=seed) for seed in range(2))
     for step in (1, 2):
-        CheckpointStore(template, deleted.name).save(state(step))
+        Checkpoints(template, run=deleted.name).save(state(step))
     gone = []
     for number in itertools.count(1):
         root = shutil.copytree(template.where(), tmp_path / str(number))
@@ -111,14 +112,14 @@ def test_killed_deletion(tmp_path: Path) -> None:
 
         def delete(files: LocalFiles = files, number: int = number) -> None:
             kill_before(number)
-            CheckpointStore(files, deleted.name).delete_run()
+            Checkpoints(files, run=deleted.name).delete_run()
 
         ended = ending(delete)
         newest = newest_run(files)
         gone.append(newest == old)
         if newest == deleted:
             for step in (1, 2):
-                CheckpointStore(files, deleted.name).read(f"step-0000000{step}")
+                Checkpoints(files, run=deleted.name).read(f"step-0000000{step}")
         else:
             assert newest == old
             new = begin_run(files, job=None, seed=2)
@@ -235,7 +236,9 @@ def test_failed_deletion(files: LocalFiles) -> None:
     run = begin_run(files, job=None, seed=0)
     watched = WatchedFiles(files)
     watched.fail("delete", run.name, OSError(errno.EROFS, "read-only"))
-    with pytest.raises(CheckpointError, match=f"{run.name} could not be deleted: .*read-only"):
-        CheckpointStore(watched, run.name).delete_run()
+    with pytest.raises(
+        CheckpointError, match=rf"{run.name}/RUN\.json could not be deleted: .*read-only"
+    ):
+        Checkpoints(watched, run=run.name).delete_run()
     assert watched.fired == 1
     assert newest_run(files) == run

@@ -12,7 +12,9 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -22,16 +24,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
+import stamina
+from checkpoints import RUN, Checkpoints
 from forks import ending, kill_before, system_calls
 from watched import WatchedFiles
 
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, SaveError
-from keras_distplug.core.manifest import SCHEMA_VERSION, digest_of
+from keras_distplug.core.manifest import SCHEMA_VERSION, VariableSpec, digest_of
+from keras_distplug.core.memory import Memory
 from keras_distplug.core.state import Completion, Cursor, TrainState
+from keras_distplug.storage import codec
 from keras_distplug.storage.files import LocalFiles
 from keras_distplug.storage.store import CheckpointStore, Stored
-
-RUN = "run-0001"
 
 
 def state(step: int, value: float | None = None, **changes: Any) -> TrainState:
@@ -51,8 +55,8 @@ def final(step: int, **changes: Any) -> TrainState:
     return state(step, completion=Completion(epochs=3, stopped_early=False), **changes)
 
 
-def store(root: Path, keep_last: int = 2) -> CheckpointStore:
-    return CheckpointStore(LocalFiles(root), RUN, keep_last=keep_last)
+def store(root: Path, keep_last: int = 2) -> Checkpoints:
+    return Checkpoints(root, keep_last)
 
 
 def names(root: Path) -> list[str]:
@@ -78,6 +82,13 @@ def no_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
+
+
+@pytest.fixture(autouse=True)
+def no_retries() -> Iterator[None]:
+    stamina.set_testing(True, attempts=1)
+    yield
+    stamina.set_testing(False)
 
 
 @pytest.fixture
@@ -106,22 +117,90 @@ def test_round_trip(root: Path) -> None:
         7,
         history={"loss": [0.5, float("nan")]},
         history_epochs=(0, 1),
+        metrics={"loss": 0.5},
         data={"epoch": 1, "seed": 2**40},
         stop_training=True,
     )
-    manifest = CheckpointStore(LocalFiles(root), RUN, world_size=3).save(saved)
+    store(root).save(saved)
     stored = store(root).newest("step")
     assert holds(stored, saved)
     assert stored is not None
     assert stored.name == "step-00000007"
-    assert str(stored.manifest) == str(manifest)  # NaN differs from itself
     assert str(dict(stored.manifest.history)) == str(saved.history)
     assert stored.manifest.history_epochs == saved.history_epochs
     assert stored.manifest.data == saved.data
     assert stored.manifest.stop_training is True
     assert stored.manifest.completion is None
-    assert stored.manifest.world_size == 3
+    assert stored.manifest.world_size == 1
+    assert stored.manifest.metrics == {"loss": 0.5}
     assert stored.manifest.versions["keras"] == metadata.version("keras")
+
+
+def test_one_value_at_a_time(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading holds the memory of the value that is read, the one before and a little of what is
+    read ahead, not of all."""
+    monkeypatch.setattr("keras_distplug.storage.store.HELD_BYTES", 0)
+    monkeypatch.setattr(codec, "AHEAD_BYTES", 2**16)
+    arrays = {f"v{number}": np.full(200_000, number, np.float64) for number in range(9)}
+    store(root).save(TrainState(Cursor(0, 0, 1), arrays))
+    made: list[weakref.ref[np.ndarray]] = []
+
+    def allocate(spec: VariableSpec) -> Memory:
+        array = np.empty(spec.shape, spec.dtype)
+        made.append(weakref.ref(array))
+        return Memory(array, array.view(np.uint8).data)
+
+    stored = store(root).newest("step", allocate)
+    assert stored is not None
+    assert made == []
+    most = 0
+    for key, value in stored.values():
+        assert np.array_equal(value, arrays[key])
+        del value
+        most = max(most, sum(each() is not None for each in made))
+    assert len(made) == len(arrays)
+    assert most <= 3
+
+
+def test_a_small_state_is_read_once(root: Path) -> None:
+    """What was verified is what is taken; asked for it once more, it is read once more."""
+    store(root).save(state(1))
+    counted = Counted(root)
+    stored = CheckpointStore(counted, RUN).newest("step")
+    assert stored is not None
+    shard = the_shard(root / RUN / "step-00000001")
+    assert counted.bytes[shard.name] == shard.stat().st_size
+    flip(shard, -1)
+    values = dict(stored.values())
+    assert values.keys() == state(1).arrays.keys()
+    for key, value in state(1).arrays.items():
+        assert np.array_equal(values[key], value)
+    with pytest.raises(CorruptCheckpointError, match="has changed since it was written"):
+        list(stored.values())
+
+
+class Counted(LocalFiles):
+    """Counts the bytes that are read of each file."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.bytes: Counter[str] = Counter()
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
+        count = super().read_into(path, offset, buffer)
+        self.bytes[path.rpartition("/")[2]] += count
+        return count
+
+
+def test_changed_after_it_was_verified(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read is verified once more, and an error at its end if it is not what it was."""
+    monkeypatch.setattr("keras_distplug.storage.store.HELD_BYTES", 0)
+    store(root).save(state(1))
+    stored = store(root).newest("step")
+    assert stored is not None
+    flip(the_shard(root / RUN / "step-00000001"), -1)
+    with pytest.raises(CorruptCheckpointError, match="has changed since it was written"):
+        list(stored.values())
 
 
 def test_open_format(root: Path) -> None:
@@ -213,23 +292,13 @@ def test_keep_none(root: Path, keep_last: int) -> None:
         store(root, keep_last)
 
 
-def test_same_again(root: Path) -> None:
-    """Saving at one step what is there already makes no second checkpoint."""
-    saved = state(5, history={"loss": [float("nan")]})
-    first = store(root).save(saved)
-    before = contents(root)
-    second = store(root).save(saved)
-    assert contents(root) == before
-    assert second.shards == first.shards
-
-
 @pytest.mark.parametrize(
     "other",
-    [state(5, value=6), state(5, stop_training=True), state(5, history={"loss": [1.0]})],
-    ids=["arrays", "stop_training", "history"],
+    [state(5, value=6), state(5, stop_training=True), state(5, history={"loss": [0.5]})],
+    ids=["arrays", "stop_training", "nothing"],
 )
 def test_other_content(root: Path, other: TrainState) -> None:
-    """Saving something else at a step that is there makes a newer checkpoint beside it."""
+    """Saving at a step that is there already makes a newer checkpoint beside it."""
     first = state(5, history={"loss": [0.5]})
     store(root).save(first)
     before = contents(root)
@@ -264,7 +333,7 @@ Damage = Callable[[Path], Path]
 
 
 def the_shard(folder: Path) -> Path:
-    [shard] = folder.glob("*/rank-0.safetensors")
+    [shard] = folder.glob("*/rank-0-1.safetensors")
     return shard
 
 
@@ -307,7 +376,7 @@ DAMAGES: dict[str, Damage] = {
     "shard: missing": lambda folder: remove(the_shard(folder)),
     "manifest: step": lambda folder: flip_text(folder, '"step": 3'),
     "manifest: key": lambda folder: flip_text(folder, '"nonce'),
-    "manifest: schema": lambda folder: flip_text(folder, '"schema_version": 1'),
+    "manifest: schema": lambda folder: flip_text(folder, f'"schema_version": {SCHEMA_VERSION}'),
     "manifest: digest": lambda folder: flip(folder / "MANIFEST.json", -5),
     "manifest: no text": spoil_text,
     "manifest: cut off": lambda folder: cut(folder / "MANIFEST.json", 200),
@@ -335,7 +404,7 @@ def test_damaged(root: Path, damage: Damage) -> None:
 
     watched = WatchedFiles(LocalFiles(root))
     with no_warnings():
-        assert holds(CheckpointStore(watched, RUN).newest("step"), state(2))
+        assert holds(Checkpoints(watched).newest("step"), state(2))
     read = [path for method, path in watched.calls if method == "read"]
     assert read
     assert not [path for path in read if "step-00000003" in path]
@@ -379,7 +448,7 @@ def test_save_beside_mended(root: Path) -> None:
     """A checkpoint that was set aside is not taken for a save, even if its bytes are right."""
     store(root).save(state(1))
     folder = root / RUN / "step-00000001"
-    LocalFiles(root).create(f"{RUN}/step-00000001/DAMAGED.json", b"{}")
+    LocalFiles(root).create(f"{RUN}/step-00000001/DAMAGED.json", [b"{}"])
     before = contents(folder)
     store(root).save(state(1))
     assert holds(store(root).newest("step"), state(1))
@@ -391,9 +460,11 @@ def test_length_is_told(root: Path) -> None:
     store(root).save(state(1))
     shard = the_shard(root / RUN / "step-00000001")
     whole = shard.stat().st_size
-    cut(shard, 100)
-    with pytest.raises(CorruptCheckpointError, match=f"{shard} has 100 bytes; {whole} were"):
-        store(root).read("step-00000001")
+    cut(shard, whole - 5)
+    with pytest.raises(
+        CorruptCheckpointError, match=f"{shard} has {whole - 5} bytes; {whole} were"
+    ):
+        store(root).verify("step-00000001")
 
 
 def test_damaged_do_not_count(root: Path) -> None:
@@ -450,7 +521,7 @@ def test_damage_that_cannot_be_noted(root: Path) -> None:
     watched = WatchedFiles(LocalFiles(root))
     watched.fail("create", "DAMAGED.json", OSError(errno.EROFS, "read-only"))
     with pytest.warns(UserWarning, match=r"step-00000002") as warned:
-        assert holds(CheckpointStore(watched, RUN).newest("step"), state(1))
+        assert holds(Checkpoints(watched).newest("step"), state(1))
     assert "is set aside" in str(warned[0].message)
     assert "DAMAGED.json could not be written: " in str(warned[1].message)
     assert watched.fired == 1
@@ -464,7 +535,7 @@ def test_damage_that_another_process_noted(root: Path) -> None:
     watched = WatchedFiles(LocalFiles(root))
     watched.fail("create", "DAMAGED.json", FileExistsError(errno.EEXIST, "File exists"))
     with pytest.warns(UserWarning, match="step-00000002") as warned:
-        assert holds(CheckpointStore(watched, RUN).newest("step"), state(1))
+        assert holds(Checkpoints(watched).newest("step"), state(1))
     assert watched.fired == len(warned) == 1
 
 
@@ -490,7 +561,7 @@ def test_other_release(root: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "part"),
     [
-        ("read", "rank-0.safetensors"),
+        ("read_into", "rank-0-1.safetensors"),
         ("read", "MANIFEST.json"),
         ("names", "step-00000002"),
         ("names", RUN),
@@ -505,18 +576,18 @@ def test_unreadable(root: Path, method: str, part: str, error: OSError) -> None:
     watched = WatchedFiles(LocalFiles(root))
     watched.fail(method, part, error)
     with no_warnings(), pytest.raises(CheckpointError, match=part) as raised:
-        CheckpointStore(watched, RUN).newest("step")
+        Checkpoints(watched).newest("step")
     assert not isinstance(raised.value, CorruptCheckpointError)
     assert raised.value.__cause__ is error
     assert watched.fired == 1
     assert contents(root) == before
     watched.mend()
-    assert holds(CheckpointStore(watched, RUN).newest("step"), state(2))
+    assert holds(Checkpoints(watched).newest("step"), state(2))
 
 
 @pytest.mark.parametrize(
     ("method", "part"),
-    [("create", "rank-0.safetensors"), ("create", "MANIFEST.json"), ("names", RUN)],
+    [("create", "rank-0-1.safetensors"), ("create", "MANIFEST.json"), ("names", RUN)],
 )
 def test_failed_save(root: Path, method: str, part: str) -> None:
     """A save that fails raises SaveError and changes nothing; the next one succeeds."""
@@ -524,7 +595,7 @@ def test_failed_save(root: Path, method: str, part: str) -> None:
         store(root).save(state(step))
     before = contents(root)
     watched = WatchedFiles(LocalFiles(root))
-    saving = CheckpointStore(watched, RUN)
+    saving = Checkpoints(watched)
     error = OSError(errno.ENOSPC, "No space left on device")
     watched.fail(method, part, error)
     with no_warnings(), pytest.raises(SaveError, match=r"step 3 .*No space left") as raised:
@@ -546,7 +617,7 @@ def test_failed_save_that_cannot_be_removed(root: Path) -> None:
     """What is left of a failed save is named; it does not count and goes later."""
     store(root).save(state(1))
     watched = WatchedFiles(LocalFiles(root))
-    saving = CheckpointStore(watched, RUN)
+    saving = Checkpoints(watched)
     watched.fail("create", "MANIFEST.json", OSError(errno.EIO, "broken"))
     watched.fail("delete", "step-00000002", OSError(errno.EIO, "broken"))
     with pytest.warns(UserWarning, match="is left of a checkpoint"), pytest.raises(SaveError):
@@ -564,7 +635,7 @@ def test_what_is_cleaned(root: Path) -> None:
     """What a cut-off save has left goes with later saves; what may be a later step's save under
     way stays."""
     for step in (2, 4, 7):
-        LocalFiles(root).create(f"{RUN}/step-0000000{step}/attempt/rank-0.safetensors", b"half")
+        LocalFiles(root).create(f"{RUN}/step-0000000{step}/attempt/rank-0-1.safetensors", [b"half"])
     with no_warnings():
         for step in (1, 3, 5):
             store(root).save(state(step))
@@ -573,10 +644,10 @@ def test_what_is_cleaned(root: Path) -> None:
 
 
 def test_state_that_json_cannot_hold(root: Path) -> None:
-    """A state that cannot be written is refused before anything is."""
+    """Of a state that cannot be written nothing is left."""
     with pytest.raises(TypeError):
         store(root).save(state(1, history={"loss": [np.float32(1)]}))
-    assert not root.exists()
+    assert contents(root) == {}
 
 
 def test_failed_cleaning(root: Path) -> None:
@@ -586,7 +657,7 @@ def test_failed_cleaning(root: Path) -> None:
     watched = WatchedFiles(LocalFiles(root))
     watched.fail("delete", "step-00000001", OSError(errno.EIO, "broken"))
     with pytest.warns(UserWarning, match="could not be deleted: .*broken"):
-        CheckpointStore(watched, RUN).save(state(3))
+        Checkpoints(watched).save(state(3))
     assert watched.fired == 1
     assert holds(store(root).newest("step"), state(3))
     store(root).save(state(4))
@@ -600,8 +671,8 @@ def test_unreadable_successor(root: Path) -> None:
     before = contents(root)
     watched = WatchedFiles(LocalFiles(root))
     watched.fail("read", "step-00000003", OSError(errno.EIO, "broken"))
-    with pytest.warns(UserWarning, match="could not be deleted: .*broken"):
-        CheckpointStore(watched, RUN).save(state(3))
+    with pytest.warns(UserWarning, match="were not deleted: .*broken"):
+        Checkpoints(watched).save(state(3))
     assert watched.fired == 1
     assert contents(root).items() >= before.items()
     assert holds(store(root).newest("step"), state(3))
@@ -612,9 +683,10 @@ class Forgetful(LocalFiles):
 
     wrong = True
 
-    def create(self, path: str, data: bytes) -> None:
-        broken = self.wrong and path.endswith(".safetensors")
-        super().create(path, data[:-1] + b"?" if broken else data)
+    def create(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
+        if self.wrong and path.endswith(".safetensors"):
+            parts = [b"".join(parts)[:-1] + b"?"]
+        super().create(path, parts)
 
 
 def test_storage_that_lies(root: Path) -> None:
@@ -624,10 +696,10 @@ def test_storage_that_lies(root: Path) -> None:
         store(root).save(state(step))
     before = contents(root)
     files = Forgetful(root)
-    saving = CheckpointStore(files, RUN)
+    saving = Checkpoints(files)
     with (
         pytest.warns(UserWarning, match="step-00000003 is set aside"),
-        pytest.raises(SaveError, match=r"rank-0\.safetensors has changed"),
+        pytest.raises(SaveError, match=r"rank-0-1\.safetensors has changed"),
     ):
         saving.save(state(3))
     assert contents(root).items() >= before.items()
@@ -647,7 +719,7 @@ def test_kill_at_every_call_of_a_save(tmp_path: Path) -> None:
     for step in (1, 2):
         store(template).save(state(step))
     # What an earlier kill has left, which this save cleans up as well.
-    LocalFiles(template).create(f"{RUN}/step-00000001-2/cut-off/rank-0.safetensors", b"half")
+    LocalFiles(template).create(f"{RUN}/step-00000001-2/cut-off/rank-0-1.safetensors", [b"half"])
 
     newest_after = []
     for number in itertools.count(1):
@@ -665,7 +737,7 @@ def test_kill_at_every_call_of_a_save(tmp_path: Path) -> None:
             assert holds(newest, state(newest_after[-1]))
             for name in names(root):
                 if (root / RUN / name / "MANIFEST.json").exists():
-                    store(root).read(name)
+                    store(root).verify(name)
             for step in (3, 4, 5):
                 store(root).save(state(step))
                 assert holds(store(root).newest("step"), state(step))

@@ -1,0 +1,159 @@
+"""The saves of one training: when, in the background, and what becomes of those that fail."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+
+from keras_distplug.core.cadence import Pace, Plan
+from keras_distplug.core.errors import SaveError
+from keras_distplug.core.log import announce
+from keras_distplug.core.protocols import Agreement
+from keras_distplug.core.state import TrainState
+from keras_distplug.storage.commit import Writer
+from keras_distplug.storage.saver import Saver
+
+
+class Saves:
+    """What the workers of a training save together; all call the same methods at the same steps.
+
+    Args:
+        writer: Writes a checkpoint.
+        agreement: How the workers agree.
+        pace: Says when a checkpoint is due; the chief's counts.
+        is_chief: True on the worker that decides.
+        max_failed_saves: So many failed saves in a row are an error.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        agreement: Agreement,
+        pace: Pace,
+        *,
+        is_chief: bool,
+        max_failed_saves: int,
+    ) -> None:
+        self._writer = writer
+        self._agreement = agreement
+        self._pace = pace
+        self._is_chief = is_chief
+        self._max_failed_saves = max_failed_saves
+        self._saver = Saver()
+        self._attempts = agreement.from_chief("saves", Writer.new_attempt() if is_chief else None)
+        self._number = 0
+        self._next_look = pace.first_look()
+        self._stall_s = 0.0
+        self._failures: list[Exception] = []  # in a row
+        self._interval_s: float | None = None  # that was announced
+
+    def stepped(
+        self, step: int, seconds: float | None, state: Callable[[], TrainState], *, is_sound: bool
+    ) -> None:
+        """Saves if that is due at the end of a step.
+
+        Args:
+            step: Steps since the run began.
+            seconds: What the last step took; None if it was no usual one.
+            state: Makes the state to save.
+            is_sound: False if the state is not worth saving, for a loss that is not finite.
+
+        Raises:
+            SaveError: If too many saves have failed in a row.
+        """
+        self._look_after_ended()
+        if seconds is not None:
+            self._pace.stepped(seconds, is_saving=self._saver.is_busy)
+        if self._next_look is None or step < self._next_look:
+            return
+        plan = self._agree(
+            lambda: (
+                self._pace.at_look(step, time.monotonic(), is_saving=self._saver.is_busy)
+                if is_sound
+                else Plan(save=False, next_look=step + 1)
+            )
+        )
+        self._next_look = plan.next_look
+        if plan.save:
+            self.save(state)
+
+    def epoch_ended(self, step: int, state: Callable[[], TrainState], *, is_last: bool) -> None:
+        """As `stepped`, at the end of an epoch."""
+        self._look_after_ended()
+        plan = self._agree(
+            lambda: self._pace.at_epoch_end(
+                step, time.monotonic(), is_saving=self._saver.is_busy, is_last=is_last
+            )
+        )
+        if plan.save:
+            self.save(state)
+
+    def save(self, state: Callable[[], TrainState]) -> None:
+        """Saves in the background, once a save under way has ended."""
+        begin = time.monotonic()
+        self._saver.wait()
+        self._look_after_ended()
+        self._number += 1
+        attempt = f"{self._attempts}-{self._number}"
+        taken = state()
+        self._saver.start(taken.cursor.step, lambda: self._writer.save(taken, attempt))
+        self._stall_s = time.monotonic() - begin
+
+    def finish(self) -> None:
+        """Waits for the last save.
+
+        Raises:
+            SaveError: If it has failed.
+        """
+        self._saver.wait()
+        self._look_after_ended()
+        if self._failures:
+            raise self._failures[-1]
+        if self._pace.skipped and self._is_chief:
+            announce(
+                f"{self._pace.skipped} checkpoints that were due were left out, because the one "
+                "before was still being written"
+            )
+
+    def _agree(self, plan: Callable[[], Plan]) -> Plan:
+        word = None
+        if self._is_chief:
+            too_many = len(self._failures) >= self._max_failed_saves
+            failed = str(self._failures[-1]) if too_many else None
+            word = json.dumps({"failed": failed, "plan": asdict(plan())})
+        said = json.loads(self._agreement.from_chief("save", word))
+        if said["failed"] is not None:
+            raise SaveError(
+                f"{self._max_failed_saves} checkpoints in a row could not be written. The last "
+                f"one: {said['failed']}"
+            )
+        return Plan(**said["plan"])
+
+    def _look_after_ended(self) -> None:
+        for saved in self._saver.ended():
+            if saved.error is None:
+                self._failures = []
+                self._pace.saved(self._stall_s, saved.seconds)
+                self._tell_interval()
+                continue
+            self._failures.append(saved.error)
+            if self._is_chief:
+                warnings.warn(
+                    f"A checkpoint failed, {len(self._failures)} in a row now; training goes on, "
+                    f"and ends at {self._max_failed_saves}. {saved.error}",
+                    stacklevel=2,
+                )
+
+    def _tell_interval(self) -> None:
+        interval_s, cost_s = self._pace.interval_s, self._pace.cost_s
+        if not self._is_chief or not self._pace.is_automatic or not interval_s or cost_s is None:
+            return
+        if self._interval_s is None or not 0.7 < interval_s / self._interval_s < 1.4:
+            self._interval_s = interval_s
+            announce(
+                f"a checkpoint costs training {cost_s:.3f} s, so one is made every "
+                f"{interval_s:.1f} s"
+            )

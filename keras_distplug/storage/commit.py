@@ -1,0 +1,241 @@
+"""How the workers of a run write a checkpoint together.
+
+Every worker writes its share of the bytes. Each tells the first one what it wrote, which writes the
+manifest once all shares are there: no collective, so that all of this may go on in the background
+of training. A worker that fails tells that, too; then there is no manifest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import uuid
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any, TypeVar
+
+import stamina
+
+from keras_distplug.core.errors import (
+    AgreementError,
+    CheckpointError,
+    CorruptCheckpointError,
+    SaveError,
+)
+from keras_distplug.core.manifest import Manifest, Shard
+from keras_distplug.core.protocols import Exchange
+from keras_distplug.core.state import TrainState
+from keras_distplug.storage import codec, layout
+from keras_distplug.storage.files import Files
+from keras_distplug.storage.store import CheckpointStore
+
+_PACKAGES = ("keras-distplug", "keras", "tensorflow", "tensorflow-cpu")
+_FAILURES = (OSError, CheckpointError, AgreementError)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Team:
+    """The workers that write a checkpoint together.
+
+    Args:
+        rank: This worker's place; 0 writes the manifest.
+        size: How many there are.
+        exchange: How they tell each other.
+        timeout_s: How long one waits for another's share.
+    """
+
+    rank: int
+    size: int
+    exchange: Exchange
+    timeout_s: float = 600.0
+
+
+class Writer:
+    """Writes the checkpoints of one run.
+
+    Args:
+        files: The folder that holds the run's folder.
+        store: The run's checkpoints.
+        team: Who writes.
+    """
+
+    def __init__(self, files: Files, store: CheckpointStore, team: Team) -> None:
+        self._files = files
+        self._store = store
+        self._team = team
+
+    @staticmethod
+    def new_attempt() -> str:
+        """What the attempts of a training begin with, and those of no other one."""
+        return uuid.uuid4().hex
+
+    def save(self, state: TrainState, attempt: str) -> None:
+        """Writes a checkpoint, together with all other workers. Then deletes what need not stay.
+
+        Args:
+            state: The same on all workers, but for what the manifest says, which is that of the
+                first one's.
+            attempt: The same on all workers, and different for every save of the run.
+
+        Raises:
+            SaveError: If it could not be committed, or cannot be read back when it is to replace
+                old ones. Those committed before are untouched.
+        """
+        try:
+            if self._team.rank == 0:
+                self._lead(state, attempt)
+            else:
+                self._follow(state, attempt)
+        except _FAILURES as error:
+            raise SaveError(
+                f"The checkpoint of step {state.cursor.step} could not be written to "
+                f"{self._store.where()}: {error} Checkpoints committed before are untouched; a run "
+                "that is started again goes on from the newest one. Make room, or mend the storage."
+            ) from error
+
+    def _lead(self, state: TrainState, attempt: str) -> None:
+        kind: layout.Kind = "step" if state.completion is None else "final"
+        name = self._tell(
+            f"{attempt}/folder", lambda: self._store.new_place(kind, state.cursor.step).name
+        )
+        self._tell(f"{attempt}/end", lambda: self._commit(state, name, attempt))
+        try:
+            self._store.clear_other_attempts(name, attempt)
+            self._store.clean(kind)
+        except CorruptCheckpointError:
+            raise
+        except CheckpointError as error:
+            warnings.warn(
+                f"Old checkpoints in {self._store.where()} were not deleted: {error} They take "
+                "room, nothing else.",
+                stacklevel=2,
+            )
+
+    def _follow(self, state: TrainState, attempt: str) -> None:
+        name = self._hear(f"{attempt}/folder")
+        self._tell(
+            f"{attempt}/shards-{self._team.rank}",
+            lambda: [asdict(shard) for shard in self._write_share(state, name, attempt)],
+        )
+        self._hear(f"{attempt}/end")
+
+    def _commit(self, state: TrainState, name: str, attempt: str) -> None:
+        try:
+            shards = self._all_shares(state, name, attempt)
+            manifest = self._manifest(state, shards, attempt)
+            self._publish(self._store.path(name, layout.MANIFEST), manifest.to_json().encode())
+        except Exception:
+            self._forget(name, attempt)
+            raise
+
+    def _publish(self, path: str, text: bytes) -> None:
+        def create() -> None:
+            try:
+                self._files.create(path, [text])
+            except FileExistsError:
+                # Ours, if only the storage's answer was lost.
+                if self._files.read(path) != text:
+                    raise
+
+        _retried(create)
+
+    def _all_shares(self, state: TrainState, name: str, attempt: str) -> list[Shard]:
+        shards, failures = [], []
+        # All are waited for: nothing of a save is deleted while a worker still writes it.
+        for rank in range(self._team.size):
+            try:
+                if rank == 0:
+                    shards += self._write_share(state, name, attempt)
+                else:
+                    shards += [Shard(**each) for each in self._hear(f"{attempt}/shards-{rank}")]
+            except _FAILURES as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+        return shards
+
+    def _write_share(self, state: TrainState, name: str, attempt: str) -> list[Shard]:
+        variables = codec.specs_of(state.arrays)
+        files = codec.files_for(variables, self._team.size)
+        numbers = itertools.count(1)
+
+        def write(pieces: Sequence[codec.Piece]) -> Shard:
+            # One more at each try: the one before may have written its file, and only the
+            # storage's answer was lost.
+            file = layout.shard_file(attempt, self._team.rank, next(numbers))
+            parts = codec.Hashed(codec.encode(pieces, state.arrays))
+            self._files.create(self._store.path(name, file), parts)
+            return Shard(file, parts.bytes, parts.xxh3_128)
+
+        count = files * self._team.size
+        mine = range(files * self._team.rank, files * (self._team.rank + 1))
+        shares = [codec.share(variables, number, count) for number in mine]
+        return [_retried(functools.partial(write, share)) for share in shares]
+
+    def _manifest(self, state: TrainState, shards: list[Shard], attempt: str) -> Manifest:
+        return Manifest(
+            cursor=state.cursor,
+            variables=codec.specs_of(state.arrays),
+            shards=tuple(shards),
+            world_size=self._team.size,
+            nonce=attempt,
+            created_utc=layout.now(),
+            versions=_versions(),
+            history=state.history,
+            history_epochs=state.history_epochs,
+            metrics=state.metrics,
+            data=state.data,
+            stop_training=state.stop_training,
+            completion=state.completion,
+            how_built=state.how_built,
+        )
+
+    def _forget(self, name: str, attempt: str) -> None:
+        try:
+            # A manifest that is there all the same may be this attempt's.
+            if not self._store.has(name, layout.MANIFEST):
+                self._store.delete(name, attempt)
+        except CheckpointError as error:
+            warnings.warn(f"What is left of a checkpoint that failed stays: {error}", stacklevel=2)
+
+    def _tell(self, topic: str, make: Callable[[], T]) -> T:
+        """Tells the others what `make` gives, or why it fails."""
+        try:
+            value = make()
+        except Exception as error:
+            self._team.exchange.tell(topic, json.dumps({"failed": str(error)}))
+            raise
+        self._team.exchange.tell(topic, json.dumps({"value": value}))
+        return value
+
+    def _hear(self, topic: str) -> Any:
+        said = json.loads(self._team.exchange.hear(topic, self._team.timeout_s))
+        if "failed" in said:
+            raise CheckpointError(said["failed"])
+        return said["value"]
+
+
+def _retried(action: Callable[[], T]) -> T:
+    """What `action` gives, tried again for some seconds while the storage fails."""
+    for attempt in stamina.retry_context(_may_pass, attempts=5, timeout=30.0):
+        with attempt:
+            return action()
+    raise AssertionError("stamina raises the last error")
+
+
+def _may_pass(error: Exception) -> bool:
+    return isinstance(error, OSError) and not isinstance(error, FileExistsError)
+
+
+@functools.cache
+def _versions() -> Mapping[str, str]:
+    versions = {}
+    for package in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions

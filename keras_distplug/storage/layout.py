@@ -1,0 +1,88 @@
+"""Where everything stands in a directory.
+
+    <directory>/
+      run-0001/
+        RUN.json                            who began it, and the seed of its data
+        step-00000042/                      a checkpoint of a run under way
+          3f0c...-1/rank-0-1.safetensors    a worker's share, in a folder of this attempt's own
+          3f0c...-1/rank-0-2.safetensors
+          3f0c...-1/rank-1-1.safetensors
+          MANIFEST.json                     written last: now the checkpoint exists
+        step-00000042-2/                    another one of the same step
+        final-00000210/                     one of a run that has reached its end
+
+No file is ever changed. A save that is cut off leaves a folder without a manifest, which does not
+count and goes with a later cleaning. A checkpoint whose bytes are not those that were committed
+gets a DAMAGED.json, is named to the user, and stays as it is.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from keras_distplug.core.errors import CheckpointError
+from keras_distplug.storage.files import Files
+
+Kind = Literal["step", "final"]
+
+RECORD, MANIFEST, DAMAGED = "RUN.json", "MANIFEST.json", "DAMAGED.json"
+
+_RUN = re.compile(r"run-(\d{4,})")
+_CHECKPOINT = re.compile(r"(step|final)-(\d{8,})(?:-(\d+))?")
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """The `number`-th checkpoint of a step. The newest is the greatest."""
+
+    step: int
+    number: int
+    kind: Kind
+
+    @property
+    def name(self) -> str:
+        name = f"{self.kind}-{self.step:08d}"
+        return name if self.number == 1 else f"{name}-{self.number}"
+
+
+def runs(files: Files) -> list[tuple[int, str]]:
+    """Numbers and names of the runs' folders, the oldest first."""
+    found = (_RUN.fullmatch(name) for name in names(files))
+    return sorted((int(match[1]), match[0]) for match in found if match)
+
+
+def places(files: Files, run: str) -> list[Place]:
+    """Where checkpoints stand or are being written, the oldest first."""
+    found = (_CHECKPOINT.fullmatch(name) for name in names(files, run))
+    return sorted(
+        Place(int(match[2]), int(match[3] or 1), "step" if match[1] == "step" else "final")
+        for match in found
+        if match
+    )
+
+
+def shard_file(attempt: str, rank: int, number: int) -> str:
+    """The `number`-th file that a worker writes, from its checkpoint's folder."""
+    return f"{attempt}/rank-{rank}-{number}.safetensors"
+
+
+def names(files: Files, folder: str = "") -> list[str]:
+    """What stands in `folder`.
+
+    Raises:
+        CheckpointError: If it cannot be listed.
+    """
+    try:
+        return files.names(folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"{files.where(folder)} cannot be listed: {error}. Check the storage and its "
+            "permissions, then start the script again."
+        ) from error
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -1,0 +1,114 @@
+"""Runs: the folders in which checkpoints lie."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from dataclasses import asdict, dataclass
+
+from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, SaveError
+from keras_distplug.core.manifest import digest_of
+from keras_distplug.storage import layout
+from keras_distplug.storage.files import Files
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What is known when a run begins.
+
+    Args:
+        run_id: Different for every run.
+        job: The supervised job that began it, if one did.
+        seed: From which the order of its data is drawn.
+        created_utc: ISO 8601.
+    """
+
+    run_id: str
+    job: str | None
+    seed: int
+    created_utc: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run: the name of its folder, and its record."""
+
+    name: str
+    record: RunRecord
+
+
+def begin_run(files: Files, *, job: str | None, seed: int) -> Run:
+    """Begins a run in a new folder.
+
+    Raises:
+        SaveError: If that cannot be written.
+        CheckpointError: If the folder cannot be listed.
+    """
+    record = RunRecord(uuid.uuid4().hex, job, seed, layout.now())
+    # A folder without a record is what is left of a run that was deleted.
+    number = max((number for number, _ in layout.runs(files)), default=0)
+    text = json.dumps({**asdict(record), "sha256": digest_of(asdict(record))}, indent=1)
+    while True:
+        number += 1
+        name = f"run-{number:04d}"
+        try:
+            files.create(f"{name}/{layout.RECORD}", [text.encode()])
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise SaveError(
+                f"A new run could not be begun in {files.where()}: {error}. Give a folder that "
+                "can be written."
+            ) from error
+        return Run(name, record)
+
+
+def newest_run(files: Files) -> Run | None:
+    """The newest run that holds a checkpoint, or else the newest one, or None.
+
+    A run that was begun and ended in an error before its first checkpoint hides no other.
+
+    Raises:
+        CheckpointError: If it cannot be read.
+        CorruptCheckpointError: If its record is damaged.
+    """
+    recorded = [
+        name for _, name in layout.runs(files) if layout.RECORD in layout.names(files, name)
+    ]
+    with_checkpoint = [name for name in recorded if _holds_checkpoint(files, name)]
+    newest = (with_checkpoint or recorded)[-1:]
+    return read_run(files, newest[0]) if newest else None
+
+
+def _holds_checkpoint(files: Files, run: str) -> bool:
+    return any(
+        layout.MANIFEST in layout.names(files, f"{run}/{place.name}")
+        for place in layout.places(files, run)
+    )
+
+
+def read_run(files: Files, name: str) -> Run:
+    """The run in the folder `name`.
+
+    Raises:
+        CheckpointError: If it cannot be read.
+        CorruptCheckpointError: If its record is damaged.
+    """
+    path = f"{name}/{layout.RECORD}"
+    try:
+        text = files.read(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"{files.where(path)} cannot be read: {error}. All workers must see the same folder; "
+            "if it is there, check its permissions."
+        ) from error
+    try:
+        body = json.loads(text)
+        if body.pop("sha256") != digest_of(body):
+            raise ValueError("it was changed after it was written")
+        return Run(name, RunRecord(**body))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptCheckpointError(
+            f"{files.where(path)} is damaged: {error!r}. Give resume=False to begin a new run "
+            "beside it, or put the file back from a copy."
+        ) from error

@@ -1,0 +1,133 @@
+"""Saves in the background of training, one at a time."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import queue
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from keras_distplug.core.errors import SaveError
+
+# A tenth of the weight of a thread of training: where processors are idle it costs a save nothing,
+# and where they are not, a save still gets on.
+_NICENESS = 10
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A save that has ended, or that takes too long.
+
+    Args:
+        step: Of the checkpoint.
+        seconds: How long it took in the background, so far.
+        error: Why there is no checkpoint; None if there is one.
+    """
+
+    step: int
+    seconds: float
+    error: Exception | None
+
+
+class Saver:
+    """Runs saves in a thread, at most one at a time.
+
+    While one runs, the state that it writes stays in memory: of the variables that change
+    meanwhile there are two copies. When the process ends, it waits for the save under way.
+
+    Args:
+        timeout_s: How long `wait` and the end of the process wait for a save, and after how long
+            one that is under way counts as failed, once more each time.
+    """
+
+    def __init__(self, timeout_s: float = 600.0) -> None:
+        self._timeout_s = timeout_s
+        self._thread: threading.Thread | None = None
+        self._step = 0
+        self._begun_s = self._told_s = 0.0
+        self._ended: queue.SimpleQueue[Saved] = queue.SimpleQueue()
+        _wait_at_exit()
+        _savers.add(self)
+
+    @property
+    def is_busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, step: int, save: Callable[[], None]) -> None:
+        """Begins a save. There must be none under way.
+
+        Args:
+            step: Of the checkpoint.
+            save: What writes it.
+        """
+        if self.is_busy:
+            raise RuntimeError("A save is under way. Call `wait` before `start`.")
+
+        self._step = step
+        self._begun_s = self._told_s = begun_s = time.monotonic()
+
+        def run() -> None:
+            error: Exception | None = None
+            try:
+                _give_way()
+                save()
+            except Exception as raised:  # noqa: BLE001 (handed over by `ended`)
+                error = raised
+            self._ended.put(Saved(step, time.monotonic() - begun_s, error))
+
+        # A daemon, since a storage that hangs for ever must not keep the process for ever.
+        self._thread = threading.Thread(target=run, name="keras_distplug-save", daemon=True)
+        self._thread.start()
+
+    def ended(self) -> list[Saved]:
+        """The saves that have ended and were not given before, and one that takes too long."""
+        found = [self._ended.get() for _ in range(self._ended.qsize())]
+        now_s = time.monotonic()
+        if self.is_busy and now_s - self._told_s > self._timeout_s:
+            self._told_s = now_s
+            seconds = now_s - self._begun_s
+            found.append(Saved(self._step, seconds, self._hangs(seconds)))
+        return found
+
+    def wait(self) -> None:
+        """Returns once no save is under way.
+
+        Raises:
+            SaveError: If that takes longer than `timeout_s`.
+        """
+        if self._thread is not None:
+            self._thread.join(self._timeout_s)
+            if self._thread.is_alive():
+                raise self._hangs(time.monotonic() - self._begun_s)
+
+    def _hangs(self, seconds: float) -> SaveError:
+        return SaveError(
+            f"The checkpoint of step {self._step} was still being written after {seconds:.0f} s. "
+            "It does not count until it is complete. Look at the storage."
+        )
+
+
+def _give_way() -> None:
+    """Lets training have the processors first: on Linux, niceness is a thread's own."""
+    if sys.platform == "linux":
+        os.nice(_NICENESS)
+
+
+_savers: weakref.WeakSet[Saver] = weakref.WeakSet()
+
+
+def wait_for_all() -> None:
+    """Waits for all saves of this process."""
+    for saver in list(_savers):
+        saver.wait()
+
+
+@functools.cache
+def _wait_at_exit() -> None:
+    atexit.register(wait_for_all)

@@ -1,0 +1,204 @@
+"""When a training saves, and what becomes of saves that fail."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+
+import pytest
+
+from keras_distplug.callbacks.saves import Saves
+from keras_distplug.core.cadence import Cadence, EveryBatches, EveryEpoch, Pace
+from keras_distplug.core.errors import AgreementError, SaveError
+from keras_distplug.core.state import Cursor, TrainState
+from keras_distplug.storage.saver import Saver
+
+
+class Alone:
+    """One worker that agrees with itself."""
+
+    def from_chief(self, topic: str, value: str | None) -> str:
+        assert value is not None
+        return value
+
+    def barrier(self, topic: str) -> None:
+        return
+
+
+class Follower:
+    """A worker that hears what the chief has said."""
+
+    def __init__(self, *words: str) -> None:
+        self.words = list(words)
+
+    def from_chief(self, topic: str, value: str | None) -> str:
+        assert value is None
+        if not self.words:
+            raise AgreementError(topic)
+        return self.words.pop(0)
+
+    def barrier(self, topic: str) -> None:
+        return
+
+
+class Writer:
+    """Writes down what it is asked to save, once it may; fails when told to."""
+
+    def __init__(self) -> None:
+        self.saved: list[tuple[int, str]] = []
+        self.failing = False
+        self.may_write = threading.Event()
+        self.may_write.set()
+
+    def save(self, state: TrainState, attempt: str) -> None:
+        assert self.may_write.wait(30)
+        self.saved.append((state.cursor.step, attempt))
+        if self.failing:
+            raise SaveError(f"step {state.cursor.step}: the disk is full")
+
+    @property
+    def steps(self) -> list[int]:
+        return [step for step, _ in self.saved]
+
+
+def saves(
+    writer: Writer,
+    cadence: Cadence = EveryBatches(1),  # noqa: B008 (frozen)
+    agreement: object = None,
+    *,
+    is_chief: bool = True,
+    max_failed_saves: int = 3,
+    wait_if_busy: bool = True,
+) -> Saves:
+    return Saves(
+        writer,  # type: ignore[arg-type]
+        agreement or Alone(),  # type: ignore[arg-type]
+        Pace(cadence, 0, 0.0, wait_if_busy=wait_if_busy),
+        is_chief=is_chief,
+        max_failed_saves=max_failed_saves,
+    )
+
+
+def at(step: int) -> Callable[[], TrainState]:
+    return lambda: TrainState(Cursor(0, 0, step), {})
+
+
+def train(running: Saves, steps: range) -> None:
+    for step in steps:
+        running.stepped(step, 0.1, at(step), is_sound=True)
+
+
+def test_attempts_differ() -> None:
+    """Each save has a name of its own, and those of another training have others."""
+    first, second = Writer(), Writer()
+    for writer in (first, second):
+        running = saves(writer, EveryBatches(2))
+        train(running, range(1, 7))
+        running.finish()
+        assert writer.steps == [2, 4, 6]
+    attempts = [attempt for _, attempt in first.saved + second.saved]
+    assert len(set(attempts)) == 6
+
+
+def test_state_is_taken_at_once() -> None:
+    """What is saved is what was there when the save was due, however late it is written."""
+    writer, now = Writer(), [1]
+    writer.may_write.clear()
+    running = saves(writer)
+    running.stepped(1, 0.1, lambda: TrainState(Cursor(0, 0, now[0]), {}), is_sound=True)
+    now[0] = 2
+    writer.may_write.set()
+    running.finish()
+    assert writer.steps == [1]
+
+
+def test_unsound_state() -> None:
+    """A state with a loss that is not finite is not saved; the next one that is sound is."""
+    writer = Writer()
+    running = saves(writer, EveryBatches(3))
+    for step in range(1, 8):
+        running.stepped(step, 0.1, at(step), is_sound=step not in (3, 4))
+    running.finish()
+    assert writer.steps == [5]
+
+
+def test_failures_are_told() -> None:
+    """A failed save is a warning behind the next batch, and training goes on."""
+    writer = Writer()
+    running = saves(writer, EveryBatches(2))
+    writer.failing = True
+    train(running, range(1, 3))
+    running._saver.wait()
+    writer.failing = False
+    with pytest.warns(UserWarning, match=r"1 in a row.*step 2: the disk is full"):
+        running.stepped(3, 0.1, at(3), is_sound=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(running, range(4, 7))
+        running.finish()
+    assert writer.steps == [2, 4, 6]
+
+
+def test_too_many_failures() -> None:
+    """So many in a row end training when the next one is due; one that succeeds starts anew."""
+    writer = Writer()
+    running = saves(writer, max_failed_saves=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in (1, 2, 3):
+            writer.failing = step != 2
+            running.stepped(step, 0.1, at(step), is_sound=True)
+            running._saver.wait()
+        writer.failing = True
+        running.stepped(4, 0.1, at(4), is_sound=True)
+        running._saver.wait()
+        with pytest.raises(SaveError, match=r"2 checkpoints in a row.*step 4: the disk is full"):
+            running.stepped(5, 0.1, at(5), is_sound=True)
+    assert writer.steps == [1, 2, 3, 4]
+
+
+def test_storage_that_hangs() -> None:
+    """A save that hangs is told while training goes on, and ends it when one is due too often."""
+    writer = Writer()
+    running = saves(writer, EveryBatches(2), max_failed_saves=2, wait_if_busy=False)
+    running._saver = Saver(timeout_s=0.01)
+    writer.may_write.clear()
+    with (
+        pytest.warns(UserWarning, match=r"\d in a row now.*step 2 was still being written after"),
+        pytest.raises(SaveError, match="step 2 was still being written after"),
+    ):
+        train(running, range(1, 10**9))
+    writer.may_write.set()
+    running._saver.wait()
+    assert writer.steps == [2]
+
+
+def test_failure_of_the_last_one() -> None:
+    """Training does not end as if nothing were wrong when its last save has failed."""
+    writer = Writer()
+    running = saves(writer, EveryEpoch())
+    writer.failing = True
+    running.save(at(9))
+    with (
+        pytest.warns(UserWarning, match="disk is full"),
+        pytest.raises(SaveError, match="disk is full"),
+    ):
+        running.finish()
+
+
+def test_follower() -> None:
+    """A worker that is not the chief does what the chief says, and raises what it says."""
+    writer = Writer()
+    words = [
+        "attempts",
+        '{"failed": null, "plan": {"save": true, "next_look": 5}}',
+        '{"failed": null, "plan": {"save": false, "next_look": 6}}',
+        '{"failed": "the disk of worker 0 is full", "plan": {"save": true, "next_look": 7}}',
+    ]
+    running = saves(writer, EveryBatches(3), Follower(*words), is_chief=False)
+    train(running, range(1, 6))
+    with pytest.raises(SaveError, match="the disk of worker 0 is full"):
+        train(running, range(6, 7))
+    running._saver.wait()
+    assert writer.saved == [(3, "attempts-1")]

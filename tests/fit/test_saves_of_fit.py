@@ -1,0 +1,306 @@
+"""Checkpoints that are written while a `fit` goes on."""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tensorflow")
+pytestmark = [pytest.mark.tf, pytest.mark.timeout(120)]
+
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+import stamina  # noqa: E402
+from support import small  # noqa: E402
+
+import keras_distplug as kd  # noqa: E402
+from keras_distplug.core.errors import CorruptCheckpointError, SaveError  # noqa: E402
+from keras_distplug.storage import files, saver  # noqa: E402
+from keras_distplug.storage.files import LocalFiles  # noqa: E402
+from keras_distplug.storage.store import CheckpointStore  # noqa: E402
+from keras_distplug.training import capture  # noqa: E402
+
+RUN = "run-0001"
+Hook = Callable[[str], None]
+
+
+@pytest.fixture(autouse=True)
+def tried_once() -> Iterator[None]:
+    """A save that fails is not tried again: the storage stays as broken as a test has made it."""
+    stamina.set_testing(True, attempts=1)
+    yield
+    stamina.set_testing(False)
+
+
+@pytest.fixture
+def before_writing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Hook], None]:
+    """Calls a function with the path of each file that is about to be written."""
+
+    def install(hook: Hook) -> None:
+        stock = files.LocalFiles.create
+
+        def create(self: LocalFiles, path: str, parts: Iterable[bytes | memoryview]) -> None:
+            hook(path)
+            stock(self, path, parts)
+
+        monkeypatch.setattr(files.LocalFiles, "create", create)
+
+    return install
+
+
+class AtStep(keras.callbacks.Callback):  # type: ignore[misc]
+    """Calls functions at the end of steps, which are counted from 1."""
+
+    def __init__(self, actions: dict[int, Callable[[keras.Model], None]]) -> None:
+        super().__init__()
+        self.actions, self.step = actions, 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.step += 1
+        self.actions.get(self.step, lambda model: None)(self.model)
+
+
+def fit(
+    directory: Path, *callbacks: keras.callbacks.Callback, epochs: int = 3, **arguments: Any
+) -> keras.Model:
+    model = small.model()
+    backup = kd.BackupAndRestore(directory, **{"delete_checkpoint": False, **arguments})
+    model.fit(
+        small.X,
+        small.Y,
+        batch_size=8,
+        epochs=epochs,
+        shuffle=False,
+        verbose=0,
+        callbacks=[backup, *callbacks],
+    )
+    return model
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
+    """The end of a `fit` to which nothing happens."""
+    return small.state(fit(tmp_path_factory.mktemp("undisturbed")))
+
+
+def store_in(directory: Path) -> CheckpointStore:
+    return CheckpointStore(files.open_files(directory), RUN)
+
+
+def steps_in(directory: Path) -> list[int]:
+    """At which steps there are checkpoints. The last epoch's end is saved, too, where one is due at
+    its last step."""
+    return sorted({int(path.name.split("-")[1]) for path in (directory / RUN).glob("step-*")})
+
+
+def test_training_goes_on(
+    tmp_path: Path,
+    before_writing: Callable[[Hook], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What is written is what the step left, though five more are taken before; the saves that are
+    due meanwhile are left out, and counted."""
+    gate, at_step_2 = threading.Event(), {}
+
+    def hold(path: str) -> None:
+        if path.startswith(f"{RUN}/step-00000002/"):
+            assert gate.wait(60)
+
+    def look(model: keras.Model) -> None:
+        variables = capture.variables_of(model)
+        at_step_2.update({key: np.array(variable.value) for key, variable in variables.items()})
+
+    def settle(_: keras.Model) -> None:
+        gate.set()
+        saver.wait_for_all()
+
+    before_writing(hold)
+    fit(tmp_path, AtStep({2: look, 8: settle, 10: settle, 12: settle}), save_freq=2, keep_last=9)
+    stored = store_in(tmp_path).read("step-00000002")
+    assert {key: stored.arrays[key].tobytes() for key in at_step_2} == {
+        key: array.tobytes() for key, array in at_step_2.items()
+    }
+    assert steps_in(tmp_path) == [2, 8, 10, 12]
+    assert "2 checkpoints that were due were left out" in caplog.text
+
+
+def test_wait_if_busy(
+    tmp_path: Path,
+    before_writing: Callable[[Hook], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With `on_busy="wait"` none is left out: training waits for the one under way."""
+    gate, waited = threading.Event(), []
+    stock = saver.Saver.wait
+
+    def wait(self: saver.Saver) -> None:
+        if self.is_busy and not gate.is_set():
+            waited.append(True)
+            gate.set()
+        stock(self)
+
+    monkeypatch.setattr(saver.Saver, "wait", wait)
+    before_writing(lambda path: None if "step-00000002/" not in path else _wait(gate))
+    fit(tmp_path, save_freq=2, keep_last=9, on_busy="wait")
+    assert waited
+    assert steps_in(tmp_path) == list(range(2, 13, 2))
+
+
+def _wait(gate: threading.Event) -> None:
+    assert gate.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("save_freq", "expected"),
+    [
+        ("epoch", [4, 8, 12]),
+        (5, [5, 10, 12]),
+        (False, []),
+        ("2h", [12]),
+        (datetime.timedelta(days=1), [12]),
+        (datetime.timedelta(microseconds=1), list(range(1, 13))),
+    ],
+    ids=str,
+)
+def test_cadences(save_freq: Any, expected: list[int], tmp_path: Path) -> None:
+    """Where checkpoints stand for each way to say how often."""
+    fit(tmp_path, save_freq=save_freq, keep_last=99, on_busy="wait")
+    assert steps_in(tmp_path) == expected
+
+
+def test_automatic(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """`"auto"` says what a checkpoint costs and how often it makes one."""
+    fit(tmp_path, epochs=20, save_freq="auto", max_overhead=0.5)
+    assert "a checkpoint costs training" in caplog.text
+    assert store_in(tmp_path).newest("final") is not None
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, errno.EIO], ids=errno.errorcode.get)
+def test_save_that_fails(
+    code: int,
+    undisturbed: list[bytes],
+    tmp_path: Path,
+    before_writing: Callable[[Hook], None],
+) -> None:
+    """It is told in a warning, costs nothing else, and the next one is made."""
+    failed = []
+
+    def fail(path: str) -> None:
+        if "step-00000004/" in path:
+            failed.append(path)
+            raise OSError(code, os.strerror(code), path)
+
+    before_writing(fail)
+    with pytest.warns(UserWarning, match=f"step 4 could not be written.*{os.strerror(code)}"):
+        found = fit(tmp_path, on_busy="wait")
+    assert len(failed) == 1
+    assert small.state(found) == undisturbed
+    assert steps_in(tmp_path) == [8, 12]
+
+
+def test_storage_that_stays_broken(
+    tmp_path: Path, before_writing: Callable[[Hook], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training ends with an error behind `max_failed_saves`; what was committed before is there."""
+    expected = fit(tmp_path / "a", epochs=6)
+
+    def fail(path: str) -> None:
+        if "step-00000004/" not in path:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    with monkeypatch.context() as broken:
+        stock = files.LocalFiles.create
+
+        def create(self: LocalFiles, path: str, parts: Iterable[bytes | memoryview]) -> None:
+            if "RUN.json" not in path:
+                fail(path)
+            stock(self, path, parts)
+
+        broken.setattr(files.LocalFiles, "create", create)
+        with (
+            pytest.warns(UserWarning, match="2 in a row now"),
+            pytest.raises(
+                SaveError, match=r"2 checkpoints in a row could not be written.*No space"
+            ),
+        ):
+            fit(tmp_path / "b", epochs=6, max_failed_saves=2, on_busy="wait")
+    stored = store_in(tmp_path / "b").newest("step")
+    assert stored is not None
+    assert stored.manifest.cursor.step == 4
+    assert small.state(fit(tmp_path / "b", epochs=6)) == small.state(expected)
+
+
+def test_last_save_that_fails(tmp_path: Path, before_writing: Callable[[Hook], None]) -> None:
+    """A `fit` whose end could not be recorded does not return as if it were."""
+
+    def fail(path: str) -> None:
+        if "/final-" in path:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    before_writing(fail)
+    with (
+        pytest.warns(UserWarning, match="A checkpoint failed"),
+        pytest.raises(SaveError, match=r"step 12 could not be written.*No space"),
+    ):
+        fit(tmp_path)
+    assert 12 in steps_in(tmp_path)
+
+
+def test_retention(tmp_path: Path) -> None:
+    """The best by a metric and one of each stretch stay beside the newest."""
+    model = fit(
+        tmp_path,
+        epochs=6,
+        on_busy="wait",
+        keep_last=1,
+        keep_every_steps=15,
+        keep_best=("loss", "max", 2),
+    )
+    losses = model.history.history["loss"]
+    worst = sorted(range(6), key=losses.__getitem__)[-2:]
+    assert steps_in(tmp_path) == sorted({16, 24} | {4 * epoch + 4 for epoch in worst})
+
+
+def newest_file(directory: Path, pattern: str) -> Path:
+    return max((directory / RUN).glob(pattern), key=str)
+
+
+@pytest.mark.parametrize("pattern", ["step-*/*/rank-0-1.safetensors", "step-*/MANIFEST.json"])
+@pytest.mark.parametrize("harm", ["bit", "cut", "gone"])
+def test_damage(pattern: str, harm: str, undisturbed: list[bytes], tmp_path: Path) -> None:
+    """A file of the newest checkpoint that is not what was written: it is named, the one before is
+    taken up, and the end is that of a run nobody disturbed. Without a manifest there is none."""
+    with pytest.raises(small.Interrupted):
+        fit(tmp_path, small.Stop(2, 1), on_busy="wait")
+    saver.wait_for_all()
+    path = newest_file(tmp_path, pattern)
+    data = bytearray(path.read_bytes())
+    if harm == "bit":
+        data[len(data) // 2] ^= 1
+    path.write_bytes(data if harm == "bit" else data[:-3])
+    if harm == "gone":
+        path.unlink()
+    if path.name == "MANIFEST.json" and harm == "gone":
+        found = fit(tmp_path)
+    else:
+        with pytest.warns(UserWarning, match=f"step-00000008 is set aside: .*{path.name}"):
+            found = fit(tmp_path)
+    assert small.state(found) == undisturbed
+
+
+def test_damaged_record(tmp_path: Path) -> None:
+    """A run whose record is damaged is refused with a way out, and nothing is changed."""
+    fit(tmp_path)
+    record = tmp_path / RUN / "RUN.json"
+    record.write_text(record.read_text().replace('"seed": ', '"seed": 1'))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(CorruptCheckpointError, match=r"RUN.json is damaged.*resume=False"):
+        fit(tmp_path)
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

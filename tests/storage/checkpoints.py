@@ -1,0 +1,42 @@
+"""Saving and reading checkpoints as one process that trains alone does it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from keras_distplug.core.errors import AgreementError
+from keras_distplug.core.state import TrainState
+from keras_distplug.storage.commit import Team, Writer
+from keras_distplug.storage.files import Files, LocalFiles
+from keras_distplug.storage.retention import Retention
+from keras_distplug.storage.store import CheckpointStore
+
+RUN = "run-0001"
+
+
+class Nobody:
+    """There is no other worker."""
+
+    def tell(self, topic: str, text: str) -> None:
+        return
+
+    def hear(self, topic: str, timeout_s: float) -> str:
+        raise AgreementError(topic)
+
+
+class Checkpoints(CheckpointStore):
+    """A run's checkpoints, which can be added to.
+
+    Args:
+        files: The folder of the run's folder, or its path.
+    """
+
+    def __init__(
+        self, files: Files | Path, keep_last: int = 2, run: str = RUN, **rules: object
+    ) -> None:
+        files = LocalFiles(files) if isinstance(files, Path) else files
+        super().__init__(files, run, Retention(keep_last, **rules))  # type: ignore[arg-type]
+        self._writer = Writer(files, self, Team(rank=0, size=1, exchange=Nobody()))
+
+    def save(self, state: TrainState) -> None:
+        self._writer.save(state, Writer.new_attempt())

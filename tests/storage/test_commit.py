@@ -1,0 +1,281 @@
+"""Workers that write a checkpoint together."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import stamina
+from checkpoints import RUN
+from watched import WatchedFiles
+
+from keras_distplug.core.errors import AgreementError, CorruptCheckpointError, SaveError
+from keras_distplug.core.state import Cursor, TrainState
+from keras_distplug.storage import codec
+from keras_distplug.storage.commit import Team, Writer
+from keras_distplug.storage.files import LocalFiles
+from keras_distplug.storage.store import CheckpointStore
+
+
+class Board:
+    """What the workers have told each other."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, str] = {}
+        self._news = threading.Condition()
+
+    def tell(self, topic: str, text: str) -> None:
+        with self._news:
+            assert topic not in self._said, topic
+            self._said[topic] = text
+            self._news.notify_all()
+
+    def hear(self, topic: str, timeout_s: float) -> str:
+        with self._news:
+            if not self._news.wait_for(lambda: topic in self._said, timeout_s):
+                raise AgreementError(f"waited {timeout_s} s for {topic}")
+            return self._said[topic]
+
+
+Files = Callable[[int], Any]
+
+
+class Workers:
+    """Threads that save together.
+
+    Args:
+        files_of: The files that a worker sees.
+        count: How many workers there are.
+    """
+
+    def __init__(self, files_of: Files, count: int, timeout_s: float = 30.0) -> None:
+        board = Board()
+        self._writers = [
+            Writer(
+                files_of(rank),
+                CheckpointStore(files_of(rank), RUN),
+                Team(rank, count, board, timeout_s),
+            )
+            for rank in range(count)
+        ]
+
+    def save(
+        self, state: TrainState, attempt: str, absent: int | None = None
+    ) -> Mapping[int, Exception | None]:
+        """What became of the save on each worker that is not `absent`."""
+
+        def one(rank: int) -> Exception | None:
+            try:
+                self._writers[rank].save(state, attempt)
+            except Exception as error:  # noqa: BLE001
+                return error
+            return None
+
+        there = [rank for rank in range(len(self._writers)) if rank != absent]
+        with ThreadPoolExecutor(len(there)) as threads:
+            return dict(zip(there, threads.map(one, there), strict=True))
+
+
+def state(step: int) -> TrainState:
+    random = np.random.default_rng(step)
+    arrays = {
+        "model/a": random.normal(size=(33, 7)).astype("float32"),
+        "model/b": random.integers(0, 9, 5).astype("int8"),
+        "model/c": random.normal(size=(2, 3, 4)),
+        "optimizer/iterations": np.array(step),
+    }
+    return TrainState(Cursor(epoch=0, batch=0, step=step), arrays)
+
+
+def is_whole(root: Path, step: int) -> bool:
+    stored = CheckpointStore(LocalFiles(root), RUN).newest("step")
+    return stored is not None and all(
+        np.array_equal(stored.arrays[key], value) for key, value in state(step).arrays.items()
+    )
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "root"
+
+
+@pytest.fixture(autouse=True)
+def two_attempts() -> Iterator[None]:
+    stamina.set_testing(True, attempts=2)
+    yield
+    stamina.set_testing(False)
+
+
+def failing(
+    root: Path, which: int, method: str, part: str, error: OSError
+) -> tuple[Files, WatchedFiles]:
+    """Files of which those of worker `which` fail."""
+    watched = WatchedFiles(LocalFiles(root))
+    watched.fail(method, part, error)
+    return lambda rank: watched if rank == which else LocalFiles(root), watched
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 16])
+def test_together(count: int, root: Path) -> None:
+    """Each worker writes a file of its own, and any number of workers reads them."""
+    workers = Workers(lambda rank: LocalFiles(root), count)
+    for step in (1, 2, 3):
+        assert set(workers.save(state(step), f"a-{step}").values()) == {None}
+        assert is_whole(root, step)
+    assert sorted(path.name for path in (root / RUN).iterdir()) == [
+        "step-00000002",
+        "step-00000003",
+    ]
+    sizes = [path.stat().st_size for path in (root / RUN).glob("step-00000003/a-3/*")]
+    assert len(sizes) == count
+    arrays = sum(np.asarray(value).nbytes for value in state(3).arrays.values())
+    # A header names up to four variables.
+    assert max(sizes) - min(sizes) <= 4 * 128
+    assert max(sizes) <= arrays / count + 8 + 4 * 128
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_large_shares(count: int, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large share goes into several files of equal size; one that fails is written again."""
+    monkeypatch.setattr(codec, "FILE_BYTES", 100)
+    arrays = sum(np.asarray(value).nbytes for value in state(1).arrays.values())
+    files, watched = failing(root, 0, "create", "rank-0-3", OSError(errno.EIO, "no"))
+    watched.mend_after(1)
+    assert set(Workers(files, count).save(state(1), "a-1").values()) == {None}
+    assert watched.fired == 1
+    stored = CheckpointStore(LocalFiles(root), RUN).newest("step")
+    assert stored is not None
+    each = -(-arrays // (count * 100))
+    assert [shard.file for shard in stored.manifest.shards] == [
+        f"a-1/rank-{rank}-{number}.safetensors"
+        for rank in range(count)
+        for number in range(1, each + 2 - bool(rank))
+        if (rank, number) != (0, 3)
+    ]
+    assert is_whole(root, 1)
+    flip = root / RUN / stored.name / stored.manifest.shards[-1].file
+    flip.write_bytes(flip.read_bytes()[:-1] + b"?")
+    with pytest.warns(UserWarning, match=flip.name), pytest.raises(CorruptCheckpointError):
+        is_whole(root, 1)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_failed_share(which: int, root: Path) -> None:
+    """If one worker cannot write, no checkpoint comes about, all are told why, and nothing of it
+    stays; the next save succeeds."""
+    error = OSError(errno.ENOSPC, "No space left on device")
+    files, watched = failing(root, which, "create", f"rank-{which}", error)
+    workers = Workers(files, 3)
+    found = workers.save(state(2), "a-2")
+    for outcome in found.values():
+        assert isinstance(outcome, SaveError)
+        assert "step 2" in str(outcome)
+        assert "No space left" in str(outcome)
+    assert watched.fired == 2
+    assert not [path for path in root.rglob("*") if path.is_file()]
+    watched.mend()
+    assert set(workers.save(state(3), "a-3").values()) == {None}
+    assert is_whole(root, 3)
+
+
+def test_failure_that_passes(root: Path) -> None:
+    """A storage that fails once is tried again."""
+    error = OSError(errno.EIO, "no")
+    files, watched = failing(root, 1, "create", "rank-1", error)
+    watched.mend_after(1)
+    assert set(Workers(files, 2).save(state(1), "a-1").values()) == {None}
+    assert watched.fired == 1
+    assert is_whole(root, 1)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("part", ["rank-1", "rank-0", "MANIFEST.json"])
+def test_lost_reply(part: str, times: int, root: Path) -> None:
+    """A storage that does what it is asked, and reports a time-out: if it does so once, the save
+    succeeds; if it does always, it fails, or the checkpoint is there. Nothing is ever torn."""
+    watched = WatchedFiles(LocalFiles(root))
+    Workers(lambda rank: LocalFiles(root), 2).save(state(1), "a-1")
+    watched.lose_reply("create", part, TimeoutError("no answer"))
+    watched.mend_after(times)
+    outcomes = set(map(type, Workers(lambda rank: watched, 2).save(state(2), "a-2").values()))
+    assert watched.fired == (1 if part == "MANIFEST.json" else times)
+    is_committed = times == 1 or part == "MANIFEST.json"
+    assert outcomes == {type(None) if is_committed else SaveError}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert is_whole(root, 2 if is_committed else 1)
+
+
+def test_lost_replies_only(root: Path) -> None:
+    """A manifest of which nobody heard that it was written, and which cannot be looked at, leaves
+    the checkpoint whole."""
+    watched = WatchedFiles(LocalFiles(root))
+    watched.lose_reply("create", "MANIFEST.json", TimeoutError("no answer"))
+    watched.fail("read", "MANIFEST.json", TimeoutError("no answer"))
+    [outcome] = Workers(lambda rank: watched, 1).save(state(1), "a-1").values()
+    assert isinstance(outcome, SaveError)
+    assert is_whole(root, 1)
+
+
+@pytest.mark.parametrize(("method", "part"), [("create", "MANIFEST.json"), ("names", RUN)])
+def test_failing_first_worker(method: str, part: str, root: Path) -> None:
+    """The workers that wait for the first one are told that it fails."""
+    files, watched = failing(root, 0, method, part, OSError(errno.EIO, "broken"))
+    found = Workers(files, 3).save(state(1), "a-1")
+    assert watched.fired
+    for outcome in found.values():
+        assert isinstance(outcome, SaveError)
+        assert "broken" in str(outcome)
+    assert not [path for path in root.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("absent", [0, 1, 2])
+def test_absent_worker(absent: int, root: Path) -> None:
+    """A worker that says nothing in time makes the save fail, and nothing of it counts."""
+    Workers(lambda rank: LocalFiles(root), 3).save(state(1), "a-1")
+    found = Workers(lambda rank: LocalFiles(root), 3, timeout_s=0.3).save(state(2), "a-2", absent)
+    assert len(found) == 2
+    for outcome in found.values():
+        assert isinstance(outcome, SaveError)
+    assert is_whole(root, 1)
+
+
+def test_state_that_cannot_be_written(root: Path) -> None:
+    """What is wrong with the state reaches all workers, too."""
+    bad = TrainState(Cursor(0, 0, 1), {"x": np.zeros(9)}, data={"position": object()})
+    found = Workers(lambda rank: LocalFiles(root), 2).save(bad, "a-1")
+    assert isinstance(found[0], TypeError)
+    assert isinstance(found[1], SaveError)
+    assert "JSON" in str(found[1])
+
+
+def test_what_an_earlier_attempt_has_left(root: Path) -> None:
+    """A save of a step at which an earlier one was cut off clears away what that wrote."""
+    files = LocalFiles(root)
+    files.create(f"{RUN}/step-00000001/cut-off/rank-0-1.safetensors", [b"half"])
+    assert set(Workers(lambda rank: files, 2).save(state(1), "a-1").values()) == {None}
+    assert files.names(f"{RUN}/step-00000001") == ["MANIFEST.json", "a-1"]
+    assert is_whole(root, 1)
+
+
+def test_two_groups(root: Path) -> None:
+    """Two groups that take each other for dead and save the same step leave one whole checkpoint,
+    or two."""
+    for round_ in range(10):
+        groups = [Workers(lambda rank: LocalFiles(root), 2) for _ in range(2)]
+        saves = [
+            partial(group.save, state(round_), f"group{number}-{round_}")
+            for number, group in enumerate(groups)
+        ]
+        with ThreadPoolExecutor(2) as threads:
+            found = list(threads.map(lambda save: save(), saves))
+        assert any(set(one.values()) == {None} for one in found)
+        assert is_whole(root, round_)

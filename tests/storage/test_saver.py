@@ -1,0 +1,165 @@
+"""Saves in the background."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from checkpoints import RUN, Checkpoints
+
+from keras_distplug.core.errors import SaveError
+from keras_distplug.storage.saver import Saved, Saver
+
+
+class Save:
+    """A save that lasts until it is let go."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+        self.error = error
+
+    def __call__(self) -> None:
+        self.has_begun.set()
+        assert self.may_end.wait(30)
+        if self.error is not None:
+            raise self.error
+
+
+def test_background() -> None:
+    """`start` returns at once; what became of the save is given once."""
+    saver, save = Saver(), Save()
+    saver.start(7, save)
+    assert save.has_begun.wait(30)
+    assert saver.is_busy
+    assert saver.ended() == []
+    save.may_end.set()
+    saver.wait()
+    assert not saver.is_busy
+    [saved] = saver.ended()
+    assert (saved.step, saved.error) == (7, None)
+    assert saved.seconds > 0
+    assert saver.ended() == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="niceness is a process's there")
+def test_training_comes_first() -> None:
+    """The thread that saves, and those that it starts, give way; the others do not."""
+    found = []
+
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def save() -> None:
+        found.append(niceness())
+        helper = threading.Thread(target=lambda: found.append(niceness()))
+        helper.start()
+        helper.join()
+
+    before = niceness()
+    saver = Saver()
+    for step in (1, 2):
+        saver.start(step, save)
+        saver.wait()
+    assert found == [min(19, before + 10)] * 4
+    assert niceness() == before
+
+
+def test_failure() -> None:
+    """Whatever a save raises is handed over, and the next one may start."""
+    saver, error = Saver(), RuntimeError("no")
+    save = Save(error)
+    save.may_end.set()
+    saver.start(1, save)
+    saver.wait()
+    assert saver.ended()[0].error is error
+    saver.start(2, lambda: None)
+    saver.wait()
+    assert saver.ended()[0].error is None
+
+
+def test_one_at_a_time() -> None:
+    saver, save = Saver(), Save()
+    saver.start(1, save)
+    with pytest.raises(RuntimeError, match="under way"):
+        saver.start(2, lambda: None)
+    save.may_end.set()
+    saver.wait()
+
+
+def test_save_that_hangs() -> None:
+    """Waiting ends with an error, not never."""
+    saver, save = Saver(timeout_s=0.2), Save()
+    saver.start(1, save)
+    with pytest.raises(SaveError, match="still being written"):
+        saver.wait()
+    save.may_end.set()
+    saver.wait()
+
+
+def test_hanging_save_is_told() -> None:
+    """One that hangs while training goes on counts as failed, and as saved once it has ended."""
+    saver, save = Saver(timeout_s=0.01), Save()
+    saver.start(5, save)
+    found: list[Saved] = []
+    end_s = time.monotonic() + 30
+    while len(found) < 2 and time.monotonic() < end_s:
+        found += saver.ended()
+    assert [each.step for each in found] == [5, 5]
+    assert all("step 5 was still being written" in str(each.error) for each in found)
+    save.may_end.set()
+    while saver.is_busy and time.monotonic() < end_s:
+        pass
+    assert saver.ended()[-1].error is None
+    assert saver.ended() == []
+
+
+def test_wait_for_nothing() -> None:
+    Saver().wait()
+
+
+SCRIPT = """
+import sys, threading
+import numpy as np
+from pathlib import Path
+from checkpoints import Checkpoints
+from keras_distplug.core.state import Cursor, TrainState
+from keras_distplug.storage.saver import Saver
+
+checkpoints = Checkpoints(Path(sys.argv[1]))
+x = np.arange(5 * 2**20)
+
+def save():
+    threading.main_thread().join()
+    for step in (1, 2, 3):
+        checkpoints.save(TrainState(Cursor(0, 0, step), {"x": x}))
+
+saver = Saver()
+saver.start(1, save)
+ENDS
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"), [("", 0), ("raise ValueError", 1), ("sys.exit(3)", 3)], ids=str
+)
+def test_end_of_the_process(ends: str, code: int, tmp_path: Path) -> None:
+    """A process that ends, for an exception, too, waits for the save, which begins to write only
+    once the script is through, and for what it deletes."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.replace("ENDS", ends), str(tmp_path)],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    stored = Checkpoints(tmp_path).newest("step")
+    assert stored is not None
+    assert stored.arrays["x"][-1] == 5 * 2**20 - 1
+    assert sorted(os.listdir(tmp_path / RUN)) == ["step-00000002", "step-00000003"]
