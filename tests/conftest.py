@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from functools import cache
 
 import pytest
+
+# TensorFlow chooses by the processor. Most users have it, and it is what has most to be mended.
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

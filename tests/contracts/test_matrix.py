@@ -1,7 +1,10 @@
 """Each row of `rows.py` in each set-up: as one process of plain Keras, or refused with an error.
 
+All rows run in the two set-ups that differ most, and each in one of the others, by turns; the rest
+is marked `full`, because it takes half an hour on two cores.
+
 pytest tests/contracts -rP          shows the largest error of each row
-python tests/contracts/table.py     writes the table of the README
+python tests/contracts/table.py     runs all, and writes the table of the README
 """
 
 from __future__ import annotations
@@ -45,6 +48,8 @@ COLUMNS = {
     "3 workers": Column("multi_worker", 3, 1),
     "2 workers x 2": Column("multi_worker", 2, 2),
 }
+MAIN = ("2 mirrored", "2 workers")
+OTHERS = [column for column in COLUMNS if column not in MAIN]
 NAMES = [(family, name) for family, rows in ROWS.items() for name in rows]
 
 
@@ -115,12 +120,22 @@ def is_there(row: Row) -> bool:
     return hasattr(importlib.import_module(f"keras.{module}"), name)
 
 
-@pytest.mark.parametrize("column", [pytest.param(c, id=c.replace(" ", "_")) for c in COLUMNS])
+def marks(number: int, row: Row, column: str) -> list[pytest.MarkDecorator]:
+    by_turns = OTHERS[number % len(OTHERS)]
+    is_full = column not in (*MAIN, by_turns)
+    return [pytest.mark.full] * is_full + [pytest.mark.lowest] * row.lowest
+
+
 @pytest.mark.parametrize(
-    ("family", "name"),
+    ("family", "name", "column"),
     [
-        pytest.param(family, name, id=name, marks=[pytest.mark.lowest] * ROWS[family][name].lowest)
-        for family, name in NAMES
+        pytest.param(
+            *(family, name, column),
+            id=f"{name}-{column.replace(' ', '_')}",
+            marks=marks(number, ROWS[family][name], column),
+        )
+        for number, (family, name) in enumerate(NAMES)
+        for column in COLUMNS
     ],
 )
 def test_row(
