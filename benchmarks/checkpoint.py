@@ -394,9 +394,11 @@ def read_raw(model: keras.Model, folder: Path) -> None:
 
 
 def take_up(model: keras.Model, folder: Path) -> None:
-    stored = CheckpointStore(open_files(folder), RUN).newest("step", capture.allocate)
+    stored = CheckpointStore(open_files(folder), RUN).newest("step")
     assert stored is not None
-    capture.restore(model, stored.manifest.variables, stored.values())
+    before = capture.capture(model)  # as the callback does, to put it back
+    capture.restore(model, stored.manifest.variables, stored.values(capture.allocate))
+    del before
 
 
 def load_weights(model: keras.Model, folder: Path) -> None:

@@ -21,6 +21,7 @@ from keras_distplug.compat import trainer
 from keras_distplug.compat.callback_list import move_to_end
 from keras_distplug.core.cadence import Pace, SaveFreq, cadence_of
 from keras_distplug.core.errors import (
+    CheckpointError,
     ConfigurationError,
     CorruptCheckpointError,
     OtherRunError,
@@ -137,7 +138,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         self._files = open_files(backup_dir)
         self._supervised = Supervised.from_env()
         self._run: runs.Run | None = None
-        self._finished: Stored | None = None
+        self._finished: Mapping[str, Any] | None = None
         self._cursor = Cursor(epoch=0, batch=0, step=0)
         self._trained_here = False
         self._role = single_process()
@@ -186,12 +187,8 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         self._trained_here = False
         self._cursor = Cursor(epoch=0, batch=0, step=0)
         self._epochs = self.params.get("epochs", 1)
-        stored, ends = self._agree_on_checkpoint()
-        if stored is None:
-            if self._role.is_chief:
-                announce(f"new run {self._where(run.name)}")
-        else:
-            self._take_up(stored, run, ends)
+        if not self._take_up_newest(run) and self._role.is_chief:
+            announce(f"new run {self._where(run.name)}")
         team = Team(self._role.rank, self._role.world_size, self._agreement)
         pace = Pace(
             self._cadence,
@@ -251,7 +248,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         compat_model.start_at_epoch(self.model, None)
         if self._finished is not None:
             # Keras and other callbacks have done to it once more what was done to it already.
-            self._restore(self._finished)
+            capture.put_back(self.model, self._finished)
         elif not _is_finite(logs):
             self._saves.finish()
             self._run = None
@@ -272,6 +269,24 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
 
     # How
 
+    def _take_up_newest(self, run: runs.Run) -> bool:
+        """Takes up the newest checkpoint whose bytes are what was committed, if there is one.
+
+        A checkpoint is read once: what is not yet verified goes into the model. What was there is
+        kept, by reference, and put back if the checkpoint turns out to be damaged.
+        """
+        while True:
+            stored, ends = self._agree_on_checkpoint()
+            if stored is None:
+                return False
+            self._make_ready_for(stored, run, ends)
+            damage = self._restore(stored)
+            if damage is None:
+                self._take_up(stored, run, ends)
+                return True
+            if self._role.is_chief:
+                self._store.set_aside(stored.name, damage)
+
     def _agree_on_checkpoint(self) -> tuple[Stored | None, bool]:
         """The checkpoint to take up, and whether the run ends there; the same on all workers."""
         stored, word = None, None
@@ -280,12 +295,12 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
             word = json.dumps([stored.name if stored else None, ends])
         name, ends = json.loads(self._agreement.from_chief("checkpoint", word))
         if name is not None and stored is None:
-            stored = self._store.read(name, capture.allocate)
+            stored = self._store.read(name)
         return stored, ends
 
     def _newest(self) -> tuple[Stored | None, bool]:
-        step = self._store.newest("step", capture.allocate)
-        final = self._store.newest("final", capture.allocate)
+        step = self._store.newest("step")
+        final = self._store.newest("final")
         if final is None:
             # Stopped, and killed before that could be recorded.
             return step, step is not None and step.manifest.stop_training
@@ -296,31 +311,51 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
             return step, False
         return final, False
 
-    def _take_up(self, stored: Stored, run: runs.Run, ends: bool) -> None:
-        manifest = stored.manifest
+    def _make_ready_for(self, stored: Stored, run: runs.Run, ends: bool) -> None:
         if ends and run.record.run_id in _finished_here:
             raise ConfigurationError(
                 f"This process has finished the run in {self._where(run.name)} already, so `fit` "
                 "would train nothing. Give each training a directory of its own, more epochs to go "
                 "on, or resume=False to begin a new run."
             )
-        capture.build(self.model, manifest.how_built)
+        capture.build(self.model, stored.manifest.how_built)
         self._refuse_other_run(stored, run)
-        self._restore(stored)
+
+    def _restore(self, stored: Stored) -> CorruptCheckpointError | None:
+        """Reads the values into the model. Tells the damage that any worker finds; then the model
+        is as it was on all of them."""
+        before = capture.capture(self.model)
+        failure, word = None, None
+        try:
+            capture.restore(self.model, stored.manifest.variables, stored.values(capture.allocate))
+        except CheckpointError as error:
+            capture.put_back(self.model, before)
+            failure = error
+            who = f"{self._role.name}: " if self._role.world_size > 1 else ""
+            word = json.dumps([isinstance(error, CorruptCheckpointError), f"{who}{error}"])
+        first = self._agreement.first_complaint("restored", word)
+        if first is None:
+            return None
+        if failure is None:
+            capture.put_back(self.model, before)
+        is_damage, message = json.loads(first)
+        if not is_damage:
+            raise CheckpointError(message) from failure
+        return CorruptCheckpointError(message)
+
+    def _take_up(self, stored: Stored, run: runs.Run, ends: bool) -> None:
+        manifest = stored.manifest
         self._cursor = manifest.cursor
         history = self.model.history
         history.history = {name: list(values) for name, values in manifest.history.items()}
         history.epoch = list(manifest.history_epochs)
         if ends and manifest.completion is not None:
-            self._finished = stored
+            self._finished = capture.capture(self.model)
         compat_model.start_at_epoch(self.model, self._epochs if ends else manifest.cursor.epoch)
         if self.data is not None and manifest.data:
             self.data.seek(manifest.data)
         if self._role.is_chief:
             self._tell(stored, run)
-
-    def _restore(self, stored: Stored) -> None:
-        capture.restore(self.model, stored.manifest.variables, stored.values())
 
     def _tell(self, stored: Stored, run: runs.Run) -> None:
         cursor = stored.manifest.cursor

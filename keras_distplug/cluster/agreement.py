@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -49,6 +50,9 @@ class Alone:
             raise AgreementError(f"Agreement on {topic!r}: the only worker gave no value.")
         return value
 
+    def first_complaint(self, topic: str, complaint: str | None) -> str | None:
+        return complaint
+
     def barrier(self, topic: str) -> None:
         return
 
@@ -84,6 +88,16 @@ class ThroughKeyValues:
             return value
         with self._explained(f"the chief's word on {topic!r}", self._timeout_s):
             return self._store.get(key, self._timeout_s)
+
+    def first_complaint(self, topic: str, complaint: str | None) -> str | None:
+        key = self._next_key(topic)
+        self._store.put(f"{key}/{self._role.rank}", json.dumps(complaint))
+        for rank in range(self._role.world_size):
+            with self._explained(f"the word of worker {rank} on {topic!r}", self._timeout_s):
+                said: str | None = json.loads(self._store.get(f"{key}/{rank}", self._timeout_s))
+            if said is not None:
+                return said
+        return None
 
     def barrier(self, topic: str) -> None:
         with self._explained(f"all workers at {topic!r}", self._timeout_s):

@@ -13,6 +13,11 @@ class Agreement(Protocol):
         """The chief gives `value`; everyone returns it. Other workers give None and wait."""
         ...
 
+    def first_complaint(self, topic: str, complaint: str | None) -> str | None:
+        """Everyone says what is wrong, or None; everyone returns the complaint of the first worker
+        that has one, or None once all have said that nothing is."""
+        ...
+
     def barrier(self, topic: str) -> None:
         """Returns on all workers once all workers have called it."""
         ...

@@ -248,7 +248,7 @@ def read(
     def read_part(part: _Part) -> tuple[_Part, int]:
         return part, read_into(8 + length + part.offset, part.memory)
 
-    parts = _parts(pieces, room, part_bytes(readers))
+    parts = _parts(pieces, room, PART_BYTES if readers == 1 else AHEAD_BYTES)
     for part, count in in_order((partial(read_part, part) for part in parts), readers):
         yield part.memory[:count]
         if count < len(part.memory):
@@ -277,11 +277,6 @@ class _Part:
     memory: memoryview
     completes: Sequence[str]
     scattered: Sequence[tuple[memoryview, int]] = ()
-
-
-def part_bytes(readers: int) -> int:
-    """How much so many threads read at once."""
-    return PART_BYTES if readers == 1 else AHEAD_BYTES
 
 
 def _parts(pieces: Iterable[tuple[str, int]], room: Room, at_once: int) -> Iterator[_Part]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import json
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,13 +17,11 @@ from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError
 from keras_distplug.core.manifest import Manifest, Shard
 from keras_distplug.core.memory import Allocate
 from keras_distplug.storage import codec, layout
-from keras_distplug.storage.ahead import in_order
 from keras_distplug.storage.files import Files
 from keras_distplug.storage.layout import Kind, Place
 from keras_distplug.storage.retention import Kept, Retention
 
 _READERS = min(4, os.cpu_count() or 1)
-HELD_BYTES = 2**28  # so small a state is read once: what is verified is kept until it is taken
 
 
 @dataclass(frozen=True)
@@ -34,13 +31,14 @@ class Stored:
     Args:
         name: The name of its folder.
         manifest: All but the values.
-        values: Gives key and value of one variable after the other; raises as
-            `CheckpointStore.verify` does.
+        values: Reads key and value of one variable after the other, into the memory that an
+            `Allocate` makes, by default NumPy's. What came out counts once it has ended, for it
+            verifies while it reads, and raises as `CheckpointStore.verify` does.
     """
 
     name: str
     manifest: Manifest
-    values: Callable[[], Iterator[tuple[str, Any]]]
+    values: Callable[..., Iterator[tuple[str, Any]]]
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
@@ -63,17 +61,18 @@ class CheckpointStore:
         self._run = run_name
         self._retention = retention or Retention()
         self._metrics: dict[str, Mapping[str, float]] = {}  # of manifests that were read
+        self._aside: set[str] = set()
 
     # Reading
 
-    def newest(self, kind: Kind, allocate: Allocate | None = None) -> Stored | None:
-        """The newest checkpoint of `kind` that verifies; None if there never was one.
+    def newest(self, kind: Kind) -> Stored | None:
+        """The newest checkpoint of `kind` that is not set aside; None if there never was one.
 
-        One that does not verify is set aside and named in a warning, and the one before is tried.
+        One whose manifest does not verify is set aside. The values are verified as they are read:
+        who finds them damaged calls `set_aside` and asks once more.
 
         Args:
             kind: Of a run under way, or of its end.
-            allocate: As in `read`.
 
         Raises:
             CorruptCheckpointError: If there are checkpoints of `kind` and all are damaged.
@@ -81,15 +80,15 @@ class CheckpointStore:
         """
         damaged = []
         for name in reversed(self._names(kind)):
-            if self.has(name, layout.DAMAGED):
+            if name in self._aside or self.has(name, layout.DAMAGED):
                 damaged.append(name)
                 continue
             if not self.has(name, layout.MANIFEST):
                 continue
             try:
-                return self._verified(name, allocate)
+                return self.read(name)
             except CorruptCheckpointError as error:
-                self._set_aside(name, error)
+                self.set_aside(name, error)
                 damaged.append(name)
         if damaged:
             raise CorruptCheckpointError(
@@ -99,35 +98,43 @@ class CheckpointStore:
             )
         return None
 
-    def read(self, name: str, allocate: Allocate | None = None) -> Stored:
+    def read(self, name: str) -> Stored:
         """The checkpoint in the folder `name`, whose values are verified as they are read.
-
-        Args:
-            name: The folder.
-            allocate: Makes memory for the value of a variable. Defaults to NumPy's.
 
         Raises:
             CorruptCheckpointError: If its manifest is not the one that was committed.
             CheckpointError: If that cannot be read.
         """
         manifest = self._manifest(name)
-        return Stored(name, manifest, functools.partial(self._values, name, manifest, allocate))
+        return Stored(name, manifest, functools.partial(self._values, name, manifest))
 
-    def verify(self, name: str, readers: int = 1) -> None:
+    def verify(self, name: str) -> None:
         """Reads the checkpoint in the folder `name`, and nothing more.
 
-        Args:
-            name: The folder.
-            readers: How many threads read, holding eight megabytes each. With 1 this thread reads,
-                and starts no other: a process that waits for a save at its end cannot.
+        It starts no thread: a process that waits for a save at its end cannot.
 
         Raises:
             CorruptCheckpointError: If its bytes are not those that were committed.
             CheckpointError: If it cannot be read.
         """
         for shard in self._manifest(name).shards:
-            for _ in self._checked(name, shard, self._parts(name, shard, readers)):
+            for _ in self._checked(name, shard, self._parts(name, shard)):
                 pass
+
+    def set_aside(self, name: str, error: CorruptCheckpointError) -> None:
+        """Leaves the checkpoint in the folder `name` as it is, marks it and warns of it."""
+        self._aside.add(name)
+        warnings.warn(f"The checkpoint {self.where(name)} is set aside: {error}", stacklevel=3)
+        note = {"reason": str(error), "found_utc": layout.now()}
+        path = self.path(name, layout.DAMAGED)
+        try:
+            self._files.create(path, [json.dumps(note, indent=1).encode()])
+        except FileExistsError:
+            pass  # another process found the same
+        except OSError as failure:
+            warnings.warn(
+                f"{self.where(name, layout.DAMAGED)} could not be written: {failure}", stacklevel=3
+            )
 
     def has(self, name: str, file: str) -> bool:
         return file in layout.names(self._files, self.path(name))
@@ -154,7 +161,7 @@ class CheckpointStore:
         try:
             self.verify(newest)
         except CorruptCheckpointError as error:
-            self._set_aside(newest, error)
+            self.set_aside(newest, error)
             raise
         for name in (*old, *cut_off):
             # Without its manifest the rest does not count, should this be cut off.
@@ -229,16 +236,8 @@ class CheckpointStore:
         self._metrics[name] = manifest.metrics
         return manifest
 
-    def _verified(self, name: str, allocate: Allocate | None) -> Stored:
-        stored = self.read(name, allocate)
-        if codec.bytes_of(stored.manifest.variables) > HELD_BYTES:
-            self.verify(name, _READERS)
-            return stored
-        held = [list(stored.values())]
-        return replace(stored, values=lambda: iter(held.pop()) if held else stored.values())
-
     def _values(
-        self, name: str, manifest: Manifest, allocate: Allocate | None
+        self, name: str, manifest: Manifest, allocate: Allocate | None = None
     ) -> Iterator[tuple[str, Any]]:
         # One after the other, so that the memory of a value that is no longer needed serves for the
         # next: that is faster than new memory, and one copy of a model's state is enough.
@@ -268,17 +267,11 @@ class CheckpointStore:
                 f"{shard.xxh3_128} was committed."
             )
 
-    def _parts(self, name: str, shard: Shard, readers: int) -> Iterator[memoryview]:
-        size = codec.part_bytes(readers)
-        buffers = [memoryview(bytearray(size)) for _ in range(2 * readers)]
-
-        def read(offset: int, buffer: memoryview) -> memoryview:
-            return buffer[: self._read_into(name, shard.file, offset, buffer)]
-
+    def _parts(self, name: str, shard: Shard) -> Iterator[memoryview]:
+        buffer = memoryview(bytearray(codec.PART_BYTES))
         # To its end, and so much as a byte beyond.
-        offsets = range(0, shard.bytes + 1, size)
-        reads = map(functools.partial, itertools.repeat(read), offsets, itertools.cycle(buffers))
-        yield from in_order(reads, readers)
+        for offset in range(0, shard.bytes + 1, len(buffer)):
+            yield buffer[: self._read_into(name, shard.file, offset, buffer)]
 
     def _read_into(self, name: str, file: str, offset: int, buffer: memoryview) -> int:
         with self._reading(name, file):
@@ -295,16 +288,3 @@ class CheckpointStore:
                 f"{self.where(name, file)} cannot be read: {error}. Check the storage and its "
                 "permissions, then start the script again."
             ) from error
-
-    def _set_aside(self, name: str, error: CorruptCheckpointError) -> None:
-        warnings.warn(f"The checkpoint {self.where(name)} is set aside: {error}", stacklevel=3)
-        note = {"reason": str(error), "found_utc": layout.now()}
-        path = self.path(name, layout.DAMAGED)
-        try:
-            self._files.create(path, [json.dumps(note, indent=1).encode()])
-        except FileExistsError:
-            pass  # another process found the same
-        except OSError as failure:
-            warnings.warn(
-                f"{self.where(name, layout.DAMAGED)} could not be written: {failure}", stacklevel=3
-            )

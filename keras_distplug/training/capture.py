@@ -101,6 +101,11 @@ def restore(
     compat_model.refresh(model)
 
 
+def put_back(model: keras.Model, taken: Mapping[str, Any]) -> None:
+    """Writes what `capture` took from `model` back into it."""
+    restore(model, specs_of(model), taken.items())
+
+
 def how_built(model: keras.Model) -> dict[str, Any]:
     """What `build` takes to make all variables of `model` without data. JSON-able."""
     try:

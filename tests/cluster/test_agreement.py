@@ -55,6 +55,22 @@ def test_from_chief() -> None:
         assert waiting.result(timeout=10) == "run-0001"
 
 
+@pytest.mark.parametrize(
+    ("said", "first"),
+    [((None, None), None), (("a", None), "a"), ((None, "b"), "b"), (("a", "b"), "a")],
+)
+def test_first_complaint(said: tuple[str | None, str | None], first: str | None) -> None:
+    """All hear the complaint of the first worker that has one, also who has none."""
+    store = Memory()
+    workers = [agreement.ThroughKeyValues(role, store) for role in (CHIEF, OTHER)]
+    with ThreadPoolExecutor() as pool:
+        heard = [
+            pool.submit(worker.first_complaint, "restored", complaint)
+            for worker, complaint in zip(workers, said, strict=True)
+        ]
+        assert [each.result(timeout=10) for each in heard] == [first, first]
+
+
 def test_time_out() -> None:
     """A chief that does not answer is an error that names who waited, how long, for what."""
     other = agreement.ThroughKeyValues(OTHER, Memory(), timeout_s=0.01)

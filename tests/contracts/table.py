@@ -90,7 +90,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder) / "junit.xml"
         rows = HERE / "test_matrix.py"
-        command = [sys.executable, "-m", "pytest", str(rows), "-q", "-m", ALL, f"--junitxml={junit}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            str(rows),
+            "-q",
+            "-m",
+            ALL,
+            f"--junitxml={junit}",
+        ]
         failed = subprocess.run(command, cwd=ROOT, check=False).returncode
         if failed:
             sys.exit("Rows failed; nothing was written.")

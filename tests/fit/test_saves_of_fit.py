@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import errno
+import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -21,6 +22,7 @@ import stamina  # noqa: E402
 from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
+from keras_distplug.cluster import agreement  # noqa: E402
 from keras_distplug.core.errors import CorruptCheckpointError, SaveError  # noqa: E402
 from keras_distplug.storage import files, saver  # noqa: E402
 from keras_distplug.storage.files import LocalFiles  # noqa: E402
@@ -292,6 +294,48 @@ def test_damage(pattern: str, harm: str, undisturbed: list[bytes], tmp_path: Pat
     else:
         with pytest.warns(UserWarning, match=f"step-00000008 is set aside: .*{path.name}"):
             found = fit(tmp_path)
+    assert small.state(found) == undisturbed
+
+
+def test_nothing_whole(tmp_path: Path) -> None:
+    """Where all checkpoints are damaged, `fit` says so before it trains, and leaves the model as it
+    was: damage shows when most of a checkpoint is in it already."""
+    with pytest.raises(small.Interrupted):
+        fit(tmp_path, small.Stop(2, 1), on_busy="wait")
+    saver.wait_for_all()
+    for path in (tmp_path / RUN).glob("step-*/*/*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    model = small.model()
+    model.optimizer.build(model.trainable_variables)
+    before = small.state(model)
+    backup = kd.BackupAndRestore(tmp_path)
+    with (
+        pytest.warns(UserWarning, match="is set aside"),
+        pytest.raises(CorruptCheckpointError, match=r"All step checkpoints.*resume=False"),
+    ):
+        model.fit(small.dataset(), epochs=3, verbose=0, callbacks=[backup])
+    assert small.state(model) == before
+    assert model.optimizer.iterations.numpy() == 0
+
+
+def test_damage_that_another_worker_finds(
+    undisturbed: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one worker cannot read whole, none takes up."""
+    with pytest.raises(small.Interrupted):
+        fit(tmp_path, small.Stop(2, 1), on_busy="wait")
+    saver.wait_for_all()
+    complaints = [json.dumps([True, "worker-1: a.safetensors has changed"]), None]
+    asked = []
+
+    def first_complaint(self: object, topic: str, complaint: str | None) -> str | None:
+        asked.append(complaint)
+        return complaints.pop(0)
+
+    monkeypatch.setattr(agreement.Alone, "first_complaint", first_complaint)
+    with pytest.warns(UserWarning, match="step-00000008 is set aside: worker-1: a.safetensors"):
+        found = fit(tmp_path)
+    assert asked == [None, None]
     assert small.state(found) == undisturbed
 
 

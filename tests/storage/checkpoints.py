@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from keras_distplug.core.errors import AgreementError
+from keras_distplug.core.errors import AgreementError, CorruptCheckpointError
 from keras_distplug.core.state import TrainState
 from keras_distplug.storage.commit import Team, Writer
 from keras_distplug.storage.files import Files, LocalFiles
+from keras_distplug.storage.layout import Kind
 from keras_distplug.storage.retention import Retention
-from keras_distplug.storage.store import CheckpointStore
+from keras_distplug.storage.store import CheckpointStore, Stored
 
 RUN = "run-0001"
 
@@ -37,6 +38,17 @@ class Checkpoints(CheckpointStore):
         files = LocalFiles(files) if isinstance(files, Path) else files
         super().__init__(files, run, Retention(keep_last, **rules))  # type: ignore[arg-type]
         self._writer = Writer(files, self, Team(rank=0, size=1, exchange=Nobody()))
+
+    def newest(self, kind: Kind) -> Stored | None:
+        """The newest that is whole; what is damaged is set aside."""
+        while (stored := super().newest(kind)) is not None:
+            try:
+                self.verify(stored.name)
+            except CorruptCheckpointError as error:
+                self.set_aside(stored.name, error)
+            else:
+                return stored
+        return None
 
     def save(self, state: TrainState) -> None:
         self._writer.save(state, Writer.new_attempt())

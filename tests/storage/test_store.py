@@ -139,7 +139,6 @@ def test_round_trip(root: Path) -> None:
 def test_one_value_at_a_time(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading holds the memory of the value that is read, the one before and a little of what is
     read ahead, not of all."""
-    monkeypatch.setattr("keras_distplug.storage.store.HELD_BYTES", 0)
     monkeypatch.setattr(codec, "AHEAD_BYTES", 2**16)
     arrays = {f"v{number}": np.full(200_000, number, np.float64) for number in range(9)}
     store(root).save(TrainState(Cursor(0, 0, 1), arrays))
@@ -150,11 +149,10 @@ def test_one_value_at_a_time(root: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         made.append(weakref.ref(array))
         return Memory(array, array.view(np.uint8).data)
 
-    stored = store(root).newest("step", allocate)
+    stored = store(root).newest("step")
     assert stored is not None
-    assert made == []
     most = 0
-    for key, value in stored.values():
+    for key, value in stored.values(allocate):
         assert np.array_equal(value, arrays[key])
         del value
         most = max(most, sum(each() is not None for each in made))
@@ -162,21 +160,18 @@ def test_one_value_at_a_time(root: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert most <= 3
 
 
-def test_a_small_state_is_read_once(root: Path) -> None:
-    """What was verified is what is taken; asked for it once more, it is read once more."""
-    store(root).save(state(1))
+def test_read_once(root: Path) -> None:
+    """Each byte of the checkpoint that is taken is read once, of others none."""
+    for step in (1, 2):
+        store(root).save(state(step))
     counted = Counted(root)
     stored = CheckpointStore(counted, RUN).newest("step")
     assert stored is not None
-    shard = the_shard(root / RUN / "step-00000001")
-    assert counted.bytes[shard.name] == shard.stat().st_size
-    flip(shard, -1)
-    values = dict(stored.values())
-    assert values.keys() == state(1).arrays.keys()
-    for key, value in state(1).arrays.items():
-        assert np.array_equal(values[key], value)
-    with pytest.raises(CorruptCheckpointError, match="has changed since it was written"):
-        list(stored.values())
+    assert stored.manifest.cursor.step == 2
+    assert dict(stored.values()).keys() == state(2).arrays.keys()
+    newest, older = (the_shard(root / RUN / f"step-0000000{step}") for step in (2, 1))
+    assert counted.bytes[newest.name] == newest.stat().st_size
+    assert older.name not in counted.bytes
 
 
 class Counted(LocalFiles):
@@ -192,15 +187,30 @@ class Counted(LocalFiles):
         return count
 
 
-def test_changed_after_it_was_verified(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read is verified once more, and an error at its end if it is not what it was."""
-    monkeypatch.setattr("keras_distplug.storage.store.HELD_BYTES", 0)
-    store(root).save(state(1))
-    stored = store(root).newest("step")
+@pytest.mark.parametrize("read_only", [False, True])
+def test_set_aside(root: Path, monkeypatch: pytest.MonkeyPatch, read_only: bool) -> None:
+    """One whose values turn out to be damaged is not the newest any more, also where that cannot be
+    written down."""
+    for step in (1, 2):
+        store(root).save(state(step))
+    files = LocalFiles(root)
+    opened = CheckpointStore(files, RUN)
+    stored = opened.newest("step")
     assert stored is not None
-    flip(the_shard(root / RUN / "step-00000001"), -1)
-    with pytest.raises(CorruptCheckpointError, match="has changed since it was written"):
+    flip(the_shard(root / RUN / stored.name), -1)
+    with pytest.raises(CorruptCheckpointError, match="has changed since it was written") as raised:
         list(stored.values())
+    if read_only:
+        monkeypatch.setattr(files, "create", refuse)
+    with pytest.warns(UserWarning, match="step-00000002 is set aside: .*has changed") as told:
+        opened.set_aside(stored.name, raised.value)
+    assert len(told) == 1 + read_only
+    assert (root / RUN / stored.name / "DAMAGED.json").exists() is not read_only
+    assert holds(opened.newest("step"), state(1))
+
+
+def refuse(*_: object) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
 
 def test_open_format(root: Path) -> None:
