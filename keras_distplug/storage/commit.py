@@ -13,8 +13,9 @@ import itertools
 import json
 import uuid
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from typing import Any, TypeVar
 
@@ -68,6 +69,7 @@ class Writer:
         self._files = files
         self._store = store
         self._team = team
+        self._written: dict[int, tuple[str, Shard]] = {}  # by share: where it was written last
 
     @staticmethod
     def new_attempt() -> str:
@@ -92,6 +94,7 @@ class Writer:
             else:
                 self._follow(state, attempt)
         except _FAILURES as error:
+            self._written = {}
             raise SaveError(
                 f"The checkpoint of step {state.cursor.step} could not be written to "
                 f"{self._store.where()}: {error} Checkpoints committed before are untouched; a run "
@@ -164,18 +167,40 @@ class Writer:
         files = codec.files_for(variables, self._team.size)
         numbers = itertools.count(1)
 
-        def write(pieces: Sequence[codec.Piece]) -> Shard:
+        def new_file() -> str:
             # One more at each try: the one before may have written its file, and only the
             # storage's answer was lost.
-            file = layout.shard_file(attempt, self._team.rank, next(numbers))
+            return layout.shard_file(attempt, self._team.rank, next(numbers))
+
+        def write(share: int) -> Shard:
+            pieces = codec.share(variables, share, count)
+            # A run mostly ends as its last step left it, which was saved a moment ago.
+            if state.completion is not None and self._is_written(share, pieces, state):
+                source, shard = self._written[share]
+                file = new_file()
+                with contextlib.suppress(OSError):  # then it is written once more
+                    self._files.copy(source, self._store.path(name, file))
+                    return replace(shard, file=file)
+            file = new_file()
+            path = self._store.path(name, file)
             parts = codec.Hashed(codec.encode(pieces, state.arrays))
-            self._files.create(self._store.path(name, file), parts)
-            return Shard(file, parts.bytes, parts.xxh3_128)
+            self._files.create(path, parts)
+            shard = Shard(file, parts.bytes, parts.xxh3_128)
+            self._written[share] = path, shard
+            return shard
 
         count = files * self._team.size
         mine = range(files * self._team.rank, files * (self._team.rank + 1))
-        shares = [codec.share(variables, number, count) for number in mine]
-        return [_retried(functools.partial(write, share)) for share in shares]
+        return [_retried(functools.partial(write, share)) for share in mine]
+
+    def _is_written(self, share: int, pieces: Sequence[codec.Piece], state: TrainState) -> bool:
+        """Has a save before written the same?"""
+        if share not in self._written:
+            return False
+        parts = codec.Hashed(codec.encode(pieces, state.arrays))
+        deque(parts, maxlen=0)
+        _, shard = self._written[share]
+        return (parts.bytes, parts.xxh3_128) == (shard.bytes, shard.xxh3_128)
 
     def _manifest(self, state: TrainState, shards: list[Shard], attempt: str) -> Manifest:
         return Manifest(

@@ -270,6 +270,24 @@ def test_retention(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == sorted({16, 24} | {4 * epoch + 4 for epoch in worst})
 
 
+@pytest.mark.parametrize("changed", [False, True])
+def test_the_end_is_written_once(changed: bool, tmp_path: Path) -> None:
+    """Training that ends as its last step left it does not write that again."""
+
+    class AtEnd(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_end(self, logs: Any = None) -> None:
+            if changed:
+                self.model.layers[0].kernel.assign_add(np.ones((4, 8), "float32"))
+
+    model = fit(tmp_path, AtEnd())
+    step, final = (newest_file(tmp_path, f"{kind}-*/*/*.safetensors") for kind in ("step", "final"))
+    assert step.samefile(final) is not changed
+    stored = store_in(tmp_path).newest("final")
+    assert stored is not None
+    for key, value in capture.capture(model).items():
+        assert np.array_equal(stored.arrays[key], value)
+
+
 def newest_file(directory: Path, pattern: str) -> Path:
     return max((directory / RUN).glob(pattern), key=str)
 

@@ -7,9 +7,10 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from checkpoints import RUN
 from watched import WatchedFiles
 
 from keras_distplug.core.errors import AgreementError, CorruptCheckpointError, SaveError
-from keras_distplug.core.state import Cursor, TrainState
+from keras_distplug.core.state import Completion, Cursor, TrainState
 from keras_distplug.storage import codec
 from keras_distplug.storage.commit import Team, Writer
 from keras_distplug.storage.files import LocalFiles
@@ -165,6 +166,64 @@ def test_large_shares(count: int, root: Path, monkeypatch: pytest.MonkeyPatch) -
     flip.write_bytes(flip.read_bytes()[:-1] + b"?")
     with pytest.raises(CorruptCheckpointError, match=flip.name):
         is_whole(root, 1)
+
+
+class Case(NamedTuple):
+    changed: bool = False  # by the end of training
+    error: OSError | None = None
+    is_done: bool = False  # before the error
+    copied: bool = True
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(),
+        Case(changed=True, copied=False),
+        Case(error=OSError(errno.EPERM, "this storage has no links"), copied=False),
+        Case(error=FileNotFoundError(errno.ENOENT, "it was deleted"), copied=False),
+        Case(error=FileExistsError(errno.EEXIST, "the reply was lost"), is_done=True, copied=False),
+    ],
+)
+def test_end_as_the_last_step_left_it(case: Case, root: Path) -> None:
+    """What the last save wrote is not written again, where it is the same and the storage can."""
+    watched = [WatchedFiles(LocalFiles(root)) for _ in range(2)]
+    for each in watched:
+        if case.error is not None:
+            fails = each.lose_reply if case.is_done else each.fail
+            fails("copy", "step-00000003", case.error)
+    workers = Workers(lambda rank: watched[rank], 2)
+    for step in (2, 3):
+        assert set(workers.save(state(step), f"a-{step}").values()) == {None}
+    end = replace(state(3), completion=Completion(1, stopped_early=False))
+    if case.changed:
+        end.arrays["model/a"][[0, -1]] += 1
+    for each in watched:
+        each.calls.clear()
+    assert set(workers.save(end, "a-end").values()) == {None}
+    stored = CheckpointStore(LocalFiles(root), RUN).newest("final")
+    assert stored is not None
+    for key, value in end.arrays.items():
+        assert np.array_equal(stored.arrays[key], value)
+    written = [path for each in watched for method, path in each.calls if method == "create"]
+    assert sum("safetensors" in path for path in written) == (0 if case.copied else 2)
+    for rank, shard in enumerate(stored.manifest.shards):
+        there = root / RUN / stored.name / shard.file
+        before = next((root / RUN / "step-00000003").rglob(f"rank-{rank}-*"))
+        assert there.samefile(before) is case.copied
+    # The end stays when the last step goes.
+    CheckpointStore(LocalFiles(root), RUN).delete("step-00000003")
+    CheckpointStore(LocalFiles(root), RUN).verify(stored.name)
+
+
+def test_nothing_is_copied_on_the_way(root: Path) -> None:
+    """Only the end shares its bytes: one damaged file must not take two checkpoints along."""
+    watched = WatchedFiles(LocalFiles(root))
+    workers = Workers(lambda rank: watched, 1)
+    for attempt in ("a-1", "a-2"):
+        assert set(workers.save(state(1), attempt).values()) == {None}
+    assert "copy" not in dict(watched.calls)
+    assert is_whole(root, 1)
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])

@@ -206,6 +206,20 @@ def test_kill_at_every_call(tmp_path: Path) -> None:
     assert whole == [False] * (calls.index("link") + 1) + [True] * (kills - calls.index("link"))
 
 
+def test_copy(files: LocalFiles, tmp_path: Path) -> None:
+    """A copy takes no room, stays when the first goes, and never replaces a file."""
+    files.create("a/b", [OLD])
+    files.create("a/new", [NEW])
+    files.copy("a/b", "c/d")
+    with pytest.raises(FileExistsError):
+        files.copy("a/new", "c/d")
+    with pytest.raises(FileNotFoundError):
+        files.copy("a/none", "c/e")
+    assert files.names("c") == ["d"]
+    files.delete("a")
+    assert files.read("c/d") == OLD
+
+
 def test_death_in_the_middle_of_a_write(files: LocalFiles) -> None:
     """A process that dies when half of the bytes are written leaves no file of that name."""
 
