@@ -1,10 +1,10 @@
 """Convolutions and pools of no samples: a replica gets none of a tail smaller than the number of
 replicas.
 
-TensorFlow 2.18 to 2.21 with oneDNN (the default on x86): a convolution of an empty batch has its
-input's shape instead of its own, and whatever comes behind it fails. A `reshape` does not help: the
-shapes that graphs are optimized by are right, and it is optimized away. The gradient of a maximum
-pool of an empty batch aborts the process.
+TensorFlow 2.18 to 2.21 with oneDNN (the default on x86 with AVX-512): a convolution of an empty
+batch has its input's shape instead of its own, and whatever comes behind it fails. A `reshape` does
+not help: the shapes that graphs are optimized by are right, and it is optimized away. The gradient
+of a maximum pool of an empty batch aborts the process.
 """
 
 from __future__ import annotations
