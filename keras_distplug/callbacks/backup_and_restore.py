@@ -72,7 +72,8 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
     ```
 
     Args:
-        backup_dir: Folder for the checkpoints of this training. Shared by all workers.
+        backup_dir: Folder for the checkpoints of this training, shared by all workers: a path, or
+            a URL (`s3://bucket/runs/mnist`, `gs://`, `az://`, `sftp://`, `memory://`).
         save_freq: `"epoch"`; an integer number of batches; a time, as a `datetime.timedelta` or as
             in `"30s"`, `"5min"`, `"1.5h"`; `"auto"`, which measures what a save costs and makes one
             as often as `max_overhead` permits; or `False` to save at the end of training only.
@@ -81,6 +82,9 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         delete_checkpoint: Delete the checkpoints once training has reached its end. Defaults to
             `True`. With `False` the end is recorded: the same `fit` started again returns at once
             with the stored `History` and weights, one with more `epochs` goes on.
+        storage_options: What fsspec's file system for the store of `backup_dir` takes, such as
+            `{"endpoint_url": "https://..."}`. Credentials are better left where the store's own
+            tools look for them. Defaults to `None`.
         resume: `False` begins a new run beside what the folder holds. Defaults to `True`.
         on_busy: What becomes of a save that is due while one is under way: `"skip"` it, or `"wait"`
             for the other. Defaults to `"skip"`. At the end of training it always waits.
@@ -106,6 +110,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         double_checkpoint: bool = False,
         delete_checkpoint: bool = True,
         *,
+        storage_options: Mapping[str, Any] | None = None,
         resume: bool = True,
         on_busy: Literal["skip", "wait"] = "skip",
         max_overhead: float = 0.01,
@@ -135,7 +140,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
             keep_last + bool(double_checkpoint), keep_every_steps, keep_best
         )
         self.data: Resumable | None = None
-        self._files = open_files(backup_dir)
+        self._files = open_files(backup_dir, storage_options)
         self._supervised = Supervised.from_env()
         self._run: runs.Run | None = None
         self._finished: Mapping[str, Any] | None = None
@@ -403,7 +408,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         )
 
     def _where(self, run: str) -> str:
-        return os.path.join(os.fspath(self.backup_dir), run)
+        return self._files.where(run)
 
     def _report(self, phase: Phase) -> None:
         if self._supervised is not None:

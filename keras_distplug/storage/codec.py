@@ -30,7 +30,6 @@ from keras_distplug.storage.ahead import in_order
 PART_BYTES = 2**20
 AHEAD_BYTES = 4 * 2**20  # what threads that read ahead hand over: each time costs, too
 _SMALL_PIECES = 1000
-FILE_BYTES = 128 * 2**20  # so much at most is written again when a write fails
 _HEADER_BYTES = 10**8  # at most, as the format says
 
 _CODES = {
@@ -90,9 +89,10 @@ def bytes_of(variables: Iterable[VariableSpec]) -> int:
     return sum(math.prod(each.shape) * _itemsize(each) for each in variables)
 
 
-def files_for(variables: Sequence[VariableSpec], world_size: int) -> int:
-    """Into how many files each of `world_size` workers writes its share of `variables`."""
-    return max(1, -(-bytes_of(variables) // (world_size * FILE_BYTES)))
+def files_for(variables: Sequence[VariableSpec], world_size: int, file_bytes: int) -> int:
+    """Into how many files, none of them larger than `file_bytes` and a header, each of `world_size`
+    workers writes its share of `variables`."""
+    return max(1, -(-bytes_of(variables) // (world_size * file_bytes)))
 
 
 def share(variables: Sequence[VariableSpec], number: int, count: int) -> list[Piece]:

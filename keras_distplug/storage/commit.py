@@ -31,6 +31,7 @@ from keras_distplug.core.manifest import Manifest, Shard
 from keras_distplug.core.protocols import Exchange
 from keras_distplug.core.state import TrainState
 from keras_distplug.storage import codec, layout
+from keras_distplug.storage.ahead import in_order
 from keras_distplug.storage.files import Files
 from keras_distplug.storage.store import CheckpointStore
 
@@ -164,7 +165,8 @@ class Writer:
 
     def _write_share(self, state: TrainState, name: str, attempt: str) -> list[Shard]:
         variables = codec.specs_of(state.arrays)
-        files = codec.files_for(variables, self._team.size)
+        traits = self._files.traits
+        files = codec.files_for(variables, self._team.size, traits.file_bytes)
         numbers = itertools.count(1)
 
         def new_file() -> str:
@@ -191,7 +193,8 @@ class Writer:
 
         count = files * self._team.size
         mine = range(files * self._team.rank, files * (self._team.rank + 1))
-        return [_retried(functools.partial(write, share)) for share in mine]
+        jobs = (functools.partial(_retried, functools.partial(write, share)) for share in mine)
+        return list(in_order(jobs, traits.at_once))
 
     def _is_written(self, share: int, pieces: Sequence[codec.Piece], state: TrainState) -> bool:
         """Has a save before written the same?"""

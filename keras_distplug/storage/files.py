@@ -1,4 +1,4 @@
-"""Files under one folder, created once and never changed. The only importer of fsspec."""
+"""Files under one folder, created once and never changed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import os
 import shutil
 import threading
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
-
-from fsspec.core import split_protocol
-from fsspec.implementations.local import LocalFileSystem
+from typing import Any, BinaryIO, Protocol
 
 from keras_distplug.core.errors import ConfigurationError
 
@@ -24,8 +22,27 @@ _FLUSH_THREAD = "keras_distplug-flush"
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
+@dataclass(frozen=True)
+class Traits:
+    """How the files of a store are best used.
+
+    Args:
+        file_bytes: How much at most goes into one file: so much is written again when a write
+            fails.
+        at_once: How many files are best written at once.
+        is_near: Whether reading back all that was written is cheap.
+    """
+
+    file_bytes: int
+    at_once: int
+    is_near: bool
+
+
 class Files(Protocol):
     """A folder. Paths are relative to it, with `/`."""
+
+    @property
+    def traits(self) -> Traits: ...
 
     def create(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
         """Makes a file that holds `parts` once this returns, whatever happens then.
@@ -55,6 +72,10 @@ class Files(Protocol):
         """
         ...
 
+    def size(self, path: str) -> int:
+        """The bytes of a file."""
+        ...
+
     def names(self, folder: str = "") -> list[str]:
         """What stands in `folder`, sorted; empty if there is no such folder."""
         ...
@@ -68,22 +89,30 @@ class Files(Protocol):
         ...
 
 
-def open_files(url: str | os.PathLike[str]) -> Files:
+def open_files(
+    url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+) -> Files:
     """The folder that `url` names. It need not exist.
 
     Args:
-        url: A path, or `file://` and a path.
+        url: A path, or a URL: `file://`, `memory://`, `s3://`, `gs://`, `az://`, `sftp://`.
+        storage_options: What the store's fsspec file system takes, such as `endpoint_url`.
 
     Raises:
-        ConfigurationError: If it names no local folder.
+        ConfigurationError: If it names no folder, or what its store needs is not installed.
     """
-    protocol, _ = split_protocol(os.fspath(url))
-    if protocol not in (None, "file", "local"):
+    text = os.fspath(url)
+    scheme, separator, _ = text.partition("://")
+    if separator and scheme not in ("file", "local"):
+        # Loads fsspec, which a local folder does not need.
+        from keras_distplug.storage.remote import open_remote
+
+        return open_remote(text, storage_options or {})
+    if storage_options:
         raise ConfigurationError(
-            f"Checkpoints in {protocol}:// are not supported in this release. Received: "
-            f"{os.fspath(url)!r}. Give a folder of a file system that all workers share."
+            f"`storage_options` is for URLs of a store. Received: {text!r}, a folder."
         )
-    root = Path(LocalFileSystem._strip_protocol(os.fspath(url)))
+    root = Path(os.path.abspath(os.path.expanduser(text.partition("://")[2] or text)))
     first = next((path for path in (root, *root.parents) if os.path.lexists(path)), root)
     if not first.is_dir():
         raise ConfigurationError(
@@ -99,6 +128,8 @@ class LocalFiles:
     Args:
         root: The folder.
     """
+
+    traits = Traits(file_bytes=128 * 2**20, at_once=1, is_near=True)
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -140,6 +171,9 @@ class LocalFiles:
             while filled < len(buffer) and (count := file.readinto(buffer[filled:])):
                 filled += count
         return filled
+
+    def size(self, path: str) -> int:
+        return (self._root / path).stat().st_size
 
     def names(self, folder: str = "") -> list[str]:
         try:

@@ -20,9 +20,8 @@ from watched import WatchedFiles
 
 from keras_distplug.core.errors import AgreementError, CorruptCheckpointError, SaveError
 from keras_distplug.core.state import Completion, Cursor, TrainState
-from keras_distplug.storage import codec
 from keras_distplug.storage.commit import Team, Writer
-from keras_distplug.storage.files import LocalFiles
+from keras_distplug.storage.files import LocalFiles, Traits
 from keras_distplug.storage.store import CheckpointStore
 
 
@@ -146,7 +145,7 @@ def test_together(count: int, root: Path) -> None:
 @pytest.mark.parametrize("count", [1, 3])
 def test_large_shares(count: int, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large share goes into several files of equal size; one that fails is written again."""
-    monkeypatch.setattr(codec, "FILE_BYTES", 100)
+    monkeypatch.setattr(LocalFiles, "traits", Traits(100, at_once=1, is_near=True))
     arrays = sum(np.asarray(value).nbytes for value in state(1).arrays.values())
     files, watched = failing(root, 0, "create", "rank-0-3", OSError(errno.EIO, "no"))
     watched.mend_after(1)

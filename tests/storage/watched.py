@@ -18,6 +18,7 @@ class WatchedFiles:
 
     def __init__(self, files: Files) -> None:
         self._files = files
+        self.traits = files.traits
         self._faults: list[tuple[str, str, OSError, bool]] = []
         self.calls: list[tuple[str, str]] = []
         self.fired = 0

@@ -1,0 +1,362 @@
+"""Files in an object store or on a server, through fsspec.
+
+Every file is written by one request: it is there as a whole or not at all, leaves nothing behind
+when the writer is killed, and object stores create it only if there is none of its name. On a
+server that shows files while they are written, they get their names afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import posixpath
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit, urlunsplit
+
+import fsspec
+import stamina
+
+from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.storage.files import Traits
+
+REQUEST_TIMEOUT_S = 120.0
+_ANSWERS = (FileNotFoundError, FileExistsError, NotADirectoryError)  # more tries change nothing
+_SECRET = ("key", "secret", "token", "password", "passphrase", "credential", "connection_string")
+T = TypeVar("T")
+
+
+class Store(Protocol):
+    """What differs between kinds of stores. Paths are those of the fsspec file system `fs`."""
+
+    @property
+    def traits(self) -> Traits: ...
+
+    def connect(self, url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+        """The file system, and the path in it that `url` names."""
+        ...
+
+    def create(self, fs: Any, path: str, data: bytes) -> None: ...
+
+    def read(self, fs: Any, path: str, start: int, end: int) -> bytes: ...
+
+    def copy(self, fs: Any, source: str, path: str) -> None: ...
+
+    def delete(self, fs: Any, path: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class ObjectStore:
+    """Amazon's S3 and its like.
+
+    Args:
+        defaults: Options of its file system, where the user gives no other.
+        copies: Whether its copies are there once it says so.
+    """
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    copies: bool = True
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(file_bytes=32 * 2**20, at_once=2, is_near=False)
+
+    def connect(self, url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+        chosen = {**self.defaults, **options}
+        # An instance of its own: those of fsspec are shared, and useless after a fork. What
+        # listings it remembers would hide what other workers write.
+        fs, path = fsspec.core.url_to_fs(
+            url, **chosen, use_listings_cache=False, skip_instance_cache=True
+        )
+        return fs, path.rstrip("/")
+
+    def create(self, fs: Any, path: str, data: bytes) -> None:
+        try:
+            fs.pipe_file(path, data, mode="create")
+        except OSError as error:
+            # What s3fs makes of Ceph's answer.
+            if error.errno == errno.EINVAL and fs.exists(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from error
+            raise
+
+    def read(self, fs: Any, path: str, start: int, end: int) -> bytes:
+        data: bytes = fs.cat_file(path, start=start, end=end)
+        return data
+
+    def copy(self, fs: Any, source: str, path: str) -> None:
+        if not self.copies:
+            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP), path)
+        if fs.exists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        fs.cp_file(source, path)
+
+    def delete(self, fs: Any, path: str) -> None:
+        fs.rm(path, recursive=True)
+
+
+class Sftp:
+    """A server that is reached through SSH."""
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(file_bytes=32 * 2**20, at_once=1, is_near=False)
+
+    def connect(self, url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+        # By name: the package sshfs takes the protocol over where it is installed.
+        from fsspec.implementations.sftp import SFTPFileSystem
+
+        place = {**SFTPFileSystem._get_kwargs_from_urls(url), **options}
+        host = place.pop("host")
+        fs = SFTPFileSystem(host, **place, skip_instance_cache=True)
+        fs.ftp.get_channel().settimeout(REQUEST_TIMEOUT_S)
+        return fs, SFTPFileSystem._strip_protocol(url).rstrip("/")
+
+    def create(self, fs: Any, path: str, data: bytes) -> None:
+        folder, name = posixpath.split(path)
+        fs.makedirs(folder, exist_ok=True)
+        temporary = f"{folder}/.{name}.{uuid.uuid4().hex}.tmp"
+        try:
+            fs.ftp.putfo(io.BytesIO(data), temporary, file_size=len(data), confirm=True)
+            # SFTP has nothing that creates a whole file exclusively: the one writer that each file
+            # has looks before.
+            if fs.exists(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+            fs.ftp.posix_rename(temporary, path)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                fs.ftp.remove(temporary)
+            raise
+
+    def read(self, fs: Any, path: str, start: int, end: int) -> bytes:
+        if start == end:
+            return b""
+        with fs.ftp.open(path, "rb") as file:
+            return b"".join(file.readv([(start, end - start)]))
+
+    def copy(self, fs: Any, source: str, path: str) -> None:
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP), path)
+
+    def delete(self, fs: Any, path: str) -> None:
+        if fs.isdir(path):
+            for inside in fs.ls(path):
+                self.delete(fs, inside)
+            fs.ftp.rmdir(path)
+        else:
+            fs.ftp.remove(path)
+
+
+@dataclass(frozen=True)
+class Known:
+    """A kind of store, and the extra that brings what it needs."""
+
+    store: Store
+    extra: str | None
+
+
+_S3 = Known(
+    # The checksum of a request is there anyway; signing what it holds takes as long as sending it.
+    ObjectStore({"config_kwargs": {"s3": {"payload_signing_enabled": False}}}),
+    "s3",
+)
+_GCS = Known(ObjectStore(), "gcs")
+_AZURE = Known(ObjectStore(copies=False), "azure")
+_SFTP = Known(Sftp(), "sftp")
+KNOWN: Mapping[str, Known] = {
+    **{"memory": Known(ObjectStore(), None), "s3": _S3, "s3a": _S3, "gs": _GCS, "gcs": _GCS},
+    **{"az": _AZURE, "abfs": _AZURE, "abfss": _AZURE, "sftp": _SFTP, "ssh": _SFTP},
+}
+
+
+class RemoteFiles:
+    """Files below a URL.
+
+    Args:
+        url: The folder.
+        options: For the fsspec file system; the secrets in them appear in no error.
+        timeout_s: After how long a request counts as failed.
+    """
+
+    def __init__(
+        self, url: str, options: Mapping[str, Any], timeout_s: float = REQUEST_TIMEOUT_S
+    ) -> None:
+        protocol = urlsplit(url).scheme
+        self._known = KNOWN[protocol]
+        self._url = url
+        self._options = options
+        self._timeout_s = timeout_s
+        self._secrets = sorted({*_secrets_in(options), *_password_in(url)}, key=len, reverse=True)
+        self._connections: dict[int, tuple[Any, str]] = {}  # by process: none survives a fork
+        self._sizes: dict[str, int] = {}
+        self._connecting = threading.Lock()
+        # What can do one thing at once gets one to do.
+        one = threading.Lock() if self.traits.at_once == 1 else contextlib.nullcontext()
+        self._asking: contextlib.AbstractContextManager[Any] = one
+
+    @property
+    def traits(self) -> Traits:
+        return self._known.store.traits
+
+    def create(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
+        data = b"".join(parts)
+        self._ask(path, lambda fs, full: self._known.store.create(fs, full, data))
+
+    def copy(self, source: str, path: str) -> None:
+        def copy(fs: Any, full: str) -> None:
+            root = full[: len(full) - len(path)]
+            self._known.store.copy(fs, root + source, full)
+
+        self._ask(path, copy)
+
+    def read(self, path: str) -> bytes:
+        data: bytes = self._ask_again(path, lambda fs, full: fs.cat_file(full))
+        return data
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
+        end = min(offset + len(buffer), self.size(path))
+        if offset >= end:
+            return 0
+
+        def read(fs: Any, full: str) -> bytes:
+            data = self._known.store.read(fs, full, offset, end)
+            if len(data) != end - offset:
+                raise OSError(f"{len(data)} bytes came of {end - offset} from {offset} on")
+            return data
+
+        buffer[: end - offset] = self._ask_again(path, read)
+        return end - offset
+
+    def size(self, path: str) -> int:
+        # Files never change.
+        if path not in self._sizes:
+            self._sizes[path] = self._ask_again(path, lambda fs, full: int(fs.size(full)))
+        return self._sizes[path]
+
+    def names(self, folder: str = "") -> list[str]:
+        def names(fs: Any, full: str) -> list[str]:
+            try:
+                found = fs.ls(full, detail=False)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+            paths = (each.rstrip("/") for each in found)
+            inside = (each for each in paths if not full.endswith(each))
+            return sorted({posixpath.basename(each) for each in inside})
+
+        return self._ask_again(folder, names)
+
+    def delete(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._ask_again(path, self._known.store.delete)
+        for known in [each for each in self._sizes if f"{each}/".startswith(f"{path}/")]:
+            self._sizes.pop(known, None)
+
+    def where(self, path: str = "") -> str:
+        parts = urlsplit(self._url)
+        netloc = parts.netloc.rpartition("@")[2] if ":" in parts.netloc else parts.netloc
+        base = urlunsplit((parts.scheme, netloc, parts.path, "", "")).rstrip("/")
+        return f"{base}/{path}" if path else base
+
+    def _ask_again(self, path: str, request: Callable[[Any, str], T]) -> T:
+        for attempt in stamina.retry_context(_may_pass, attempts=5, timeout=30.0):
+            with attempt:
+                return self._ask(path, request)
+        raise AssertionError("stamina raises the last error")
+
+    def _ask(self, path: str, request: Callable[[Any, str], T]) -> T:
+        """What `request` gives for the file system and the path in it. Any error is an OSError."""
+
+        def ask() -> T:
+            with self._asking:
+                fs, root = self._connection()
+                return request(fs, f"{root}/{path}" if path else root)
+
+        try:
+            return _within(self._timeout_s, ask)
+        except _ANSWERS:
+            raise
+        except Exception as error:  # noqa: BLE001 (each store's library has its own)
+            # What is left of a connection that has failed may never answer again.
+            self._connections.pop(os.getpid(), None)
+            raise self._told(error) from None
+
+    def _connection(self) -> tuple[Any, str]:
+        with self._connecting:
+            process = os.getpid()
+            if process not in self._connections:
+                self._connections[process] = self._known.store.connect(self._url, self._options)
+            return self._connections[process]
+
+    def _told(self, error: Exception) -> OSError:
+        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        number = error.errno if isinstance(error, OSError) else None
+        told: OSError = TimeoutError(text) if isinstance(error, TimeoutError) else OSError(text)
+        told.errno = number
+        return told
+
+
+def open_remote(url: str, options: Mapping[str, Any]) -> RemoteFiles:
+    """The folder that `url` names.
+
+    Raises:
+        ConfigurationError: If the store is not known, or what it needs is not installed.
+    """
+    protocol = urlsplit(url).scheme
+    if protocol not in KNOWN:
+        raise ConfigurationError(
+            f"Expected a folder, or a URL that begins with one of {', '.join(KNOWN)}. Received: "
+            f"{protocol}://. Mount other stores as a folder that all workers share."
+        )
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ImportError as error:
+        extra = KNOWN[protocol].extra
+        raise ConfigurationError(
+            f"{protocol}:// needs packages that are not installed ({error}). Run "
+            f"pip install 'keras-distplug[{extra}]'."
+        ) from error
+    return RemoteFiles(url, options)
+
+
+def _within(timeout_s: float, action: Callable[[], T]) -> T:
+    """What `action` gives, if it does so in time; else it is left behind."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(action())
+        except BaseException as error:  # noqa: BLE001 (handed over)
+            done.set_exception(error)
+
+    # A daemon, because a store that hangs must not keep the process from its end.
+    threading.Thread(target=run, name="keras_distplug-request", daemon=True).start()
+    try:
+        return done.result(timeout_s)
+    except TimeoutError:
+        if done.done():
+            raise
+        raise TimeoutError(f"no answer within {timeout_s:.0f} s") from None
+
+
+def _may_pass(error: Exception) -> bool:
+    return isinstance(error, OSError) and not isinstance(error, _ANSWERS)
+
+
+def _secrets_in(options: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _secrets_in(value)
+        elif isinstance(value, str) and value and any(word in name.lower() for word in _SECRET):
+            yield value
+
+
+def _password_in(url: str) -> Iterator[str]:
+    with contextlib.suppress(ValueError):
+        if password := urlsplit(url).password:
+            yield password

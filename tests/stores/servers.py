@@ -1,0 +1,121 @@
+"""Stores that run on this machine for as long as the tests do."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cluster import free_ports
+
+START_TIMEOUT_S = 60
+
+
+@dataclass(frozen=True)
+class Place:
+    """An empty folder in a store.
+
+    Args:
+        url: Where.
+        options: Its `storage_options`.
+    """
+
+    url: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def folder(self) -> Place:
+        """A new one in it."""
+        return Place(f"{self.url}/{uuid.uuid4().hex}", self.options)
+
+
+def missing(what: str, how: str) -> None:
+    """Skips a test that needs `what`; fails it in CI."""
+    message = f"{what} is not there. {how}"
+    if os.environ.get("KERAS_DISTPLUG_TEST_ALL_STORES"):
+        pytest.fail(message)
+    pytest.skip(message)
+
+
+@contextmanager
+def running(command: list[str], port: int, log: Path) -> Iterator[None]:
+    """A server, from the moment at which it listens."""
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not listens(port):
+            assert server.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.02)
+        yield
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait(timeout=30)
+
+
+def listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def moto(folder: Path) -> Iterator[Place]:
+    """S3, as moto has it."""
+    pytest.importorskip("s3fs", reason="pip install 'keras-distplug[s3]'")
+    program = Path(sys.executable).with_name("moto_server")
+    if not program.exists():
+        missing("moto", "Run pip install 'moto[server]'.")
+    [port] = free_ports(1)
+    command = [str(program), "-H", "127.0.0.1", "-p", str(port)]
+    with running(command, port, folder / "moto.log"):
+        options = {
+            **{"key": "test-key", "secret": "test-secret-of-s3"},
+            "endpoint_url": f"http://127.0.0.1:{port}",
+        }
+        import s3fs
+
+        s3fs.S3FileSystem(**options, skip_instance_cache=True).mkdir("bucket")
+        yield Place("s3://bucket", options)
+
+
+@contextmanager
+def sftp(folder: Path) -> Iterator[Place]:
+    """OpenSSH's server."""
+    pytest.importorskip("paramiko", reason="pip install 'keras-distplug[sftp]'")
+    program = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+    if program is None:
+        missing("sshd", "Run apt-get install openssh-server.")
+    assert program is not None
+    [port] = free_ports(1)
+    for name in ("host", "user"):
+        key = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
+        subprocess.run(key, check=True, timeout=30)
+    shutil.copy(folder / "user.pub", folder / "authorized")
+    (folder / "config").write_text(
+        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\n"
+        f"AuthorizedKeysFile {folder}/authorized\nPidFile none\nStrictModes no\nUsePAM no\n"
+        "Subsystem sftp internal-sftp\n"
+    )
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)  # where it locks itself in before it knows whom for
+    command = [program, "-D", "-e", "-f", str(folder / "config")]
+    with running(command, port, folder / "sshd.log"):
+        options = {"username": getpass.getuser(), "key_filename": str(folder / "user")}
+        yield Place(f"sftp://127.0.0.1:{port}{folder}/root", options)
