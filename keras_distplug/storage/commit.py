@@ -144,7 +144,9 @@ class Writer:
             except FileExistsError:
                 # Ours, if only the storage's answer was lost.
                 if self._files.read(path) != text:
-                    raise
+                    raise CheckpointError(
+                        f"{self._files.where(path)} is there already, and not of this run."
+                    ) from None
 
         _retried(create)
 
@@ -257,7 +259,8 @@ def _retried(action: Callable[[], T]) -> T:
 
 
 def _may_pass(error: Exception) -> bool:
-    return isinstance(error, OSError) and not isinstance(error, FileExistsError)
+    # A file that exists is ours, too: its name is this attempt's, and only an answer was lost.
+    return isinstance(error, OSError)
 
 
 @functools.cache

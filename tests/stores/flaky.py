@@ -1,0 +1,180 @@
+"""A proxy in front of an HTTP store that does it harm."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+Harm = Literal["status", "reset_request", "reset_reply", "stall", "lost_reply"]
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: what is left is thrown away, and the peer is told
+
+
+@dataclass
+class Rule:
+    """What happens to requests.
+
+    Args:
+        harm: `"status"` answers with `code`. `"reset_request"` and `"reset_reply"` break the
+            connection after `after_bytes` of what is sent or received. `"stall"` takes them and
+            never answers. `"lost_reply"` breaks it once the store has done what it was asked.
+        method: Of the requests.
+        path: A pattern in their path.
+        times: How many are harmed.
+        code: Of the answer.
+        after_bytes: As said.
+    """
+
+    harm: Harm
+    method: str = ".*"
+    path: str = ""
+    times: int = 10**9
+    code: int = 503
+    after_bytes: int = 0
+
+
+class Proxy:
+    """Passes on what no rule harms.
+
+    Attributes:
+        port: Where it listens.
+        harmed: How many requests were harmed.
+    """
+
+    def __init__(self, upstream_port: int) -> None:
+        self._upstream_port = upstream_port
+        self._rules: list[Rule] = []
+        self.port = 0
+        self.harmed = 0
+
+    def harm(self, rule: Rule) -> None:
+        self._rules.append(rule)
+
+    def mend(self) -> None:
+        self._rules.clear()
+
+    async def serve(self, ready: threading.Event) -> None:
+        server = await asyncio.start_server(self._serve_one, "127.0.0.1", 0, limit=2**20)
+        self.port = server.sockets[0].getsockname()[1]
+        ready.set()
+        await server.serve_forever()
+
+    def _rule_for(self, method: str, path: str) -> Rule | None:
+        for rule in self._rules:
+            if rule.times and re.fullmatch(rule.method, method) and re.search(rule.path, path):
+                rule.times -= 1
+                self.harmed += 1
+                return rule
+        return None
+
+    async def _serve_one(self, client: asyncio.StreamReader, answer: asyncio.StreamWriter) -> None:
+        """One request: neither side may use its connection for another."""
+        store_out: asyncio.StreamWriter | None = None
+        try:
+            head = (await client.readuntil(b"\r\n\r\n")).decode("latin1").split("\r\n")
+            method, path, _ = head[0].split(" ", 2)
+            headers = dict(line.lower().split(": ", 1) for line in head[1:] if ": " in line)
+            rule = self._rule_for(method, path)
+            if headers.pop("expect", "") == "100-continue":
+                answer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            if rule and rule.harm == "status":
+                await _drain_body(client, headers)
+                body = b"<Error><Code>SlowDown</Code><Message>told to</Message></Error>"
+                answer.write(
+                    f"HTTP/1.1 {rule.code} No\r\nContent-Length: {len(body)}\r\n"
+                    "Content-Type: application/xml\r\nConnection: close\r\n\r\n".encode()
+                )
+                answer.write(b"" if method == "HEAD" else body)
+                await answer.drain()
+                return
+            if rule and rule.harm == "stall":
+                await _drain_body(client, headers)
+                await asyncio.Event().wait()
+            store_in, store_out = await asyncio.open_connection("127.0.0.1", self._upstream_port)
+            kept = [h for h in head[:-2] if h.lower().split(":")[0] not in ("expect", "connection")]
+            store_out.write("\r\n".join([*kept, "Connection: close", "", ""]).encode("latin1"))
+            sent = 0
+            async for part in _body(client, headers):
+                if rule and rule.harm == "reset_request" and sent >= rule.after_bytes:
+                    break
+                store_out.write(part)
+                await store_out.drain()
+                sent += len(part)
+            if rule and rule.harm == "reset_request":
+                _reset(answer, store_out)
+                return
+            received = 0
+            while part := await store_in.read(2**16):
+                received += len(part)
+                if not (rule and rule.harm == "lost_reply"):
+                    answer.write(part)
+                    await answer.drain()
+                if rule and rule.harm == "reset_reply" and received > rule.after_bytes:
+                    break
+            if rule:
+                _reset(answer)
+        except (OSError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            for each in (answer, store_out):
+                if each is not None:
+                    each.close()
+
+
+async def _body(
+    reader: asyncio.StreamReader, headers: dict[str, str]
+) -> asyncio.AsyncIterator[bytes]:
+    if "chunked" in headers.get("transfer-encoding", ""):
+        while True:
+            line = await reader.readline()
+            size = int(line.split(b";")[0], 16)
+            yield line + await reader.readexactly(size + 2)
+            if not size:
+                return
+    left = int(headers.get("content-length", 0))
+    while left:
+        part = await reader.read(min(left, 2**16))
+        if not part:
+            raise ConnectionError("the client is gone")
+        left -= len(part)
+        yield part
+
+
+async def _drain_body(reader: asyncio.StreamReader, headers: dict[str, str]) -> None:
+    async for _ in _body(reader, headers):
+        pass
+
+
+def _reset(*writers: asyncio.StreamWriter) -> None:
+    for writer in writers:
+        connection: socket.socket = writer.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        writer.transport.abort()
+
+
+@contextmanager
+def in_front_of(port: int) -> Iterator[Proxy]:
+    """A proxy, in a thread of its own."""
+    proxy, ready = Proxy(port), threading.Event()
+    loop = asyncio.new_event_loop()
+    serving = loop.create_task(proxy.serve(ready))
+
+    def run() -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            loop.run_until_complete(serving)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert ready.wait(timeout=30)
+    try:
+        yield proxy
+    finally:
+        loop.call_soon_threadsafe(serving.cancel)
+        thread.join(timeout=30)

@@ -1,0 +1,251 @@
+"""Stores that fail: what is promised holds, and the error is ours, in bounded time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+import stamina
+from stores.conftest import Started
+from stores.flaky import Proxy, Rule, in_front_of
+from stores.servers import Place
+
+from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, SaveError
+from keras_distplug.core.state import Cursor, TrainState
+from keras_distplug.storage import remote, runs
+from keras_distplug.storage.commit import Team, Writer
+from keras_distplug.storage.files import Files, open_files
+from keras_distplug.storage.remote import RemoteFiles
+from keras_distplug.storage.store import CheckpointStore
+
+SECRET = "test-secret-of-s3"
+
+
+@pytest.fixture(autouse=True)
+def tried_again_at_once() -> Iterator[None]:
+    stamina.set_testing(True, attempts=5)
+    yield
+    stamina.set_testing(False)
+
+
+@pytest.fixture
+def s3(stores: Started) -> Iterator[tuple[Place, Proxy]]:
+    place = stores["moto"]
+    port = urlsplit(place.options["endpoint_url"]).port
+    assert port is not None
+    with in_front_of(port) as proxy:
+        # What botocore and s3fs try again by themselves is not what is tested.
+        options = {
+            **place.options,
+            "endpoint_url": f"http://127.0.0.1:{proxy.port}",
+            "config_kwargs": {"retries": {"max_attempts": 0}},
+        }
+        yield Place(place.url, options), proxy
+
+
+def state(step: int) -> TrainState:
+    arrays = {f"v{i}": np.random.default_rng(step + i).random(40_000) for i in range(3)}
+    return TrainState(Cursor(epoch=0, batch=0, step=step), arrays)
+
+
+class Run:
+    """A run of one process in a store."""
+
+    def __init__(self, place: Place, timeout_s: float = 60) -> None:
+        self.files: Files = RemoteFiles(place.url, place.options, timeout_s)
+        name = runs.begin_run(self.files, job=None, seed=0).name
+        self.store = CheckpointStore(self.files, name)
+        self.writer = Writer(self.files, self.store, Team(0, 1, _Nobody()))
+
+    def save(self, step: int) -> None:
+        self.writer.save(state(step), Writer.new_attempt())
+
+    def holds(self, step: int) -> bool:
+        """Is that the newest one, to the bit? Found and read by a process that knows nothing."""
+        fresh = CheckpointStore(self.files, runs.newest_run(self.files).name)  # type: ignore[union-attr]
+        stored = fresh.newest("step")
+        assert stored is not None
+        return stored.manifest.cursor.step == step and all(
+            np.array_equal(value, state(step).arrays[key]) for key, value in stored.values()
+        )
+
+
+class _Nobody:
+    def tell(self, topic: str, text: str) -> None:
+        return
+
+    def hear(self, topic: str, timeout_s: float) -> str:
+        raise AssertionError(topic)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Rule("status", "PUT", times=2),
+        Rule("status", "PUT", times=2, code=429),
+        Rule("status", "GET|HEAD", times=3),
+        Rule("reset_request", "PUT", "safetensors", times=2, after_bytes=2**17),
+        Rule("lost_reply", "PUT", "safetensors", times=1),
+        Rule("lost_reply", "PUT", "MANIFEST", times=1),
+        Rule("lost_reply", "PUT", times=2),
+    ],
+    ids=lambda rule: f"{rule.harm}-{rule.method}-{rule.path}-{rule.code}",
+)
+def test_harm_that_passes(s3: tuple[Place, Proxy], rule: Rule) -> None:
+    """A save gets through what passes, and the checkpoint is whole."""
+    place, proxy = s3
+    run = Run(place)
+    run.save(1)
+    before = proxy.harmed
+    proxy.harm(rule)
+    run.save(2)
+    assert proxy.harmed > before
+    proxy.mend()
+    assert run.holds(2)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Rule("status", "GET|HEAD", times=3),
+        Rule("reset_reply", "GET", "safetensors", times=3, after_bytes=2**17),
+        Rule("reset_reply", "GET", times=3, after_bytes=100),
+    ],
+    ids=lambda rule: f"{rule.harm}-{rule.after_bytes}",
+)
+def test_harm_to_reading(s3: tuple[Place, Proxy], rule: Rule) -> None:
+    """What breaks off in the middle is read again."""
+    place, proxy = s3
+    run = Run(place)
+    run.save(1)
+    proxy.harm(rule)
+    assert run.holds(1)
+    assert proxy.harmed
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Rule("status", "PUT", "safetensors"),
+        Rule("status", "PUT", "safetensors", code=507),
+        Rule("status", "PUT", "MANIFEST", code=403),
+        Rule("reset_request", "PUT", "safetensors"),
+        Rule("stall", "PUT", "MANIFEST"),
+    ],
+    ids=lambda rule: f"{rule.harm}-{rule.path}-{rule.code}",
+)
+def test_harm_that_stays(s3: tuple[Place, Proxy], rule: Rule) -> None:
+    """A save that cannot succeed is one error of ours, which names the store; the checkpoint before
+    is untouched, and the next save works once the store does."""
+    place, proxy = s3
+    run = Run(place, timeout_s=2)
+    run.save(1)
+    proxy.harm(rule)
+    with pytest.raises(SaveError, match=rf"step 2 could not be written to {place.url}") as raised:
+        run.save(2)
+    assert SECRET not in str(raised.value)
+    assert proxy.harmed
+    proxy.mend()
+    assert run.holds(1)
+    run.save(3)
+    assert run.holds(3)
+
+
+def test_stall_of_reading(s3: tuple[Place, Proxy]) -> None:
+    """A store that does not answer is an error, and no damage: nothing is set aside."""
+    place, proxy = s3
+    run = Run(place, timeout_s=2)
+    run.save(1)
+    stamina.set_testing(True, attempts=1)
+    proxy.harm(Rule("stall", "GET", "safetensors"))
+    with pytest.raises(CheckpointError, match=r"cannot be read: .*no answer within 2 s") as raised:
+        run.holds(1)
+    assert not isinstance(raised.value, CorruptCheckpointError)
+    proxy.mend()
+    assert run.holds(1)
+
+
+@pytest.mark.parametrize("harm", ["bit", "cut", "gone"])
+@pytest.mark.parametrize("file", ["safetensors", "MANIFEST.json"])
+def test_damage(place: Place, harm: str, file: str) -> None:
+    """What is not what was written is told, in every store."""
+    files = open_files(place.url, place.options)
+    name = runs.begin_run(files, job=None, seed=0).name
+    store = CheckpointStore(files, name)
+    writer = Writer(files, store, Team(0, 1, _Nobody()))
+    for step in (1, 2):
+        writer.save(state(step), Writer.new_attempt())
+    [shard] = store.read("step-00000002").manifest.shards
+    path = store.path("step-00000002", shard.file if file == "safetensors" else file)
+    data = bytearray(files.read(path))
+    data[len(data) // 2] ^= 1
+    files.delete(path)
+    if harm != "gone":
+        files.create(path, [data if harm == "bit" else data[:-3]])
+    fresh = CheckpointStore(open_files(place.url, place.options), name)
+    if file == "safetensors":
+        stored = fresh.newest("step")
+        assert stored is not None
+        with pytest.raises(CorruptCheckpointError, match=shard.file) as raised:
+            list(stored.values())
+        with pytest.warns(UserWarning, match="step-00000002 is set aside"):
+            fresh.set_aside("step-00000002", raised.value)
+        assert "DAMAGED.json" in files.names(store.path("step-00000002"))
+    elif harm != "gone":
+        with pytest.warns(UserWarning, match=r"step-00000002 is set aside: .*MANIFEST.json"):
+            fresh.newest("step")
+    newest = fresh.newest("step")
+    assert newest is not None
+    assert newest.manifest.cursor.step == 1
+    assert dict(newest.values()).keys() == state(1).arrays.keys()
+
+
+def test_missing_bucket(stores: Started) -> None:
+    """A bucket that is not there is said when the run is begun."""
+    files = open_files("s3://no-such-bucket/a", stores["moto"].options)
+    with pytest.raises(SaveError, match=r"s3://no-such-bucket/a.*NoSuchBucket|bucket"):
+        runs.begin_run(files, job=None, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "where"),
+    [
+        ("sftp://user:pa55-word@127.0.0.1:1/a", {}, "sftp://127.0.0.1:1/a"),
+        ("s3://b/a", {"key": "k3y-of-me", "secret": "s3cr3t"}, "s3://b/a"),
+        ("s3://b/a", {"client_kwargs": {"aws_session_token": "t0k3n"}}, "s3://b/a"),
+    ],
+)
+def test_secrets(
+    url: str, options: Mapping[str, Any], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No secret comes out, also if the store's library puts it into its error."""
+    files = RemoteFiles(url, options)
+    secrets = ["pa55-word", "k3y-of-me", "s3cr3t", "t0k3n"]
+
+    def fail(*_: object) -> None:
+        raise RuntimeError(f"403 for {url} with {options}")
+
+    monkeypatch.setattr(remote.ObjectStore, "connect", fail)
+    monkeypatch.setattr(remote.Sftp, "connect", fail)
+    stamina.set_testing(True, attempts=1)
+    with pytest.raises(OSError, match="403 for") as raised:
+        files.names("a")
+    assert raised.value.__cause__ is None
+    assert raised.value.__suppress_context__
+    for secret in secrets:
+        assert secret not in str(raised.value)
+        assert secret not in files.where("x")
+    assert files.where("x") == f"{where}/x"
+
+
+def test_unknown(tmp_path: Path) -> None:
+    from keras_distplug.core.errors import ConfigurationError
+
+    with pytest.raises(ConfigurationError, match=r"ftp://.*Mount"):
+        open_files("ftp://here/a")
+    with pytest.raises(ConfigurationError, match="storage_options"):
+        open_files(tmp_path, {"key": "a"})
