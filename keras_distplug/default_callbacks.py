@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import keras
 
@@ -18,6 +20,7 @@ def defaults(
     directory: str | os.PathLike[str] | None = None,
     *,
     save_freq: SaveFreq = "epoch",
+    storage_options: Mapping[str, Any] | None = None,
     resume: bool = True,
 ) -> list[keras.callbacks.Callback]:
     """Callbacks that make `model.fit` survive: pass them, start the script again, and it goes on.
@@ -33,12 +36,14 @@ def defaults(
     returns at once with the stored `History` and weights; with more `epochs` it goes on.
 
     Args:
-        directory: Folder of this training. Defaults to `keras_distplug_runs/<name of the script>`
-            in the working folder, and `<name of the script>-2` at the second call in a process.
-            Every training needs a folder of its own.
+        directory: Folder of this training, or a URL such as `s3://bucket/runs/mnist`. Defaults to
+            `keras_distplug_runs/<name of the script>` in the working folder, and
+            `<name of the script>-2` at the second call in a process. Every training needs a folder
+            of its own.
         save_freq: `"epoch"`, an integer number of batches, a time such as `"5min"`, `"auto"` for as
             often as costs a hundredth of the time, or `False` to save at the end only. Defaults to
             `"epoch"`. `BackupAndRestore` has more to choose.
+        storage_options: As in `BackupAndRestore`.
         resume: `False` begins a new run beside what the folder holds. Defaults to `True`.
 
     Returns:
@@ -51,6 +56,7 @@ def defaults(
         BackupAndRestore(
             default_directory() if directory is None else directory,
             save_freq=save_freq,
+            storage_options=storage_options,
             delete_checkpoint=False,
             resume=resume,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -42,6 +42,7 @@ def distributed_fit(
     *,
     strategy: str | tf.distribute.Strategy = "auto",
     directory: str | os.PathLike[str] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
     resume: bool = True,
 ) -> keras.callbacks.History:
     """`model.fit` on as many devices and workers as there are, which goes on where it stopped.
@@ -80,7 +81,9 @@ def distributed_fit(
         strategy: `"auto"` (TF_CONFIG or a Slurm step with several workers -> `"multi_worker"`,
             several GPUs -> `"mirrored"`, else `"one_device"`), one of these names,
             `"central_storage"`, or a `tf.distribute.Strategy`. Defaults to `"auto"`.
-        directory: Folder of this run. Defaults to that of `defaults()`.
+        directory: Folder of this run, or a URL such as `s3://bucket/runs/mnist`. Defaults to that
+            of `defaults()`.
+        storage_options: As in `BackupAndRestore`.
         resume: `False` begins a new run beside what the folder holds. Defaults to `True`.
 
     Returns:
@@ -124,7 +127,9 @@ def distributed_fit(
     role = agreement.role_under(strategy)
     placed = _place(model, blueprint, strategy, several_workers=role.world_size > 1)
     trainer.adapt(placed)
-    callbacks = _with_backup(callbacks, directory, resume)
+    callbacks = _with_backup(
+        callbacks, directory=directory, storage_options=storage_options, resume=resume
+    )
     backup = next(each for each in callbacks if isinstance(each, BackupAndRestore))
     run = backup.open_run(strategy)
     feed = data.feed(
@@ -213,16 +218,18 @@ def _place(
 
 def _with_backup(
     callbacks: Sequence[keras.callbacks.Callback] | None,
+    *,
     directory: str | os.PathLike[str] | None,
+    storage_options: Mapping[str, Any] | None,
     resume: bool,
 ) -> list[keras.callbacks.Callback]:
     given = keras.tree.flatten(callbacks) if callbacks else []
     if not any(isinstance(each, BackupAndRestore) for each in given):
-        return [*given, *defaults(directory, resume=resume)]
-    if directory is not None or not resume:
+        return [*given, *defaults(directory, storage_options=storage_options, resume=resume)]
+    if directory is not None or storage_options is not None or not resume:
         raise ConfigurationError(
-            "`directory` and `resume` belong to the BackupAndRestore among the callbacks, which "
-            f"has its own. Received: directory={directory!r}, resume={resume}. Leave them out, or "
-            "leave the callback out."
+            "`directory`, `storage_options` and `resume` belong to the BackupAndRestore among the "
+            f"callbacks, which has its own. Received: directory={directory!r}, resume={resume}. "
+            "Leave them out, or leave the callback out."
         )
     return list(given)

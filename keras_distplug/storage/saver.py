@@ -130,4 +130,15 @@ def wait_for_all() -> None:
 
 @functools.cache
 def _wait_at_exit() -> None:
-    atexit.register(wait_for_all)
+    # `atexit` itself comes when the libraries of stores can start no thread any more.
+    register = getattr(threading, "_register_atexit", atexit.register)
+    register(_wait_and_tell)
+
+
+def _wait_and_tell() -> None:
+    wait_for_all()
+    for saver in list(_savers):
+        for saved in saver.ended():
+            if saved.error is not None:
+                # Nobody is left who could be told in another way.
+                print(f"keras_distplug: a checkpoint failed: {saved.error!r}", file=sys.stderr)

@@ -133,15 +133,32 @@ from keras_distplug.storage.saver import Saver
 checkpoints = Checkpoints(Path(sys.argv[1]))
 x = np.arange(5 * 2**20)
 
+is_over = threading.Event()
+
 def save():
-    threading.main_thread().join()
+    is_over.wait()
     for step in (1, 2, 3):
         checkpoints.save(TrainState(Cursor(0, 0, step), {"x": x}))
 
 saver = Saver()
+threading._register_atexit(is_over.set)
 saver.start(1, save)
 ENDS
 """
+
+
+def test_failure_at_the_end_of_the_process(tmp_path: Path) -> None:
+    """A save that fails when nobody trains any more is told all the same."""
+    (tmp_path / "run-0001").write_text("a file where a folder has to be")
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.replace("ENDS", ""), str(tmp_path)],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "a checkpoint failed: SaveError" in done.stderr
 
 
 @pytest.mark.parametrize(
