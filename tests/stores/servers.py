@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import importlib.util
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ import pytest
 from support.cluster import free_ports
 
 START_TIMEOUT_S = 60
+HOW = "Run pip install 'keras-distplug[test-stores]'."
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,9 @@ def listens(port: int) -> bool:
 @contextmanager
 def moto(folder: Path) -> Iterator[Place]:
     """S3, as moto has it."""
-    pytest.importorskip("s3fs", reason="pip install 'keras-distplug[s3]'")
     program = Path(sys.executable).with_name("moto_server")
-    if not program.exists():
-        missing("moto", "Run pip install 'moto[server]'.")
+    if not (importlib.util.find_spec("s3fs") and program.exists()):
+        missing("s3fs, or moto's server,", HOW)
     [port] = free_ports(1)
     command = [str(program), "-H", "127.0.0.1", "-p", str(port)]
     with running(command, port, folder / "moto.log"):
@@ -98,7 +99,8 @@ def moto(folder: Path) -> Iterator[Place]:
 @contextmanager
 def sftp(folder: Path) -> Iterator[Place]:
     """OpenSSH's server."""
-    pytest.importorskip("paramiko", reason="pip install 'keras-distplug[sftp]'")
+    if not importlib.util.find_spec("paramiko"):
+        missing("paramiko", HOW)
     program = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
     if program is None:
         missing("sshd", "Run apt-get install openssh-server.")

@@ -11,6 +11,8 @@ from stores.servers import Place
 
 from keras_distplug.storage.files import Files, open_files
 
+pytestmark = [pytest.mark.stores, pytest.mark.timeout(300)]
+
 OLD, NEW = b"old" * 1000, os.urandom(100_000)
 
 

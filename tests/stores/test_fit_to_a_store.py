@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("tensorflow")
-pytestmark = [pytest.mark.tf, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.tf, pytest.mark.stores, pytest.mark.timeout(300)]
 
 import numpy as np  # noqa: E402
 from stores.conftest import Started  # noqa: E402

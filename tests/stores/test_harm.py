@@ -22,6 +22,8 @@ from keras_distplug.storage.files import Files, open_files
 from keras_distplug.storage.remote import RemoteFiles
 from keras_distplug.storage.store import CheckpointStore
 
+pytestmark = [pytest.mark.stores, pytest.mark.timeout(300)]
+
 SECRET = "test-secret-of-s3"
 
 

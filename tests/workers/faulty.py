@@ -5,6 +5,7 @@
 WAY: distributed_fit, plain_fit. FAULT: `attempt:worker:epoch:batch:what`, all counted from 0; what
 is `kill` (SIGKILL) or `leave` (sys.exit(0)). Each fault is noted in FOLDER/faults as it happens,
 and an attempt is what follows a fault.
+KERAS_DISTPLUG_TEST_STORE: where the checkpoints go, as JSON: a URL and its storage options.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ attempt = len(noted.read_text().split()) if noted.exists() else 0
 from support import digits_like as case  # noqa: E402
 
 EPOCHS = 4
+directory, storage_options = json.loads(
+    os.environ.get("KERAS_DISTPLUG_TEST_STORE", json.dumps([str(folder / "runs"), None]))
+)
 
 
 class Harm(keras.callbacks.Callback):
@@ -59,7 +63,8 @@ if way == "distributed_fit":
         epochs=EPOCHS,
         callbacks=[Harm()],
         validation_data=case.dataset(70),
-        directory=folder / "runs",
+        directory=directory,
+        storage_options=storage_options,
         verbose=2,
     )
 else:
@@ -69,7 +74,7 @@ else:
     history = model.fit(
         data,
         epochs=EPOCHS,
-        callbacks=[*kd.defaults(folder / "runs"), Harm()],
+        callbacks=[*kd.defaults(directory, storage_options=storage_options), Harm()],
         validation_data=case.dataset(70),
         verbose=2,
     )
