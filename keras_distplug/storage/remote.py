@@ -307,11 +307,12 @@ def open_remote(url: str, options: Mapping[str, Any]) -> RemoteFiles:
     Raises:
         ConfigurationError: If the store is not known, or what it needs is not installed.
     """
-    protocol = urlsplit(url).scheme
+    protocol, _, rest = url.partition("://")
     if protocol not in KNOWN:
+        place = f"{protocol}://{rest.rpartition('@')[2]}"
         raise ConfigurationError(
             f"Expected a folder, or a URL that begins with one of {', '.join(KNOWN)}. Received: "
-            f"{protocol}://. Mount other stores as a folder that all workers share."
+            f"{place}. Mount other stores as a folder that all workers share."
         )
     try:
         fsspec.get_filesystem_class(protocol)

@@ -182,11 +182,13 @@ def test_data_that_looks_odd(tmp_path: Path) -> None:
 
 
 def test_directory(refuse: Callable[..., None], tmp_path: Path) -> None:
-    """The directory: a local folder, named once."""
+    """The directory: a folder, or a URL of a store that is known, named once."""
     model = small.model()
     (tmp_path / "file").touch()
     refuse(ConfigurationError, "file is a file", model, X, Y, directory=tmp_path / "file" / "a")
-    refuse(ConfigurationError, "s3:// are not supported", model, X, Y, directory="s3://bucket/a")
+    refuse(
+        ConfigurationError, "Received: ftp://host/a. Mount", model, X, Y, directory="ftp://host/a"
+    )
     refuse(ConfigurationError, "`backup_dir` is empty", model, X, Y, directory="")
     refuse(
         ConfigurationError,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import re
 import resource
 import shutil
 import signal
@@ -421,12 +422,33 @@ def test_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["s3://bucket/x", "gs://bucket/x", "memory://x", "https://host/x", "simplecache::s3://b"]
+    "url", ["https://host/x", "ftp://me:pa55@host/x", "simplecache::s3://b", "hdfs://n/x"]
 )
-def test_remote(url: str) -> None:
-    """A URL of another kind is refused, and named."""
-    with pytest.raises(ConfigurationError, match=url):
+def test_unknown_store(url: str) -> None:
+    """A URL of another kind is refused, and named, but for its password."""
+    named = re.escape(url.replace("me:pa55@", ""))
+    with pytest.raises(ConfigurationError, match=f"Received: {named}.* Mount") as raised:
         open_files(url)
+    assert "pa55" not in str(raised.value)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/x", "gs://bucket/x", "az://x/y", "sftp://host/x"])
+def test_missing_extra(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store whose packages are missing names the extra."""
+
+    def missing(protocol: str) -> None:
+        raise ImportError(f"install the package for {protocol}")
+
+    monkeypatch.setattr("fsspec.get_filesystem_class", missing)
+    with pytest.raises(
+        ConfigurationError, match=r"pip install 'keras-distplug\[(s3|gcs|azure|sftp)"
+    ):
+        open_files(url)
+
+
+def test_options_of_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"`storage_options` is for URLs .*a folder"):
+        open_files(tmp_path, {"key": "a"})
 
 
 @pytest.mark.parametrize("below", ["", "/run", "/a/b/c"])

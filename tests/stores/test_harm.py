@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -242,12 +241,3 @@ def test_secrets(
         assert secret not in str(raised.value)
         assert secret not in files.where("x")
     assert files.where("x") == f"{where}/x"
-
-
-def test_unknown(tmp_path: Path) -> None:
-    from keras_distplug.core.errors import ConfigurationError
-
-    with pytest.raises(ConfigurationError, match=r"ftp://.*Mount"):
-        open_files("ftp://here/a")
-    with pytest.raises(ConfigurationError, match="storage_options"):
-        open_files(tmp_path, {"key": "a"})
