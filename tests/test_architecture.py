@@ -87,7 +87,7 @@ def test_who_may_load_what(path: Path) -> None:
         assert not loaded & {"tensorflow", "keras"}
     if room(place.parts) == "core":
         assert loaded <= sys.stdlib_module_names | {"keras_distplug"}
-    if place != Path("storage/files.py"):
+    if place != Path("storage/remote.py"):
         assert "fsspec" not in loaded
 
 
