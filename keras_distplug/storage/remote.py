@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import io
 import os
 import posixpath
@@ -29,6 +30,7 @@ from keras_distplug.storage.files import Traits
 REQUEST_TIMEOUT_S = 120.0
 _ANSWERS = (FileNotFoundError, FileExistsError, NotADirectoryError)  # more tries change nothing
 _SECRET = ("key", "secret", "token", "password", "passphrase", "credential", "connection_string")
+_NO_ANSWER = "no answer within {:g} s"
 T = TypeVar("T")
 
 
@@ -173,6 +175,25 @@ KNOWN: Mapping[str, Known] = {
 }
 
 
+class _Limited:
+    """A file system of fsspec whose requests are withdrawn when their time is over.
+
+    A thread that is left behind cannot be ended, and s3fs begins requests again by itself: without
+    this a file could appear minutes after its save was given up.
+    """
+
+    def __init__(self, fs: Any, timeout_s: float) -> None:
+        self._fs = fs
+        self._timeout_s = timeout_s
+
+    def __getattr__(self, name: str) -> Any:
+        coroutine = getattr(self._fs, f"_{name}", None) if self._fs.async_impl else None
+        if coroutine is None:
+            return getattr(self._fs, name)
+        sync = fsspec.asyn.sync
+        return functools.partial(sync, self._fs.loop, coroutine, timeout=self._timeout_s)
+
+
 class RemoteFiles:
     """Files below a URL.
 
@@ -270,13 +291,18 @@ class RemoteFiles:
     def _ask(self, path: str, request: Callable[[Any, str], T]) -> T:
         """What `request` gives for the file system and the path in it. Any error is an OSError."""
 
+        left_behind = threading.Event()
+
         def ask() -> T:
             with self._asking:
                 fs, root = self._connection()
+                # A file that comes long after its save was given up could meet those of another.
+                if left_behind.is_set():
+                    raise TimeoutError("the connection came too late")
                 return request(fs, f"{root}/{path}" if path else root)
 
         try:
-            return _within(self._timeout_s, ask)
+            return _within(self._timeout_s, ask, left_behind)
         except _ANSWERS:
             raise
         except Exception as error:  # noqa: BLE001 (each store's library has its own)
@@ -288,10 +314,13 @@ class RemoteFiles:
         with self._connecting:
             process = os.getpid()
             if process not in self._connections:
-                self._connections[process] = self._known.store.connect(self._url, self._options)
+                fs, root = self._known.store.connect(self._url, self._options)
+                self._connections[process] = _Limited(fs, self._timeout_s), root
             return self._connections[process]
 
     def _told(self, error: Exception) -> OSError:
+        if isinstance(error, fsspec.exceptions.FSTimeoutError):
+            return TimeoutError(_NO_ANSWER.format(self._timeout_s))
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         for secret in self._secrets:
             text = text.replace(secret, "***")
@@ -325,8 +354,8 @@ def open_remote(url: str, options: Mapping[str, Any]) -> RemoteFiles:
     return RemoteFiles(url, options)
 
 
-def _within(timeout_s: float, action: Callable[[], T]) -> T:
-    """What `action` gives, if it does so in time; else it is left behind."""
+def _within(timeout_s: float, action: Callable[[], T], left_behind: threading.Event) -> T:
+    """What `action` gives, if it does so in time; else it is left behind, and can see that."""
     done: Future[T] = Future()
 
     def run() -> None:
@@ -342,7 +371,8 @@ def _within(timeout_s: float, action: Callable[[], T]) -> T:
     except TimeoutError:
         if done.done():
             raise
-        raise TimeoutError(f"no answer within {timeout_s:.0f} s") from None
+        left_behind.set()
+        raise TimeoutError(_NO_ANSWER.format(timeout_s)) from None
 
 
 def _may_pass(error: Exception) -> bool:

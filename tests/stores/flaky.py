@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -46,6 +45,7 @@ class Proxy:
     Attributes:
         port: Where it listens.
         harmed: How many requests were harmed.
+        stop: Ends it, once it serves.
     """
 
     def __init__(self, upstream_port: int) -> None:
@@ -53,6 +53,9 @@ class Proxy:
         self._rules: list[Rule] = []
         self.port = 0
         self.harmed = 0
+        self.stop: Callable[[], object]
+        self._stopped: asyncio.Event
+        self._serving: set[asyncio.Task[None] | None] = set()  # asyncio keeps none alive
 
     def harm(self, rule: Rule) -> None:
         self._rules.append(rule)
@@ -63,8 +66,11 @@ class Proxy:
     async def serve(self, ready: threading.Event) -> None:
         server = await asyncio.start_server(self._serve_one, "127.0.0.1", 0, limit=2**20)
         self.port = server.sockets[0].getsockname()[1]
+        loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
+        self.stop = lambda: loop.call_soon_threadsafe(self._stopped.set)
         ready.set()
-        await server.serve_forever()
+        await self._stopped.wait()
+        server.close()
 
     def _rule_for(self, method: str, path: str) -> Rule | None:
         for rule in self._rules:
@@ -76,6 +82,7 @@ class Proxy:
 
     async def _serve_one(self, client: asyncio.StreamReader, answer: asyncio.StreamWriter) -> None:
         """One request: neither side may use its connection for another."""
+        self._serving.add(asyncio.current_task())
         store_out: asyncio.StreamWriter | None = None
         try:
             head = (await client.readuntil(b"\r\n\r\n")).decode("latin1").split("\r\n")
@@ -96,7 +103,8 @@ class Proxy:
                 return
             if rule and rule.harm == "stall":
                 await _drain_body(client, headers)
-                await asyncio.Event().wait()
+                await self._stopped.wait()
+                return
             store_in, store_out = await asyncio.open_connection("127.0.0.1", self._upstream_port)
             kept = [h for h in head[:-2] if h.lower().split(":")[0] not in ("expect", "connection")]
             store_out.write("\r\n".join([*kept, "Connection: close", "", ""]).encode("latin1"))
@@ -123,6 +131,7 @@ class Proxy:
         except (OSError, asyncio.IncompleteReadError):
             pass
         finally:
+            self._serving.discard(asyncio.current_task())
             for each in (answer, store_out):
                 if each is not None:
                     each.close()
@@ -163,18 +172,11 @@ def _reset(*writers: asyncio.StreamWriter) -> None:
 def in_front_of(port: int) -> Iterator[Proxy]:
     """A proxy, in a thread of its own."""
     proxy, ready = Proxy(port), threading.Event()
-    loop = asyncio.new_event_loop()
-    serving = loop.create_task(proxy.serve(ready))
-
-    def run() -> None:
-        with contextlib.suppress(asyncio.CancelledError):
-            loop.run_until_complete(serving)
-
-    thread = threading.Thread(target=run, daemon=True)
+    thread = threading.Thread(target=lambda: asyncio.run(proxy.serve(ready)), daemon=True)
     thread.start()
     assert ready.wait(timeout=30)
     try:
         yield proxy
     finally:
-        loop.call_soon_threadsafe(serving.cancel)
+        proxy.stop()
         thread.join(timeout=30)

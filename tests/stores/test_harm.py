@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -143,7 +145,7 @@ def test_harm_that_stays(s3: tuple[Place, Proxy], rule: Rule) -> None:
     """A save that cannot succeed is one error of ours, which names the store; the checkpoint before
     is untouched, and the next save works once the store does."""
     place, proxy = s3
-    run = Run(place, timeout_s=2)
+    run = Run(place, timeout_s=5 if rule.harm == "stall" else 60)
     run.save(1)
     proxy.harm(rule)
     with pytest.raises(SaveError, match=rf"step 2 could not be written to {place.url}") as raised:
@@ -159,15 +161,36 @@ def test_harm_that_stays(s3: tuple[Place, Proxy], rule: Rule) -> None:
 def test_stall_of_reading(s3: tuple[Place, Proxy]) -> None:
     """A store that does not answer is an error, and no damage: nothing is set aside."""
     place, proxy = s3
-    run = Run(place, timeout_s=2)
+    run = Run(place, timeout_s=5)
     run.save(1)
     stamina.set_testing(True, attempts=1)
     proxy.harm(Rule("stall", "GET", "safetensors"))
-    with pytest.raises(CheckpointError, match=r"cannot be read: .*no answer within 2 s") as raised:
+    with pytest.raises(CheckpointError, match=r"cannot be read: .*no answer within 5 s") as raised:
         run.holds(1)
     assert not isinstance(raised.value, CorruptCheckpointError)
     proxy.mend()
     assert run.holds(1)
+
+
+def test_late_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that was given up while it waited for its connection is not made later."""
+    files = RemoteFiles(f"memory://{uuid.uuid4().hex}", {}, timeout_s=0.1)
+    connect, may_connect = remote.ObjectStore.connect, threading.Event()
+    threads = []
+
+    def connect_late(*args: Any) -> Any:
+        threads.append(threading.current_thread())
+        assert may_connect.wait(30)
+        return connect(*args)
+
+    monkeypatch.setattr(remote.ObjectStore, "connect", connect_late)
+    with pytest.raises(TimeoutError, match="no answer within"):
+        files.create("a", [b"late"])
+    may_connect.set()
+    [late] = threads
+    late.join(30)
+    assert not late.is_alive()
+    assert files.names() == []
 
 
 @pytest.mark.parametrize("harm", ["bit", "cut", "gone"])
