@@ -13,13 +13,14 @@ from typing import Any, Literal
 import keras
 import numpy as np
 
-from keras_distplug.callbacks.saves import Saves
+from keras_distplug.callbacks.candidates import Candidates, Found
+from keras_distplug.callbacks.saves import Saves, Writes
 from keras_distplug.cluster import agreement
 from keras_distplug.cluster.roles import single_process
 from keras_distplug.compat import model as compat_model
 from keras_distplug.compat import trainer
 from keras_distplug.compat.callback_list import move_to_end
-from keras_distplug.core.cadence import Pace, SaveFreq, cadence_of
+from keras_distplug.core.cadence import Cadence, Pace, SaveFreq, cadence_of
 from keras_distplug.core.errors import (
     CheckpointError,
     ConfigurationError,
@@ -33,7 +34,8 @@ from keras_distplug.core.state import Completion, Cursor, TrainState
 from keras_distplug.core.supervised import Phase, Supervised
 from keras_distplug.storage import runs, saver
 from keras_distplug.storage.commit import Team, Writer
-from keras_distplug.storage.files import open_files
+from keras_distplug.storage.files import Files, open_files
+from keras_distplug.storage.local_tier import LocalTier
 from keras_distplug.storage.retention import Mode, Retention, require_count
 from keras_distplug.storage.store import CheckpointStore, Stored
 from keras_distplug.training import capture
@@ -85,6 +87,15 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         storage_options: What fsspec's file system for the store of `backup_dir` takes, such as
             `{"endpoint_url": "https://..."}`. Credentials are better left where the store's own
             tools look for them. Defaults to `None`.
+        local_tier: Folder of each worker's own machine, in memory (`/dev/shm/mnist`) or on a disk,
+            for checkpoints between those in `backup_dir`. Each worker writes the whole state there
+            and keeps two, with one more while it writes; they are deleted when training has reached
+            its end. The newest checkpoint of either place is taken up; a local one if each worker
+            finds a whole copy of it. So processes that die cost what was trained since the last
+            local checkpoint, and machines that are lost what was trained since the last one in
+            `backup_dir`. Defaults to `None`.
+        local_freq: How often a checkpoint goes to `local_tier`, as in `save_freq`. Defaults to
+            `"auto"`.
         resume: `False` begins a new run beside what the folder holds. Defaults to `True`.
         on_busy: What becomes of a save that is due while one is under way: `"skip"` it, or `"wait"`
             for the other. Defaults to `"skip"`. At the end of training it always waits.
@@ -111,6 +122,8 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         delete_checkpoint: bool = True,
         *,
         storage_options: Mapping[str, Any] | None = None,
+        local_tier: str | os.PathLike[str] | None = None,
+        local_freq: SaveFreq | None = None,
         resume: bool = True,
         on_busy: Literal["skip", "wait"] = "skip",
         max_overhead: float = 0.01,
@@ -135,7 +148,10 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         self.resume = resume
         self.on_busy = on_busy
         self.max_failed_saves = max_failed_saves
+        self.local_tier = local_tier
+        self.local_freq = local_freq
         self._cadence = cadence_of(save_freq, max_overhead)
+        self._local_place = _local_place(local_tier, local_freq, max_overhead)
         self._retention = Retention(
             keep_last + bool(double_checkpoint), keep_every_steps, keep_best
         )
@@ -191,24 +207,35 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         self._finished = None
         self._trained_here = False
         self._cursor = Cursor(epoch=0, batch=0, step=0)
+        self._local = None
+        if self._local_place is not None:
+            self._local = LocalTier(self._local_place[0], run.record.run_id)
         self._epochs = self.params.get("epochs", 1)
         if not self._take_up_newest(run) and self._role.is_chief:
             announce(f"new run {self._where(run.name)}")
         team = Team(self._role.rank, self._role.world_size, self._agreement)
-        pace = Pace(
-            self._cadence,
-            self._cursor.step,
-            time.monotonic(),
-            wait_if_busy=self.on_busy == "wait",
+        self._saves = self._saves_to(
+            Writer(self._files, self._store, team), self._cadence, self.max_failed_saves
         )
-        self._saves = Saves(
-            Writer(self._files, self._store, team),
+        self._local_saves = None
+        if self._local is not None and self._local_place is not None:
+            session = Writer.new_attempt() if self._role.is_chief else None
+            session = self._agreement.from_chief("session", session)
+            writer = self._local.writer(session, self._role.rank, agreement.Alone())
+            self._local_saves = self._saves_to(writer, self._local_place[1], None)
+        self._report(Phase.FITTING)
+
+    def _saves_to(self, writer: Writes, cadence: Cadence, max_failed_saves: int | None) -> Saves:
+        pace = Pace(
+            cadence, self._cursor.step, time.monotonic(), wait_if_busy=self.on_busy == "wait"
+        )
+        return Saves(
+            writer,
             self._agreement,
             pace,
             is_chief=self._role.is_chief,
-            max_failed_saves=self.max_failed_saves,
+            max_failed_saves=max_failed_saves,
         )
-        self._report(Phase.FITTING)
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         compat_model.start_at_epoch(self.model, None)
@@ -233,16 +260,19 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
             self._report(Phase.TRAINING)
         now_s = time.monotonic()
         seconds = None if self._stepped_s is None else now_s - self._stepped_s
-        self._saves.stepped(
-            self._cursor.step, seconds, lambda: self._state(logs), is_sound=_is_finite(logs)
-        )
+        for saves in self._all_saves():
+            saves.stepped(
+                self._cursor.step, seconds, lambda: self._state(logs), is_sound=_is_finite(logs)
+            )
         self._stepped_s = time.monotonic()
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         self._cursor = Cursor(epoch=epoch + 1, batch=0, step=self._cursor.step)
         last = self.model.stop_training or epoch + 1 == self._epochs
         if _is_finite(logs):
-            self._saves.epoch_ended(self._cursor.step, lambda: self._state(logs), is_last=last)
+            for saves in self._all_saves():
+                is_last = last and saves is self._saves
+                saves.epoch_ended(self._cursor.step, lambda: self._state(logs), is_last=is_last)
         elif self._role.is_chief:
             announce(
                 f"epoch {epoch + 1} ended with a loss that is not finite; no checkpoint is made of "
@@ -255,7 +285,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
             # Keras and other callbacks have done to it once more what was done to it already.
             capture.put_back(self.model, self._finished)
         elif not _is_finite(logs):
-            self._saves.finish()
+            self._finish_saves()
             self._run = None
             return
         else:
@@ -263,9 +293,11 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
                 epochs=self._epochs, stopped_early=bool(self.model.stop_training)
             )
             self._saves.save(lambda: self._state(logs, completion))
-            self._saves.finish()
+            self._finish_saves()
         self._agreement.barrier("finished")
         self._report(Phase.COMPLETED)
+        if self._local is not None:
+            self._local.delete_sessions()
         if self.delete_checkpoint and self._role.is_chief:
             self._store.delete_run()
         if self._run is not None:
@@ -274,60 +306,47 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
 
     # How
 
+    def _all_saves(self) -> list[Saves]:
+        return [self._saves, *([self._local_saves] if self._local_saves is not None else [])]
+
+    def _finish_saves(self) -> None:
+        for saves in self._all_saves():
+            saves.finish()
+
     def _take_up_newest(self, run: runs.Run) -> bool:
         """Takes up the newest checkpoint whose bytes are what was committed, if there is one.
 
         A checkpoint is read once: what is not yet verified goes into the model. What was there is
         kept, by reference, and put back if the checkpoint turns out to be damaged.
         """
-        while True:
-            stored, ends = self._agree_on_checkpoint()
-            if stored is None:
-                return False
-            self._make_ready_for(stored, run, ends)
-            damage = self._restore(stored)
+        candidates = Candidates(
+            self._store,
+            self._local,
+            self._agreement,
+            is_chief=self._role.is_chief,
+            epochs=self._epochs,
+        )
+        while (found := candidates.newest()) is not None:
+            self._make_ready_for(found, run)
+            damage = self._restore(found.stored)
             if damage is None:
-                self._take_up(stored, run, ends)
+                self._take_up(found, run)
                 return True
-            if self._role.is_chief:
-                self._store.set_aside(stored.name, damage)
+            candidates.reject(found, damage)
+        return False
 
-    def _agree_on_checkpoint(self) -> tuple[Stored | None, bool]:
-        """The checkpoint to take up, and whether the run ends there; the same on all workers."""
-        stored, word = None, None
-        if self._role.is_chief:
-            stored, ends = self._newest()
-            word = json.dumps([stored.name if stored else None, ends])
-        name, ends = json.loads(self._agreement.from_chief("checkpoint", word))
-        if name is not None and stored is None:
-            stored = self._store.read(name)
-        return stored, ends
-
-    def _newest(self) -> tuple[Stored | None, bool]:
-        step = self._store.newest("step")
-        final = self._store.newest("final")
-        if final is None:
-            # Stopped, and killed before that could be recorded.
-            return step, step is not None and step.manifest.stop_training
-        if _completion(final).epochs >= self._epochs:
-            return final, True
-        # At the same step, the one under way: callbacks may have changed the model for its end.
-        if step is not None and step.manifest.cursor.step >= final.manifest.cursor.step:
-            return step, False
-        return final, False
-
-    def _make_ready_for(self, stored: Stored, run: runs.Run, ends: bool) -> None:
-        if ends and run.record.run_id in _finished_here:
+    def _make_ready_for(self, found: Found, run: runs.Run) -> None:
+        if found.ends and run.record.run_id in _finished_here:
             raise ConfigurationError(
                 f"This process has finished the run in {self._where(run.name)} already, so `fit` "
                 "would train nothing. Give each training a directory of its own, more epochs to go "
                 "on, or resume=False to begin a new run."
             )
-        capture.build(self.model, stored.manifest.how_built)
-        self._refuse_other_run(stored, run)
+        capture.build(self.model, found.stored.manifest.how_built)
+        self._refuse_other_run(found.stored, run)
 
-    def _restore(self, stored: Stored) -> CorruptCheckpointError | None:
-        """Reads the values into the model. Tells the damage that any worker finds; then the model
+    def _restore(self, stored: Stored) -> CheckpointError | None:
+        """Reads the values into the model. Tells what keeps any worker from that; then the model
         is as it was on all of them."""
         before = capture.capture(self.model)
         failure, word = None, None
@@ -344,27 +363,30 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         if failure is None:
             capture.put_back(self.model, before)
         is_damage, message = json.loads(first)
-        if not is_damage:
-            raise CheckpointError(message) from failure
-        return CorruptCheckpointError(message)
+        told = CorruptCheckpointError(message) if is_damage else CheckpointError(message)
+        told.__cause__ = failure
+        return told
 
-    def _take_up(self, stored: Stored, run: runs.Run, ends: bool) -> None:
-        manifest = stored.manifest
+    def _take_up(self, found: Found, run: runs.Run) -> None:
+        manifest = found.stored.manifest
         self._cursor = manifest.cursor
         history = self.model.history
         history.history = {name: list(values) for name, values in manifest.history.items()}
         history.epoch = list(manifest.history_epochs)
-        if ends and manifest.completion is not None:
+        if found.ends and manifest.completion is not None:
             self._finished = capture.capture(self.model)
-        compat_model.start_at_epoch(self.model, self._epochs if ends else manifest.cursor.epoch)
+        compat_model.start_at_epoch(
+            self.model, self._epochs if found.ends else manifest.cursor.epoch
+        )
         if self.data is not None and manifest.data:
             self.data.seek(manifest.data)
         if self._role.is_chief:
-            self._tell(stored, run)
+            self._tell(found, run)
 
-    def _tell(self, stored: Stored, run: runs.Run) -> None:
-        cursor = stored.manifest.cursor
-        where = f"{self._where(run.name)}, checkpoint {stored.name}"
+    def _tell(self, found: Found, run: runs.Run) -> None:
+        cursor, name = found.stored.manifest.cursor, found.stored.name
+        which = f"local checkpoint {found.where}" if found.is_local else f"checkpoint {name}"
+        where = f"{self._where(run.name)}, {which}"
         if self._finished is not None:
             announce(
                 f"{where}: this run is finished ({cursor.epoch} epochs). Its History and weights "
@@ -418,13 +440,24 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
 _finished_here: set[str] = set()  # ids of runs that this process has brought to their end
 
 
-def _completion(stored: Stored) -> Completion:
-    completion: Completion | None = stored.manifest.completion
-    if completion is None:
-        raise CorruptCheckpointError(
-            f"{stored.name} is kept as the record of a finished run, but does not say how it ended."
+def _local_place(
+    local_tier: str | os.PathLike[str] | None, local_freq: SaveFreq | None, max_overhead: float
+) -> tuple[Files, Cadence] | None:
+    """Where local checkpoints go, and how often one is made."""
+    if local_tier is None:
+        if local_freq is not None:
+            raise ConfigurationError(
+                "`local_freq` says how often a checkpoint goes to the folder `local_tier`, which "
+                f"is not given. Received: local_freq={local_freq!r}"
+            )
+        return None
+    if not (files := open_files(local_tier)).traits.is_near:
+        raise ConfigurationError(
+            "Expected `local_tier` to be a folder of each worker's own machine, such as "
+            f"/dev/shm/mnist. Received: {os.fspath(local_tier)!r}"
         )
-    return completion
+    freq = "auto" if local_freq is None else local_freq
+    return files, cadence_of(freq, max_overhead, "local_freq")
 
 
 def _is_finite(logs: Mapping[str, Any] | None) -> bool:

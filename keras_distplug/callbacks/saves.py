@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Protocol
 
 from keras_distplug.core.cadence import Pace, Plan
 from keras_distplug.core.errors import SaveError
@@ -17,6 +19,14 @@ from keras_distplug.storage.commit import Writer
 from keras_distplug.storage.saver import Saver
 
 
+class Writes(Protocol):
+    """Where the checkpoints go."""
+
+    def save(self, state: TrainState, attempt: str) -> None:
+        """Raises SaveError if it fails."""
+        ...
+
+
 class Saves:
     """What the workers of a training save together; all call the same methods at the same steps.
 
@@ -25,23 +35,26 @@ class Saves:
         agreement: How the workers agree.
         pace: Says when a checkpoint is due; the chief's counts.
         is_chief: True on the worker that decides.
-        max_failed_saves: So many failed saves in a row are an error.
+        max_failed_saves: So many failed saves in a row are an error. None if each worker saves for
+            itself, as a help only: it tells its own failures, and they end nothing.
     """
 
     def __init__(
         self,
-        writer: Writer,
+        writer: Writes,
         agreement: Agreement,
         pace: Pace,
         *,
         is_chief: bool,
-        max_failed_saves: int,
+        max_failed_saves: int | None,
     ) -> None:
         self._writer = writer
         self._agreement = agreement
         self._pace = pace
         self._is_chief = is_chief
-        self._max_failed_saves = max_failed_saves
+        self._patience = math.inf if max_failed_saves is None else max_failed_saves
+        self._is_local = max_failed_saves is None
+        self._what = "local checkpoint" if self._is_local else "checkpoint"
         self._saver = Saver()
         self._attempts = agreement.from_chief("saves", Writer.new_attempt() if is_chief else None)
         self._number = 0
@@ -110,24 +123,24 @@ class Saves:
         """
         self._saver.wait()
         self._look_after_ended()
-        if self._failures:
+        if self._failures and not self._is_local:
             raise self._failures[-1]
         if self._pace.skipped and self._is_chief:
             announce(
-                f"{self._pace.skipped} checkpoints that were due were left out, because the one "
+                f"{self._pace.skipped} {self._what}s that were due were left out, because the one "
                 "before was still being written"
             )
 
     def _agree(self, plan: Callable[[], Plan]) -> Plan:
         word = None
         if self._is_chief:
-            too_many = len(self._failures) >= self._max_failed_saves
+            too_many = len(self._failures) >= self._patience
             failed = str(self._failures[-1]) if too_many else None
             word = json.dumps({"failed": failed, "plan": asdict(plan())})
         said = json.loads(self._agreement.from_chief("save", word))
         if said["failed"] is not None:
             raise SaveError(
-                f"{self._max_failed_saves} checkpoints in a row could not be written. The last "
+                f"{self._patience} checkpoints in a row could not be written. The last "
                 f"one: {said['failed']}"
             )
         return Plan(**said["plan"])
@@ -140,10 +153,11 @@ class Saves:
                 self._tell_interval()
                 continue
             self._failures.append(saved.error)
-            if self._is_chief:
+            if self._is_local or self._is_chief:
+                end = "" if self._is_local else f", and ends at {self._patience}"
                 warnings.warn(
-                    f"A checkpoint failed, {len(self._failures)} in a row now; training goes on, "
-                    f"and ends at {self._max_failed_saves}. {saved.error}",
+                    f"A {self._what} failed, {len(self._failures)} in a row now; training goes on"
+                    f"{end}. {saved.error}",
                     stacklevel=2,
                 )
 
@@ -154,6 +168,6 @@ class Saves:
         if self._interval_s is None or not 0.7 < interval_s / self._interval_s < 1.4:
             self._interval_s = interval_s
             announce(
-                f"a checkpoint costs training {cost_s:.3f} s, so one is made every "
+                f"a {self._what} costs training {cost_s:.3f} s, so one is made every "
                 f"{interval_s:.1f} s"
             )

@@ -50,6 +50,9 @@ class Alone:
             raise AgreementError(f"Agreement on {topic!r}: the only worker gave no value.")
         return value
 
+    def gather(self, topic: str, value: str) -> list[str]:
+        return [value]
+
     def first_complaint(self, topic: str, complaint: str | None) -> str | None:
         return complaint
 
@@ -89,15 +92,18 @@ class ThroughKeyValues:
         with self._explained(f"the chief's word on {topic!r}", self._timeout_s):
             return self._store.get(key, self._timeout_s)
 
-    def first_complaint(self, topic: str, complaint: str | None) -> str | None:
+    def gather(self, topic: str, value: str) -> list[str]:
         key = self._next_key(topic)
-        self._store.put(f"{key}/{self._role.rank}", json.dumps(complaint))
+        self._store.put(f"{key}/{self._role.rank}", value)
+        said = []
         for rank in range(self._role.world_size):
             with self._explained(f"the word of worker {rank} on {topic!r}", self._timeout_s):
-                said: str | None = json.loads(self._store.get(f"{key}/{rank}", self._timeout_s))
-            if said is not None:
-                return said
-        return None
+                said.append(self._store.get(f"{key}/{rank}", self._timeout_s))
+        return said
+
+    def first_complaint(self, topic: str, complaint: str | None) -> str | None:
+        said = map(json.loads, self.gather(topic, json.dumps(complaint)))
+        return next((each for each in said if each is not None), None)
 
     def barrier(self, topic: str) -> None:
         with self._explained(f"all workers at {topic!r}", self._timeout_s):

@@ -59,8 +59,13 @@ class Auto:
 Cadence = EveryEpoch | AtEnd | EveryBatches | EverySeconds | Auto
 
 
-def cadence_of(save_freq: SaveFreq, max_overhead: float) -> Cadence:
+def cadence_of(save_freq: SaveFreq, max_overhead: float, name: str = "save_freq") -> Cadence:
     """What a user's `save_freq` means.
+
+    Args:
+        save_freq: As the user gave it.
+        max_overhead: For `"auto"`.
+        name: Of the argument, for errors.
 
     Raises:
         ConfigurationError: If it means nothing.
@@ -85,9 +90,9 @@ def cadence_of(save_freq: SaveFreq, max_overhead: float) -> Cadence:
             if (seconds := float(match[1]) * _SECONDS[match[2]]) > 0:
                 return EverySeconds(seconds)
     raise ConfigurationError(
-        'Expected `save_freq` to be "epoch", "auto", False, a number of batches >= 1, a '
+        f'Expected `{name}` to be "epoch", "auto", False, a number of batches >= 1, a '
         'datetime.timedelta, or a time such as "30s", "5min" or "1.5h". Received: '
-        f"save_freq={save_freq!r}"
+        f"{name}={save_freq!r}"
     )
 
 

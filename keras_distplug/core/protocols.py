@@ -13,6 +13,10 @@ class Agreement(Protocol):
         """The chief gives `value`; everyone returns it. Other workers give None and wait."""
         ...
 
+    def gather(self, topic: str, value: str) -> list[str]:
+        """Everyone gives a value; everyone returns all of them, in the workers' order."""
+        ...
+
     def first_complaint(self, topic: str, complaint: str | None) -> str | None:
         """Everyone says what is wrong, or None; everyone returns the complaint of the first worker
         that has one, or None once all have said that nothing is."""

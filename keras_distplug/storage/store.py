@@ -145,6 +145,11 @@ class CheckpointStore:
                 f"{self.where(name, layout.DAMAGED)} could not be written: {failure}", stacklevel=3
             )
 
+    def committed(self, kind: Kind) -> list[str]:
+        """Names of the checkpoints of `kind` that are not set aside, the oldest first."""
+        names = [name for name in self._names(kind) if not self.has(name, layout.DAMAGED)]
+        return [name for name in names if self.has(name, layout.MANIFEST)]
+
     def has(self, name: str, file: str) -> bool:
         return file in layout.names(self._files, self.path(name))
 
@@ -162,7 +167,7 @@ class CheckpointStore:
         """
         places = {place.name: place for place in self._places(kind)}
         names = [name for name in places if not self.has(name, layout.DAMAGED)]
-        committed = [name for name in names if self.has(name, layout.MANIFEST)]
+        committed = self.committed(kind)
         newest = committed[-1]
         old = self._retention.expired([self._kept(places[name]) for name in committed])
         cut_off = [name for name in names[: names.index(newest)] if name not in committed]

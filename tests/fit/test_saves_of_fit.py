@@ -7,18 +7,17 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("tensorflow")
-pytestmark = [pytest.mark.tf, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.tf, pytest.mark.timeout(120), pytest.mark.usefixtures("tried_once")]
 
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
-import stamina  # noqa: E402
 from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
@@ -31,14 +30,6 @@ from keras_distplug.training import capture  # noqa: E402
 
 RUN = "run-0001"
 Hook = Callable[[str], None]
-
-
-@pytest.fixture(autouse=True)
-def tried_once() -> Iterator[None]:
-    """A save that fails is not tried again: the storage stays as broken as a test has made it."""
-    stamina.set_testing(True, attempts=1)
-    yield
-    stamina.set_testing(False)
 
 
 @pytest.fixture

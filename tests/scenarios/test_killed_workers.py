@@ -84,3 +84,15 @@ def test_three_workers(train: Train, fault: str) -> None:
     assert_same(others, expected)
     outcomes, _ = train(3, "distributed_fit", fault)
     assert_same(outcomes, expected)
+
+
+@pytest.mark.parametrize("what", ["kill", "lose"])
+def test_local_tier(train: Train, what: str) -> None:
+    """Where only local checkpoints were made, a job goes on from the newest that both workers have;
+    without those of one it trains anew. Either way it ends as if undisturbed."""
+    (expected, *others), _ = train(2, "distributed_fit")
+    assert_same(others, expected)
+    outcomes, printed = train(2, "local_tier", f"0:1:2:1:{what}")
+    assert_same(outcomes, expected)
+    resumed = re.search(r"local checkpoint .*: resuming at epoch [23]/4", printed)
+    assert bool(resumed) is (what == "kill"), printed

@@ -2,9 +2,10 @@
 
     python faulty.py FOLDER WAY [FAULT ...]
 
-WAY: distributed_fit, plain_fit. FAULT: `attempt:worker:epoch:batch:what`, all counted from 0; what
-is `kill` (SIGKILL) or `leave` (sys.exit(0)). Each fault is noted in FOLDER/faults as it happens,
-and an attempt is what follows a fault.
+WAY: distributed_fit, plain_fit, or local_tier for a distributed_fit with local checkpoints at each
+epoch's end and no others. FAULT: `attempt:worker:epoch:batch:what`, all counted from 0; what is
+`kill` (SIGKILL), `leave` (sys.exit(0)), or `lose` (as kill, and this worker's local checkpoints are
+lost). Each fault is noted in FOLDER/faults as it happens, and an attempt is what follows a fault.
 KERAS_DISTPLUG_TEST_STORE: where the checkpoints go, as JSON: a URL and its storage options.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -26,9 +28,12 @@ strategy = kd.init()
 tf_config = json.loads(os.environ.get("TF_CONFIG", "{}"))
 worker = tf_config["task"]["index"] if tf_config else 0
 noted = folder / "faults"
+own_folder = folder / f"local-{worker}"
 attempt = len(noted.read_text().split()) if noted.exists() else 0
 
 from support import digits_like as case  # noqa: E402
+
+from keras_distplug.storage import saver  # noqa: E402
 
 EPOCHS = 4
 directory, storage_options = json.loads(
@@ -41,19 +46,28 @@ class Harm(keras.callbacks.Callback):
         self.epoch = epoch
 
     def on_train_batch_end(self, batch, logs=None):
-        for what in ("kill", "leave"):
+        for what in ("kill", "leave", "lose"):
             fault = f"{attempt}:{worker}:{self.epoch}:{batch}:{what}"
             if fault in faults:
                 with open(noted, "a") as file:
                     file.write(f"{fault}\n")
                 if what == "leave":
                     sys.exit(0)
+                if what == "lose":
+                    saver.wait_for_all()
+                    shutil.rmtree(own_folder)
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
 x, y, sample_weight = case.arrays()
-if way == "distributed_fit":
+if way != "plain_fit":
     model = case.build()
+    place = {"directory": directory, "storage_options": storage_options}
+    callbacks = [Harm()]
+    if way == "local_tier":
+        local = {"local_tier": own_folder, "local_freq": "epoch", "save_freq": "2h"}
+        callbacks.append(kd.BackupAndRestore(directory, delete_checkpoint=False, **local))
+        place = {}
     history = kd.distributed_fit(
         model,
         x,
@@ -61,11 +75,10 @@ if way == "distributed_fit":
         batch_size=case.GLOBAL_BATCH,
         sample_weight=sample_weight,
         epochs=EPOCHS,
-        callbacks=[Harm()],
+        callbacks=callbacks,
         validation_data=case.dataset(70),
-        directory=directory,
-        storage_options=storage_options,
         verbose=2,
+        **place,
     )
 else:
     with strategy.scope():
