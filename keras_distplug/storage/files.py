@@ -84,6 +84,10 @@ class Files(Protocol):
         """Deletes a file, or a folder with all it holds. Does nothing if there is none."""
         ...
 
+    def delete_if_empty(self) -> None:
+        """Deletes the folder itself, if it holds nothing and the storage has folders."""
+        ...
+
     def where(self, path: str = "") -> str:
         """How to name `path` to a person."""
         ...
@@ -189,6 +193,10 @@ class LocalFiles:
             target.unlink(missing_ok=True)
         if target.parent.is_dir():
             _sync_folder(target.parent)
+
+    def delete_if_empty(self) -> None:
+        with contextlib.suppress(OSError):
+            self._root.rmdir()
 
     def where(self, path: str = "") -> str:
         return str(self._root / path)

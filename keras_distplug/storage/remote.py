@@ -276,6 +276,9 @@ class RemoteFiles:
         for known in [each for each in self._sizes if f"{each}/".startswith(f"{path}/")]:
             self._sizes.pop(known, None)
 
+    def delete_if_empty(self) -> None:
+        return  # object stores have no folders, and an empty one on a server does no harm
+
     def where(self, path: str = "") -> str:
         parts = urlsplit(self._url)
         netloc = parts.netloc.rpartition("@")[2] if ":" in parts.netloc else parts.netloc

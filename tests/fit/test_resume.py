@@ -309,13 +309,17 @@ def test_mid_epoch_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
 
 
 def test_delete_checkpoint(tmp_path: Path) -> None:
-    """As Keras' own, BackupAndRestore deletes its checkpoints at the end, and begins anew then."""
-    for _ in range(2):
+    """As Keras' own, BackupAndRestore deletes its folder at the end, and begins anew then; unless
+    something else is in it."""
+    for kept in (False, True):
+        if kept:
+            (tmp_path / "backup").mkdir()
+            (tmp_path / "backup" / "notes.txt").touch()
         counted = small.Stop()
         callbacks = [kd.BackupAndRestore(tmp_path / "backup"), counted]
         small.model().fit(small.X, small.Y, epochs=2, verbose=0, callbacks=callbacks)
         assert counted.batches == 2
-        assert not list((tmp_path / "backup").glob("run-*"))
+        assert [path.name for path in tmp_path.rglob("*")] == ["backup", "notes.txt"][: 2 * kept]
 
 
 def test_the_constructor_of_keras() -> None:
