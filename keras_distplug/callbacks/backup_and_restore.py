@@ -17,8 +17,8 @@ from keras_distplug.callbacks.candidates import Candidates, Found
 from keras_distplug.callbacks.saves import Saves, Writes
 from keras_distplug.cluster import agreement
 from keras_distplug.cluster.roles import single_process
+from keras_distplug.compat import keras_callbacks, trainer
 from keras_distplug.compat import model as compat_model
-from keras_distplug.compat import trainer
 from keras_distplug.compat.callback_list import move_to_end
 from keras_distplug.core.cadence import Cadence, Pace, SaveFreq, cadence_of
 from keras_distplug.core.errors import (
@@ -38,7 +38,7 @@ from keras_distplug.storage.files import Files, open_files
 from keras_distplug.storage.local_tier import LocalTier
 from keras_distplug.storage.retention import Mode, Retention, require_count
 from keras_distplug.storage.store import CheckpointStore, Stored
-from keras_distplug.training import capture
+from keras_distplug.training import callback_states, capture
 
 
 class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
@@ -48,8 +48,11 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
 
     - a checkpoint is written beside the earlier ones and counts once it is complete on disk; the
       newest whose checksums hold is taken, and a damaged one is set aside and named;
-    - weights, optimizers (with their learning rate), seed generators, epoch, step and `History`
-      come back;
+    - weights, optimizers (with their learning rate), seed generators, epoch, step, `History`, and
+      what other callbacks know come back: the patience and best weights of `EarlyStopping`, for
+      example, and what a callback of yours gives in `state_dict()` and takes in
+      `load_state_dict(state)` (numbers, text, arrays, lists and dicts of these). `CSVLogger` keeps
+      its rows;
     - it acts after all other callbacks, wherever it stands among them, so that what they do at the
       end of an epoch is in the checkpoint;
     - it is written in the background, while training goes on: of what changes meanwhile there are
@@ -199,9 +202,12 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         trainer.adapt(model)
-        move_to_end(self)
+        self._others = move_to_end(self)
+        self._spared = keras_callbacks.spare_files(self._others)
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        for logger in self._spared:
+            logger.append = False
         run = self._run = self._run or self.open_run(self.model.distribute_strategy)
         self._store = CheckpointStore(self._files, run.name, self._retention)
         self._finished = None
@@ -211,8 +217,13 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         if self._local_place is not None:
             self._local = LocalTier(self._local_place[0], run.record.run_id)
         self._epochs = self.params.get("epochs", 1)
+        self._restored: list[keras.callbacks.Callback] = []
         if not self._take_up_newest(run) and self._role.is_chief:
             announce(f"new run {self._where(run.name)}")
+        for logger in self._spared:
+            if logger not in self._restored:
+                keras_callbacks.empty(logger)
+        callback_states.capture(self._others)  # what cannot be kept is better said now
         team = Team(self._role.rank, self._role.world_size, self._agreement)
         self._saves = self._saves_to(
             Writer(self._files, self._store, team), self._cadence, self.max_failed_saves
@@ -328,7 +339,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         )
         while (found := candidates.newest()) is not None:
             self._make_ready_for(found, run)
-            damage = self._restore(found.stored)
+            damage = self._restore(found)
             if damage is None:
                 self._take_up(found, run)
                 return True
@@ -345,13 +356,15 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         capture.build(self.model, found.stored.manifest.how_built)
         self._refuse_other_run(found.stored, run)
 
-    def _restore(self, stored: Stored) -> CheckpointError | None:
+    def _restore(self, found: Found) -> CheckpointError | None:
         """Reads the values into the model. Tells what keeps any worker from that; then the model
         is as it was on all of them."""
         before = capture.capture(self.model)
-        failure, word = None, None
+        stored, manifest = found.stored, found.stored.manifest
+        arrays, failure, word = {}, None, None
         try:
-            capture.restore(self.model, stored.manifest.variables, stored.values(capture.allocate))
+            values = stored.values(capture.allocate)
+            arrays = capture.restore(self.model, manifest.variables, values)
         except CheckpointError as error:
             capture.put_back(self.model, before)
             failure = error
@@ -359,6 +372,13 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
             word = json.dumps([isinstance(error, CorruptCheckpointError), f"{who}{error}"])
         first = self._agreement.first_complaint("restored", word)
         if first is None:
+            self._restored = callback_states.restore(
+                self._others,
+                manifest.callbacks,
+                arrays,
+                epoch=manifest.cursor.epoch,
+                is_anew=manifest.stop_training and not found.ends,
+            )
             return None
         if failure is None:
             capture.put_back(self.model, before)
@@ -401,6 +421,11 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
                     f"the checkpoint was made after batch {cursor.batch} of that epoch; the epoch "
                     "begins again from its first batch"
                 )
+            if forgetful := callback_states.without_state(self._others):
+                announce(
+                    f"{', '.join(forgetful)}: what these callbacks knew was not kept; it is where "
+                    "they have `state_dict()` and `load_state_dict(state)`"
+                )
 
     def _refuse_other_run(self, stored: Stored, run: runs.Run) -> None:
         difference = first_difference(
@@ -417,9 +442,10 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         self, logs: Mapping[str, Any] | None, completion: Completion | None = None
     ) -> TrainState:
         history = self.model.history
+        callbacks, arrays = callback_states.capture(self._others)
         return TrainState(
             cursor=self._cursor,
-            arrays=capture.capture(self.model),
+            arrays={**capture.capture(self.model), **arrays},
             history={name: _plain(values) for name, values in history.history.items()},
             history_epochs=tuple(history.epoch),
             metrics=_numbers(logs),
@@ -427,6 +453,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
             stop_training=bool(self.model.stop_training),
             completion=completion,
             how_built=capture.how_built(self.model),
+            callbacks=callbacks,
         )
 
     def _where(self, run: str) -> str:

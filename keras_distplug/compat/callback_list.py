@@ -1,7 +1,8 @@
 """Lets a callback run after all the others, wherever the user put it.
 
 Keras 3.10 to 3.15. A callback cannot reach the list it is in; what other callbacks do to the model
-at the end of an epoch (a lowered learning rate, restored best weights) belongs into the checkpoint.
+at the end of an epoch (a lowered learning rate, restored best weights) belongs into the checkpoint,
+and so does what they know.
 """
 
 from __future__ import annotations
@@ -12,18 +13,19 @@ from types import FrameType
 import keras
 
 
-def move_to_end(callback: keras.callbacks.Callback) -> bool:
+def move_to_end(callback: keras.callbacks.Callback) -> list[keras.callbacks.Callback]:
     """Moves `callback` behind all others. To be called from its `set_model`.
 
     Returns:
-        False if no `keras.callbacks.CallbackList` is calling.
+        The others; none if no `keras.callbacks.CallbackList` is calling.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         caller = frame.f_locals.get("self")
         if isinstance(caller, keras.callbacks.CallbackList):
             # A new list: Keras is iterating over the old one.
-            caller.callbacks = [*(c for c in caller.callbacks if c is not callback), callback]
-            return True
+            others = [each for each in caller.callbacks if each is not callback]
+            caller.callbacks = [*others, callback]
+            return others
         frame = frame.f_back
-    return False
+    return []

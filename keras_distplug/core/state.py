@@ -56,6 +56,7 @@ class TrainState:
         stop_training: True if a callback has asked for the end of training at this point.
         completion: Set once the run has reached its end.
         how_built: What makes the model's variables without data, JSON-able.
+        callbacks: What other callbacks know, JSON-able; the arrays in it are among `arrays`.
     """
 
     cursor: Cursor
@@ -67,3 +68,4 @@ class TrainState:
     stop_training: bool = False
     completion: Completion | None = None
     how_built: Mapping[str, Any] = field(default_factory=dict)
+    callbacks: tuple[Mapping[str, Any], ...] = ()

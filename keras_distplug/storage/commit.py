@@ -27,7 +27,7 @@ from keras_distplug.core.errors import (
     CorruptCheckpointError,
     SaveError,
 )
-from keras_distplug.core.manifest import Manifest, Shard
+from keras_distplug.core.manifest import Manifest, Shard, digest_of
 from keras_distplug.core.protocols import Exchange
 from keras_distplug.core.state import TrainState
 from keras_distplug.storage import codec, layout
@@ -124,7 +124,10 @@ class Writer:
         name = self._hear(f"{attempt}/folder")
         self._tell(
             f"{attempt}/shards-{self._team.rank}",
-            lambda: [asdict(shard) for shard in self._write_share(state, name, attempt)],
+            lambda: {
+                "shards": [asdict(shard) for shard in self._write_share(state, name, attempt)],
+                "variables": _fingerprint(state),
+            },
         )
         self._hear(f"{attempt}/end")
 
@@ -158,7 +161,9 @@ class Writer:
                 if rank == 0:
                     shards += self._write_share(state, name, attempt)
                 else:
-                    shards += [Shard(**each) for each in self._hear(f"{attempt}/shards-{rank}")]
+                    said = self._hear(f"{attempt}/shards-{rank}")
+                    _require_same(_fingerprint(state), said["variables"], rank)
+                    shards += [Shard(**each) for each in said["shards"]]
             except _FAILURES as error:
                 failures.append(error)
         if failures:
@@ -223,6 +228,7 @@ class Writer:
             stop_training=state.stop_training,
             completion=state.completion,
             how_built=state.how_built,
+            callbacks=state.callbacks,
         )
 
     def _forget(self, name: str, attempt: str) -> None:
@@ -248,6 +254,20 @@ class Writer:
         if "failed" in said:
             raise CheckpointError(said["failed"])
         return said["value"]
+
+
+def _fingerprint(state: TrainState) -> str:
+    variables = [str(spec) for spec in codec.specs_of(state.arrays)]
+    return f"{len(variables)} variables, {digest_of({'variables': variables})[:16]}"
+
+
+def _require_same(chiefs: str, others: str, rank: int) -> None:
+    """The shares of workers that save different things would fit together to nothing."""
+    if chiefs != others:
+        raise CheckpointError(
+            f"Worker {rank} saves other variables than worker 0 ({others}; {chiefs}). All workers "
+            "need the same model, and the same callbacks of those that keep arrays."
+        )
 
 
 def _retried(action: Callable[[], T]) -> T:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_distplug.compat import memory as compat_memory
@@ -16,6 +17,7 @@ from keras_distplug.compat import model as compat_model
 from keras_distplug.core.errors import ModelError
 from keras_distplug.core.manifest import VariableSpec
 from keras_distplug.core.memory import Memory
+from keras_distplug.training import callback_states
 
 _RANDOM = "random/global_seed_generator"
 _PLAIN = ("float16", "float32", "float64", "int32", "int64")
@@ -69,7 +71,7 @@ def capture(model: keras.Model) -> dict[str, tf.Tensor]:
 
 def specs_of_model(stored: Iterable[VariableSpec]) -> tuple[VariableSpec, ...]:
     """The part of a checkpoint that has to match the model."""
-    return tuple(spec for spec in stored if spec.key != _RANDOM)
+    return tuple(spec for spec in stored if not _is_beside_model(spec.key))
 
 
 def allocate(spec: VariableSpec) -> Memory | None:
@@ -81,7 +83,7 @@ def allocate(spec: VariableSpec) -> Memory | None:
 
 def restore(
     model: keras.Model, stored: Iterable[VariableSpec], values: Iterable[tuple[str, Any]]
-) -> None:
+) -> dict[str, np.ndarray]:
     """Writes what `capture` gave into `model`.
 
     Args:
@@ -89,16 +91,23 @@ def restore(
         stored: The variables of the checkpoint, in the order of the model they are from: they go by
             that, because Keras counts up names in a process.
         values: Each one's key and value, in any order.
+
+    Returns:
+        The values of what is the callbacks', by key.
     """
     keys = [spec.key for spec in specs_of_model(stored)]
     variables = dict(zip(keys, variables_of(model).values(), strict=True))
+    of_callbacks = {}
     for key, value in values:
         if key == _RANDOM:
             compat_model.restore_global_seed_generator(value)
+        elif key.startswith(callback_states.PREFIX):
+            of_callbacks[key] = np.array(value)
         else:
             variables[key].assign(value)
         del value  # its memory is the next one's
     compat_model.refresh(model)
+    return of_callbacks
 
 
 def put_back(model: keras.Model, taken: Mapping[str, Any]) -> None:
@@ -136,6 +145,10 @@ def build(model: keras.Model, how: Mapping[str, Any]) -> None:
             ) from error
     if max(itertools.chain(*how["optimizers"].values()), default=-1) < len(model.weights):
         compat_model.build_optimizers(model, how["optimizers"])
+
+
+def _is_beside_model(key: str) -> bool:
+    return key == _RANDOM or key.startswith(callback_states.PREFIX)
 
 
 def _value(variable: keras.Variable) -> tf.Tensor:

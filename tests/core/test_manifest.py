@@ -37,6 +37,7 @@ def manifest(**changes: Any) -> Manifest:
         "data": {"epoch": 2, "seed": 2**63},
         "stop_training": True,
         "completion": Completion(epochs=2, stopped_early=True),
+        "callbacks": ({"callback": "EarlyStopping", "state": {"keras": {"wait": 2}}},),
     }
     return Manifest(**(values | changes))
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,13 +69,17 @@ class Workers:
         ]
 
     def save(
-        self, state: TrainState, attempt: str, absent: int | None = None
+        self,
+        state: TrainState,
+        attempt: str,
+        absent: int | None = None,
+        differing: Mapping[int, TrainState] = MappingProxyType({}),
     ) -> Mapping[int, Exception | None]:
         """What became of the save on each worker that is not `absent`."""
 
         def one(rank: int) -> Exception | None:
             try:
-                self._writers[rank].save(state, attempt)
+                self._writers[rank].save(differing.get(rank, state), attempt)
             except Exception as error:  # noqa: BLE001
                 return error
             return None
@@ -337,3 +342,19 @@ def test_two_groups(root: Path) -> None:
             found = list(threads.map(lambda save: save(), saves))
         assert any(set(one.values()) == {None} for one in found)
         assert is_whole(root, round_)
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [{"callbacks/Own/x": np.zeros(9)}, {"model/c": np.zeros((2, 3, 5))}, {"model/c": None}],
+)
+def test_other_variables(root: Path, arrays: dict[str, Any]) -> None:
+    """Shares of workers that save different things are not put together to a checkpoint."""
+    workers = Workers(lambda rank: LocalFiles(root), 2)
+    changed = {**state(2).arrays, **arrays}
+    other = replace(state(2), arrays={k: v for k, v in changed.items() if v is not None})
+    assert not any(workers.save(state(1), "a-1").values())
+    failures = workers.save(state(2), "a-2", differing={1: other})
+    for failure in failures.values():
+        assert "Worker 1 saves other variables than worker 0" in str(failure)
+    assert is_whole(root, 1)

@@ -36,6 +36,11 @@ from support import digits_like as case  # noqa: E402
 from keras_distplug.storage import saver  # noqa: E402
 
 EPOCHS = 4
+# What these know decides the end, too.
+KNOWING = [
+    keras.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True),
+    keras.callbacks.ReduceLROnPlateau("accuracy", mode="max", patience=2),
+]
 directory, storage_options = json.loads(
     os.environ.get("KERAS_DISTPLUG_TEST_STORE", json.dumps([str(folder / "runs"), None]))
 )
@@ -63,7 +68,7 @@ x, y, sample_weight = case.arrays()
 if way != "plain_fit":
     model = case.build()
     place = {"directory": directory, "storage_options": storage_options}
-    callbacks = [Harm()]
+    callbacks = [*KNOWING, Harm()]
     if way == "local_tier":
         local = {"local_tier": own_folder, "local_freq": "epoch", "save_freq": "2h"}
         callbacks.append(kd.BackupAndRestore(directory, delete_checkpoint=False, **local))
@@ -87,7 +92,7 @@ else:
     history = model.fit(
         data,
         epochs=EPOCHS,
-        callbacks=[*kd.defaults(directory, storage_options=storage_options), Harm()],
+        callbacks=[*kd.defaults(directory, storage_options=storage_options), *KNOWING, Harm()],
         validation_data=case.dataset(70),
         verbose=2,
     )

@@ -1,0 +1,116 @@
+"""The state of Keras' callbacks that decides how training goes on.
+
+Keras 3.10 to 3.15 have no means to take it from a callback and to give it back
+(keras-team/keras#14862), and some of it is in private attributes. What a callback works out anew
+from its arguments is left out: to put back the sign of `min_delta` would turn it twice.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import keras
+
+_SAVES = ("best", "_batches_seen_since_last_saving", "_last_batch_seen")
+_ATTRIBUTES = {
+    "EarlyStopping": ("wait", "stopped_epoch", "best", "best_epoch", "best_weights"),
+    "ReduceLROnPlateau": ("wait", "cooldown_counter", "best"),
+    "ModelCheckpoint": _SAVES,
+    "OrbaxCheckpoint": (*_SAVES, "_total_batches_seen"),
+    "SwapEMAWeights": ("_ema_weights_in_model",),
+    "TensorBoard": ("_global_train_batch", "_global_test_batch"),
+}
+_ROWS = "bytes_of_rows"
+
+
+def state_of(callback: keras.callbacks.Callback) -> dict[str, Any] | None:
+    """What a callback of Keras, or one derived of it, knows; None if it is no such callback."""
+    if isinstance(callback, keras.callbacks.CSVLogger):
+        return {_ROWS: _size(callback.filename)}
+    names = _attributes_of(callback)
+    return {name: getattr(callback, name) for name in names if hasattr(callback, name)} or None
+
+
+def set_state(
+    callback: keras.callbacks.Callback, state: Mapping[str, Any], *, epoch: int, is_anew: bool
+) -> None:
+    """Gives back what `state_of` took. To be called behind the callback's `on_train_begin`.
+
+    Args:
+        callback: The callback.
+        state: From `state_of`.
+        epoch: The epoch that comes next.
+        is_anew: True if training had been stopped there, and is asked to go on all the same: what
+            has worn out patience then is forgotten.
+    """
+    if isinstance(callback, keras.callbacks.CSVLogger):
+        _cut(callback, state[_ROWS], epoch)
+        return
+    for name in _attributes_of(callback):
+        if name in state:
+            setattr(callback, name, state[name])
+    if is_anew and isinstance(callback, keras.callbacks.EarlyStopping):
+        callback.wait = callback.stopped_epoch = 0
+
+
+def spare_files(
+    callbacks: Iterable[keras.callbacks.Callback],
+) -> list[keras.callbacks.CSVLogger]:
+    """Keeps the loggers among `callbacks` from emptying their files in their `on_train_begin`.
+
+    Returns:
+        The loggers that would have: `set_state` or `empty` has to be called for each then.
+    """
+    spared = []
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.CSVLogger) and not callback.append:
+            callback.append = True
+            spared.append(callback)
+    return spared
+
+
+def empty(logger: keras.callbacks.CSVLogger) -> None:
+    """Empties the file of a logger that `spare_files` has spared."""
+    if hasattr(logger.csv_file, "truncate"):
+        logger.csv_file.truncate(0)
+    logger.append_header = True
+
+
+def is_of_keras(callback: keras.callbacks.Callback) -> bool:
+    return type(callback).__module__.split(".")[0] == "keras"
+
+
+def _attributes_of(callback: keras.callbacks.Callback) -> tuple[str, ...]:
+    for name, attributes in _ATTRIBUTES.items():
+        # Keras 3.10 has no OrbaxCheckpoint.
+        if isinstance(callback, getattr(keras.callbacks, name, ())):
+            return attributes
+    return ()
+
+
+def _size(path: str) -> int:
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return 0
+
+
+def _cut(logger: keras.callbacks.CSVLogger, rows_bytes: int, epoch: int) -> None:
+    """Takes the rows of epochs that are trained again from the file."""
+    if not hasattr(logger.csv_file, "truncate") or _size(logger.filename) <= rows_bytes:
+        return
+    with open(logger.filename, "rb") as file:
+        file.seek(rows_bytes)
+        first = file.readline().decode(errors="replace").split(logger.sep)[0]
+    if first not in ("epoch", str(epoch)):
+        warnings.warn(
+            f"{logger.filename} of CSVLogger has other rows behind those of this run than the ones "
+            f"from epoch {epoch} on, which is trained again. They stay; later ones follow them.",
+            stacklevel=2,
+        )
+        return
+    logger.csv_file.truncate(rows_bytes)
+    logger.append_header = rows_bytes == 0

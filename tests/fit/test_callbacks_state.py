@@ -1,0 +1,280 @@
+"""What other callbacks know comes back: a run that was interrupted goes on as if it was not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tensorflow")
+pytestmark = [pytest.mark.tf, pytest.mark.timeout(180)]
+
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+from support import small  # noqa: E402
+
+import keras_distplug as kd  # noqa: E402
+from keras_distplug.callbacks import backup_and_restore  # noqa: E402
+from keras_distplug.core.errors import ConfigurationError  # noqa: E402
+from keras_distplug.storage import saver  # noqa: E402
+from keras_distplug.storage.files import open_files  # noqa: E402
+from keras_distplug.storage.store import CheckpointStore  # noqa: E402
+
+EPOCHS = 8
+# Of the losses, made up so that it falls, rises and falls: what has come before decides.
+MONITORED = [5.0, 4.0, 4.5, 4.6, 4.7, 3.0, 3.5, 3.6]
+
+
+class MadeUp(keras.callbacks.Callback):
+    """Tells the others what they monitor."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        logs["made_up"] = MONITORED[epoch]
+
+
+class Own(keras.callbacks.Callback):
+    """A callback of a user's, which has something to keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+        self.mean = np.zeros(3)
+        self.worst = -np.inf
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.seen, self.mean, self.worst = [], np.zeros(3), -np.inf
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.seen.append(logs["loss"])
+        self.mean += logs["loss"]
+        self.worst = max(self.worst, logs["loss"])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen, "means": {"mean": self.mean}, "worst": np.float32(self.worst)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen, self.mean = state["seen"], state["means"]["mean"]
+        self.worst = state["worst"]
+
+
+def early_stopping(**more: Any) -> keras.callbacks.Callback:
+    return keras.callbacks.EarlyStopping("made_up", mode="min", **{"patience": 3, **more})
+
+
+def reduce_lr() -> keras.callbacks.Callback:
+    return keras.callbacks.ReduceLROnPlateau(
+        "made_up", mode="min", factor=0.5, patience=2, cooldown=1
+    )
+
+
+MADE: dict[str, Callable[[Path], keras.callbacks.Callback]] = {
+    "early": lambda folder: early_stopping(),
+    "early_best": lambda folder: early_stopping(restore_best_weights=True),
+    "early_delta": lambda folder: early_stopping(min_delta=0.2, patience=2),
+    "reduce": lambda folder: reduce_lr(),
+    "checkpoint": lambda folder: keras.callbacks.ModelCheckpoint(
+        folder / "best.weights.h5",
+        monitor="made_up",
+        mode="min",
+        save_best_only=True,
+        save_weights_only=True,
+    ),
+    "checkpoint_by_batches": lambda folder: keras.callbacks.ModelCheckpoint(
+        folder / "{epoch}-{batch}.weights.h5", save_freq=3, save_weights_only=True
+    ),
+    "csv": lambda folder: keras.callbacks.CSVLogger(folder / "log.csv"),
+    "csv_append": lambda folder: keras.callbacks.CSVLogger(folder / "appended.csv", append=True),
+    "schedule": lambda folder: keras.callbacks.LearningRateScheduler(
+        lambda epoch, rate: rate * 0.9
+    ),
+    "own": lambda folder: Own(),
+}
+
+
+def fit(
+    folder: Path, *made: str, epochs: int = EPOCHS, stop: small.Stop | None = None, **arguments: Any
+) -> tuple[list[Any], dict[str, keras.callbacks.Callback]]:
+    """All that a user sees of a training: weights, History, callbacks, files."""
+    backup_and_restore._finished_here.clear()  # as in a new process
+    files = folder / "files"
+    files.mkdir(parents=True, exist_ok=True)
+    callbacks = {name: MADE[name](files) for name in made}
+    model = small.model()
+    history = model.fit(
+        small.X, small.Y, batch_size=8, epochs=epochs, shuffle=False, verbose=0,
+        callbacks=[
+            kd.BackupAndRestore(folder / "runs", delete_checkpoint=False, **arguments),
+            MadeUp(), *callbacks.values(), *([stop] if stop else []),
+        ],
+    )  # fmt: skip
+    seen = [small.state(model), history.history, history.epoch]
+    for callback in callbacks.values():
+        known = vars(callback).items()
+        seen.append({k: _plain(v) for k, v in known if k in ("wait", "best", "best_epoch", "seen")})
+        seen.append([_plain(value) for value in getattr(callback, "best_weights", None) or []])
+    for path in sorted(files.iterdir()):
+        seen.append(_weights(path) if path.suffix == ".h5" else path.read_text())
+        seen.append(path.name)
+    return seen, callbacks
+
+
+def _plain(value: Any) -> Any:
+    return np.asarray(value).tolist()
+
+
+def _weights(path: Path) -> list[bytes]:
+    model = small.model()
+    model.load_weights(path)
+    return [variable.numpy().tobytes() for variable in model.variables]
+
+
+@pytest.mark.parametrize(
+    ("made", "epochs"),
+    [
+        ([name for name in MADE if not name.startswith("early")], [3, 5, 6]),
+        (["early"], [3]),
+        (["early_best", "reduce"], [3, 4]),
+        (["early_delta", "own"], [2, 3]),
+    ],
+    ids=lambda value: "-".join(map(str, value)),
+)
+def test_interrupted(made: list[str], epochs: list[int], tmp_path: Path) -> None:
+    """The end of a run that was interrupted in some epochs is that of one that was not: weights,
+    History, what the callbacks know, and their files."""
+    expected, _ = fit(tmp_path / "a", *made)
+    for epoch in epochs:
+        with pytest.raises(small.Interrupted):
+            fit(tmp_path / "b", *made, stop=small.Stop(epoch, 1))
+        saver.wait_for_all()
+    found, _ = fit(tmp_path / "b", *made)
+    assert found == expected
+
+
+def test_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison above sees it when what the callbacks know is not restored."""
+    expected, _ = fit(tmp_path / "a", "early", "reduce", "own")
+    with pytest.raises(small.Interrupted):
+        fit(tmp_path / "b", "early", "reduce", "own", stop=small.Stop(3, 1))
+    saver.wait_for_all()
+    stock = "keras_distplug.training.callback_states.restore"
+    monkeypatch.setattr(stock, lambda *_, **__: [])
+    found, _ = fit(tmp_path / "b", "early", "reduce", "own")
+    differing = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b]
+    assert {0, 1, 2} <= set(differing)
+
+
+def test_several_of_a_class(tmp_path: Path) -> None:
+    """Callbacks of one class are told apart by their order; one more begins anew."""
+    with pytest.raises(small.Interrupted):
+        fit(tmp_path, "early", "early_delta", stop=small.Stop(3, 1))
+    saver.wait_for_all()
+    _, callbacks = fit(tmp_path, "early", "early_delta", "early_best", epochs=4)
+    assert [each.best for each in callbacks.values()] == [4.0, 4.0, 4.6]
+    assert [each.wait for each in callbacks.values()] == [2, 2, 0]
+
+
+def test_finished(tmp_path: Path) -> None:
+    """A run that is finished gives back what its callbacks knew, and leaves their files alone."""
+    expected, _ = fit(tmp_path, "early_best", "csv", "own")
+    found, callbacks = fit(tmp_path, "early_best", "csv", "own")
+    assert found == expected
+    assert callbacks["early_best"].stopped_epoch == 4
+
+
+def test_more_epochs_after_an_early_end(tmp_path: Path) -> None:
+    """Who asks for more epochs than those at which patience ended wants them: patience is new, and
+    what was best is not."""
+    fit(tmp_path, "early", epochs=6)
+    _, callbacks = fit(tmp_path, "early", epochs=7)
+    assert callbacks["early"].best == 3.0
+    assert callbacks["early"].wait == 1
+    assert callbacks["early"].stopped_epoch == 0
+
+
+def test_moving_averages(tmp_path: Path) -> None:
+    """Averaged weights that stand in the model between epochs are known to stand there."""
+
+    def fit(folder: str, *stop: small.Stop) -> list[bytes]:
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.7), "mse")
+        swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+        backup = kd.BackupAndRestore(tmp_path / folder, delete_checkpoint=False)
+        model.fit(
+            small.X, small.Y, batch_size=8, epochs=4, shuffle=False, verbose=0,
+            callbacks=[swap, backup, *stop],
+        )  # fmt: skip
+        return small.state(model)
+
+    expected = fit("a")
+    with pytest.raises(small.Interrupted):
+        fit("b", small.Stop(2, 1))
+    saver.wait_for_all()
+    assert fit("b") == expected
+
+
+def test_rows_of_others(tmp_path: Path) -> None:
+    """Rows that are not of the epochs that are trained again are not cut off."""
+    with pytest.raises(small.Interrupted):
+        fit(tmp_path, "csv", stop=small.Stop(2, 1))
+    saver.wait_for_all()
+    log = tmp_path / "files" / "log.csv"
+    log.write_text(log.read_text() + "a note\n")
+    with pytest.warns(UserWarning, match=r"log.csv of CSVLogger has other rows"):
+        fit(tmp_path, "csv", epochs=3)
+    rows = [line.split(",")[0] for line in log.read_text().splitlines()]
+    assert rows == ["epoch", "0", "1", "a note", "2"]
+
+
+def test_new_run(tmp_path: Path) -> None:
+    """A new run begins the file of a CSVLogger as Keras does."""
+    fit(tmp_path, "csv", epochs=3)
+    fit(tmp_path, "csv", epochs=2, resume=False)
+    rows = [row.split(",")[0] for row in (tmp_path / "files" / "log.csv").read_text().splitlines()]
+    assert rows == ["epoch", "0", "1"]
+
+
+def test_kept_open(tmp_path: Path) -> None:
+    """What callbacks know is JSON in the manifest, arrays beside the model's, and strict JSON."""
+    fit(tmp_path, "early_best", "own", epochs=2)
+    stored = CheckpointStore(open_files(tmp_path / "runs"), "run-0001").newest("step")
+    assert stored is not None
+    states = {each["callback"]: each["state"] for each in stored.manifest.callbacks}
+    assert states["EarlyStopping"]["keras"]["best"] == 4.0
+    assert json.dumps(states["Own"], allow_nan=False)
+    assert stored.arrays["callbacks/Own/means/mean"].shape == (3,)
+    assert "callbacks/EarlyStopping/best_weights/0" in stored.arrays
+
+
+def test_callback_without_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A callback that knows something and has no way to give it away is named."""
+
+    class Counts(keras.callbacks.Callback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count = 0
+
+    for epochs in (1, 2):
+        caplog.clear()
+        callbacks = [kd.BackupAndRestore(tmp_path, delete_checkpoint=False), Counts(), MadeUp()]
+        small.model().fit(small.X, small.Y, epochs=epochs, verbose=0, callbacks=callbacks)
+    assert "Counts: what these callbacks knew was not kept" in caplog.text
+
+
+@pytest.mark.parametrize("value", [object(), {1: 2}, {"__array__": "x"}, np.array(["a"]), {3, 4}])
+def test_bad_state(value: Any, tmp_path: Path) -> None:
+    """What JSON and arrays cannot hold is an error before training, which names the leaf."""
+
+    class Bad(Own):
+        def state_dict(self) -> dict[str, Any]:
+            return {"a": [0, {"b": value}]}
+
+    stop = small.Stop()
+    with pytest.raises(ConfigurationError, match=r"callback Bad has to.*as `a/1/b`"):
+        small.model().fit(
+            small.X, small.Y, verbose=0, callbacks=[kd.BackupAndRestore(tmp_path), Bad(), stop]
+        )
+    assert stop.batches == 0
