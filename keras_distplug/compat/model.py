@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.models.functional import Functional, functional_like_constructor
+from keras.src.saving.serialization_lib import ObjectSharingScope
 
 _GLOBAL_SEED_GENERATOR = "global_seed_generator"
 
@@ -40,6 +41,19 @@ def is_clonable(model: keras.Model) -> bool:
     if isinstance(model, keras.Sequential):
         return type(model) is keras.Sequential
     return isinstance(model, Functional) and bool(functional_like_constructor(type(model)))
+
+
+def serialize(model: keras.Model) -> dict[str, Any]:
+    """What a `.keras` file says of how `model` is made and compiled."""
+    with ObjectSharingScope():
+        told: dict[str, Any] = keras.saving.serialize_keras_object(model)
+    return told
+
+
+def deserialize(config: Mapping[str, Any]) -> keras.Model:
+    """The inverse of `serialize`. No lambda is loaded."""
+    with ObjectSharingScope():
+        return keras.saving.deserialize_keras_object(dict(config), safe_mode=True)
 
 
 def layers_of(model: keras.Model) -> list[keras.Layer]:
