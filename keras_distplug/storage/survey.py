@@ -160,9 +160,8 @@ def checkpoints_of(
     Raises:
         CheckpointError: If the run cannot be listed.
     """
-    inside = {
-        place: layout.names(files, f"{run}/{place.name}") for place in layout.places(files, run)
-    }
+    places = sorted(layout.places(files, run), key=_age)
+    inside = {place: layout.names(files, f"{run}/{place.name}") for place in places}
     newest: dict[str, Place] = {}
     for place, names in inside.items():
         if layout.MANIFEST in names and layout.DAMAGED not in names:
@@ -267,7 +266,7 @@ def choose(files: Files, run: SeenRun, step: int | str | None = None) -> Seen:
     asked = [each for each in run.checkpoints if step in (None, each.place.step, each.name)]
     committed = [each for each in asked if each.state == "committed"]
     if committed and step is None:
-        return max(committed, key=_age)
+        return committed[-1]
     if committed:
         # At the same step, the one under way: callbacks may change the model for its end.
         return max(committed, key=lambda each: (each.place.kind == "step", each.place.number))
@@ -286,7 +285,7 @@ def choose_best(files: Files, run: SeenRun, metric: str, mode: Mode) -> Seen:
         ConfigurationError: If none has the metric.
         NoCheckpointError: If none is committed.
     """
-    committed = {each.name: each for each in sorted(run.committed(), key=_age)}
+    committed = {each.name: each for each in run.committed()}
     if not committed:
         raise NoCheckpointError(f"{files.where(run.name)} holds no checkpoint.")
     kept = [Kept(name, each.place.step, each.whole.metrics) for name, each in committed.items()]
@@ -299,5 +298,6 @@ def choose_best(files: Files, run: SeenRun, metric: str, mode: Mode) -> Seen:
     )
 
 
-def _age(seen: Seen) -> tuple[int, bool, int]:
-    return seen.place.step, seen.place.kind == "final", seen.place.number
+def _age(place: Place) -> tuple[int, bool, int]:
+    """The end of a run is written behind the last step."""
+    return place.step, place.kind == "final", place.number
