@@ -18,6 +18,7 @@ from keras_distplug.training import capture
 
 Values = Callable[..., Iterable[tuple[str, Any]]]  # of `capture.allocate`
 
+_SHARED = "shared_object_id"
 _INSTEAD = (
     "Call `callback.export(path)` of the BackupAndRestore in the training script, or export to a "
     ".safetensors file."
@@ -30,7 +31,20 @@ def architecture_of(model: keras.Model) -> Mapping[str, Any] | None:
         told: dict[str, Any] = json.loads(json.dumps(compat_model.serialize(model)))
     except Exception:  # noqa: BLE001 (a `get_config` of the user's raises what it likes)
         return None
+    _renumber(told, {})
     return told
+
+
+def _renumber(told: Any, numbers: dict[int, int]) -> None:
+    """Numbers shared objects in their order. Keras takes their addresses, and the same model would
+    be another one in each process."""
+    if isinstance(told, dict):
+        if isinstance(number := told.get(_SHARED), int):
+            told[_SHARED] = numbers.setdefault(number, len(numbers))
+        told = list(told.values())
+    if isinstance(told, list):
+        for each in told:
+            _renumber(each, numbers)
 
 
 def save_rebuilt(
@@ -56,7 +70,7 @@ def save_rebuilt(
     drawn = random.getstate()
     try:
         model = _rebuilt(architecture, manifest)
-        _fill(model, manifest, values)
+        _fill(model, manifest, values, by_path=False)
         _save(model, path)
     finally:
         random.setstate(drawn)
@@ -80,7 +94,7 @@ def save_through(model: keras.Model, manifest: Manifest, values: Values, path: P
     capture.build(model, manifest.how_built)
     before = capture.capture(model)
     try:
-        _fill(model, manifest, values)
+        _fill(model, manifest, values, by_path=True)
         _save(model, path)
     finally:
         capture.put_back(model, before)
@@ -92,6 +106,7 @@ def _rebuilt(architecture: Mapping[str, Any], manifest: Manifest) -> keras.Model
     try:
         model = compat_model.deserialize(config)
         capture.build(model, manifest.how_built)
+        model.built = True  # Keras itself knows that after a first call only
     except Exception as error:
         raise ModelError(
             f"The model of the run could not be made anew: {error} Classes and functions of your "
@@ -107,9 +122,9 @@ def _rebuilt(architecture: Mapping[str, Any], manifest: Manifest) -> keras.Model
     return model
 
 
-def _fill(model: keras.Model, manifest: Manifest, values: Values) -> None:
+def _fill(model: keras.Model, manifest: Manifest, values: Values, *, by_path: bool) -> None:
     stored = capture.specs_of_model(manifest.variables)
-    difference = first_difference(stored, capture.specs_of(model))
+    difference = first_difference(stored, capture.specs_of(model), by_path=by_path)
     if difference is not None:
         raise OtherRunError(
             f"The checkpoint does not fit the model. The first difference: {difference}. {_INSTEAD}"
