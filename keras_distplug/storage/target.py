@@ -87,7 +87,8 @@ def _in_store(
 
 def _exists(where: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{where} exists, and stays as it is. Give another name, or overwrite it on purpose."
+        f"{where} exists, and stays as it is. Give another name, or --overwrite (overwrite=True in "
+        "a script)."
     )
 
 

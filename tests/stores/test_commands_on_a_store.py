@@ -15,7 +15,7 @@ from stores.servers import Place
 
 from keras_distplug.cli import main
 from keras_distplug.storage.files import open_files
-from keras_distplug.storage.remote import open_remote
+from keras_distplug.storage.remote import ObjectStore, RemoteFiles, open_remote
 
 pytestmark = [pytest.mark.stores, pytest.mark.timeout(300)]
 
@@ -86,3 +86,16 @@ def test_put(place: Place, size: int, tmp_path: Path) -> None:
     assert files.read("a/out") == b"other"
     assert files.size("a/out") == 5
     assert files.names("a") == ["out"]
+
+
+def test_time_for_a_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of three requests' size has the time of three."""
+    given = []
+    monkeypatch.setattr(ObjectStore, "put", lambda _, fs, *__: given.append(fs._timeout_s))
+    source = tmp_path / "source"
+    source.touch()
+    files = RemoteFiles("memory://any", {}, timeout_s=2.0)
+    for size in (0, 70 * 2**20):
+        os.truncate(source, size)
+        files.put(source, "a", overwrite=False)
+    assert given == [2.0, 6.0]
