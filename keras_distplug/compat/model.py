@@ -5,6 +5,7 @@ Keras 3.10 to 3.15.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -147,6 +148,24 @@ def restore_global_seed_generator(state: np.ndarray) -> None:
         generator = keras.random.SeedGenerator(0)
         global_state.set_global_attribute(_GLOBAL_SEED_GENERATOR, generator)
     revive(generator.state, state)
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Afterwards `keras.random` and Python draw the same as without what was done inside.
+
+    Layers and initializers without a seed take one from Python. Keras 3.10 also makes or uses the
+    global generator when a model is built.
+    """
+    drawn, generator = random.getstate(), global_seed_generator()
+    state = np.array([] if generator is None else generator.state.value)
+    try:
+        yield
+    finally:
+        random.setstate(drawn)
+        global_state.set_global_attribute(_GLOBAL_SEED_GENERATOR, generator)
+        if generator is not None and not np.array_equal(generator.state.value, state):
+            generator.state.assign(state)
 
 
 def start_at_epoch(model: keras.Model, epoch: int | None) -> None:

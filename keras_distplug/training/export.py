@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -66,14 +65,10 @@ def save_rebuilt(
     """
     if tf.distribute.has_strategy():
         raise ConfigurationError("Export outside the scope of any strategy.")
-    # Layers and initializers without a seed draw one: training is to draw the same as without this.
-    drawn = random.getstate()
-    try:
+    with compat_model.random_state_kept():
         model = _rebuilt(architecture, manifest)
         _fill(model, manifest, values, by_path=False)
         _save(model, path)
-    finally:
-        random.setstate(drawn)
 
 
 def save_through(model: keras.Model, manifest: Manifest, values: Values, path: Path) -> None:
