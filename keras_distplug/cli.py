@@ -1,15 +1,19 @@
-"""The command line: `keras-distplug`."""
+"""The command line: `keras-distplug`.
+
+cli -> {supervisor for `run`, commands for the rest}.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import os
 import sys
 from collections.abc import Sequence
 
 from keras_distplug import __version__
-from keras_distplug.core.errors import ConfigurationError, DistplugError
+from keras_distplug.core.errors import ConfigurationError, DistplugError, NoCheckpointError
 
 _COMMAND_NOT_FOUND = 127  # as shells say it
 
@@ -34,7 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if dashes and parsed.subcommand != "run":
         parser.error(f"`{parsed.subcommand}` takes no command after `--`")
     try:
-        return _run(parsed, command)
+        if parsed.subcommand == "run":
+            return _run(parsed, command)
+        # Only the one that is asked for: each loads what it needs.
+        module = importlib.import_module(f"keras_distplug.commands.{parsed.subcommand}")
+        code: int = module.run(parsed)
+        return code
     except DistplugError as error:
         print(f"keras-distplug {parsed.subcommand}: error: {error}", file=sys.stderr)
         return _exit_code(error)
@@ -48,16 +57,33 @@ def _split(arguments: list[str]) -> tuple[list[str], bool, list[str]]:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from keras_distplug.commands import arguments
+
     parser = argparse.ArgumentParser(
-        prog="keras-distplug", description="Fault-tolerant distributed training for Keras."
+        prog="keras-distplug",
+        description="Fault-tolerant distributed training for Keras: runs workers, and looks after "
+        "the checkpoints in a directory.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=arguments.epilog(
+            (
+                "keras-distplug run --workers 2 -- python train.py",
+                "keras-distplug ls runs/mnist",
+                "keras-distplug export runs/mnist model.keras",
+                "keras-distplug verify --help",
+            ),
+            "0 done; 1 failed, or a checkpoint is damaged; 2 wrong usage; 3 nothing there. `run` "
+            "has more, which its help names.",
+        ),
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
     _add_run(subcommands)
+    arguments.add(subcommands)
     return parser
 
 
 def _add_run(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from keras_distplug.commands import arguments
     from keras_distplug.supervisor.attempt import Limits
     from keras_distplug.supervisor.run import Job
 
@@ -67,7 +93,13 @@ def _add_run(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         description="Starts local workers, each with its TF_CONFIG, and starts all of them again "
         "when one fails.",
         usage="%(prog)s --workers N [options] -- COMMAND [ARGUMENT ...]",
-        epilog="Example: keras-distplug run --workers 4 -- python train.py --epochs 10",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=arguments.epilog(
+            ("keras-distplug run --workers 4 -- python train.py --epochs 10",),
+            "0 all workers completed training; 2 wrong usage; 124 a worker did not start in time; "
+            "127 the command was not found; 130 and 143 ended by ctrl-C or SIGTERM; otherwise that "
+            "of the first worker that failed.",
+        ),
     )
     parser.add_argument("--workers", type=int, required=True, metavar="N", help="how many")
     parser.add_argument(
@@ -117,8 +149,11 @@ def _run(parsed: argparse.Namespace, command: Sequence[str]) -> int:
 
 
 def _exit_code(error: DistplugError) -> int:
+    from keras_distplug.commands.arguments import NOTHING_THERE
     from keras_distplug.supervisor.launch import CommandNotFoundError
 
     if isinstance(error, CommandNotFoundError):
         return _COMMAND_NOT_FOUND
+    if isinstance(error, NoCheckpointError):
+        return NOTHING_THERE
     return 2 if isinstance(error, ConfigurationError) else 1

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import keras
 import numpy as np
 
+from keras_distplug.callbacks import exports
 from keras_distplug.callbacks.candidates import Candidates, Found
 from keras_distplug.callbacks.saves import Saves, Writes
 from keras_distplug.cluster import agreement
@@ -34,6 +35,7 @@ from keras_distplug.core.state import Completion, Cursor, TrainState
 from keras_distplug.core.supervised import Phase, Supervised
 from keras_distplug.storage import runs, saver
 from keras_distplug.storage.commit import Team, Writer
+from keras_distplug.storage.export import Export, Format
 from keras_distplug.storage.files import Files, open_files
 from keras_distplug.storage.local_tier import LocalTier
 from keras_distplug.storage.retention import Mode, Retention, require_count
@@ -160,6 +162,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         )
         self.data: Resumable | None = None
         self._files = open_files(backup_dir, storage_options)
+        self._storage_options = dict(storage_options or {})
         self._supervised = Supervised.from_env()
         self._run: runs.Run | None = None
         self._finished: Mapping[str, Any] | None = None
@@ -167,6 +170,59 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         self._trained_here = False
         self._role = single_process()
         self._agreement: agreement.Workers = agreement.Alone()
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        step: int | str | None = None,
+        format: Format | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        """Writes a checkpoint as one file that Keras or others load.
+
+        It may be called while `fit` goes on (from another callback), after it, and before it if the
+        directory holds a run. A save under way is waited for. Training is not changed by it: the
+        model takes up the checkpoint's values and is given back its own, which stay in memory
+        meanwhile. Of several workers the chief writes, from a model made anew; on the others
+        nothing happens.
+
+        Example:
+
+        ```python
+        callback.export("best.keras", step="best")
+        callback.export("s3://bucket/mnist.safetensors", overwrite=True)
+        ```
+
+        Args:
+            path: The file: a path, or a URL of a store, for which the callback's `storage_options`
+                are taken.
+            step: The step of a checkpoint that is still there, its name (`"final-00000210"`), or
+                `"best"` for the one that is best by `keep_best`. Defaults to the newest.
+            format: `"keras"`, the whole model with its optimizer; `"weights.h5"`, for
+                `load_weights`; or `"safetensors"`, the model's variables by name. Defaults to what
+                `path` ends with.
+            overwrite: Whether a file of this name may be replaced. Defaults to `False`.
+
+        Raises:
+            ConfigurationError: If that cannot be done as asked, or the file exists.
+            NoCheckpointError: If there is no such checkpoint. With `delete_checkpoint=True` there
+                is none any more once training has reached its end.
+            CorruptCheckpointError: If it is damaged. There is no new file then.
+        """
+        keep_best = self._retention.keep_best
+        exports.export(
+            self._files,
+            self._run.name if self._run else None,
+            Export(
+                os.fspath(path),
+                step,
+                best_by=keep_best and keep_best[:2],
+                format=format,
+                overwrite=overwrite,
+                storage_options=self._storage_options,
+            ),
+            self._model,
+        )
 
     def open_run(self, strategy: Any) -> runs.Run:
         """Finds the run to go on with, or begins one; all workers get the same.
@@ -218,8 +274,10 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
             self._local = LocalTier(self._local_place[0], run.record.run_id)
         self._epochs = self.params.get("epochs", 1)
         self._restored: list[keras.callbacks.Callback] = []
+        made = exports.architecture_of(self.model) if self._role.is_chief else None
         if not self._take_up_newest(run) and self._role.is_chief:
             announce(f"new run {self._where(run.name)}")
+        exports.remember(self._files, run.name, made, self._cursor.step)
         for logger in self._spared:
             if logger not in self._restored:
                 keras_callbacks.empty(logger)

@@ -5,6 +5,7 @@ Keras 3.10 to 3.15.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.models.functional import Functional, functional_like_constructor
+from keras.src.saving.serialization_lib import ObjectSharingScope
 
 _GLOBAL_SEED_GENERATOR = "global_seed_generator"
 
@@ -40,6 +42,19 @@ def is_clonable(model: keras.Model) -> bool:
     if isinstance(model, keras.Sequential):
         return type(model) is keras.Sequential
     return isinstance(model, Functional) and bool(functional_like_constructor(type(model)))
+
+
+def serialize(model: keras.Model) -> dict[str, Any]:
+    """What a `.keras` file says of how `model` is made and compiled."""
+    with ObjectSharingScope():
+        told: dict[str, Any] = keras.saving.serialize_keras_object(model)
+    return told
+
+
+def deserialize(config: Mapping[str, Any]) -> keras.Model:
+    """The inverse of `serialize`. No lambda is loaded."""
+    with ObjectSharingScope():
+        return keras.saving.deserialize_keras_object(dict(config), safe_mode=True)
 
 
 def layers_of(model: keras.Model) -> list[keras.Layer]:
@@ -133,6 +148,24 @@ def restore_global_seed_generator(state: np.ndarray) -> None:
         generator = keras.random.SeedGenerator(0)
         global_state.set_global_attribute(_GLOBAL_SEED_GENERATOR, generator)
     revive(generator.state, state)
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Afterwards `keras.random` and Python draw the same as without what was done inside.
+
+    Layers and initializers without a seed take one from Python. Keras 3.10 also makes or uses the
+    global generator when a model is built.
+    """
+    drawn, generator = random.getstate(), global_seed_generator()
+    state = np.array([] if generator is None else generator.state.value)
+    try:
+        yield
+    finally:
+        random.setstate(drawn)
+        global_state.set_global_attribute(_GLOBAL_SEED_GENERATOR, generator)
+        if generator is not None and not np.array_equal(generator.state.value, state):
+            generator.state.assign(state)
 
 
 def start_at_epoch(model: keras.Model, epoch: int | None) -> None:

@@ -9,6 +9,7 @@
     ├── CheckpointError
     │   ├── CorruptCheckpointError          bytes on disk are not those that were committed
     │   ├── OtherRunError                   the directory holds the run of another model
+    │   ├── NoCheckpointError               there is no such run, or no such checkpoint
     │   └── SaveError                       a checkpoint could not be committed
     ├── AgreementError                      a worker did not answer in time
     └── SupervisorError                     the workers could not be brought to their end
@@ -53,6 +54,10 @@ class CorruptCheckpointError(CheckpointError):
 
 class OtherRunError(CheckpointError):
     """The directory holds the run of another model."""
+
+
+class NoCheckpointError(CheckpointError):
+    """There is no such run, or no such checkpoint."""
 
 
 class SaveError(CheckpointError):

@@ -131,15 +131,24 @@ class Manifest:
             raise CorruptCheckpointError(f"{source} is no manifest: {error!r}") from error
 
 
-def first_difference(stored: Sequence[VariableSpec], current: Sequence[VariableSpec]) -> str | None:
+def first_difference(
+    stored: Sequence[VariableSpec], current: Sequence[VariableSpec], *, by_path: bool = True
+) -> str | None:
     """Where two models differ first, in words; None if a checkpoint of one fits the other.
 
     Variables are compared in their order. Names that Keras counts up within a process
     (`dense_1`, `dense_2`) count as the same, and of an optimizer's variable its own name counts:
     the path before it depends on where the optimizer was built.
+
+    Args:
+        stored: The variables of a checkpoint.
+        current: Those of the model.
+        by_path: `False` for a model that was made from what Keras told of the one of the
+            checkpoint: it has the same variables in the same order, but the paths depend on how
+            each was built.
     """
     for position, (old, new) in enumerate(zip(stored, current, strict=False), start=1):
-        same_name = _uncounted(old.key) == _uncounted(new.key)
+        same_name = _uncounted(old.key, by_path) == _uncounted(new.key, by_path)
         if not same_name or (old.shape, old.dtype) != (new.shape, new.dtype):
             return f"variable {position} is `{old}` there and `{new}` here"
     if len(stored) == len(current):
@@ -174,6 +183,9 @@ def _from_body(body: dict[str, Any]) -> Manifest:
     )
 
 
-def _uncounted(key: str) -> str:
+def _uncounted(key: str, by_path: bool) -> str:
     group, _, path = key.partition("/")
-    return _COUNT.sub("", path if group == "model" else path.rpartition("/")[2])
+    if by_path and group == "model":
+        return _COUNT.sub("", path)
+    # What optimizers make of a path in one name cannot be told from the variable's own.
+    return _COUNT.sub("", path.rpartition("/")[2]) if by_path or group == "model" else group

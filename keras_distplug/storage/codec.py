@@ -129,12 +129,40 @@ def encode(pieces: Sequence[Piece], arrays: Mapping[str, Any]) -> Iterator[memor
     Raises:
         ValueError: If a value is not what its spec says.
     """
-    yield memoryview(_header(pieces))
+    yield memoryview(header(pieces))
     for piece in pieces:
         flat = _flat(piece.variable, arrays[piece.variable.key])[piece.start : piece.stop]
         data = flat.view(np.uint8).data
         for begin in range(0, len(data), PART_BYTES):
             yield data[begin : begin + PART_BYTES]
+
+
+def is_known(dtype: str) -> bool:
+    """Has safetensors this type? Others are written as bytes."""
+    return dtype in _CODES
+
+
+def header(pieces: Sequence[Piece], metadata: Mapping[str, str] | None = None) -> bytes:
+    """What stands before the arrays in a file of `pieces`.
+
+    Args:
+        pieces: What is in the file, in its order.
+        metadata: Anything else to say.
+    """
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for piece in pieces:
+        code = _CODES.get(piece.variable.dtype)
+        shape = list(piece.variable.shape) if piece.is_whole else [piece.stop - piece.start]
+        entries[piece.name] = {
+            "dtype": code or "U8",
+            "shape": shape if code else [piece.bytes],
+            "data_offsets": [offset, offset + piece.bytes],
+        }
+        offset += piece.bytes
+    text = json.dumps(entries).encode()
+    text += b" " * (-(8 + len(text)) % 64)  # arrays begin where copying them is fast
+    return len(text).to_bytes(8, "little") + text
 
 
 class Room:
@@ -358,22 +386,6 @@ def _in_numpy(spec: VariableSpec) -> Memory:
 
 def _itemsize(variable: VariableSpec) -> int:
     return np.dtype(variable.dtype).itemsize
-
-
-def _header(pieces: Sequence[Piece]) -> bytes:
-    entries, offset = {}, 0
-    for piece in pieces:
-        code = _CODES.get(piece.variable.dtype)
-        shape = list(piece.variable.shape) if piece.is_whole else [piece.stop - piece.start]
-        entries[piece.name] = {
-            "dtype": code or "U8",
-            "shape": shape if code else [piece.bytes],
-            "data_offsets": [offset, offset + piece.bytes],
-        }
-        offset += piece.bytes
-    text = json.dumps(entries).encode()
-    text += b" " * (-(8 + len(text)) % 64)  # arrays begin where copying them is fast
-    return len(text).to_bytes(8, "little") + text
 
 
 def _flat(variable: VariableSpec, value: Any) -> np.ndarray:

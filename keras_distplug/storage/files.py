@@ -106,8 +106,8 @@ def open_files(
         ConfigurationError: If it names no folder, or what its store needs is not installed.
     """
     text = os.fspath(url)
-    scheme, separator, _ = text.partition("://")
-    if separator and scheme not in ("file", "local"):
+    root = local_path(text)
+    if root is None:
         # Loads fsspec, which a local folder does not need.
         from keras_distplug.storage.remote import open_remote
 
@@ -116,7 +116,6 @@ def open_files(
         raise ConfigurationError(
             f"`storage_options` is for URLs of a store. Received: {text!r}, a folder."
         )
-    root = Path(os.path.abspath(os.path.expanduser(text.partition("://")[2] or text)))
     first = next((path for path in (root, *root.parents) if os.path.lexists(path)), root)
     if not first.is_dir():
         raise ConfigurationError(
@@ -124,6 +123,14 @@ def open_files(
             "file, or a link to nothing. Give another folder."
         )
     return LocalFiles(root)
+
+
+def local_path(url: str) -> Path | None:
+    """The path that `url` names; None if it names a place in a store."""
+    scheme, separator, rest = url.partition("://")
+    if separator and scheme not in ("file", "local"):
+        return None
+    return Path(os.path.abspath(os.path.expanduser(rest or url)))
 
 
 class LocalFiles:
@@ -148,12 +155,12 @@ class LocalFiles:
                 _write(file, parts)
                 file.flush()
                 os.fsync(file.fileno())
-            _publish(temporary, target)
+            publish(temporary, target)
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
         try:
-            _sync_folder(target.parent)
+            sync_folder(target.parent)
         except OSError:
             with contextlib.suppress(OSError):
                 target.unlink(missing_ok=True)
@@ -163,7 +170,7 @@ class LocalFiles:
         target = self._root / path
         _make_folder(target.parent)
         os.link(self._root / source, target)  # no file is ever changed
-        _sync_folder(target.parent)
+        sync_folder(target.parent)
 
     def read(self, path: str) -> bytes:
         return (self._root / path).read_bytes()
@@ -192,7 +199,7 @@ class LocalFiles:
         else:
             target.unlink(missing_ok=True)
         if target.parent.is_dir():
-            _sync_folder(target.parent)
+            sync_folder(target.parent)
 
     def delete_if_empty(self) -> None:
         with contextlib.suppress(OSError):
@@ -240,7 +247,7 @@ def _flush_in_thread(descriptor: int) -> Future[None]:
     return flushed
 
 
-def _publish(temporary: Path, target: Path) -> None:
+def publish(temporary: Path, target: Path) -> None:
     """Gives the file its name, unless another one has it."""
     try:
         os.link(temporary, target)
@@ -268,10 +275,10 @@ def _make_folder(folder: Path) -> None:
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for made in missing:
-        _sync_folder(made.parent)
+        sync_folder(made.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Makes new and deleted names in `folder` last."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -3,6 +3,8 @@
     <directory>/
       run-0001/
         RUN.json                            who began it, and the seed of its data
+        MODEL.json                          how its model is made, if Keras can tell that
+        MODEL-2.json                        the same, for a model that was changed since
         step-00000042/                      a checkpoint of a run under way
           3f0c...-1/rank-0-1.safetensors    a worker's share, in a folder of this attempt's own
           3f0c...-1/rank-0-2.safetensors
@@ -31,6 +33,7 @@ Kind = Literal["step", "final"]
 RECORD, MANIFEST, DAMAGED = "RUN.json", "MANIFEST.json", "DAMAGED.json"
 
 _RUN = re.compile(r"run-(\d{4,})")
+_MODEL = re.compile(r"MODEL(?:-(\d+))?\.json")
 _CHECKPOINT = re.compile(r"(step|final)-(\d{8,})(?:-(\d+))?")
 
 
@@ -62,6 +65,17 @@ def places(files: Files, run: str) -> list[Place]:
         for match in found
         if match
     )
+
+
+def models(files: Files, run: str) -> list[tuple[int, str]]:
+    """Numbers and names of the files that say how a run's model is made, the oldest first."""
+    found = (_MODEL.fullmatch(name) for name in names(files, run))
+    return sorted((int(match[1] or 1), match[0]) for match in found if match)
+
+
+def model_file(number: int) -> str:
+    """The inverse of `models`."""
+    return "MODEL.json" if number == 1 else f"MODEL-{number}.json"
 
 
 def shard_file(attempt: str, rank: int, number: int) -> str:

@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
@@ -45,6 +46,8 @@ class Store(Protocol):
         ...
 
     def create(self, fs: Any, path: str, data: bytes) -> None: ...
+
+    def put(self, fs: Any, source: str, path: str, overwrite: bool) -> None: ...
 
     def read(self, fs: Any, path: str, start: int, end: int) -> bytes: ...
 
@@ -87,6 +90,9 @@ class ObjectStore:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from error
             raise
 
+    def put(self, fs: Any, source: str, path: str, overwrite: bool) -> None:
+        fs.put_file(source, path, mode="overwrite" if overwrite else "create")
+
     def read(self, fs: Any, path: str, start: int, end: int) -> bytes:
         data: bytes = fs.cat_file(path, start=start, end=end)
         return data
@@ -120,14 +126,23 @@ class Sftp:
         return fs, SFTPFileSystem._strip_protocol(url).rstrip("/")
 
     def create(self, fs: Any, path: str, data: bytes) -> None:
+        with self._named_afterwards(fs, path, overwrite=False) as temporary:
+            fs.ftp.putfo(io.BytesIO(data), temporary, file_size=len(data), confirm=True)
+
+    def put(self, fs: Any, source: str, path: str, overwrite: bool) -> None:
+        with self._named_afterwards(fs, path, overwrite) as temporary:
+            fs.ftp.put(source, temporary, confirm=True)
+
+    @contextlib.contextmanager
+    def _named_afterwards(self, fs: Any, path: str, overwrite: bool) -> Iterator[str]:
         folder, name = posixpath.split(path)
         fs.makedirs(folder, exist_ok=True)
         temporary = f"{folder}/.{name}.{uuid.uuid4().hex}.tmp"
         try:
-            fs.ftp.putfo(io.BytesIO(data), temporary, file_size=len(data), confirm=True)
+            yield temporary
             # SFTP has nothing that creates a whole file exclusively: the one writer that each file
             # has looks before.
-            if fs.exists(path):
+            if not overwrite and fs.exists(path):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
             fs.ftp.posix_rename(temporary, path)
         except BaseException:
@@ -186,6 +201,10 @@ class _Limited:
         self._fs = fs
         self._timeout_s = timeout_s
 
+    def within(self, timeout_s: float) -> _Limited:
+        """The same one, whose requests have this time."""
+        return _Limited(self._fs, timeout_s)
+
     def __getattr__(self, name: str) -> Any:
         coroutine = getattr(self._fs, f"_{name}", None) if self._fs.async_impl else None
         if coroutine is None:
@@ -226,6 +245,22 @@ class RemoteFiles:
     def create(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
         data = b"".join(parts)
         self._ask(path, lambda fs, full: self._known.store.create(fs, full, data))
+
+    def put(self, source: Path, path: str, *, overwrite: bool) -> None:
+        """Makes a file that holds what the local file `source` does, however large it is.
+
+        Raises:
+            FileExistsError: If it exists and is not to be overwritten; it is untouched.
+            OSError: If that fails.
+        """
+        requests = 1 + source.stat().st_size // self.traits.file_bytes
+        timeout_s = requests * self._timeout_s
+
+        def put(fs: Any, full: str) -> None:
+            self._known.store.put(fs.within(timeout_s), str(source), full, overwrite)
+
+        self._sizes.pop(path, None)
+        self._ask(path, put, timeout_s)
 
     def copy(self, source: str, path: str) -> None:
         def copy(fs: Any, full: str) -> None:
@@ -291,7 +326,9 @@ class RemoteFiles:
                 return self._ask(path, request)
         raise AssertionError("stamina raises the last error")
 
-    def _ask(self, path: str, request: Callable[[Any, str], T]) -> T:
+    def _ask(
+        self, path: str, request: Callable[[Any, str], T], timeout_s: float | None = None
+    ) -> T:
         """What `request` gives for the file system and the path in it. Any error is an OSError."""
 
         left_behind = threading.Event()
@@ -305,7 +342,7 @@ class RemoteFiles:
                 return request(fs, f"{root}/{path}" if path else root)
 
         try:
-            return _within(self._timeout_s, ask, left_behind)
+            return _within(timeout_s or self._timeout_s, ask, left_behind)
         except _ANSWERS:
             raise
         except Exception as error:  # noqa: BLE001 (each store's library has its own)

@@ -67,14 +67,19 @@ class Retention:
             stay |= {each.name for stretch, each in stretches.items() if stretch}
         if self.keep_best is not None:
             metric, mode, count = self.keep_best
-            sign = -1 if mode == "min" else 1
-            rated = [
-                (sign * value, place, each.name)
-                for place, each in enumerate(oldest_first)
-                if not math.isnan(value := each.metrics.get(metric, math.nan))
-            ]
-            stay |= {name for *_, name in sorted(rated)[-count:]}
+            stay |= set(rated(oldest_first, metric, mode)[-count:])
         return tuple(each.name for each in oldest_first if each.name not in stay)
+
+
+def rated(oldest_first: Sequence[Kept], metric: str, mode: Mode) -> list[str]:
+    """Names of those that have `metric`, the best by it last. Of equal ones the newer is better."""
+    sign = -1 if mode == "min" else 1
+    found = [
+        (sign * value, place, each.name)
+        for place, each in enumerate(oldest_first)
+        if not math.isnan(value := each.metrics.get(metric, math.nan))
+    ]
+    return [name for *_, name in sorted(found)]
 
 
 def require_count(name: str, value: object) -> None:

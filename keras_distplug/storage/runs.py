@@ -72,12 +72,21 @@ def newest_run(files: Files) -> Run | None:
         CheckpointError: If it cannot be read.
         CorruptCheckpointError: If its record is damaged.
     """
+    name = newest_name(files)
+    return None if name is None else read_run(files, name)
+
+
+def newest_name(files: Files) -> str | None:
+    """The name of `newest_run`, whatever its record says.
+
+    Raises:
+        CheckpointError: If the folder cannot be listed.
+    """
     recorded = [
         name for _, name in layout.runs(files) if layout.RECORD in layout.names(files, name)
     ]
     with_checkpoint = [name for name in recorded if _holds_checkpoint(files, name)]
-    newest = (with_checkpoint or recorded)[-1:]
-    return read_run(files, newest[0]) if newest else None
+    return next(reversed(with_checkpoint or recorded), None)
 
 
 def _holds_checkpoint(files: Files, run: str) -> bool:

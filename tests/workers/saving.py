@@ -1,10 +1,11 @@
 """Trains, saving all the time, on a storage that does harm where it is told to.
 
-    python saving.py FOLDER [kill CALL | fail WORKER FIRST LAST]
+    python saving.py FOLDER [kill CALL | fail WORKER FIRST LAST | export]
 
 kill: SIGKILL at the CALL-th time that this process, once it trains, is about to write, fsync, link
 or delete something. fail: on one worker, writing its share fails in the FIRST-th to the LAST-th
-save, counted from 1; each failure is noted in FOLDER/failed.
+save, counted from 1; each failure is noted in FOLDER/failed. export: no harm, but files of each
+format at the begin of the fourth epoch, and what the model held then in FOLDER/then.npz.
 """
 
 from __future__ import annotations
@@ -66,17 +67,25 @@ def failing(worker_: int, first: int, last: int) -> None:
 class Begins(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         print(f"epoch {epoch}", flush=True)
+        if harm == ["export"] and epoch == 3:
+            for ending in ("keras", "weights.h5", "safetensors"):
+                backup.export(folder / f"model.{ending}")
+            variables = [*self.model.weights, *self.model.optimizer.variables]
+            arrays = {f"{i:03d}": np.asarray(v.value) for i, v in enumerate(variables)}
+            if worker == 0:
+                np.savez(folder / "then.npz", **arrays)
 
     def on_train_begin(self, logs: Any = None) -> None:
         if harm[:1] == ["kill"]:
             for name in ("fsync", "link", "unlink", "rmdir", "mkdir"):
                 killing(name)
-        elif harm:
+        elif harm[:1] == ["fail"]:
             failing(*map(int, harm[1:]))
 
 
 x, y, sample_weight = case.arrays()
 model = case.build()
+backup = kd.BackupAndRestore(folder / "runs", on_busy="wait", keep_last=1)
 try:
     history = kd.distributed_fit(
         model,
@@ -85,7 +94,7 @@ try:
         batch_size=case.GLOBAL_BATCH,
         sample_weight=sample_weight,
         epochs=EPOCHS,
-        callbacks=[Begins(), kd.BackupAndRestore(folder / "runs", on_busy="wait", keep_last=1)],
+        callbacks=[Begins(), backup],
         verbose=0,
     )
 except SaveError as error:

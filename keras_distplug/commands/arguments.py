@@ -1,0 +1,217 @@
+"""What the commands take. Light, for `keras-distplug run` passes by here, too."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from keras_distplug.storage.retention import Retention
+
+NOTHING_THERE = 3
+_WIDTH = 80
+_CODES = "0 done; 1 failed; 2 wrong usage; 3 nothing there."
+_DIRECTORY = (
+    "what training was given: a path, or a URL (s3://bucket/runs/mnist, gs://, az://, sftp://)"
+)
+Subcommands = Any  # argparse's own type for it is private
+
+
+def add(subcommands: Subcommands) -> None:
+    """Adds the parsers of all commands."""
+    _add_ls(subcommands)
+    _add_show(subcommands)
+    _add_verify(subcommands)
+    _add_prune(subcommands)
+    _add_export(subcommands)
+
+
+def _add_ls(subcommands: Subcommands) -> None:
+    parser = _command(
+        subcommands,
+        "ls",
+        "list runs and their checkpoints",
+        "Lists every run in DIRECTORY and every checkpoint in it: where training stood, when it "
+        "was made, how large it is, and its state: committed; damaged; cut off, which is what is "
+        "left of a save; or unfinished, which may be a save under way. Marks what a training that "
+        "is started again takes up, and with which `epochs`. Reads manifests only; loads no "
+        "TensorFlow.",
+        "keras-distplug ls runs/mnist",
+        _CODES,
+    )
+    _add_run(parser, "all")
+    _add_json(parser)
+
+
+def _add_show(subcommands: Subcommands) -> None:
+    parser = _command(
+        subcommands,
+        "show",
+        "tell everything about one checkpoint",
+        "Tells what a checkpoint holds: where training stood, its metrics and History, versions, "
+        "files and variables. Reads its manifest only; loads no TensorFlow.",
+        "keras-distplug show runs/mnist --step 42",
+        _CODES,
+    )
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME", help="its name, such as step-00000042 (default: newest)"
+    )
+    parser.add_argument("--step", type=_step, metavar="N", help="its step, instead of NAME")
+    _add_run(parser, "the one that training goes on with")
+    _add_json(parser)
+
+
+def _add_verify(subcommands: Subcommands) -> None:
+    parser = _command(
+        subcommands,
+        "verify",
+        "check that checkpoints are whole",
+        "Checks manifests and the sizes of all files, with --deep the checksum of every byte. Says "
+        "one line for each checkpoint. Changes nothing, and sets nothing aside; loads no "
+        "TensorFlow.",
+        "keras-distplug verify runs/mnist --deep",
+        "0 all are whole; 1 one is damaged, missing a file or unreadable; 2 wrong "
+        "usage; 3 nothing there. What is left of saves that were cut off is no damage.",
+    )
+    parser.add_argument("--deep", action="store_true", help="read every byte")
+    parser.add_argument("--step", type=_step, metavar="N", help="a step or a name (default: all)")
+    _add_run(parser, "all")
+    _add_json(parser)
+
+
+def _add_prune(subcommands: Subcommands) -> None:
+    parser = _command(
+        subcommands,
+        "prune",
+        "delete checkpoints that need not stay",
+        "Deletes checkpoints that none of the --keep options keeps, and what saves that were cut "
+        "off have left. Of checkpoints under way (step-) and of ends (final-) the options keep "
+        "each so many. What stays is verified before: the newest checkpoint, and all that is newer "
+        "than it, is never touched, so that a training may write meanwhile. Loads no TensorFlow.",
+        "keras-distplug prune runs/mnist --keep-last 1 --keep-best val_loss min 3 --dry-run",
+        _CODES,
+    )
+    parser.add_argument(
+        "--keep-last",
+        type=int,
+        default=Retention.keep_last,
+        metavar="N",
+        help="keep the N newest (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--keep-every-steps",
+        type=int,
+        metavar="N",
+        help="keep the first one behind each multiple of N steps, too",
+    )
+    parser.add_argument(
+        "--keep-best",
+        nargs=3,
+        metavar=("METRIC", "MODE", "N"),
+        help="keep the N best by a metric, where MODE is min or max, too",
+    )
+    parser.add_argument(
+        "--damaged",
+        action="store_true",
+        help="delete damaged ones, too, where a newer one is whole",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only say what would go")
+    _add_run(parser, "all")
+    _add_json(parser)
+
+
+def _add_export(subcommands: Subcommands) -> None:
+    parser = _command(
+        subcommands,
+        "export",
+        "write a checkpoint as one file that Keras or others load",
+        "Writes a checkpoint as one file: .safetensors, the model's variables by name, made "
+        "without TensorFlow; .weights.h5, for `model.load_weights`; or .keras, the whole model "
+        "with its optimizer. The last two make the model anew, from what training has kept of it. "
+        "Every value is verified; OUT gets its name when it is complete.",
+        "keras-distplug export runs/mnist best.keras --step best --metric val_loss --mode min",
+        _CODES,
+    )
+    parser.add_argument("out", metavar="OUT", help="the file: a path, or a URL of a store")
+    parser.add_argument(
+        "--step",
+        type=_step,
+        metavar="N",
+        help="a step, a name, or `best`, by --metric and --mode (default: the newest)",
+    )
+    parser.add_argument("--metric", metavar="METRIC", help="for --step best, such as val_loss")
+    parser.add_argument("--mode", choices=("min", "max"), help="for --step best")
+    parser.add_argument(
+        "--format",
+        choices=("keras", "weights.h5", "safetensors"),
+        help="default: what OUT ends with",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
+    parser.add_argument(
+        "--import",
+        dest="modules",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="import this module, which registers classes of the model "
+        "(@keras.saving.register_keras_serializable()); may be given several times",
+    )
+    _add_run(parser, "the one that training goes on with")
+    _add_json(parser)
+
+
+def epilog(examples: Sequence[str], codes: str) -> str:
+    """What stands below the options, for `RawDescriptionHelpFormatter`."""
+    lines = "".join(f"  {example}\n" for example in examples)
+    return f"{'Example' if len(examples) == 1 else 'Examples'}:\n{lines}\n" + textwrap.fill(
+        f"Exit codes: {codes}", _WIDTH
+    )
+
+
+def _command(
+    subcommands: Subcommands, name: str, help: str, description: str, example: str, codes: str
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subcommands.add_parser(
+        name,
+        help=help,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=textwrap.fill(description, _WIDTH),
+        epilog=epilog((example,), codes),
+    )
+    parser.add_argument("directory", metavar="DIRECTORY", help=_DIRECTORY)
+    parser.add_argument(
+        "--storage-options",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help="what the store's fsspec file system takes, such as "
+        '\'{"endpoint_url": "https://..."}\', or @FILE that holds it',
+    )
+    return parser
+
+
+def _add_run(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument("--run", metavar="RUN", help=f"such as run-0001 (default: {default})")
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def _step(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"expected a JSON object, or @FILE: {error}") from error
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(
+            f"expected a JSON object. Received: a {type(found).__name__}"
+        )
+    return found

@@ -1,0 +1,81 @@
+"""`keras-distplug export`: a checkpoint as one file."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from keras_distplug.commands import tables
+from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.storage import architecture, export
+from keras_distplug.storage.export import Export
+from keras_distplug.storage.files import Files, local_path, open_files
+from keras_distplug.storage.retention import Mode
+from keras_distplug.storage.store import Stored
+
+
+def run(parsed: argparse.Namespace) -> int:
+    asked = Export(
+        parsed.out,
+        parsed.step,
+        best_by=_best_by(parsed),
+        format=parsed.format,
+        overwrite=parsed.overwrite,
+        storage_options=parsed.storage_options,
+    )
+    # They may be meant for OUT alone.
+    is_for_out = local_path(parsed.directory) is not None and local_path(parsed.out) is None
+    files = open_files(parsed.directory, {} if is_for_out else parsed.storage_options)
+
+    def save(run: str, stored: Stored, path: Path) -> None:
+        _save_model(files, run, stored, path, parsed.modules)
+
+    done = export.export(files, parsed.run, asked, save)
+    if parsed.json:
+        tables.say_json({"directory": files.where(), **asdict(done)})
+    else:
+        tables.say(f"{done.run}/{done.checkpoint}: exported to {done.out} ({done.format})")
+    return 0
+
+
+def _best_by(parsed: argparse.Namespace) -> tuple[str, Mode] | None:
+    given = [value for value in (parsed.metric, parsed.mode) if value is not None]
+    if given and (parsed.step != export.BEST or len(given) == 1):
+        raise ConfigurationError(
+            "--metric and --mode go together with `--step best`. Received: "
+            f"--step {parsed.step} --metric {parsed.metric} --mode {parsed.mode}"
+        )
+    return (parsed.metric, parsed.mode) if given else None
+
+
+def _save_model(files: Files, run: str, stored: Stored, path: Path, modules: Iterable[str]) -> None:
+    made = architecture.recall(files, run, stored.manifest.cursor.step)
+
+    from keras_distplug.compat import versions
+
+    versions.check()
+    _import(modules)
+
+    from keras_distplug.training.export import save_rebuilt
+
+    save_rebuilt(made.model, stored.manifest, stored.values, path)
+
+
+def _import(modules: Iterable[str]) -> None:
+    # A command that pip has installed does not look into the working folder.
+    sys.path.insert(0, "")
+    try:
+        for module in modules:
+            try:
+                importlib.import_module(module)
+            except ImportError as error:
+                raise ConfigurationError(
+                    f"--import {module} failed: {error}. Run the command in the folder of your "
+                    "script, or set PYTHONPATH."
+                ) from error
+    finally:
+        sys.path.remove("")

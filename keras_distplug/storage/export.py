@@ -1,0 +1,167 @@
+"""A checkpoint as one file that others read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.storage import codec, survey
+from keras_distplug.storage.files import Files
+from keras_distplug.storage.retention import Mode
+from keras_distplug.storage.store import CheckpointStore, Stored
+from keras_distplug.storage.target import written
+
+Format = Literal["keras", "weights.h5", "safetensors"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+BEST = "best"
+
+# Writes the checkpoint of a run, named by its folder, to a path: what takes a Keras model.
+SaveModel = Callable[[str, Stored, Path], None]
+
+
+@dataclass(frozen=True)
+class Export:
+    """What is asked for.
+
+    Args:
+        out: The file: a path, or a URL of a store.
+        step: A step, the name of a checkpoint, or `"best"`. Defaults to the newest.
+        best_by: For `"best"`: a metric of the logs, and `"min"` or `"max"`.
+        format: By default what `out` ends with.
+        overwrite: Whether a file of this name may be replaced.
+        storage_options: For the store of `out`, what its fsspec file system takes.
+    """
+
+    out: str
+    step: int | str | None = None
+    best_by: tuple[str, Mode] | None = None
+    format: Format | None = None
+    overwrite: bool = False
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.step, bool) or not isinstance(self.step, int | str | None):
+            raise ConfigurationError(
+                f'Expected `step` to be an integer, a checkpoint\'s name, "{BEST}" or None. '
+                f"Received: {self.step!r}"
+            )
+        if self.step == BEST and self.best_by is None:
+            raise ConfigurationError(
+                f'"{BEST}" needs to know by what: give a metric, and "min" or "max". In a script '
+                'they are those of `BackupAndRestore(keep_best=("val_loss", "min", 1))`; for the '
+                "command, --metric val_loss --mode min."
+            )
+        if self.format not in (None, *FORMATS):
+            raise ConfigurationError(
+                f"Expected `format` to be one of {', '.join(FORMATS)}. Received: {self.format!r}"
+            )
+        _ = self.chosen_format
+
+    @property
+    def chosen_format(self) -> Format:
+        if self.format is not None:
+            return self.format
+        for known in FORMATS:
+            if self.out.endswith(f".{known}"):
+                return known
+        raise ConfigurationError(
+            f"Expected a file that ends with .{', .'.join(FORMATS)}, or its `format`. Received: "
+            f"{self.out!r}"
+        )
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: the run's and the checkpoint's name, and where."""
+
+    run: str
+    checkpoint: str
+    format: Format
+    out: str
+
+
+def export(files: Files, run: str | None, asked: Export, save: SaveModel) -> Exported:
+    """Writes a checkpoint as one file, whose values are verified as they are read.
+
+    Args:
+        files: The directory that holds the runs.
+        run: The name of the run. Defaults to the one that a training goes on with.
+        asked: What to write.
+        save: Writes those formats that take a Keras model.
+
+    Raises:
+        ConfigurationError: If that cannot be done as asked.
+        NoCheckpointError: If there is no such checkpoint.
+        CorruptCheckpointError: If it is damaged. There is no new file then.
+        CheckpointError: If something cannot be read or written.
+    """
+    kind = asked.chosen_format
+    seen = survey.the_run(files, run)
+    if asked.step == BEST and asked.best_by is not None:
+        chosen = survey.choose_best(files, seen, *asked.best_by)
+    else:
+        chosen = survey.choose(files, seen, asked.step)
+    stored = CheckpointStore(files, seen.name).read(chosen.name)
+    ending = f".{kind}"
+    with written(asked.out, ending, asked.storage_options, overwrite=asked.overwrite) as path:
+        if kind == "safetensors":
+            write_safetensors(path, seen.name, stored)
+        else:
+            save(seen.name, stored, path)
+    return Exported(seen.name, chosen.name, kind, asked.out)
+
+
+def write_safetensors(path: Path, run: str, stored: Stored) -> None:
+    """Writes the model's variables, without the optimizer's, one after the other.
+
+    The file's metadata says where they are from, and the types that safetensors does not have,
+    whose bytes are there as they are.
+    """
+    specs = [each for each in stored.manifest.variables if each.key.startswith("model/")]
+    pieces = codec.share(specs, 0, 1)
+    head = codec.header(pieces, _metadata(run, stored))
+    places, offset = {}, len(head)
+    for piece in pieces:
+        places[piece.name] = offset
+        offset += piece.bytes
+    with open(path, "xb", buffering=0) as file:
+        file.write(head)
+        # In the order in which they come, which need not be the file's.
+        for key, value in stored.values():
+            if key in places:
+                data = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+                _write_at(file.fileno(), data, places[key])
+        file.truncate(offset)
+
+
+def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(descriptor, data, offset)
+        data, offset = data[count:], offset + count
+
+
+def _metadata(run: str, stored: Stored) -> dict[str, str]:
+    manifest = stored.manifest
+    raw = {
+        each.key: each.dtype
+        for each in manifest.variables
+        if each.key.startswith("model/") and not codec.is_known(each.dtype)
+    }
+    return {
+        "format": "keras_distplug",
+        "run": run,
+        "checkpoint": stored.name,
+        "step": str(manifest.cursor.step),
+        "epoch": str(manifest.cursor.epoch),
+        "batch": str(manifest.cursor.batch),
+        "created_utc": manifest.created_utc,
+        "metrics": json.dumps(dict(manifest.metrics)),
+        **({"raw_dtypes": json.dumps(raw)} if raw else {}),
+    }

@@ -1,0 +1,303 @@
+"""What a directory holds, told without changing anything in it.
+
+A training may write to the directory meanwhile: what goes while this looks is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+from keras_distplug.core.errors import (
+    CheckpointError,
+    ConfigurationError,
+    CorruptCheckpointError,
+    NoCheckpointError,
+)
+from keras_distplug.core.manifest import Manifest
+from keras_distplug.storage import layout, runs
+from keras_distplug.storage.files import Files
+from keras_distplug.storage.layout import Kind, Place
+from keras_distplug.storage.retention import Kept, Mode, rated
+from keras_distplug.storage.runs import RunRecord
+from keras_distplug.storage.store import CheckpointStore
+
+State = Literal["committed", "damaged", "unreadable", "cut off", "unfinished"]
+KINDS: tuple[Kind, ...] = ("step", "final")
+
+
+class Depth(IntEnum):
+    """How far checkpoints are looked into."""
+
+    MANIFESTS = 0
+    SIZES = 1
+    BYTES = 2
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A checkpoint, or what is there of one.
+
+    Args:
+        place: Where it stands.
+        state: `"committed"`; `"damaged"`; `"unreadable"` for one that another release wrote, or
+            that the storage does not give; `"cut off"` for a save that never came to its end; or
+            `"unfinished"` if no newer one is committed, so that it may be under way.
+        bytes: Of its arrays' files.
+        manifest: What it says of itself, if that could be read.
+        reason: What is wrong with it.
+        is_set_aside: Whether a training has found it damaged, so that none takes it any more.
+    """
+
+    place: Place
+    state: State
+    bytes: int
+    manifest: Manifest | None = None
+    reason: str | None = None
+    is_set_aside: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.place.name
+
+    @property
+    def whole(self) -> Manifest:
+        """The manifest of one that is committed."""
+        if self.manifest is None:
+            raise ValueError(f"{self.name} is {self.state}")
+        return self.manifest
+
+
+@dataclass(frozen=True)
+class SeenRun:
+    """A run.
+
+    Args:
+        name: The name of its folder.
+        record: What is known since it began, if that could be read.
+        reason: Why that could not be read; no training goes on with the run then.
+        checkpoints: All that is there, the oldest first.
+    """
+
+    name: str
+    record: RunRecord | None
+    reason: str | None
+    checkpoints: tuple[Seen, ...]
+
+    def committed(self, kind: Kind | None = None) -> list[Seen]:
+        return [
+            each
+            for each in self.checkpoints
+            if each.state == "committed" and kind in (None, each.place.kind)
+        ]
+
+
+def run_names(files: Files, only: str | None = None) -> list[str]:
+    """The names of all runs, the oldest first.
+
+    Args:
+        files: The directory.
+        only: The one that is asked for, if not all are.
+
+    Raises:
+        NoCheckpointError: If there is none.
+        CheckpointError: If the directory cannot be listed.
+    """
+    names = [name for _, name in layout.runs(files)]
+    if not names:
+        raise NoCheckpointError(
+            f"{files.where()} holds no run. Give the directory that training was given, whose "
+            "folders are run-0001 and so on."
+        )
+    if only is None:
+        return names
+    if only not in names:
+        raise NoCheckpointError(
+            f"{files.where()} holds no run {only!r}. Its runs: {', '.join(names)}."
+        )
+    return [only]
+
+
+def the_run(files: Files, name: str | None = None) -> SeenRun:
+    """The run `name`, or the one that a training goes on with.
+
+    Raises:
+        NoCheckpointError: If there is none.
+        CheckpointError: If the directory cannot be listed.
+    """
+    names = run_names(files, name)
+    return look_at(files, name or runs.newest_name(files) or names[-1])
+
+
+def look_at(files: Files, run: str, depth: Depth = Depth.MANIFESTS) -> SeenRun:
+    """What the run's folder holds.
+
+    Raises:
+        CheckpointError: If it cannot be listed.
+    """
+    record, reason = None, None
+    try:
+        record = runs.read_run(files, run).record
+    except CheckpointError as error:
+        reason = str(error)
+    return SeenRun(run, record, reason, tuple(checkpoints_of(files, run, depth)))
+
+
+def checkpoints_of(
+    files: Files, run: str, depth: Depth = Depth.MANIFESTS, step: int | str | None = None
+) -> Iterator[Seen]:
+    """The checkpoints of a run, the oldest first, each looked at when it is asked for.
+
+    Args:
+        files: The directory.
+        run: The run's folder.
+        depth: How far each is looked into.
+        step: The step or the name of those to look at. Defaults to all.
+
+    Raises:
+        CheckpointError: If the run cannot be listed.
+    """
+    places = sorted(layout.places(files, run), key=_age)
+    inside = {place: layout.names(files, f"{run}/{place.name}") for place in places}
+    newest: dict[str, Place] = {}
+    for place, names in inside.items():
+        if layout.MANIFEST in names and layout.DAMAGED not in names:
+            newest[place.kind] = place
+    store = CheckpointStore(files, run)
+    for place, names in inside.items():
+        if step not in (None, place.step, place.name):
+            continue
+        if layout.MANIFEST in names or layout.DAMAGED in names:
+            seen = _committed(files, store, place, names, depth)
+        else:
+            is_old = place.kind in newest and place < newest[place.kind]
+            size = _size(files, store.path(place.name), names)
+            seen = Seen(place, "cut off" if is_old else "unfinished", size)
+        if seen is not None:
+            yield seen
+
+
+def _committed(
+    files: Files, store: CheckpointStore, place: Place, names: Sequence[str], depth: Depth
+) -> Seen | None:
+    """One that is, or was, committed; None if it went while this looked."""
+    manifest, damage = None, None
+    state: State = "committed"
+    try:
+        manifest = store.read(place.name).manifest
+        if layout.DAMAGED not in names and depth > Depth.MANIFESTS:
+            store.verify(place.name, deep=depth is Depth.BYTES)
+    except CheckpointError as error:
+        left = layout.names(files, store.path(place.name))
+        if layout.MANIFEST in names and layout.MANIFEST not in left:
+            return None
+        state = "damaged" if isinstance(error, CorruptCheckpointError) else "unreadable"
+        damage = str(error)
+    if layout.DAMAGED in names:
+        state, damage = "damaged", _told_damage(files, store.path(place.name, layout.DAMAGED))
+    if manifest is None:
+        size = _size(files, store.path(place.name), names)
+    else:
+        size = sum(shard.bytes for shard in manifest.shards)
+    return Seen(place, state, size, manifest, damage, layout.DAMAGED in names)
+
+
+def _told_damage(files: Files, path: str) -> str:
+    try:
+        return str(json.loads(files.read(path))["reason"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{files.where(path)} says that it is, but not why: {error!r}"
+
+
+def _size(files: Files, path: str, names: Sequence[str]) -> int:
+    """The bytes below a checkpoint's folder, in which each attempt has a folder."""
+    attempts = [f"{path}/{name}" for name in names if "." not in name]
+    shards = [f"{attempt}/{name}" for attempt in attempts for name in layout.names(files, attempt)]
+    return sum(_file_size(files, shard) for shard in shards)
+
+
+def _file_size(files: Files, path: str) -> int:
+    try:
+        return files.size(path)
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise CheckpointError(
+            f"{files.where(path)} cannot be read: {error}. Check the storage and its permissions."
+        ) from error
+
+
+def taken_by(run: SeenRun) -> Mapping[str, str]:
+    """Which checkpoint of the run a `fit` takes up, by name, and with which `epochs`."""
+    if run.record is None:
+        return {}
+    newest: dict[str, Seen] = {}
+    for kind in KINDS:
+        there = [each for each in run.checkpoints if each.place.kind == kind]
+        if committed := run.committed(kind):
+            newest[kind] = committed[-1]
+        elif any(each.state in ("damaged", "unreadable") for each in there):
+            return {}  # an error, for whoever is asked to go on
+    step, final = newest.get("step"), newest.get("final")
+    if final is None or final.whole.completion is None:
+        return {step.name: "any epochs"} if step else {}
+    if step is None or step.place.step < final.place.step:
+        return {final.name: "any epochs"}
+    epochs = final.whole.completion.epochs
+    return {final.name: f"epochs <= {epochs}", step.name: f"epochs > {epochs}"}
+
+
+def choose(files: Files, run: SeenRun, step: int | str | None = None) -> Seen:
+    """The committed checkpoint that is asked for.
+
+    Args:
+        files: The directory, for errors.
+        run: The run.
+        step: A step, or a name. Defaults to the newest.
+
+    Raises:
+        NoCheckpointError: If there is none.
+        CorruptCheckpointError: If it is damaged.
+        CheckpointError: If it cannot be read.
+    """
+    asked = [each for each in run.checkpoints if step in (None, each.place.step, each.name)]
+    committed = [each for each in asked if each.state == "committed"]
+    if committed and step is None:
+        return committed[-1]
+    if committed:
+        # At the same step, the one under way: callbacks may change the model for its end.
+        return max(committed, key=lambda each: (each.place.kind == "step", each.place.number))
+    if asked and (bad := asked[-1]).reason is not None:
+        error = CorruptCheckpointError if bad.state == "damaged" else CheckpointError
+        raise error(f"{files.where(run.name)}/{bad.name} is {bad.state}: {bad.reason}")
+    there = ", ".join(each.name for each in run.committed()) or "none"
+    what = "no checkpoint" if step is None else f"no checkpoint {step!r}"
+    raise NoCheckpointError(f"{files.where(run.name)} holds {what}. Those committed: {there}.")
+
+
+def choose_best(files: Files, run: SeenRun, metric: str, mode: Mode) -> Seen:
+    """The committed checkpoint that is best by a metric of its logs; of equal ones the newest.
+
+    Raises:
+        ConfigurationError: If none has the metric.
+        NoCheckpointError: If none is committed.
+    """
+    committed = {each.name: each for each in run.committed()}
+    if not committed:
+        raise NoCheckpointError(f"{files.where(run.name)} holds no checkpoint.")
+    kept = [Kept(name, each.place.step, each.whole.metrics) for name, each in committed.items()]
+    if best := rated(kept, metric, mode)[-1:]:
+        return committed[best[0]]
+    known = sorted({name for each in committed.values() for name in each.whole.metrics})
+    raise ConfigurationError(
+        f"No checkpoint in {files.where(run.name)} has the metric {metric!r}. Metrics there: "
+        f"{', '.join(known) or 'none'}."
+    )
+
+
+def _age(place: Place) -> tuple[int, bool, int]:
+    """The end of a run is written behind the last step."""
+    return place.step, place.kind == "final", place.number
