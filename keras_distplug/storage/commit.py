@@ -260,7 +260,7 @@ def _retried(action: Callable[[], T]) -> T:
 
 def _may_pass(error: Exception) -> bool:
     # A file that exists is ours, too: its name is this attempt's, and only an answer was lost.
-    return isinstance(error, OSError)
+    return isinstance(error, OSError) and not isinstance(error, PermissionError)
 
 
 @functools.cache

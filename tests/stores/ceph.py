@@ -58,8 +58,6 @@ osd pool default pg autoscale mode = off
 osd crush chooseleaf type = 0
 mon allow pool size one = true
 rgw frontends = beast endpoint=127.0.0.1:{port}
-# What the gateway remembers of a quota, it forgets at once.
-rgw bucket quota ttl = 0
 """
 
 KEYRING = """

@@ -171,3 +171,16 @@ def gcs(folder: Path) -> Iterator[Place]:
         options = {"endpoint_url": f"http://127.0.0.1:{port}", "token": "anon", "project": "test"}
         gcsfs.GCSFileSystem(**options, skip_instance_cache=True).mkdir("bucket")
         yield Place("gs://bucket", options)
+
+
+@contextmanager
+def small_disk(folder: Path, size: int) -> Iterator[Place]:
+    """A disk of `size` bytes, in memory."""
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    mounted = subprocess.run(mount, capture_output=True, text=True, timeout=60, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no right to mount a small disk: {mounted.stderr}")
+    try:
+        yield Place(str(folder / "root"))
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=60)
