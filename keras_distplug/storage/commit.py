@@ -107,7 +107,7 @@ class Writer:
         name = self._tell(
             f"{attempt}/folder", lambda: self._store.new_place(kind, state.cursor.step).name
         )
-        self._tell(f"{attempt}/end", lambda: self._commit(state, name, attempt))
+        self._tell(f"{attempt}/end", lambda: self._commit(state, name, kind, attempt))
         try:
             self._store.clear_other_attempts(name, attempt)
             self._store.clean(kind)
@@ -128,13 +128,13 @@ class Writer:
         )
         self._hear(f"{attempt}/end")
 
-    def _commit(self, state: TrainState, name: str, attempt: str) -> None:
+    def _commit(self, state: TrainState, name: str, kind: layout.Kind, attempt: str) -> None:
         try:
             shards = self._all_shares(state, name, attempt)
             manifest = self._manifest(state, shards, attempt)
             self._publish(self._store.path(name, layout.MANIFEST), manifest.to_json().encode())
         except Exception:
-            self._forget(name, attempt)
+            self._make_room(kind)
             raise
 
     def _publish(self, path: str, text: bytes) -> None:
@@ -225,11 +225,11 @@ class Writer:
             how_built=state.how_built,
         )
 
-    def _forget(self, name: str, attempt: str) -> None:
+    def _make_room(self, kind: layout.Kind) -> None:
         try:
-            # A manifest that is there all the same may be this attempt's.
-            if not self._store.has(name, layout.MANIFEST):
-                self._store.delete(name, attempt)
+            # What killed ones have left, too: on a small disk that could keep out every save, and
+            # else it is cleaned up after one.
+            self._store.clear_cut_off(kind)
         except CheckpointError as error:
             warnings.warn(f"What is left of a checkpoint that failed stays: {error}", stacklevel=2)
 
