@@ -57,6 +57,10 @@ osd pool default pg num = 1
 osd pool default pg autoscale mode = off
 osd crush chooseleaf type = 0
 mon allow pool size one = true
+# What was deleted gives its memory back at once, and not after hours.
+rgw gc obj min wait = 1
+rgw gc processor period = 2
+rgw gc processor max time = 2
 rgw frontends = beast endpoint=127.0.0.1:{port}
 """
 

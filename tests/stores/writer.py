@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import stamina
 
+from keras_distplug.core.errors import SaveError
 from keras_distplug.core.state import Cursor, TrainState
 from keras_distplug.storage.commit import Team, Writer
 from keras_distplug.storage.files import Files, open_files
@@ -60,11 +61,16 @@ def save_on(
     steps: Iterable[int],
     said: Connection,
 ) -> None:
-    """Saves `steps`, of `size` bytes each; to `said` goes what begins, ends and is committed."""
+    """Saves `steps`, of `size` bytes each; to `said` goes what begins, ends, is
+    committed and fails; then the next one is tried, as training does."""
     stamina.set_active(False)
     files: Any = Told(open_files(url, options), said)
     writer = Writer(files, CheckpointStore(files, run), Team(0, 1, Nobody()))
     for step in steps:
         state = TrainState(Cursor(0, 0, step), arrays(step, size))
-        writer.save(state, Writer.new_attempt())
-        said.send(("saved", step))
+        try:
+            writer.save(state, Writer.new_attempt())
+        except SaveError:
+            said.send(("failed", step))
+        else:
+            said.send(("saved", step))
