@@ -107,7 +107,7 @@ class Writer:
         name = self._tell(
             f"{attempt}/folder", lambda: self._store.new_place(kind, state.cursor.step).name
         )
-        self._tell(f"{attempt}/end", lambda: self._commit(state, name, attempt))
+        self._tell(f"{attempt}/end", lambda: self._commit(state, name, kind, attempt))
         try:
             self._store.clear_other_attempts(name, attempt)
             self._store.clean(kind)
@@ -131,13 +131,13 @@ class Writer:
         )
         self._hear(f"{attempt}/end")
 
-    def _commit(self, state: TrainState, name: str, attempt: str) -> None:
+    def _commit(self, state: TrainState, name: str, kind: layout.Kind, attempt: str) -> None:
         try:
             shards = self._all_shares(state, name, attempt)
             manifest = self._manifest(state, shards, attempt)
             self._publish(self._store.path(name, layout.MANIFEST), manifest.to_json().encode())
         except Exception:
-            self._forget(name, attempt)
+            self._make_room(kind)
             raise
 
     def _publish(self, path: str, text: bytes) -> None:
@@ -231,11 +231,11 @@ class Writer:
             callbacks=state.callbacks,
         )
 
-    def _forget(self, name: str, attempt: str) -> None:
+    def _make_room(self, kind: layout.Kind) -> None:
         try:
-            # A manifest that is there all the same may be this attempt's.
-            if not self._store.has(name, layout.MANIFEST):
-                self._store.delete(name, attempt)
+            # What killed ones have left, too: on a small disk that could keep out every save, and
+            # else it is cleaned up after one.
+            self._store.clear_cut_off(kind)
         except CheckpointError as error:
             warnings.warn(f"What is left of a checkpoint that failed stays: {error}", stacklevel=2)
 
@@ -280,7 +280,7 @@ def _retried(action: Callable[[], T]) -> T:
 
 def _may_pass(error: Exception) -> bool:
     # A file that exists is ours, too: its name is this attempt's, and only an answer was lost.
-    return isinstance(error, OSError)
+    return isinstance(error, OSError) and not isinstance(error, PermissionError)
 
 
 @functools.cache

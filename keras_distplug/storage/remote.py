@@ -13,6 +13,7 @@ import functools
 import io
 import os
 import posixpath
+import re
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,6 +31,9 @@ from keras_distplug.storage.files import Traits
 
 REQUEST_TIMEOUT_S = 120.0
 _ANSWERS = (FileNotFoundError, FileExistsError, NotADirectoryError)  # more tries change nothing
+_REFUSALS = (401, 403)
+# Refusals that may pass: of a token that is about to be renewed, and of a clock that is being set.
+_PASSING_REFUSALS = ("ExpiredToken", "RequestTimeTooSkewed")
 _SECRET = ("key", "secret", "token", "password", "passphrase", "credential", "connection_string")
 _NO_ANSWER = "no answer within {:g} s"
 T = TypeVar("T")
@@ -108,6 +112,20 @@ class ObjectStore:
         fs.rm(path, recursive=True)
 
 
+@dataclass(frozen=True)
+class AzureStore(ObjectStore):
+    """Azure's Blob Storage, and what is like it."""
+
+    def connect(self, url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+        fs, path = super().connect(url, options)
+        # The SDK asks again by itself, after 15 seconds and more, and no option of adlfs changes
+        # that: whoever asks here again does so sooner, and knows when to end.
+        client = getattr(fs.service_client, "_config", None)
+        if policy := getattr(client, "retry_policy", None):
+            policy.total_retries = 0
+        return fs, path
+
+
 class Sftp:
     """A server that is reached through SSH."""
 
@@ -182,7 +200,7 @@ _S3 = Known(
     "s3",
 )
 _GCS = Known(ObjectStore(), "gcs")
-_AZURE = Known(ObjectStore(copies=False), "azure")
+_AZURE = Known(AzureStore(copies=False), "azure")
 _SFTP = Known(Sftp(), "sftp")
 KNOWN: Mapping[str, Known] = {
     **{"memory": Known(ObjectStore(), None), "s3": _S3, "s3a": _S3, "gs": _GCS, "gcs": _GCS},
@@ -244,7 +262,11 @@ class RemoteFiles:
 
     def create(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
         data = b"".join(parts)
-        self._ask(path, lambda fs, full: self._known.store.create(fs, full, data))
+        try:
+            self._ask(path, lambda fs, full: self._known.store.create(fs, full, data))
+        except FileNotFoundError as error:
+            text = f"{self.where()}: there is no such bucket or folder, or no right to make it"
+            raise FileNotFoundError(errno.ENOENT, text) from error
 
     def put(self, source: Path, path: str, *, overwrite: bool) -> None:
         """Makes a file that holds what the local file `source` does, however large it is.
@@ -361,12 +383,13 @@ class RemoteFiles:
     def _told(self, error: Exception) -> OSError:
         if isinstance(error, fsspec.exceptions.FSTimeoutError):
             return TimeoutError(_NO_ANSWER.format(self._timeout_s))
-        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        # s3fs hands on the message that a store gave, and Ceph gives none: only the code.
+        said = error.__cause__ if error.__cause__ and str(error) in ("", "None") else error
+        text = f"{type(error).__name__}: {said}" if str(said) else type(error).__name__
         for secret in self._secrets:
             text = text.replace(secret, "***")
-        number = error.errno if isinstance(error, OSError) else None
-        told: OSError = TimeoutError(text) if isinstance(error, TimeoutError) else OSError(text)
-        told.errno = number
+        told = _kind_of(error)(text)
+        told.errno = error.errno if isinstance(error, OSError) else None
         return told
 
 
@@ -416,7 +439,25 @@ def _within(timeout_s: float, action: Callable[[], T], left_behind: threading.Ev
 
 
 def _may_pass(error: Exception) -> bool:
-    return isinstance(error, OSError) and not isinstance(error, _ANSWERS)
+    return isinstance(error, OSError) and not isinstance(error, (*_ANSWERS, PermissionError))
+
+
+def _kind_of(error: Exception) -> type[OSError]:
+    if isinstance(error, TimeoutError):
+        return TimeoutError
+    # Each store's library says it in its own way, often in the error that was the cause.
+    causes = [error, error.__cause__] if error.__cause__ else [error]
+    if any(word in str(each) for each in causes for word in _PASSING_REFUSALS):
+        return OSError
+    is_refused = any(
+        isinstance(each, PermissionError) or _status_of(each) in _REFUSALS for each in causes
+    )
+    return PermissionError if is_refused else OSError
+
+
+def _status_of(error: BaseException) -> object:
+    """The HTTP status that `error` is about, as adlfs or gcsfs tell it."""
+    return getattr(error, "status_code", None) or getattr(error, "code", None)
 
 
 def _secrets_in(options: Mapping[str, Any]) -> Iterator[str]:
@@ -425,6 +466,8 @@ def _secrets_in(options: Mapping[str, Any]) -> Iterator[str]:
             yield from _secrets_in(value)
         elif isinstance(value, str) and value and any(word in name.lower() for word in _SECRET):
             yield value
+            # Those in Azure's connection strings.
+            yield from re.findall(r"(?:AccountKey|SharedAccessSignature)=([^;]+)", value)
 
 
 def _password_in(url: str) -> Iterator[str]:

@@ -189,6 +189,28 @@ class CheckpointStore:
             if file not in (attempt, layout.MANIFEST, layout.DAMAGED):
                 self.delete(name, file)
 
+    def clear_cut_off(self, kind: Kind) -> None:
+        """Deletes what saves of `kind` have left that did not come to their end, be it of writing
+        or of cleaning.
+
+        Raises:
+            CheckpointError: As `clean` does.
+        """
+        is_committed = False
+        for name in self._names(kind):
+            # A manifest that is there all the same may be that of the save that is thought to have
+            # failed.
+            inside = layout.names(self._files, self.path(name))
+            if layout.DAMAGED in inside:
+                continue
+            if layout.MANIFEST in inside:
+                self.clear_other_attempts(name, self._manifest(name).nonce)
+                is_committed = True
+            else:
+                self.delete(name)
+        if is_committed:
+            self.clean(kind)
+
     def delete(self, name: str, file: str = "") -> None:
         path = self.path(name, file)
         try:

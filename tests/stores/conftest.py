@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -7,7 +8,11 @@ from pathlib import Path
 
 import pytest
 from stores import servers
+from stores.ceph import ceph
 from stores.servers import Place
+
+# gcsfs, when it is imported, decides to ask what kind of bucket it has, which no emulator says.
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
 
 @contextmanager
@@ -20,7 +25,15 @@ def local(folder: Path) -> Iterator[Place]:
     yield Place(str(folder / "root"))
 
 
-STORES = {"local": local, "memory": memory, "moto": servers.moto, "sftp": servers.sftp}
+STORES = {
+    "local": local,
+    "memory": memory,
+    "moto": servers.moto,
+    "ceph": ceph,
+    "azurite": servers.azurite,
+    "gcs": servers.gcs,
+    "sftp": servers.sftp,
+}
 
 
 class Started:

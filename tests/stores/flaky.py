@@ -9,7 +9,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Harm = Literal["status", "reset_request", "reset_reply", "stall", "lost_reply"]
@@ -58,7 +58,7 @@ class Proxy:
         self._serving: set[asyncio.Task[None] | None] = set()  # asyncio keeps none alive
 
     def harm(self, rule: Rule) -> None:
-        self._rules.append(rule)
+        self._rules.append(replace(rule))  # it counts down
 
     def mend(self) -> None:
         self._rules.clear()

@@ -22,6 +22,10 @@ import pytest
 from support.cluster import free_ports
 
 START_TIMEOUT_S = 60
+# Public: https://learn.microsoft.com/azure/storage/common/storage-use-azurite
+AZURITE_KEY = (
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+)
 HOW = "Run pip install 'keras-distplug[test-stores]'."
 
 
@@ -51,15 +55,17 @@ def missing(what: str, how: str) -> None:
 
 
 @contextmanager
-def running(command: list[str], port: int, log: Path) -> Iterator[None]:
-    """A server, from the moment at which it listens."""
+def running(command: list[str], port: int | None, log: Path) -> Iterator[None]:
+    """A server, from the moment at which it listens; at once where it listens to nothing."""
+    # It ends with the tests, also if these are killed.
+    command = ["setpriv", "--pdeathsig", "KILL", *command]
     with log.open("wb") as output:
         server = subprocess.Popen(
             command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True
         )
     try:
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not listens(port):
+        while port is not None and not listens(port):
             assert server.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.02)
@@ -121,3 +127,60 @@ def sftp(folder: Path) -> Iterator[Place]:
     with running(command, port, folder / "sshd.log"):
         options = {"username": getpass.getuser(), "key_filename": str(folder / "user")}
         yield Place(f"sftp://127.0.0.1:{port}{folder}/root", options)
+
+
+@contextmanager
+def azurite(folder: Path) -> Iterator[Place]:
+    """Azure's Blob Storage, as Azurite has it."""
+    if not importlib.util.find_spec("adlfs"):
+        missing("adlfs", HOW)
+    program = shutil.which("azurite-blob")
+    if program is None:
+        missing("azurite-blob", "Run npm install --global azurite.")
+    assert program is not None
+    [port] = free_ports(1)
+    where = ["--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", str(folder)]
+    command = [program, *where, "--silent", "--skipApiVersionCheck", "--disableTelemetry"]
+    with running(command, port, folder / "azurite.log"):
+        # Every Azurite knows this account, and that is its key.
+        account = {
+            "DefaultEndpointsProtocol": "http",
+            "AccountName": "devstoreaccount1",
+            "AccountKey": AZURITE_KEY,
+            "BlobEndpoint": f"http://127.0.0.1:{port}/devstoreaccount1",
+        }
+        options = {"connection_string": ";".join(f"{k}={v}" for k, v in account.items())}
+        import adlfs
+
+        adlfs.AzureBlobFileSystem(**options, skip_instance_cache=True).mkdir("container")
+        yield Place("az://container", options)
+
+
+@contextmanager
+def gcs(folder: Path) -> Iterator[Place]:
+    """What gcp-storage-emulator has of Google's: it takes half an upload for a file, and overwrites
+    what should only be created. So it says nothing about what a kill leaves, or two writers."""
+    if not (importlib.util.find_spec("gcsfs") and importlib.util.find_spec("gcp_storage_emulator")):
+        missing("gcsfs, or gcp-storage-emulator,", HOW)
+    [port] = free_ports(1)
+    where = ["--host", "127.0.0.1", "--port", str(port), "--in-memory"]
+    command = [sys.executable, "-m", "gcp_storage_emulator", "start", *where]
+    with running(command, port, folder / "gcs.log"):
+        import gcsfs
+
+        options = {"endpoint_url": f"http://127.0.0.1:{port}", "token": "anon", "project": "test"}
+        gcsfs.GCSFileSystem(**options, skip_instance_cache=True).mkdir("bucket")
+        yield Place("gs://bucket", options)
+
+
+@contextmanager
+def small_disk(folder: Path, size: int) -> Iterator[Place]:
+    """A disk of `size` bytes, in memory."""
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    mounted = subprocess.run(mount, capture_output=True, text=True, timeout=60, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no right to mount a small disk: {mounted.stderr}")
+    try:
+        yield Place(str(folder / "root"))
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=60)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import os
+import re
+import tempfile
 import threading
+import traceback
 import uuid
-from collections.abc import Iterator, Mapping
-from typing import Any
-from urllib.parse import urlsplit
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 import stamina
+from stores.ceph import FULL_BUCKET, FULL_BYTES, FULL_KEYS
 from stores.conftest import Started
 from stores.flaky import Proxy, Rule, in_front_of
-from stores.servers import Place
+from stores.servers import AZURITE_KEY, Place, small_disk
+from stores.writer import Nobody
 
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, SaveError
 from keras_distplug.core.state import Cursor, TrainState
@@ -25,7 +33,8 @@ from keras_distplug.storage.store import CheckpointStore
 
 pytestmark = [pytest.mark.stores, pytest.mark.timeout(300)]
 
-SECRET = "test-secret-of-s3"
+T = TypeVar("T")
+SECRETS = ("test-secret-of-s3", AZURITE_KEY)
 
 
 @pytest.fixture(autouse=True)
@@ -35,19 +44,18 @@ def tried_again_at_once() -> Iterator[None]:
     stamina.set_testing(False)
 
 
-@pytest.fixture
-def s3(stores: Started) -> Iterator[tuple[Place, Proxy]]:
-    place = stores["moto"]
-    port = urlsplit(place.options["endpoint_url"]).port
-    assert port is not None
-    with in_front_of(port) as proxy:
-        # What botocore and s3fs try again by themselves is not what is tested.
-        options = {
-            **place.options,
-            "endpoint_url": f"http://127.0.0.1:{proxy.port}",
-            "config_kwargs": {"retries": {"max_attempts": 0}},
-        }
-        yield Place(place.url, options), proxy
+@pytest.fixture(params=["moto", "azurite"])
+def flaky(request: pytest.FixtureRequest, stores: Started) -> Iterator[tuple[Place, Proxy]]:
+    """A store, and what stands in front of it."""
+    place = stores[request.param]
+    options = json.dumps(dict(place.options))
+    [port] = re.findall(r"127\.0\.0\.1:(\d+)", options)
+    with in_front_of(int(port)) as proxy:
+        through = json.loads(options.replace(f"127.0.0.1:{port}", f"127.0.0.1:{proxy.port}"))
+        if request.param == "moto":
+            # What botocore and s3fs try again by themselves is not what is tested.
+            through["config_kwargs"] = {"retries": {"max_attempts": 0}}
+        yield Place(place.url, through), proxy
 
 
 def state(step: int) -> TrainState:
@@ -58,11 +66,13 @@ def state(step: int) -> TrainState:
 class Run:
     """A run of one process in a store."""
 
-    def __init__(self, place: Place, timeout_s: float = 60) -> None:
-        self.files: Files = RemoteFiles(place.url, place.options, timeout_s)
-        name = runs.begin_run(self.files, job=None, seed=0).name
-        self.store = CheckpointStore(self.files, name)
-        self.writer = Writer(self.files, self.store, Team(0, 1, _Nobody()))
+    def __init__(self, place: Place, timeout_s: float = 60, begun: Run | None = None) -> None:
+        self.files: Files = open_files(place.url, place.options)
+        if isinstance(self.files, RemoteFiles):
+            self.files = RemoteFiles(place.url, place.options, timeout_s)
+        self.name = begun.name if begun else runs.begin_run(self.files, job=None, seed=0).name
+        self.store = CheckpointStore(self.files, self.name)
+        self.writer = Writer(self.files, self.store, Team(0, 1, Nobody()))
 
     def save(self, step: int) -> None:
         self.writer.save(state(step), Writer.new_attempt())
@@ -75,14 +85,6 @@ class Run:
         return stored.manifest.cursor.step == step and all(
             np.array_equal(value, state(step).arrays[key]) for key, value in stored.values()
         )
-
-
-class _Nobody:
-    def tell(self, topic: str, text: str) -> None:
-        return
-
-    def hear(self, topic: str, timeout_s: float) -> str:
-        raise AssertionError(topic)
 
 
 @pytest.mark.parametrize(
@@ -98,9 +100,9 @@ class _Nobody:
     ],
     ids=lambda rule: f"{rule.harm}-{rule.method}-{rule.path}-{rule.code}",
 )
-def test_harm_that_passes(s3: tuple[Place, Proxy], rule: Rule) -> None:
+def test_harm_that_passes(flaky: tuple[Place, Proxy], rule: Rule) -> None:
     """A save gets through what passes, and the checkpoint is whole."""
-    place, proxy = s3
+    place, proxy = flaky
     run = Run(place)
     run.save(1)
     before = proxy.harmed
@@ -120,9 +122,9 @@ def test_harm_that_passes(s3: tuple[Place, Proxy], rule: Rule) -> None:
     ],
     ids=lambda rule: f"{rule.harm}-{rule.after_bytes}",
 )
-def test_harm_to_reading(s3: tuple[Place, Proxy], rule: Rule) -> None:
+def test_harm_to_reading(flaky: tuple[Place, Proxy], rule: Rule) -> None:
     """What breaks off in the middle is read again."""
-    place, proxy = s3
+    place, proxy = flaky
     run = Run(place)
     run.save(1)
     proxy.harm(rule)
@@ -141,16 +143,16 @@ def test_harm_to_reading(s3: tuple[Place, Proxy], rule: Rule) -> None:
     ],
     ids=lambda rule: f"{rule.harm}-{rule.path}-{rule.code}",
 )
-def test_harm_that_stays(s3: tuple[Place, Proxy], rule: Rule) -> None:
+def test_harm_that_stays(flaky: tuple[Place, Proxy], rule: Rule) -> None:
     """A save that cannot succeed is one error of ours, which names the store; the checkpoint before
     is untouched, and the next save works once the store does."""
-    place, proxy = s3
+    place, proxy = flaky
     run = Run(place, timeout_s=5 if rule.harm == "stall" else 60)
     run.save(1)
     proxy.harm(rule)
     with pytest.raises(SaveError, match=rf"step 2 could not be written to {place.url}") as raised:
         run.save(2)
-    assert SECRET not in str(raised.value)
+    assert not any(secret in str(raised.value) for secret in SECRETS)
     assert proxy.harmed
     proxy.mend()
     assert run.holds(1)
@@ -158,9 +160,9 @@ def test_harm_that_stays(s3: tuple[Place, Proxy], rule: Rule) -> None:
     assert run.holds(3)
 
 
-def test_stall_of_reading(s3: tuple[Place, Proxy]) -> None:
+def test_stall_of_reading(flaky: tuple[Place, Proxy]) -> None:
     """A store that does not answer is an error, and no damage: nothing is set aside."""
-    place, proxy = s3
+    place, proxy = flaky
     run = Run(place, timeout_s=5)
     run.save(1)
     stamina.set_testing(True, attempts=1)
@@ -200,7 +202,7 @@ def test_damage(place: Place, harm: str, file: str) -> None:
     files = open_files(place.url, place.options)
     name = runs.begin_run(files, job=None, seed=0).name
     store = CheckpointStore(files, name)
-    writer = Writer(files, store, Team(0, 1, _Nobody()))
+    writer = Writer(files, store, Team(0, 1, Nobody()))
     for step in (1, 2):
         writer.save(state(step), Writer.new_attempt())
     [shard] = store.read("step-00000002").manifest.shards
@@ -228,11 +230,146 @@ def test_damage(place: Place, harm: str, file: str) -> None:
     assert dict(newest.values()).keys() == state(1).arrays.keys()
 
 
-def test_missing_bucket(stores: Started) -> None:
+@pytest.mark.parametrize("store", ["moto", "ceph", "azurite"])
+def test_missing_bucket(store: str, stores: Started) -> None:
     """A bucket that is not there is said when the run is begun."""
-    files = open_files("s3://no-such-bucket/a", stores["moto"].options)
-    with pytest.raises(SaveError, match=r"s3://no-such-bucket/a.*NoSuchBucket|bucket"):
+    scheme = stores[store].url.partition("://")[0]
+    files = open_files(f"{scheme}://no-such-bucket/a", stores[store].options)
+    with pytest.raises(SaveError, match=r"://no-such-bucket/a.*(no such bucket|does not exist)"):
         runs.begin_run(files, job=None, seed=0)
+
+
+OTHER_KEY = base64.b64encode(bytes(64)).decode()
+
+
+@pytest.mark.parametrize(
+    ("store", "right", "wrong"),
+    [
+        ("ceph", "test-secret-of-s3", "another-secret"),
+        ("ceph", "test-key", "another-key"),
+        ("azurite", AZURITE_KEY, OTHER_KEY),
+    ],
+    ids=["ceph-secret", "ceph-key", "azurite-key"],
+)
+def test_wrong_credentials(
+    store: str, right: str, wrong: str, stores: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is refused is told so, and asks no second time."""
+    place = stores[store]
+    run = Run(place)
+    run.save(1)
+    options = json.loads(json.dumps(dict(place.options)).replace(right, wrong))
+    refused = Run(Place(place.url, options), begun=run)
+    asked, ask = [], RemoteFiles._ask
+
+    def counted(*arguments: Any) -> Any:
+        asked.append(arguments[1])
+        return ask(*arguments)
+
+    monkeypatch.setattr(RemoteFiles, "_ask", counted)
+    with pytest.raises(
+        SaveError, match=rf"step 2 .* written to {place.url}.*PermissionError|Http"
+    ) as raised:
+        refused.save(2)
+    assert not any(secret in str(raised.value) for secret in (*SECRETS, wrong))
+    with pytest.raises(
+        CheckpointError, match=rf"{place.url}.*(Forbidden|Signature|AccessKey|authent)"
+    ):
+        runs.newest_run(refused.files)
+    with pytest.raises(PermissionError):
+        refused.files.create("a", [b""])
+    assert asked == [run.name, "", "a"]
+    assert run.holds(1)
+
+
+def test_token_that_is_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal that may pass is no end."""
+    files = RemoteFiles(f"memory://{uuid.uuid4().hex}", {})
+    files.create("a", [b"here"])
+    refusals = [PermissionError("An error occurred (ExpiredToken): it has expired")] * 2
+    monkeypatch.setattr(
+        remote.ObjectStore, "read", refused_first(refusals, remote.ObjectStore.read)
+    )
+    buffer = bytearray(4)
+    assert files.read_into("a", 0, memoryview(buffer)) == 4
+    assert buffer == b"here"
+    assert not refusals
+
+
+def refused_first(refusals: list[PermissionError], action: Callable[..., T]) -> Callable[..., T]:
+    def refuse(*arguments: Any) -> T:
+        if refusals:
+            raise refusals.pop()
+        return action(*arguments)
+
+    return refuse
+
+
+def as_nobody(action: Callable[[], None]) -> int:
+    """How a process of a user without rights ends that runs `action`: 0 if that returns."""
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        os.setuid(65534)
+        action()
+        os._exit(0)
+    except BaseException:  # noqa: BLE001 (told, then it is over)
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def require_room_made(run: Run, leftover: str, size: int) -> None:
+    """What a killed writer has left keeps out one save, and no second one; a checkpoint that is
+    there stays."""
+    run.save(1)
+    run.files.create(f"{run.name}/{leftover}/killed/rank-0-1.safetensors", [bytes(size)])
+    where = re.escape(run.store.where())
+    with pytest.raises(SaveError, match=rf"step 2 .* {where}.*(QuotaExceeded|No space left)"):
+        run.save(2)
+    assert run.holds(1)
+    run.save(2)
+    assert run.holds(2)
+    left = [run.files.names(f"{run.name}/step-0000000{step}") for step in (1, 2)]
+    assert [len(names) for names in left] == [2, 2]
+
+
+LEFTOVERS = ["step-00000001", "step-00000002"]
+
+
+@pytest.mark.parametrize("leftover", LEFTOVERS)
+def test_quota(leftover: str, stores: Started) -> None:
+    """Who has no room left is told so, keeps what is there, and gets rid of what does not count."""
+    place = stores["ceph"]
+    own = Place(f"s3://{FULL_BUCKET}/{uuid.uuid4().hex}", {**place.options, **FULL_KEYS})
+    run = Run(own)
+    require_room_made(run, leftover, FULL_BYTES // 2)
+    run.files.delete(run.name)
+
+
+@pytest.mark.parametrize("leftover", LEFTOVERS)
+def test_small_disk(leftover: str, tmp_path: Path) -> None:
+    """The same on a disk."""
+    with small_disk(tmp_path, FULL_BYTES + 2**18) as place:
+        require_room_made(Run(place), leftover, FULL_BYTES // 2)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else for a while")
+def test_no_right() -> None:
+    """Who may not write a folder is told so, and may read what is there."""
+    with tempfile.TemporaryDirectory() as folder:  # those of pytest are nobody else's
+        os.chmod(folder, 0o755)
+        run = Run(Place(folder))
+        run.save(1)
+
+        def refused() -> None:
+            with pytest.raises(SaveError, match=rf"step 2 .* to {folder}/.*Permission denied"):
+                run.save(2)
+            assert run.holds(1)
+
+        assert as_nobody(refused) == 0
+        run.save(2)
+        assert run.holds(2)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,184 @@
+"""What a save to S3 costs, beside the plainest ways of sending the same bytes.
+
+    python benchmarks/stores.py --url s3://bucket/folder --storage-options '{"key": ...}'
+        [--size 1000] [--rounds 5] [--json FILE]
+
+`cd tests && python -m stores.ceph` starts a real store on this machine, and prints both options.
+
+Three ways, each in a process of its own for every round, interleaved, with medians:
+
+- save: one process writes a checkpoint, hashes and commits it (`storage.commit.Writer`);
+- curl: one PUT of a file that holds the same bytes, to a presigned URL;
+- fsspec: `put` of that file, as fsspec's file system does it by default.
+
+Memory is the most that a process held while it sent, over what it held before: for a save the state
+is there before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from keras_distplug.core.state import Cursor, TrainState
+from keras_distplug.storage.commit import Team, Writer
+from keras_distplug.storage.files import open_files
+from keras_distplug.storage.runs import begin_run
+from keras_distplug.storage.store import CheckpointStore
+
+MB = 10**6
+ARRAYS = 40
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What one way took in one round."""
+
+    seconds: float
+    memory_mb: float
+
+
+class Nobody:
+    """Whom a writer tells that is alone."""
+
+    def tell(self, topic: str, text: str) -> None:
+        return
+
+    def hear(self, topic: str, timeout_s: float) -> str:
+        raise AssertionError(topic)
+
+
+def memory_mb(field: str) -> float:
+    """Of this process: `VmRSS` is what it holds, `VmHWM` the most that it has held."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if field in line]
+    return int(line.split()[1]) * 1024 / MB
+
+
+def measured(action: Callable[[], object]) -> Taken:
+    Path("/proc/self/clear_refs").write_text("5")  # the most begins anew
+    before_mb, begin = memory_mb("VmRSS"), time.perf_counter()
+    action()
+    return Taken(time.perf_counter() - begin, memory_mb("VmHWM") - before_mb)
+
+
+def arrays(size_mb: float) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {
+        f"w{i}": rng.random(round(size_mb * MB / 4 / ARRAYS), np.float32) for i in range(ARRAYS)
+    }
+
+
+def save(url: str, options: Mapping[str, Any], size_mb: float, file: Path) -> Taken:
+    state = TrainState(Cursor(0, 0, 1), arrays(size_mb))
+    files = open_files(url, options)
+    run = begin_run(files, job=None, seed=0).name  # connects, too
+    writer = Writer(files, CheckpointStore(files, run), Team(0, 1, Nobody()))
+    return measured(lambda: writer.save(state, writer.new_attempt()))
+
+
+def put(url: str, options: Mapping[str, Any], size_mb: float, file: Path) -> Taken:
+    fs, path = fsspec.url_to_fs(url, **options)
+    fs.pipe_file(f"{path}/small", b"")  # connects
+    return measured(lambda: fs.put(str(file), f"{path}/large"))
+
+
+def curl(url: str, options: Mapping[str, Any], size_mb: float, file: Path) -> Taken:
+    fs, path = fsspec.url_to_fs(url, **options)
+    target = fs.sign(f"{path}/large", client_method="put_object")
+    command = ["curl", "--silent", "--show-error", "--fail", "--upload-file", str(file), target]
+    return measured(lambda: subprocess.run(command, check=True))
+
+
+WAYS = {"save": save, "curl": curl, "fsspec put": put}
+
+
+def measure(
+    url: str, options: Mapping[str, Any], size_mb: float, rounds: int, file: Path
+) -> dict[str, list[Taken]]:
+    taken: dict[str, list[Taken]] = {way: [] for way in WAYS}
+    for number in range(rounds):
+        names = list(WAYS)
+        for name in names if number % 2 else reversed(names):
+            place = f"{url.rstrip('/')}/{uuid.uuid4().hex}"
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+                job = process.submit(WAYS[name], place, options, size_mb, file)
+                taken[name].append(job.result())
+            fs, path = fsspec.url_to_fs(place, **options)
+            fs.invalidate_cache()
+            fs.rm(path, recursive=True)
+    return taken
+
+
+def table_of(taken: Mapping[str, list[Taken]], size_mb: float) -> Table:
+    table = Table(title=f"{size_mb:.0f} MB to S3, {len(taken['save'])} rounds")
+    for heading in ("", "MB/s", "least to most", "save's share of it", "memory"):
+        table.add_column(heading)
+    medians = {
+        way: statistics.median(each.seconds for each in found) for way, found in taken.items()
+    }
+    for way, found in taken.items():
+        speeds = sorted(size_mb / each.seconds for each in found)
+        table.add_row(
+            way,
+            f"{size_mb / medians[way]:.0f}",
+            f"{speeds[0]:.0f} to {speeds[-1]:.0f}",
+            f"{medians[way] / medians['save']:.2f}",
+            "" if way == "curl" else f"{max(each.memory_mb for each in found):.0f} MB",
+        )
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--url", help="a folder in S3; what is measured is deleted")
+    parser.add_argument("--storage-options", type=json.loads, default={}, help="JSON")
+    parser.add_argument("--size", type=float, default=1000, help="MB of state")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="where to write the numbers")
+    arguments = parser.parse_args()
+    if not arguments.url:
+        parser.error("--url is missing; `cd tests && python -m stores.ceph` starts a store")
+    if not shutil.which("curl"):
+        parser.error("curl is missing")
+    load_before = os.getloadavg()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "large"
+        with file.open("wb") as content:
+            for array in arrays(arguments.size).values():
+                content.write(array.data)
+        taken = measure(
+            arguments.url, arguments.storage_options, arguments.size, arguments.rounds, file
+        )
+    table = table_of(taken, arguments.size)
+    table.caption = (
+        f"load of the machine {load_before[0]:.1f} before, {os.getloadavg()[0]:.1f} after"
+    )
+    Console(width=120).print(table)
+    machine = {"cores": os.cpu_count(), "python": platform.python_version(), "load": load_before}
+    print(json.dumps(machine))
+    if arguments.json:
+        found = {way: [vars(each) for each in rounds] for way, rounds in taken.items()}
+        arguments.json.write_text(json.dumps({"machine": machine, "found": found}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

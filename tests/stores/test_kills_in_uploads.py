@@ -1,0 +1,165 @@
+"""Writers that are killed at random moments of an upload, in each kind of store."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import signal
+import statistics
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from stores import writer
+from stores.conftest import Started
+from stores.servers import Place, small_disk
+
+from keras_distplug.storage import runs
+from keras_distplug.storage.files import Files, open_files
+from keras_distplug.storage.store import CheckpointStore
+
+pytestmark = [pytest.mark.stores, pytest.mark.timeout(300)]
+
+KILLS = 50
+ANSWER_TIMEOUT_S = 60
+MB = 10**6
+# Bytes of a checkpoint: few enough that a save takes a few tenths of a second.
+SIZES = {"ceph": 20 * MB, "azurite": 20 * MB, "sftp": 10 * MB, "small disk": 20 * MB}
+DISK_BYTES = 5 * SIZES["small disk"]  # the two that stay, the next one, and two that were cut off
+# One process loads what the stores need, and has all writers as its children.
+NURSERY = multiprocessing.get_context("forkserver")
+NURSERY.set_forkserver_preload(
+    ["stores.writer", "keras_distplug.storage.remote", "s3fs", "adlfs", "paramiko"]
+)
+
+
+class Child:
+    """A writer in a process of its own, and what is known of it.
+
+    Attributes:
+        saved: The steps that it said are committed.
+        sent_s: How long the values of each were on their way.
+        sending: How many files of values it has begun and not ended.
+    """
+
+    def __init__(self, place: Place, run: str, size: int, steps: Iterable[int]) -> None:
+        self._said, told = NURSERY.Pipe(duplex=False)
+        arguments = (place.url, dict(place.options), run, size, steps, told)
+        self._process = NURSERY.Process(target=writer.save_on, args=arguments, daemon=True)
+        self._process.start()
+        told.close()
+        self.saved: list[int] = []
+        self.sent_s: list[float] = []
+        self.sending = 0
+
+    def hear(self) -> None:
+        assert self._said.poll(ANSWER_TIMEOUT_S)
+        what, value = self._said.recv()
+        if what == "saved":
+            self.saved.append(value)
+        elif what == "failed":
+            self.sending = 0
+        elif what == "begin" and value == "values":
+            self.sending += 1
+            self._begin_s = time.monotonic()
+        elif what == "end" and value == "values":
+            self.sending -= 1
+            self.sent_s.append(time.monotonic() - self._begin_s)
+
+    def hear_out(self) -> None:
+        while True:
+            try:
+                self.hear()
+            except EOFError:
+                return
+
+    def end(self) -> int:
+        """How it ended, which had no choice."""
+        self._process.kill()
+        self._process.join(ANSWER_TIMEOUT_S)
+        assert self._process.exitcode is not None
+        return self._process.exitcode
+
+
+def newest_step(files: Files, size: int) -> int:
+    """The step of the newest checkpoint, as one finds and reads it to its last bit who was not
+    there."""
+    run = runs.newest_run(files)
+    assert run is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is set aside
+        stored = CheckpointStore(files, run.name).newest("step")
+    assert stored is not None
+    step = stored.manifest.cursor.step
+    [(key, value)] = stored.values()
+    assert np.array_equal(value, writer.arrays(step, size)[key])
+    return step
+
+
+def tree(files: Files, folder: str) -> set[str]:
+    """All files below `folder`."""
+    inside = {f"{folder}/{name}" for name in files.names(folder)}
+    return set().union(*(tree(files, path) or {path} for path in inside))
+
+
+@pytest.fixture
+def kept(
+    request: pytest.FixtureRequest, stores: Started, tmp_path: Path
+) -> Iterator[tuple[Place, int]]:
+    """Where to save, and how much."""
+    size = SIZES[request.param]
+    if request.param == "small disk":
+        with small_disk(tmp_path, DISK_BYTES) as place:
+            yield place, size
+    else:
+        yield stores[request.param], size
+
+
+@pytest.mark.parametrize("kept", SIZES, indirect=True)
+def test_kill_in_an_upload(kept: tuple[Place, int]) -> None:
+    """Killed again and again in the middle of an upload, a run never loses what it has committed,
+    never reads anything else, goes on from there, and leaves nothing behind."""
+    place, size = kept
+    moments = random.Random(0)
+    files = open_files(place.url, place.options)
+    run = runs.begin_run(files, job=None, seed=0).name
+    child = Child(place, run, size, range(1, 4))
+    child.hear_out()
+    sent_s, newest, in_upload = child.sent_s, newest_step(files, size), 0
+    assert (newest, child.end()) == (3, 0)
+    for _ in range(KILLS):
+        child = Child(place, run, size, range(newest + 1, 10**6))
+        try:
+            saves = moments.choice((0, 0, 1))
+            while len(child.saved) < saves or not child.sending:
+                child.hear()
+            # Beyond its end there are the manifest and the cleaning.
+            time.sleep(moments.uniform(0, 1.5 * statistics.median(sent_s)))
+        finally:
+            ended = child.end()
+        assert ended == -signal.SIGKILL
+        child.hear_out()
+        in_upload += child.sending > 0
+        sent_s += child.sent_s
+        before, newest = newest, newest_step(files, size)
+        assert newest >= max([before, *child.saved])
+    child = Child(place, run, size, range(newest + 1, newest + 3))
+    child.hear_out()
+    assert child.end() == 0
+    assert newest_step(files, size) == newest + 2
+    store = CheckpointStore(files, run)
+    expected = {f"{run}/RUN.json"}
+    for step in (newest + 1, newest + 2):
+        name = f"step-{step:08d}"
+        shards = store.read(name).manifest.shards
+        expected |= {
+            store.path(name, file) for file in ("MANIFEST.json", *(s.file for s in shards))
+        }
+    assert tree(files, run) == expected
+    median_s = statistics.median(sent_s)
+    print(f"{in_upload} kills in an upload, {newest} steps of {median_s:.2f} s")
+    assert in_upload >= KILLS / 4
+    assert newest >= KILLS / 5
