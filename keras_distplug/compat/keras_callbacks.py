@@ -66,7 +66,9 @@ def spare_files(
     """
     spared = []
     for callback in callbacks:
-        if isinstance(callback, keras.callbacks.CSVLogger) and not callback.append:
+        is_logger = isinstance(callback, keras.callbacks.CSVLogger)
+        # What is no file of this machine cannot be cut, so Keras begins it anew.
+        if is_logger and not callback.append and os.path.isfile(callback.filename):
             callback.append = True
             spared.append(callback)
     return spared
@@ -74,8 +76,7 @@ def spare_files(
 
 def empty(logger: keras.callbacks.CSVLogger) -> None:
     """Empties the file of a logger that `spare_files` has spared."""
-    if hasattr(logger.csv_file, "truncate"):
-        logger.csv_file.truncate(0)
+    logger.csv_file.truncate(0)
     logger.append_header = True
 
 
@@ -100,7 +101,7 @@ def _size(path: str) -> int:
 
 def _cut(logger: keras.callbacks.CSVLogger, rows_bytes: int, epoch: int) -> None:
     """Takes the rows of epochs that are trained again from the file."""
-    if not hasattr(logger.csv_file, "truncate") or _size(logger.filename) <= rows_bytes:
+    if _size(logger.filename) <= rows_bytes:
         return
     with open(logger.filename, "rb") as file:
         file.seek(rows_bytes)
