@@ -21,7 +21,7 @@ from keras_distplug.storage import runs
 from keras_distplug.storage.files import Files, open_files
 from keras_distplug.storage.store import CheckpointStore
 
-pytestmark = [pytest.mark.stores, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.stores, pytest.mark.timeout(600)]
 
 KILLS = 50
 ANSWER_TIMEOUT_S = 60
@@ -159,7 +159,5 @@ def test_kill_in_an_upload(kept: tuple[Place, int]) -> None:
             store.path(name, file) for file in ("MANIFEST.json", *(s.file for s in shards))
         }
     assert tree(files, run) == expected
-    median_s = statistics.median(sent_s)
-    print(f"{in_upload} kills in an upload, {newest} steps of {median_s:.2f} s")
     assert in_upload >= KILLS / 4
     assert newest >= KILLS / 5
