@@ -313,10 +313,20 @@ class EveryBatches(keras.callbacks.Callback):  # type: ignore[misc]
         self._saves.wait()
 
 
+def fit_data(samples: int, steps: int) -> tf.data.Dataset:
+    options = tf.data.Options()
+    # The end of a `fit` else waits, now and then, for the thread that tunes the data, which sleeps
+    # until 2.55, 5.11, 10.23, 20.47 ... seconds after its begin (TensorFlow 2.21).
+    options.autotune.enabled = False
+    return tf.data.Dataset.from_tensors(batch_of(samples)).repeat(steps).with_options(options)
+
+
 def step_s_of(model: keras.Model, samples: int) -> float:
-    batch = batch_of(samples)
-    model.train_on_batch(*batch)
-    return statistics.median(seconds(lambda: model.train_on_batch(*batch)) for _ in range(7))
+    """In a `fit`: `train_on_batch` takes another time."""
+    steps = 20
+    data = fit_data(samples, steps)
+    model.fit(data, verbose=0)
+    return seconds(lambda: model.fit(data, verbose=0)) / steps
 
 
 def measure_fit(host: Host, rounds: int, folder: Path) -> dict[str, list[tuple[float, float]]]:
@@ -324,11 +334,7 @@ def measure_fit(host: Host, rounds: int, folder: Path) -> dict[str, list[tuple[f
     samples = 32
     while host.undisturbed(partial(step_s_of, model, samples)) < 0.9 * FIT_STEP_S:
         samples = 5 * samples // 4
-    options = tf.data.Options()
-    # The end of a `fit` else waits, now and then, for the thread that tunes the data, which sleeps
-    # until 2.55, 5.11, 10.23, 20.47 ... seconds after its begin (TensorFlow 2.21).
-    options.autotune.enabled = False
-    data = tf.data.Dataset.from_tensors(batch_of(samples)).repeat(FIT_STEPS).with_options(options)
+    data = fit_data(samples, FIT_STEPS)
     callbacks: dict[str, Callable[[Path], list[keras.callbacks.Callback]]] = {
         "no checkpoints": lambda here: [],
         "keras_distplug": lambda here: [kd.BackupAndRestore(here, save_freq=FIT_SAVE_EVERY)],

@@ -63,10 +63,17 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
     return fit(tmp_path_factory.mktemp("undisturbed"), local_tier=None, local_freq=None)
 
 
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("interrupted")
+    interrupt(folder)
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    interrupt(tmp_path)
-    return tmp_path
+def folder(interrupted: Path, tmp_path: Path) -> Path:
+    """A run that was interrupted, for each test one of its own."""
+    return shutil.copytree(interrupted, tmp_path / "run")
 
 
 def test_process_is_lost(
