@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("tensorflow")
-pytestmark = [pytest.mark.tf, pytest.mark.timeout(120), pytest.mark.usefixtures("tried_once")]
+pytestmark = [pytest.mark.tf, pytest.mark.timeout(300), pytest.mark.usefixtures("tried_once")]
 
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
