@@ -4,11 +4,51 @@ import logging
 import os
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import pytest
 
 # TensorFlow chooses by the processor. Most users have it, and it is what has most to be mended.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
+
+# What takes longest begins first when several processes run the tests, so that none idles in the
+# end.
+LONGEST_FIRST = (
+    "tests/contracts/test_matrix.py",
+    "tests/stores",
+    "tests/scenarios/test_killed_workers.py",
+    "tests/storage/test_kills.py",
+    "tests/fit/test_two_tiers.py",
+    "tests/fit/test_resume.py",
+    "tests/fit/test_saves_of_fit.py",
+    "tests/compat/test_upstream.py",
+)
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which need not be there
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`-n 2`: one process runs what shares fixtures. (`--dist loadgroup` of pytest-xdist 3.8 has no
+    effect under pytest 9.2.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(nodeid)
+
+    config.option.loadscopereorder = False
+    return ByGroup(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # one of several processes
+        ranks = {group: rank for rank, group in enumerate(LONGEST_FIRST)}
+        items.sort(key=lambda item: ranks.get(_group(item.nodeid), len(ranks)))
+
+
+def _group(nodeid: str) -> str:
+    """The file; or the folder whose tests share servers."""
+    file = nodeid.partition("::")[0]
+    return "tests/stores" if file.startswith("tests/stores/") else file
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
