@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -51,9 +52,22 @@ def _group(nodeid: str) -> str:
     return "tests/stores" if file.startswith("tests/stores/") else file
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what has been imported, so that the collections below take no time
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("tf"):
         _split_cpu()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """An iterator of a dataset may miss that its thread of autotune is to end, and then waits until
+    that wakes up by itself: in as long a time as it has lived, up to a minute. So none grows old
+    as garbage, whose collection in some later test took more than that test's time-out."""
+    if item.get_closest_marker("tf"):
+        gc.collect()
 
 
 @pytest.fixture
