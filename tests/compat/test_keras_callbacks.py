@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("tensorflow")
-pytestmark = [pytest.mark.tf, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.tf
 
 import keras  # noqa: E402
 

@@ -10,7 +10,7 @@ import pytest
 from support.cluster import run_workers
 
 pytest.importorskip("tensorflow")
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.cluster
 
 SCRIPT = Path(__file__).parents[1] / "workers" / "same_numbers.py"
 
@@ -18,7 +18,7 @@ Outcome = dict[str, np.ndarray]
 
 
 def outcomes(mode: str, folder: Path, workers: int) -> tuple[list[Outcome], str]:
-    ended = run_workers([str(SCRIPT), mode, str(folder)], workers, timeout_s=180)
+    ended = run_workers([str(SCRIPT), mode, str(folder)], workers, timeout_s=240)
     for one in ended:
         assert one.returncode == 0, one.output
     found = [dict(np.load(folder / f"{mode}-{worker}.npz")) for worker in range(workers)]
