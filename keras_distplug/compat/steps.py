@@ -136,9 +136,7 @@ def _for_any_batch(model: keras.Model, step: OnData) -> OnData:
     ones: both have the same collectives.
     """
     strategy = model.distribute_strategy
-    usual, any_size = (
-        step if model.run_eagerly else tf.function(step, reduce_retracing=True) for _ in range(2)
-    )
+    usual, any_size = (step if model.run_eagerly else _traced_once(step) for _ in range(2))
 
     def on_batch(batch: Any) -> Any:
         if _is_usual(batch, strategy):
@@ -147,6 +145,41 @@ def _for_any_batch(model: keras.Model, step: OnData) -> OnData:
             return any_size(batch)
 
     return on_batch
+
+
+def _traced_once(step: OnData) -> OnData:
+    """A function of batches whose trace does not depend on how many samples the first one has.
+
+    TensorFlow makes one for batches of that size, and another for those of any size once a second
+    size comes. They differ in the last bits, and a training that goes on begins with another batch.
+    """
+    function = tf.function(step, reduce_retracing=True)
+    traced: set[Any] = set()
+
+    def on_batch(batch: Any) -> Any:
+        specs = [_spec_of_any_size(value) for value in tf.nest.flatten(batch)]
+        key = tuple(specs)
+        if key not in traced:
+            traced.add(key)
+            if NotImplemented not in specs:
+                function.get_concrete_function(tf.nest.pack_sequence_as(batch, specs))
+        return function(batch)
+
+    return on_batch
+
+
+def _spec_of_any_size(value: Any) -> Any:
+    """NotImplemented for what is not made of plain tensors."""
+    if value is None:
+        return None
+    if isinstance(value, tf.Tensor):
+        shape = value.shape
+        return tf.TensorSpec([None, *shape[1:]] if shape.rank else shape, value.dtype)
+    if isinstance(value, tf.distribute.DistributedValues):
+        parts = [_spec_of_any_size(part) for part in value.values]
+        if NotImplemented not in parts:
+            return type(value._type_spec)(*parts)
+    return NotImplemented
 
 
 def _fetched(on_batch: OnData, iterator: Any) -> Any:
