@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from keras_distplug.default_callbacks import defaults
     from keras_distplug.fit import distributed_fit
     from keras_distplug.startup import global_batch, init, scaled_learning_rate
+    from keras_distplug.training.data import resumable
 
 __all__ = [
     "BackupAndRestore",
@@ -33,6 +34,7 @@ __all__ = [
     "errors",
     "global_batch",
     "init",
+    "resumable",
     "scaled_learning_rate",
 ]
 
@@ -46,6 +48,7 @@ _HOMES = {
     "errors": "keras_distplug.core.errors",
     "global_batch": "keras_distplug.startup",
     "init": "keras_distplug.startup",
+    "resumable": "keras_distplug.training.data",
     "scaled_learning_rate": "keras_distplug.startup",
 }
 

@@ -44,6 +44,7 @@ def distributed_fit(
     directory: str | os.PathLike[str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
     resume: bool = True,
+    deterministic: bool = False,
 ) -> keras.callbacks.History:
     """`model.fit` on as many devices and workers as there are, which goes on where it stopped.
 
@@ -58,8 +59,8 @@ def distributed_fit(
             strategy to use; or a function without arguments that builds and compiles one. A model
             from outside is made again inside the scope, and afterwards holds the trained weights
             and optimizer state itself. The trained model under its strategy is `history.model`.
-        x: A `tf.data.Dataset` or a `keras.utils.PyDataset` of *global* batches, a function without
-            arguments that returns one, or arrays.
+        x: A `tf.data.Dataset` or a `keras.utils.PyDataset` of *global* batches, a generator of
+            them, a function without arguments that returns one of these, or arrays.
         y: As in `Model.fit`.
         batch_size: Samples in a *global* batch of arrays: it is split over the replicas. Defaults
             to 32.
@@ -74,7 +75,7 @@ def distributed_fit(
         class_weight: As in `Model.fit`.
         sample_weight: As in `Model.fit`.
         initial_epoch: As in `Model.fit`; where a stored run stands has precedence.
-        steps_per_epoch: As in `Model.fit`. A resumed run reads its data from the beginning again.
+        steps_per_epoch: As in `Model.fit`.
         validation_steps: As in `Model.fit`.
         validation_batch_size: As in `Model.fit`.
         validation_freq: As in `Model.fit`.
@@ -85,6 +86,12 @@ def distributed_fit(
             of `defaults()`.
         storage_options: As in `BackupAndRestore`.
         resume: `False` begins a new run beside what the folder holds. Defaults to `True`.
+        deterministic: Let TensorFlow compute the same bits in each run on machines of this kind
+            (`tf.config.experimental.enable_op_determinism`), for the rest of the process. On CPUs
+            they mostly are the same without it; on GPUs they are not. Functions of a pipeline that
+            keep a state, such as those with `tf.random.uniform`, run one call after another then,
+            and some operations are slower, or refused where there is no such implementation. Needs
+            `keras.utils.set_random_seed(seed)` before the model is made. Defaults to `False`.
 
     Returns:
         Keras' `History`, complete across restarts.
@@ -95,6 +102,8 @@ def distributed_fit(
         OtherRunError: If `directory` holds the run of another model.
     """
     versions.check()
+    if deterministic:
+        _compute_the_same_bits()
     if isinstance(model, keras.Model):
         place.require_compiled(model, "the model given")
     elif not callable(model):
@@ -145,7 +154,6 @@ def distributed_fit(
         validation_split=validation_split,
         steps_per_epoch=steps_per_epoch,
     )
-    backup.data = feed.x
     if role.is_chief:
         announce(f"input: {feed.description}")
     history = placed.fit(
@@ -165,6 +173,15 @@ def distributed_fit(
     if blueprint is not None:
         place.hand_back(blueprint, placed, revive=fresh)
     return history
+
+
+def _compute_the_same_bits() -> None:
+    if context.global_seed() is None:
+        raise ConfigurationError(
+            "deterministic=True needs a seed for what is drawn at random, the first weights among "
+            "it. Received: none. Call `keras.utils.set_random_seed(1)` at the top of the script."
+        )
+    tf.config.experimental.enable_op_determinism()
 
 
 def _joins_late(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import random
@@ -11,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import keras
-import numpy as np
 
 from keras_distplug.callbacks import exports
 from keras_distplug.callbacks.candidates import Candidates, Found
+from keras_distplug.callbacks.fit_state import FitState
 from keras_distplug.callbacks.saves import Saves, Writes
 from keras_distplug.cluster import agreement
 from keras_distplug.cluster.roles import single_process
@@ -23,15 +22,11 @@ from keras_distplug.compat import model as compat_model
 from keras_distplug.compat.callback_list import move_to_end
 from keras_distplug.core.cadence import Cadence, Pace, SaveFreq, cadence_of
 from keras_distplug.core.errors import (
-    CheckpointError,
     ConfigurationError,
     CorruptCheckpointError,
-    OtherRunError,
 )
 from keras_distplug.core.log import announce
-from keras_distplug.core.manifest import first_difference
-from keras_distplug.core.protocols import Resumable
-from keras_distplug.core.state import Completion, Cursor, TrainState
+from keras_distplug.core.state import Completion
 from keras_distplug.core.supervised import Phase, Supervised
 from keras_distplug.storage import runs, saver
 from keras_distplug.storage.commit import Team, Writer
@@ -39,7 +34,7 @@ from keras_distplug.storage.export import Export, Format
 from keras_distplug.storage.files import Files, open_files
 from keras_distplug.storage.local_tier import LocalTier
 from keras_distplug.storage.retention import Mode, Retention, require_count
-from keras_distplug.storage.store import CheckpointStore, Stored
+from keras_distplug.storage.store import CheckpointStore
 from keras_distplug.training import callback_states, capture
 
 
@@ -66,8 +61,9 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
     - a directory that holds another model's run is refused;
     - training that ends by a non-finite loss is neither recorded as finished nor deleted.
 
-    A checkpoint from the middle of an epoch (`save_freq` an integer) is taken up at the beginning
-    of that epoch, as in Keras.
+    A checkpoint from the middle of an epoch is taken up there: `fit` goes on with the batch that
+    comes next, which callbacks and progress bar see under its own number. Data is read over up to
+    there, and has to come in the same order again; see `resumable`.
 
     Example:
 
@@ -102,6 +98,9 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         local_freq: How often a checkpoint goes to `local_tier`, as in `save_freq`. Defaults to
             `"auto"`.
         resume: `False` begins a new run beside what the folder holds. Defaults to `True`.
+        allow_data_change: Go on though the data is not that of the checkpoint: another global
+            batch, another pipeline. The epoch under way begins again then. Defaults to `False`,
+            which refuses it.
         on_busy: What becomes of a save that is due while one is under way: `"skip"` it, or `"wait"`
             for the other. Defaults to `"skip"`. At the end of training it always waits.
         max_overhead: For `save_freq="auto"`, the share of the time that saves may cost. Defaults to
@@ -115,7 +114,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
 
     Raises:
         ConfigurationError: For an argument that is not usable.
-        OtherRunError: In `fit`, if the folder holds the run of another model.
+        OtherRunError: In `fit`, if the folder holds the run of another model, or of other data.
         SaveError: In `fit`, if `max_failed_saves` saves in a row, or that of the end, have failed.
     """
 
@@ -130,6 +129,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         local_tier: str | os.PathLike[str] | None = None,
         local_freq: SaveFreq | None = None,
         resume: bool = True,
+        allow_data_change: bool = False,
         on_busy: Literal["skip", "wait"] = "skip",
         max_overhead: float = 0.01,
         max_failed_saves: int = 3,
@@ -151,6 +151,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         self.double_checkpoint = double_checkpoint
         self.delete_checkpoint = delete_checkpoint
         self.resume = resume
+        self.allow_data_change = allow_data_change
         self.on_busy = on_busy
         self.max_failed_saves = max_failed_saves
         self.local_tier = local_tier
@@ -160,13 +161,11 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         self._retention = Retention(
             keep_last + bool(double_checkpoint), keep_every_steps, keep_best
         )
-        self.data: Resumable | None = None
         self._files = open_files(backup_dir, storage_options)
         self._storage_options = dict(storage_options or {})
         self._supervised = Supervised.from_env()
         self._run: runs.Run | None = None
         self._finished: Mapping[str, Any] | None = None
-        self._cursor = Cursor(epoch=0, batch=0, step=0)
         self._trained_here = False
         self._role = single_process()
         self._agreement: agreement.Workers = agreement.Alone()
@@ -251,7 +250,10 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         own = newest is not None and job is not None and newest.record.job == job
         if newest is not None and (self.resume or own):
             return newest
-        return runs.begin_run(self._files, job=job, seed=random.randrange(2**31))
+        # From a copy: a run that is begun draws no more than one that goes on.
+        draws = random.Random()
+        draws.setstate(random.getstate())
+        return runs.begin_run(self._files, job=job, seed=draws.randrange(2**31))
 
     # Keras' hooks, in the order in which they come
 
@@ -268,18 +270,19 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         self._store = CheckpointStore(self._files, run.name, self._retention)
         self._finished = None
         self._trained_here = False
-        self._cursor = Cursor(epoch=0, batch=0, step=0)
         self._local = None
         if self._local_place is not None:
             self._local = LocalTier(self._local_place[0], run.record.run_id)
         self._epochs = self.params.get("epochs", 1)
-        self._restored: list[keras.callbacks.Callback] = []
+        self._state = FitState(
+            self.model, self._others, self._role, self._agreement, run.record.seed
+        )
         made = exports.architecture_of(self.model) if self._role.is_chief else None
         if not self._take_up_newest(run) and self._role.is_chief:
             announce(f"new run {self._where(run.name)}")
-        exports.remember(self._files, run.name, made, self._cursor.step)
+        exports.remember(self._files, run.name, made, self._state.cursor.step)
         for logger in self._spared:
-            if logger not in self._restored:
+            if logger not in self._state.restored:
                 keras_callbacks.empty(logger)
         callback_states.capture(self._others)  # what cannot be kept is better said now
         team = Team(self._role.rank, self._role.world_size, self._agreement)
@@ -295,9 +298,8 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         self._report(Phase.FITTING)
 
     def _saves_to(self, writer: Writes, cadence: Cadence, max_failed_saves: int | None) -> Saves:
-        pace = Pace(
-            cadence, self._cursor.step, time.monotonic(), wait_if_busy=self.on_busy == "wait"
-        )
+        step, wait = self._state.cursor.step, self.on_busy == "wait"
+        pace = Pace(cadence, step, time.monotonic(), wait_if_busy=wait)
         return Saves(
             writer,
             self._agreement,
@@ -307,8 +309,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         )
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        compat_model.start_at_epoch(self.model, None)
-        self._cursor = Cursor(epoch=epoch, batch=0, step=self._cursor.step)
+        self._state.on_epoch_begin(epoch)
         self._stepped_s: float | None = None
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
@@ -316,14 +317,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         self._batch = batch
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        done = self._batch + self.model.steps_per_execution
-        if (steps := self.params.get("steps")) is not None:
-            done = min(done, steps)
-        self._cursor = Cursor(
-            epoch=self._cursor.epoch,
-            batch=done,
-            step=self._cursor.step + done - self._batch,
-        )
+        self._state.on_train_batch_end(self._batch, self.params.get("steps"))
         if not self._trained_here:
             self._trained_here = True
             self._report(Phase.TRAINING)
@@ -331,17 +325,26 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         seconds = None if self._stepped_s is None else now_s - self._stepped_s
         for saves in self._all_saves():
             saves.stepped(
-                self._cursor.step, seconds, lambda: self._state(logs), is_sound=_is_finite(logs)
+                self._state.cursor.step,
+                seconds,
+                lambda: self._state.take(logs),
+                is_sound=_is_finite(logs),
             )
         self._stepped_s = time.monotonic()
 
+    def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        if self._run is not None:
+            self._state.on_test_begin()
+
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        self._cursor = Cursor(epoch=epoch + 1, batch=0, step=self._cursor.step)
+        self._state.on_epoch_end(epoch)
         last = self.model.stop_training or epoch + 1 == self._epochs
         if _is_finite(logs):
             for saves in self._all_saves():
                 is_last = last and saves is self._saves
-                saves.epoch_ended(self._cursor.step, lambda: self._state(logs), is_last=is_last)
+                saves.epoch_ended(
+                    self._state.cursor.step, lambda: self._state.take(logs), is_last=is_last
+                )
         elif self._role.is_chief:
             announce(
                 f"epoch {epoch + 1} ended with a loss that is not finite; no checkpoint is made of "
@@ -361,7 +364,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
             completion = Completion(
                 epochs=self._epochs, stopped_early=bool(self.model.stop_training)
             )
-            self._saves.save(lambda: self._state(logs, completion))
+            self._saves.save(lambda: self._state.take(logs, completion))
             self._finish_saves()
         self._agreement.barrier("finished")
         self._report(Phase.COMPLETED)
@@ -397,7 +400,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         )
         while (found := candidates.newest()) is not None:
             self._make_ready_for(found, run)
-            damage = self._restore(found)
+            damage = self._state.read(found)
             if damage is None:
                 self._take_up(found, run)
                 return True
@@ -411,108 +414,44 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
                 "would train nothing. Give each training a directory of its own, more epochs to go "
                 "on, or resume=False to begin a new run."
             )
-        capture.build(self.model, found.stored.manifest.how_built)
-        self._refuse_other_run(found.stored, run)
-
-    def _restore(self, found: Found) -> CheckpointError | None:
-        """Reads the values into the model. Tells what keeps any worker from that; then the model
-        is as it was on all of them."""
-        before = capture.capture(self.model)
-        stored, manifest = found.stored, found.stored.manifest
-        arrays, failure, word = {}, None, None
-        try:
-            values = stored.values(capture.allocate)
-            arrays = capture.restore(self.model, manifest.variables, values)
-        except CheckpointError as error:
-            capture.put_back(self.model, before)
-            failure = error
-            who = f"{self._role.name}: " if self._role.world_size > 1 else ""
-            word = json.dumps([isinstance(error, CorruptCheckpointError), f"{who}{error}"])
-        first = self._agreement.first_complaint("restored", word)
-        if first is None:
-            self._restored = callback_states.restore(
-                self._others,
-                manifest.callbacks,
-                arrays,
-                epoch=manifest.cursor.epoch,
-                is_anew=manifest.stop_training and not found.ends,
-            )
-            return None
-        if failure is None:
-            capture.put_back(self.model, before)
-        is_damage, message = json.loads(first)
-        told = CorruptCheckpointError(message) if is_damage else CheckpointError(message)
-        told.__cause__ = failure
-        return told
+        self._state.make_ready_for(
+            found.stored.manifest,
+            self._where(run.name),
+            ends=found.ends,
+            other_data=self.allow_data_change,
+        )
 
     def _take_up(self, found: Found, run: runs.Run) -> None:
         manifest = found.stored.manifest
-        self._cursor = manifest.cursor
-        history = self.model.history
-        history.history = {name: list(values) for name, values in manifest.history.items()}
-        history.epoch = list(manifest.history_epochs)
-        if found.ends and manifest.completion is not None:
-            self._finished = capture.capture(self.model)
-        compat_model.start_at_epoch(
-            self.model, self._epochs if found.ends else manifest.cursor.epoch
-        )
-        if self.data is not None and manifest.data:
-            self.data.seek(manifest.data)
         if self._role.is_chief:
             self._tell(found, run)
+        if not found.ends:
+            self._state.go_on(manifest)
+            return
+        self._state.end(manifest, self._epochs)
+        if manifest.completion is not None:
+            self._finished = capture.capture(self.model)
 
     def _tell(self, found: Found, run: runs.Run) -> None:
         cursor, name = found.stored.manifest.cursor, found.stored.name
         which = f"local checkpoint {found.where}" if found.is_local else f"checkpoint {name}"
         where = f"{self._where(run.name)}, {which}"
-        if self._finished is not None:
+        batch = f"batch {cursor.batch + 1}, " if cursor.batch else ""
+        if found.ends:
             announce(
                 f"{where}: this run is finished ({cursor.epoch} epochs). Its History and weights "
                 "are returned; give more epochs to go on, or resume=False to begin a new run"
             )
         else:
             announce(
-                f"{where}: resuming at epoch {cursor.epoch + 1}/{self._epochs}, step {cursor.step}"
+                f"{where}: resuming at epoch {cursor.epoch + 1}/{self._epochs}, {batch}step "
+                f"{cursor.step}"
             )
-            if cursor.batch:
-                announce(
-                    f"the checkpoint was made after batch {cursor.batch} of that epoch; the epoch "
-                    "begins again from its first batch"
-                )
             if forgetful := callback_states.without_state(self._others):
                 announce(
                     f"{', '.join(forgetful)}: what these callbacks knew was not kept; it is where "
                     "they have `state_dict()` and `load_state_dict(state)`"
                 )
-
-    def _refuse_other_run(self, stored: Stored, run: runs.Run) -> None:
-        difference = first_difference(
-            capture.specs_of_model(stored.manifest.variables), capture.specs_of(self.model)
-        )
-        if difference is not None:
-            raise OtherRunError(
-                f"{self._where(run.name)} holds the run of another model. The first difference: "
-                f"{difference}. Give this model a directory of its own, or resume=False to begin a "
-                "new run beside the old one; nothing was changed."
-            )
-
-    def _state(
-        self, logs: Mapping[str, Any] | None, completion: Completion | None = None
-    ) -> TrainState:
-        history = self.model.history
-        callbacks, arrays = callback_states.capture(self._others)
-        return TrainState(
-            cursor=self._cursor,
-            arrays={**capture.capture(self.model), **arrays},
-            history={name: _plain(values) for name, values in history.history.items()},
-            history_epochs=tuple(history.epoch),
-            metrics=_numbers(logs),
-            data=self.data.position() if self.data is not None else {},
-            stop_training=bool(self.model.stop_training),
-            completion=completion,
-            how_built=capture.how_built(self.model),
-            callbacks=callbacks,
-        )
 
     def _where(self, run: str) -> str:
         return self._files.where(run)
@@ -548,13 +487,3 @@ def _local_place(
 def _is_finite(logs: Mapping[str, Any] | None) -> bool:
     loss = (logs or {}).get("loss")
     return loss is None or math.isfinite(float(loss))
-
-
-def _numbers(logs: Mapping[str, Any] | None) -> dict[str, float]:
-    arrays = {name: np.asarray(value) for name, value in (logs or {}).items()}
-    return {name: float(value) for name, value in arrays.items() if value.ndim == 0}
-
-
-def _plain(values: list[Any]) -> list[Any]:
-    """JSON takes Python's numbers only."""
-    return [np.asarray(value).tolist() for value in values]

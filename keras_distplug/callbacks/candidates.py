@@ -72,7 +72,7 @@ class Candidates:
         if self._local is not None and not said["ends"]:
             copy = self._newest_on_all(self._local, newer_than=said["step"])
             if copy is not None:
-                ends = said["may_end"] and copy.stored.manifest.stop_training
+                ends = said["may_end"] and _has_stopped(copy.stored)
                 return Found(copy.stored, copy.where, ends, is_local=True)
         if said["damage"] is not None:
             raise CorruptCheckpointError(said["damage"])
@@ -117,7 +117,7 @@ class Candidates:
     def _newer(self, step: Stored | None, final: Stored | None) -> tuple[Stored | None, bool]:
         if final is None:
             # Stopped, and killed before that could be recorded.
-            return step, step is not None and step.manifest.stop_training
+            return step, step is not None and _has_stopped(step)
         if _completion(final).epochs >= self._epochs:
             return final, True
         # At the same step, the one under way: callbacks may have changed the model for its end.
@@ -138,6 +138,11 @@ class Candidates:
         rated = [(*all_have[0][attempt], attempt) for attempt in common]
         newest = max((each for each in rated if each[0] > newer_than), default=None)
         return None if newest is None else copies[newest[-1]]
+
+
+def _has_stopped(stored: Stored) -> bool:
+    """Whether training was to end there. In mid-epoch, that epoch has its end before it."""
+    return stored.manifest.stop_training and not stored.manifest.cursor.batch
 
 
 def _completion(stored: Stored) -> Completion:

@@ -23,6 +23,12 @@ def is_initialized() -> bool:
     return context.context()._context_handle is not None
 
 
+def global_seed() -> int | None:
+    """What `tf.random.set_seed` was given; None if it was not called."""
+    seed: int | None = context.global_seed()
+    return seed
+
+
 @dataclass(frozen=True)
 class Settings:
     """What the user told TensorFlow before it started."""
@@ -39,7 +45,7 @@ class Settings:
 def settings() -> Settings:
     physical = tf.config.list_physical_devices()
     return Settings(
-        seed=context.global_seed(),
+        seed=global_seed(),
         inter_op_threads=tf.config.threading.get_inter_op_parallelism_threads(),
         intra_op_threads=tf.config.threading.get_intra_op_parallelism_threads(),
         soft_placement=tf.config.get_soft_device_placement(),

@@ -8,13 +8,19 @@ wraps their result is not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import count, islice
 from typing import Any
 
+import keras
 import tensorflow as tf
 from keras.src.trainers import data_adapters
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter as DataAdapter
+from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer, PyDatasetAdapter
 from tensorflow.core.framework import graph_pb2
 from tensorflow.python.data.ops import dataset_ops
 
@@ -22,9 +28,70 @@ from tensorflow.python.data.ops import dataset_ops
 _PYTHON_OPS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
 
 
-def adapter_for(x: Any, **kwargs: Any) -> DataAdapter:
-    """Keras' own adapter for `x`."""
-    return data_adapters.get_data_adapter(x, **kwargs)
+class LateDistributedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
+    """What `fit` reads as it is, and that learns from `fit` for which strategy."""
+
+    def use(self, strategy: tf.distribute.Strategy) -> None:
+        raise NotImplementedError
+
+
+def tell_strategy(iterator: Any, strategy: tf.distribute.Strategy) -> None:
+    """Tells the data of an epoch iterator of Keras, if they ask for it, who reads them."""
+    dataset = getattr(iterator, "_distributed_dataset", None)
+    if isinstance(dataset, LateDistributedDataset):
+        dataset.use(strategy)
+
+
+class PyReader:
+    """Reads `PyDataset`s whose batches are like those of `first`, with as many Python workers.
+
+    Keras' own adapter begins its workers and their order anew with each epoch, also in the middle
+    of a pass. Here each iterator has workers of its own, for as long as it is read.
+    """
+
+    def __init__(self, first: keras.utils.PyDataset, class_weight: dict[int, float] | None) -> None:
+        self._adapter = PyDatasetAdapter(first, class_weight=class_weight)
+        self._adapter.get_tf_dataset()  # looks at the first batches, once
+
+    def dataset(self, batches: keras.utils.PyDataset) -> tf.data.Dataset:
+        self._adapter._get_iterator = lambda: self._read(batches)
+        return self._adapter.get_tf_dataset()
+
+    def _read(self, batches: keras.utils.PyDataset) -> Iterator[Any]:
+        with closing(_worked(batches)) as worked:
+            for batch in islice(worked, batches.num_batches):
+                yield self._adapter._standardize_batch(batch)
+
+
+def _worked(batches: keras.utils.PyDataset) -> Generator[Any, None, None]:
+    workers, processes = batches.workers, batches.use_multiprocessing
+    if workers <= 1 and not (workers and processes):
+        yield from (batches[number] for number in count())
+        return
+    enqueuer = OrderedEnqueuer(batches, workers, processes, batches.max_queue_size)
+    enqueuer.start()
+    try:
+        yield from enqueuer.get()
+    finally:
+        enqueuer.stop()
+
+
+class GeneratorReader:
+    """Reads generators whose batches are like the first ones of `first`."""
+
+    def __init__(self, first: Iterator[Any]) -> None:
+        self._adapter = GeneratorDataAdapter(first)
+        self._rest = self._adapter.generator
+
+    def rest(self) -> Iterator[Any]:
+        """All batches of `first`, once."""
+        rest: Iterator[Any] = self._rest()
+        return rest
+
+    def dataset(self, make: Callable[[], Iterator[Any]]) -> tf.data.Dataset:
+        adapter = copy.copy(self._adapter)  # asks for its generator when it is read
+        adapter.generator = make
+        return adapter.get_tf_dataset()
 
 
 def class_weighted(dataset: tf.data.Dataset, class_weight: dict[int, float]) -> tf.data.Dataset:

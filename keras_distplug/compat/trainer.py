@@ -35,7 +35,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as keras_trainer
 
 from keras_distplug.compat import collectives, logs, losses, optimizers, replica_state, steps
-from keras_distplug.compat.data import batch_size
+from keras_distplug.compat.data import batch_size, tell_strategy
 from keras_distplug.compat.model import drop_functions, layers_of, optimizers_of
 from keras_distplug.compat.override import is_marked, mark, override
 from keras_distplug.compat.workers import has_several_replicas, is_multi_worker
@@ -114,11 +114,12 @@ def is_adapted(model: keras.Model) -> bool:
 
 
 def install_dispatch() -> None:
-    """Lets a plain `model.fit` under MultiWorkerMirroredStrategy adapt its model by itself.
+    """Lets a plain `model.fit` under MultiWorkerMirroredStrategy adapt its model by itself, and
+    tells `resumable` data their model's strategy.
 
-    Keras fails before it looks at the callbacks, so the first method that `fit` and `evaluate` call
-    on the class gets a guard. It acts only on models under that strategy. `remove_dispatch` puts
-    Keras' own method back.
+    Keras fails, and reads the data, before it looks at the callbacks, so the first method that
+    `fit` and `evaluate` call on the class gets a guard. It acts only on models under that strategy
+    and on such data. `remove_dispatch` puts Keras' own method back.
     """
     trainer = keras_trainer.TensorFlowTrainer
     if hasattr(trainer, _STOCK_BUILD):
@@ -132,6 +133,8 @@ def install_dispatch() -> None:
             adapt(self)
             self._maybe_symbolic_build(iterator=iterator, data_batch=data_batch)
         else:
+            if iterator is not None:
+                tell_strategy(iterator, self.distribute_strategy)
             stock(self, iterator=iterator, data_batch=data_batch)
 
     setattr(trainer, _STOCK_BUILD, stock)
@@ -185,6 +188,7 @@ def _symbolic_build(model: keras.Model) -> Callable[..., None]:
     def _maybe_symbolic_build(iterator: Any = None, data_batch: Any = None) -> None:
         _adapt_parts(model)
         if iterator is not None:
+            tell_strategy(iterator, strategy)
             _warn_of_uneven_batches(model, iterator)
             data_batch = _spec_of_first(iterator) or _first_batch(iterator, strategy)
         with strategy.scope():

@@ -12,7 +12,7 @@ from typing import Any
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError
 from keras_distplug.core.state import Completion, Cursor
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 _FILE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*/)*[A-Za-z0-9][A-Za-z0-9._-]*")
 # `adam_2/sequential_1_dense_3_kernel_momentum`: optimizers put the whole path into one name.
@@ -72,6 +72,7 @@ class Manifest:
         completion: Set if the run had reached its end.
         how_built: What makes the model's variables without data.
         callbacks: What other callbacks knew.
+        random: The random generators of each worker's process.
         world_size: Workers that trained.
         nonce: Different for every attempt to save.
         created_utc: ISO 8601.
@@ -93,6 +94,7 @@ class Manifest:
     completion: Completion | None = None
     how_built: Mapping[str, Any] = field(default_factory=dict)
     callbacks: tuple[Mapping[str, Any], ...] = ()
+    random: tuple[Mapping[str, Any], ...] = ()
 
     def to_json(self) -> str:
         """The text of MANIFEST.json, which carries a SHA-256 of itself."""
@@ -178,6 +180,7 @@ def _from_body(body: dict[str, Any]) -> Manifest:
         shards=tuple(Shard(**shard) for shard in body.pop("shards")),
         history_epochs=tuple(body.pop("history_epochs")),
         callbacks=tuple(body.pop("callbacks")),
+        random=tuple(body.pop("random")),
         completion=None if completion is None else Completion(**completion),
         **body,
     )

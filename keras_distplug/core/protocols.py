@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 
 class Agreement(Protocol):
@@ -44,16 +43,4 @@ class Exchange(Protocol):
         Raises:
             AgreementError: If it says nothing in time, or is gone.
         """
-        ...
-
-
-class Resumable(Protocol):
-    """An input pipeline that knows its place and can return to it."""
-
-    def position(self) -> Mapping[str, Any]:
-        """Where the next epoch would begin; JSON-able."""
-        ...
-
-    def seek(self, position: Mapping[str, Any]) -> None:
-        """Makes the next epoch begin where `position()` was taken."""
         ...

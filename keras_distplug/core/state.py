@@ -57,6 +57,7 @@ class TrainState:
         completion: Set once the run has reached its end.
         how_built: What makes the model's variables without data, JSON-able.
         callbacks: What other callbacks know, JSON-able; the arrays in it are among `arrays`.
+        random: The random generators of each worker's process, JSON-able.
     """
 
     cursor: Cursor
@@ -69,3 +70,4 @@ class TrainState:
     completion: Completion | None = None
     how_built: Mapping[str, Any] = field(default_factory=dict)
     callbacks: tuple[Mapping[str, Any], ...] = ()
+    random: tuple[Mapping[str, Any], ...] = ()

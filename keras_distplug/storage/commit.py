@@ -229,6 +229,7 @@ class Writer:
             completion=state.completion,
             how_built=state.how_built,
             callbacks=state.callbacks,
+            random=state.random,
         )
 
     def _make_room(self, kind: layout.Kind) -> None:

@@ -17,9 +17,10 @@ from keras_distplug.compat import model as compat_model
 from keras_distplug.core.errors import ModelError
 from keras_distplug.core.manifest import VariableSpec
 from keras_distplug.core.memory import Memory
-from keras_distplug.training import callback_states
+from keras_distplug.training import callback_states, own_states
 
 _RANDOM = "random/global_seed_generator"
+_BESIDE = (callback_states.PREFIX, own_states.PREFIX)
 _PLAIN = ("float16", "float32", "float64", "int32", "int64")
 _LARGE = 2**18  # elements
 
@@ -27,8 +28,7 @@ _LARGE = 2**18  # elements
 def variables_of(model: keras.Model) -> dict[str, keras.Variable]:
     """Weights, seed generators and optimizers' variables of `model` by key, in Keras' order.
 
-    Metric variables are left out: they start anew with each epoch, and on several workers reading
-    one is a collective.
+    What each replica has of its own is left out; see `own_states`.
     """
     metrics = {id(variable) for variable in model.metrics_variables}
     named: dict[str, keras.Variable] = {}
@@ -93,21 +93,21 @@ def restore(
         values: Each one's key and value, in any order.
 
     Returns:
-        The values of what is the callbacks', by key.
+        The values of what is not the model's as a whole, by key.
     """
     keys = [spec.key for spec in specs_of_model(stored)]
     variables = dict(zip(keys, variables_of(model).values(), strict=True))
-    of_callbacks = {}
+    others = {}
     for key, value in values:
         if key == _RANDOM:
             compat_model.restore_global_seed_generator(value)
-        elif key.startswith(callback_states.PREFIX):
-            of_callbacks[key] = np.array(value)
+        elif key.startswith(_BESIDE):
+            others[key] = np.array(value)
         else:
             variables[key].assign(value)
         del value  # its memory is the next one's
     compat_model.refresh(model)
-    return of_callbacks
+    return others
 
 
 def put_back(model: keras.Model, taken: Mapping[str, Any]) -> None:
@@ -148,7 +148,7 @@ def build(model: keras.Model, how: Mapping[str, Any]) -> None:
 
 
 def _is_beside_model(key: str) -> bool:
-    return key == _RANDOM or key.startswith(callback_states.PREFIX)
+    return key == _RANDOM or key.startswith(_BESIDE)
 
 
 def _value(variable: keras.Variable) -> tf.Tensor:

@@ -1,9 +1,10 @@
-"""Input for `fit` that every worker sees in the same order and that can return to an epoch."""
+"""Input for `fit` that every worker sees in the same order and that can begin at any batch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+import types
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,11 @@ import numpy as np
 import tensorflow as tf
 
 from keras_distplug.compat import data as compat_data
+from keras_distplug.compat import trainer
 from keras_distplug.core.errors import DataError
+from keras_distplug.training.position import Positioned, Source, sharded
+from keras_distplug.training.python_sources import Generator, PyData
+from keras_distplug.training.sources import Arrays, TfData
 
 
 @dataclass(frozen=True)
@@ -31,38 +36,25 @@ class Feed:
 
 
 class InputAdapter(compat_data.DataAdapter):  # type: ignore[misc]
-    """A dataset of global batches as Keras' `fit` takes it, with a place that can be returned to.
-
-    Every iterator that Keras makes advances a seeded, reshuffling dataset. Their number is
-    therefore the place at an epoch's boundary.
+    """A source of global batches as Keras' `fit` takes it.
 
     Args:
-        dataset: Yields global batches.
-        strategy: Distributes them.
-        epoch_hooks: Told of each epoch, as `keras.utils.PyDataset` is.
+        source: The data.
     """
 
-    def __init__(
-        self,
-        dataset: tf.data.Dataset,
-        strategy: tf.distribute.Strategy,
-        epoch_hooks: _EpochHooks | None = None,
-    ) -> None:
-        self._dataset = dataset
-        self._counted = _CountedDataset(dataset, strategy)
-        self._hooks = epoch_hooks
+    def __init__(self, source: Source) -> None:
+        self._positioned = Positioned(source)
 
-    def get_tf_dataset(self) -> tf.distribute.DistributedDataset:
-        return self._counted
+    def get_tf_dataset(self) -> Positioned:
+        return self._positioned
 
     @property
     def num_batches(self) -> int | None:
-        count = int(self._dataset.cardinality().numpy())
-        return count if count >= 0 else None
+        return self._positioned.source.num_batches
 
     @property
     def batch_size(self) -> int | None:
-        return compat_data.batch_size(self._dataset)
+        return self._positioned.source.batch_size
 
     @property
     def has_partial_batch(self) -> bool | None:
@@ -73,99 +65,62 @@ class InputAdapter(compat_data.DataAdapter):  # type: ignore[misc]
         return None
 
     def on_epoch_begin(self) -> None:
-        if self._hooks is not None:
-            self._hooks.on_epoch_begin()
+        if isinstance(self._positioned.source, PyData):
+            self._positioned.source.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        if self._hooks is not None:
-            self._hooks.on_epoch_end()
-
-    def position(self) -> Mapping[str, Any]:
-        place = {"iterators": self._counted.made}
-        if self._hooks is not None:
-            place["epochs"] = self._hooks.epochs
-        return place
-
-    def seek(self, position: Mapping[str, Any]) -> None:
-        self._counted.advance_to(position["iterators"])
-        if self._hooks is not None:
-            self._hooks.epochs = position["epochs"]
+        if isinstance(self._positioned.source, PyData):
+            self._positioned.source.on_epoch_end()
 
 
-class _CountedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
-    """A distributed dataset that knows how many iterators were made of it."""
+def resumable(
+    x: Any,
+    y: Any = None,
+    *,
+    batch_size: int | None = None,
+    shuffle: bool = True,
+    sample_weight: Any = None,
+    class_weight: dict[int, float] | None = None,
+    seed: int = 0,
+) -> InputAdapter:
+    """Data for `Model.fit` that can be begun anew at any batch of any epoch.
 
-    def __init__(self, dataset: tf.data.Dataset, strategy: tf.distribute.Strategy) -> None:
-        self._dataset = dataset
-        self._distributed = strategy.experimental_distribute_dataset(dataset)
-        self.made = 0
+    With the callbacks of `defaults()`, a run that was killed goes on behind the last batch of its
+    checkpoint, with the batches that would have come. `distributed_fit` needs no such thing.
 
-    def __iter__(self) -> Iterator[Any]:
-        self.made += 1
-        return iter(self._distributed)
+    Example:
 
-    @property
-    def element_spec(self) -> Any:
-        return self._distributed.element_spec
+    ```python
+    model.fit(kd.resumable(ds), epochs=10, callbacks=kd.defaults("runs/mnist", save_freq=100))
+    model.fit(kd.resumable(x, y, batch_size=64), epochs=10, callbacks=kd.defaults("runs/mnist"))
+    ```
 
-    def reduce(self, initial_state: Any, reduce_func: Callable[..., Any]) -> Any:
-        return self._distributed.reduce(initial_state, reduce_func)
+    It stands for `x`, `y`, `batch_size`, `shuffle`, `sample_weight` and `class_weight` of `fit`,
+    which ignores its own then. What of a `tf.data` pipeline cannot be repeated is warned of.
 
-    def advance_to(self, iterators: int) -> None:
-        while self.made < iterators:
-            # An iterator of the dataset that is not distributed draws its seeds all the same.
-            iter(self._dataset)
-            self.made += 1
+    Args:
+        x: A `tf.data.Dataset` or a `keras.utils.PyDataset` of *global* batches, a generator of
+            them, a function without arguments that returns one of these, or (nested) arrays of
+            samples.
+        y: Targets, if `x` are arrays.
+        batch_size: Samples in a *global* batch, for arrays. Defaults to 32.
+        shuffle: Draw a new order in each epoch: of an array's samples, of a `PyDataset`'s batches.
+            Defaults to `True`.
+        sample_weight: As in `Model.fit`.
+        class_weight: As in `Model.fit`.
+        seed: From which orders are drawn: those of `shuffle`, and of a pipeline's transformations
+            that have no seed. The same in each process of a run. Defaults to 0.
 
+    Returns:
+        The first argument of `Model.fit`.
 
-class _EpochHooks:
-    """Shuffles the batches of a `keras.utils.PyDataset` by epoch, the same on every worker."""
-
-    def __init__(self, inner: compat_data.DataAdapter, order: _BatchOrder) -> None:
-        self._inner = inner
-        self._order = order
-        self.epochs = 0
-
-    def on_epoch_begin(self) -> None:
-        self._order.shuffle(self.epochs)
-        self.epochs += 1
-        self._inner.on_epoch_begin()
-
-    def on_epoch_end(self) -> None:
-        self._inner.on_epoch_end()
-
-
-class _BatchOrder(keras.utils.PyDataset):  # type: ignore[misc]
-    """A `PyDataset` whose batches come in an order drawn from a seed and the epoch."""
-
-    def __init__(self, inner: keras.utils.PyDataset, shuffle: bool, seed: int) -> None:
-        super().__init__(
-            workers=inner.workers,
-            use_multiprocessing=inner.use_multiprocessing,
-            max_queue_size=inner.max_queue_size,
-        )
-        self._inner = inner
-        self._seed = seed
-        self._shuffle = shuffle
-        self._order: np.ndarray | None = None
-
-    @property
-    def num_batches(self) -> int | None:
-        count: int | None = self._inner.num_batches
-        return count
-
-    def __getitem__(self, index: int) -> Any:
-        return self._inner[index if self._order is None else int(self._order[index])]
-
-    def on_epoch_begin(self) -> None:
-        self._inner.on_epoch_begin()
-
-    def on_epoch_end(self) -> None:
-        self._inner.on_epoch_end()
-
-    def shuffle(self, epoch: int) -> None:
-        if self._shuffle and self.num_batches is not None:
-            self._order = np.random.default_rng([self._seed, epoch]).permutation(self.num_batches)
+    Raises:
+        DataError: For data of an unknown kind, or not batched.
+    """
+    trainer.install_dispatch()  # tells the strategy before the first batch is read
+    source, _ = _source(_made(x), y, sample_weight, class_weight, batch_size, shuffle, seed)
+    _warn(source)
+    return InputAdapter(source)
 
 
 def feed(
@@ -185,8 +140,8 @@ def feed(
     """Makes the input of `fit` out of what the user gave.
 
     Args:
-        x: A `tf.data.Dataset` of global batches, a `keras.utils.PyDataset` of global batches, a
-            function without arguments that returns either, or (nested) arrays of samples.
+        x: A `tf.data.Dataset` or a `keras.utils.PyDataset` of global batches, a generator of them,
+            a function without arguments that returns one of these, or (nested) arrays of samples.
         y: Targets, if `x` are arrays.
         model: The model that will be trained, under its strategy.
         seed: From which shuffled orders are drawn; the same on every worker.
@@ -203,68 +158,96 @@ def feed(
             number of replicas.
     """
     strategy = model.distribute_strategy
-    if callable(x) and not isinstance(x, tf.data.Dataset | keras.utils.PyDataset):
-        x = x()
-    if isinstance(x, tf.data.Dataset | keras.utils.PyDataset):
-        for name, given in (("y", y), ("sample_weight", sample_weight)):
-            if given is not None:
-                raise DataError(
-                    f"`{name}` goes into the dataset when `x` is a {type(x).__name__}. Received: "
-                    f"{name} of type {type(given).__name__}. Let the dataset yield "
-                    "(x, y) or (x, y, sample_weight)."
-                )
-        if validation_split:
+    x = _made(x)
+    if validation_split and validation_data is None:
+        if _is_batched(x) or callable(x):
             raise DataError(
                 "`validation_split` needs `x` as arrays. Received: x of type "
                 f"{type(x).__name__}. Give `validation_data`."
             )
-        if batch_size is not None:
-            raise DataError(
-                f"`batch_size` is for arrays. Received: batch_size={batch_size} and x of type "
-                f"{type(x).__name__}. Batch the dataset by the global batch instead."
-            )
-    hooks = None
-    if isinstance(x, keras.utils.PyDataset):
-        order = _BatchOrder(x, shuffle, seed)
-        adapter = compat_data.adapter_for(order, class_weight=class_weight)
-        dataset = adapter.get_tf_dataset()
-        hooks = _EpochHooks(adapter, order)
-        how = f"PyDataset, batches {'shuffled by epoch' if shuffle else 'in order'}"
-        if adapter.num_batches is not None:
-            dataset = dataset.apply(tf.data.experimental.assert_cardinality(adapter.num_batches))
-    elif isinstance(x, tf.data.Dataset):
-        _require_batches(x, model)
-        dataset = x if class_weight is None else compat_data.class_weighted(x, class_weight)
-        how = "tf.data"
-    else:
-        if validation_split and validation_data is None:
-            (x, y, sample_weight), validation_data = _split((x, y, sample_weight), validation_split)
-        dataset = _from_arrays(
-            x, y, sample_weight, class_weight, batch_size or 32, seed if shuffle else None
-        )
-        how = f"arrays, samples {'shuffled by epoch' if shuffle else 'in order'}"
-    _require_enough(compat_data.batch_size(dataset), strategy.num_replicas_in_sync)
-    dataset, sharding = _shard_by_data(dataset)
+        (x, y, sample_weight), validation_data = _split((x, y, sample_weight), validation_split)
+    source, how = _source(x, y, sample_weight, class_weight, batch_size, shuffle, seed, model)
+    adapter = InputAdapter(source)
+    adapter.get_tf_dataset().use(strategy)
+    _warn(source)
     if strategy.num_replicas_in_sync > 1:
-        how = f"{how}; {sharding}"
-    return Feed(InputAdapter(dataset, strategy, hooks), validation_data, how)
+        how = f"{how}; {_sharding(source)}"
+    return Feed(adapter, validation_data, how)
 
 
-def _from_arrays(
+def _source(
     x: Any,
     y: Any,
     sample_weight: Any,
     class_weight: dict[int, float] | None,
-    batch_size: int,
-    seed: int | None,
-) -> tf.data.Dataset:
+    batch_size: int | None,
+    shuffle: bool,
+    seed: int,
+    model: keras.Model | None = None,
+) -> tuple[Source, str]:
+    """The data, and how they are shuffled, for people."""
+    if not _is_batched(x) and not callable(x):
+        arrays = _arrays(x, y, sample_weight)
+        order = "shuffled by epoch" if shuffle else "in order"
+        source = Arrays(arrays, batch_size or 32, seed if shuffle else None, class_weight)
+        return source, f"arrays, samples {order}"
+    for name, given in (("y", y), ("sample_weight", sample_weight)):
+        if given is not None:
+            raise DataError(
+                f"`{name}` goes into the dataset when `x` is a {type(x).__name__}. Received: "
+                f"{name} of type {type(given).__name__}. Let the dataset yield "
+                "(x, y) or (x, y, sample_weight)."
+            )
+    if batch_size is not None:
+        raise DataError(
+            f"`batch_size` is for arrays. Received: batch_size={batch_size} and x of type "
+            f"{type(x).__name__}. Batch the dataset by the global batch instead."
+        )
+    if isinstance(x, keras.utils.PyDataset):
+        order = "shuffled by epoch" if shuffle and x.num_batches is not None else "in order"
+        return PyData(x, shuffle, seed, class_weight), f"PyDataset, batches {order}"
+    if not isinstance(x, tf.data.Dataset):
+        return Generator(x, class_weight), "Python generator"
+    _require_batches(x, model)
+    dataset = x if class_weight is None else compat_data.class_weighted(x, class_weight)
+    pipeline = TfData(dataset, seed)
+    if not pipeline.seeded_by_run:
+        return pipeline, "tf.data"
+    titles = " and ".join(sorted(set(pipeline.seeded_by_run)))
+    return pipeline, f"tf.data, {titles} without a seed seeded by the run"
+
+
+def _is_batched(x: Any) -> bool:
+    return isinstance(x, tf.data.Dataset | keras.utils.PyDataset | types.GeneratorType)
+
+
+def _made(x: Any) -> Any:
+    """What `x` returns if it is a function, but itself if that is a generator: each pass has one of
+    its own."""
+    if not callable(x) or _is_batched(x):
+        return x
+    made = x()
+    return x if isinstance(made, types.GeneratorType) else made
+
+
+def _warn(source: Source) -> None:
+    if lines := source.warnings():
+        listed = "\n".join(f"- {line}." for line in lines)
+        warnings.warn(
+            f"A run that goes on cannot have all of these data again as they were:\n{listed}",
+            stacklevel=3,
+        )
+
+
+def _arrays(x: Any, y: Any, sample_weight: Any) -> Any:
     parts = (x,) if y is None else (x, y) if sample_weight is None else (x, y, sample_weight)
     try:
         arrays = keras.tree.map_structure(_as_array, parts)
     except (TypeError, ValueError) as error:
         raise DataError(
-            "Expected `x` to be a tf.data.Dataset, a keras.utils.PyDataset, a function that "
-            f"returns one, or (nested) arrays. Received: x of type {type(x).__name__}: {error}"
+            "Expected `x` to be a tf.data.Dataset, a keras.utils.PyDataset, a generator, a "
+            "function that returns one, or (nested) arrays. Received: x of type "
+            f"{type(x).__name__}: {error}"
         ) from error
     sizes = {array.shape[0] if array.ndim else None for array in keras.tree.flatten(arrays)}
     if len(sizes) != 1 or None in sizes:
@@ -272,20 +255,9 @@ def _from_arrays(
             "All of x, y and sample_weight must hold the same number of samples. Received: "
             f"{[array.shape for array in keras.tree.flatten(arrays)]}"
         )
-    samples = sizes.pop()
-    if not samples:
+    if not sizes.pop():
         raise DataError("`x` holds no samples. Received: arrays of length 0.")
-    order = tf.data.Dataset.range(samples)
-    if seed is not None:
-        order = order.shuffle(samples, seed=seed, reshuffle_each_iteration=True)
-    tensors = keras.tree.map_structure(tf.constant, keras.tree.lists_to_tuples(arrays))
-    dataset = order.batch(batch_size).map(
-        lambda rows: keras.tree.map_structure(lambda array: tf.gather(array, rows), tensors),
-        num_parallel_calls=tf.data.AUTOTUNE,
-        deterministic=True,
-    )
-    dataset = dataset.prefetch(tf.data.AUTOTUNE)
-    return dataset if class_weight is None else compat_data.class_weighted(dataset, class_weight)
+    return arrays
 
 
 def _as_array(value: Any) -> np.ndarray:
@@ -314,13 +286,14 @@ def _split(arrays: Any, fraction: float) -> tuple[Any, Any]:
     return train, tuple(part for part in validation if part is not None)
 
 
-def _require_batches(dataset: tf.data.Dataset, model: keras.Model) -> None:
+def _require_batches(dataset: tf.data.Dataset, model: keras.Model | None) -> None:
     spec = dataset.element_spec
     shapes = [part.shape for part in keras.tree.flatten(spec) if hasattr(part, "shape")]
     inputs = keras.tree.flatten(spec[0] if isinstance(spec, tuple) else spec)
     single = False
-    if model.built and len(getattr(model, "inputs", None) or ()) == 1 and len(inputs) == 1:
-        wanted, given = model.inputs[0].shape, getattr(inputs[0], "shape", None)
+    wants = list(getattr(model, "inputs", None) or ())
+    if model is not None and model.built and len(wants) == len(inputs) == 1:
+        wanted, given = wants[0].shape, getattr(inputs[0], "shape", None)
         # Keras adds a last axis of 1 by itself.
         single = given is not None and given.rank == len(wanted) - 1 and wanted[-1] != 1
     if single or any(shape.rank == 0 for shape in shapes):
@@ -331,21 +304,8 @@ def _require_batches(dataset: tf.data.Dataset, model: keras.Model) -> None:
         )
 
 
-def _require_enough(batch_size: int | None, replicas: int) -> None:
-    if batch_size is not None and batch_size < replicas:
-        raise DataError(
-            f"The global batch is smaller than the number of replicas. Received: batches of "
-            f"{batch_size} samples for {replicas} replicas. Batch by at least {replicas}; the "
-            "global batch is split over the replicas."
-        )
-
-
-def _shard_by_data(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, str]:
-    """Splits each global batch over the workers, unless the user chose otherwise."""
-    policy = tf.data.experimental.AutoShardPolicy
-    chosen = dataset.options().experimental_distribute.auto_shard_policy
-    if chosen not in (policy.AUTO, policy.DATA):
-        return dataset, f"auto-shard policy {chosen.name}, as the dataset says"
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = policy.DATA
-    return dataset.with_options(options), "auto-shard policy DATA: each global batch is split"
+def _sharding(source: Source) -> str:
+    chosen = sharded(source.whole).options().experimental_distribute.auto_shard_policy
+    if chosen == tf.data.experimental.AutoShardPolicy.DATA:
+        return "auto-shard policy DATA: each global batch is split"
+    return f"auto-shard policy {chosen.name}, as the dataset says"

@@ -219,7 +219,7 @@ def test_moving_averages(tmp_path: Path) -> None:
 def test_rows_of_others(tmp_path: Path) -> None:
     """Rows that are not of the epochs that are trained again are not cut off."""
     with pytest.raises(small.Interrupted):
-        fit(tmp_path, "csv", stop=small.Stop(2, 1))
+        fit(tmp_path, "csv", stop=small.Stop(2, 1), on_busy="wait")
     saver.wait_for_all()
     log = tmp_path / "files" / "log.csv"
     log.write_text(log.read_text() + "a note\n")

@@ -159,7 +159,7 @@ def test_data(refuse: Callable[..., None], mirrored: tf.distribute.Strategy) -> 
     )
     refuse(DataError, "same number of samples", model, X, Y[:-1])
     refuse(DataError, "holds no samples", model, X[:0], Y[:0])
-    refuse(DataError, "type generator", model, (batch for batch in batched))
+    refuse(DataError, "type object", model, object())
     refuse(DataError, "type NoneType", model)
     refuse(DataError, "leaves no samples", model, X, Y, validation_split=0.99)
     for given in ({"x": X, "y": Y, "batch_size": 1}, {"x": dataset.batch(1)}):

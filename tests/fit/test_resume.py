@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from support import small  # noqa: E402
 import keras_distplug as kd  # noqa: E402
 from keras_distplug import default_callbacks  # noqa: E402
 from keras_distplug.callbacks import backup_and_restore  # noqa: E402
+from keras_distplug.compat import epochs as compat_epochs  # noqa: E402
 from keras_distplug.core.errors import ConfigurationError, OtherRunError  # noqa: E402
 from keras_distplug.storage import saver  # noqa: E402
 
@@ -295,14 +297,24 @@ def test_other_model(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-def test_mid_epoch_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A checkpoint from the middle of an epoch is taken up at that epoch's beginning, and said."""
+def test_mid_epoch_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint from the middle of an epoch is taken up there; at that epoch's beginning, and
+    said, where the place in the data is not known."""
     model = small.model()
-    callbacks = [*kd.defaults(tmp_path, save_freq=3), small.Stop(1, 3)]
+    callbacks = [*kd.defaults(tmp_path / "run", save_freq=3), small.Stop(1, 3)]
     with pytest.raises(small.Interrupted):
         model.fit(small.X, small.Y, batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
     counted = small.Stop()
-    callbacks = [*kd.defaults(tmp_path, save_freq=3), counted]
+    callbacks = [*kd.defaults(tmp_path / "run", save_freq=3), counted]
+    small.model().fit(small.X, small.Y, batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
+    assert counted.batches == small.BATCHES - 2
+    assert "resuming at epoch 2/2, batch 3, step 6" in caplog.text
+    counted = small.Stop()
+    callbacks = [*kd.defaults(tmp_path / "copy", save_freq=3), counted]
+    monkeypatch.setattr(compat_epochs, "of_fit", lambda: None)
     small.model().fit(small.X, small.Y, batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
     assert counted.batches == small.BATCHES
     assert "made after batch 2 of that epoch" in caplog.text

@@ -54,13 +54,21 @@ def assert_same(outcomes: list[Outcome], expected: Outcome) -> None:
             assert outcome[name].tobytes() == array.tobytes(), f"worker {worker}: {name}"
 
 
-@pytest.mark.parametrize("fault", ["0:0:2:1:kill", "0:1:1:0:kill", "0:1:3:2:leave"])
-def test_two_workers(train: Train, fault: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "fault"),
+    [
+        ("distributed_fit", "0:0:2:1:kill"),
+        ("in_epoch", "0:1:1:1:kill"),
+        ("distributed_fit", "0:1:3:2:leave"),
+    ],
+)
+def test_two_workers(train: Train, way: str, fault: str) -> None:
     """A job whose chief or other worker dies, or leaves with code 0, ends as if undisturbed."""
     (expected, *others), _ = train(2, "distributed_fit")
     assert_same(others, expected)
-    outcomes, printed = train(2, "distributed_fit", fault)
+    outcomes, printed = train(2, way, fault)
     assert_same(outcomes, expected)
+    assert bool(re.search(r"resuming at epoch 2/4, batch 2", printed)) is (way == "in_epoch")
     worker, what = fault.split(":")[1], fault.split(":")[-1]
     cause = "was killed by SIGKILL" if what == "kill" else "left without completing training"
     assert re.search(rf"worker-{worker} {cause}.*; stopping all workers", printed)
@@ -72,7 +80,7 @@ def test_two_deaths_of_a_plain_fit(train: Train) -> None:
     """`model.fit(..., callbacks=kd.defaults())` survives the chief, and then the other worker."""
     (expected, *others), _ = train(2, "plain_fit")
     assert_same(others, expected)
-    outcomes, printed = train(2, "plain_fit", "0:0:1:2:kill", "1:1:3:0:kill")
+    outcomes, printed = train(2, "plain_in_epoch", "0:0:1:2:kill", "1:1:3:0:kill")
     assert_same(outcomes, expected)
     assert "2 restarts\n" in printed
 

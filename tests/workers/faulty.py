@@ -2,8 +2,9 @@
 
     python faulty.py FOLDER WAY [FAULT ...]
 
-WAY: distributed_fit, plain_fit, or local_tier for a distributed_fit with local checkpoints at each
-epoch's end and no others. FAULT: `attempt:worker:epoch:batch:what`, all counted from 0; what is
+WAY: distributed_fit, plain_fit, in_epoch or plain_in_epoch for the same with a checkpoint behind
+each batch, or local_tier for a distributed_fit with local checkpoints at each epoch's end and no
+others. FAULT: `attempt:worker:epoch:batch:what`, all counted from 0; what is
 `kill` (SIGKILL), `leave` (sys.exit(0)), or `lose` (as kill, and this worker's local checkpoints are
 lost). Each fault is noted in FOLDER/faults as it happens, and an attempt is what follows a fault.
 KERAS_DISTPLUG_TEST_STORE: where the checkpoints go, as JSON: a URL and its storage options.
@@ -65,13 +66,17 @@ class Harm(keras.callbacks.Callback):
 
 
 x, y, sample_weight = case.arrays()
-if way != "plain_fit":
+each_batch = {"save_freq": 1, "on_busy": "wait", "delete_checkpoint": False}
+if not way.startswith("plain"):
     model = case.build()
     place = {"directory": directory, "storage_options": storage_options}
     callbacks = [*KNOWING, Harm()]
     if way == "local_tier":
         local = {"local_tier": own_folder, "local_freq": "epoch", "save_freq": "2h"}
         callbacks.append(kd.BackupAndRestore(directory, delete_checkpoint=False, **local))
+        place = {}
+    elif way == "in_epoch":
+        callbacks.append(kd.BackupAndRestore(directory, **each_batch))
         place = {}
     history = kd.distributed_fit(
         model,
@@ -89,10 +94,13 @@ else:
     with strategy.scope():
         model = case.build()
     data = case.dataset()
+    ours = kd.defaults(directory, storage_options=storage_options)
+    if way == "plain_in_epoch":
+        ours = [kd.BackupAndRestore(directory, **each_batch)]
     history = model.fit(
         data,
         epochs=EPOCHS,
-        callbacks=[*kd.defaults(directory, storage_options=storage_options), *KNOWING, Harm()],
+        callbacks=[*ours, *KNOWING, Harm()],
         validation_data=case.dataset(70),
         verbose=2,
     )

@@ -1,0 +1,162 @@
+"""What it costs to begin in the middle of the data, and to be able to.
+
+    python benchmarks/resume.py [--batch 10000] [--rounds 5] [--json FILE]
+
+Two parts, each interleaved, with medians:
+
+- seek: from a data source as a script makes it to its first batch, at the begin and at batch
+  `--batch` of the third pass: arrays, a `PyDataset`, and a tf.data pipeline with `shuffle(10_000,
+  seed=1)` and a map, which also shows what filling its buffer takes; and the time to read so many
+  batches over;
+- step: the time to read a batch of arrays, beside Keras' own adapter, and its processors' time.
+
+Not verified on GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.trainers import data_adapters
+from rich.console import Console
+from rich.table import Table
+
+import keras_distplug as kd
+
+BATCH_SIZE, FEATURES, BUFFER = 32, 32, 10_000
+PASSED = 2
+
+
+class Batches(keras.utils.PyDataset):  # type: ignore[misc]
+    def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
+        super().__init__()
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x) // BATCH_SIZE
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        rows = slice(BATCH_SIZE * index, BATCH_SIZE * (index + 1))
+        return self.x[rows], self.y[rows]
+
+
+def pipeline(samples: int) -> tf.data.Dataset:
+    def sample(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        x = tf.random.stateless_normal([FEATURES], tf.stack([number, 1]))
+        return x, tf.reduce_sum(x, keepdims=True)
+
+    dataset = tf.data.Dataset.range(samples).map(sample, num_parallel_calls=tf.data.AUTOTUNE)
+    return dataset.shuffle(BUFFER, seed=1).batch(BATCH_SIZE)
+
+
+def first_batch_s(make: Callable[[], dict[str, Any]], start: int) -> float:
+    positioned = kd.resumable(**make()).get_tf_dataset()
+    begin = time.perf_counter()
+    positioned.begin_at(PASSED, start)
+    next(iter(positioned))
+    return time.perf_counter() - begin
+
+
+def read_over_s(make: Callable[[], dict[str, Any]], batches: int) -> float:
+    data = iter(kd.resumable(**make()).get_tf_dataset())
+    begin = time.perf_counter()
+    for _ in range(batches):
+        next(data)
+    return time.perf_counter() - begin
+
+
+def measure_seek(rounds: int, batch: int) -> dict[str, dict[str, float]]:
+    samples = (batch + 100) * BATCH_SIZE
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(samples, FEATURES)).astype("float32")
+    y = x.sum(axis=1, keepdims=True)
+    makes: dict[str, Callable[[], dict[str, Any]]] = {
+        "arrays": lambda: {"x": x, "y": y, "batch_size": BATCH_SIZE},
+        "PyDataset": lambda: {"x": Batches(x, y)},
+        "tf.data, shuffle and map": lambda: {"x": pipeline(samples)},
+    }
+    taken: dict[str, dict[str, list[float]]] = {name: {} for name in makes}
+    for number in range(-1, rounds):  # the first round warms up
+        names = list(makes)
+        for name in names if number % 2 else reversed(names):
+            found = {
+                "begin_s": first_batch_s(makes[name], 0),
+                "seek_s": first_batch_s(makes[name], batch),
+            }
+            if number == 0:
+                found["read_over_s"] = read_over_s(makes[name], batch)
+            for what, value in found.items() if number >= 0 else ():
+                taken[name].setdefault(what, []).append(value)
+    return {
+        name: {what: statistics.median(values) for what, values in each.items()}
+        for name, each in taken.items()
+    }
+
+
+def measure_step(rounds: int) -> dict[str, dict[str, float]]:
+    samples = 60_000
+    x = np.random.default_rng(0).normal(size=(samples, FEATURES)).astype("float32")
+    y = x.sum(axis=1, keepdims=True)
+    keras_own = data_adapters.get_data_adapter(x, y, batch_size=BATCH_SIZE, shuffle=True)
+    subjects: dict[str, Any] = {
+        "keras_distplug": kd.resumable(x, y, batch_size=BATCH_SIZE).get_tf_dataset(),
+        "Keras' own": keras_own.get_tf_dataset(),
+    }
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in subjects}
+    for number in range(-1, rounds):
+        names = list(subjects)
+        for name in names if number % 2 else reversed(names):
+            begin_s, worked_s = time.perf_counter(), time.process_time()
+            batches = sum(1 for _ in subjects[name])
+            found = (time.perf_counter() - begin_s, time.process_time() - worked_s)
+            taken[name] += [tuple(each / batches for each in found)] if number >= 0 else []
+    return {
+        name: {
+            "step_us": 1e6 * statistics.median(step for step, _ in each),
+            "worked_us": 1e6 * statistics.median(worked for _, worked in each),
+        }
+        for name, each in taken.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--batch", type=int, default=10_000, help="where to go on")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", help="write the numbers to this file, too")
+    arguments = parser.parse_args()
+    found = {
+        "seek": measure_seek(arguments.rounds, arguments.batch),
+        "step": measure_step(arguments.rounds),
+        "machine": {"processors": os.cpu_count(), "python": platform.python_version()},
+        "versions": {"keras": keras.__version__, "tensorflow": tf.__version__},
+    }
+    console = Console()
+    seek = Table("source", "first batch", f"batch {arguments.batch}", "read over to it")
+    for name, each in found["seek"].items():
+        seek.add_row(
+            name, *(f"{each[what]:.3f} s" for what in ("begin_s", "seek_s", "read_over_s"))
+        )
+    step = Table("arrays of", "a batch", "processors")
+    for name, each in found["step"].items():
+        step.add_row(name, *(f"{each[what]:.0f} us" for what in ("step_us", "worked_us")))
+    console.print(seek, step)
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump(found, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()

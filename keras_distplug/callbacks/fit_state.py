@@ -1,0 +1,302 @@
+"""What a `fit` under way is at a moment, and how it becomes what another one was."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_distplug.callbacks.candidates import Found
+from keras_distplug.cluster.agreement import Workers
+from keras_distplug.cluster.roles import Role
+from keras_distplug.compat import epochs
+from keras_distplug.compat import model as compat_model
+from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, OtherRunError
+from keras_distplug.core.log import announce
+from keras_distplug.core.manifest import Manifest, first_difference
+from keras_distplug.core.state import Completion, Cursor, TrainState
+from keras_distplug.training import (
+    callback_states,
+    capture,
+    fingerprint,
+    own_states,
+    progress,
+    random_states,
+)
+from keras_distplug.training.position import Positioned
+from keras_distplug.training.sources import SEEDS
+
+
+class FitState:
+    """The state of one `fit`, from its `on_train_begin` to its end.
+
+    It counts what is trained, so that its methods named after Keras' hooks have to be called in
+    these, behind all other callbacks.
+
+    Args:
+        model: The model in training.
+        others: The other callbacks.
+        role: This process's part.
+        agreement: How the workers agree.
+        seed: For data that would be shuffled in an order that nobody could repeat.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        others: Sequence[keras.callbacks.Callback],
+        role: Role,
+        agreement: Workers,
+        seed: int,
+    ) -> None:
+        self.cursor = Cursor(epoch=0, batch=0, step=0)
+        self.restored: list[keras.callbacks.Callback] = []  # those that got a state
+        self._model = model
+        self._others = others
+        self._role = role
+        self._agreement = agreement
+        self._seed = seed
+        self._progress = progress.of_fit(model, seed)
+        self._validation: Positioned | None = None
+        self._validated = 0  # passes over the validation data before this `fit`
+        self._has_other_data = False
+        self._arrays: Mapping[str, np.ndarray] = {}
+        self._enter_epoch: Callable[[], None] | None = None
+        self._leave_epoch: Callable[[], None] | None = None
+
+    # Counting
+
+    def on_epoch_begin(self, epoch: int) -> None:
+        compat_model.start_at_epoch(self._model, None)
+        if self._enter_epoch is None:
+            self.cursor = Cursor(epoch=epoch, batch=0, step=self.cursor.step)
+        else:
+            self._enter_epoch()
+            self._enter_epoch = None
+        if self._progress is not None:
+            self._progress.epoch_begins()
+
+    def on_train_batch_end(self, first: int, steps: int | None) -> None:
+        """To be called with the number of the batch that the step began with, and of batches in an
+        epoch."""
+        done = first + self._model.steps_per_execution
+        done = done if steps is None else min(done, steps)
+        self.cursor = Cursor(
+            epoch=self.cursor.epoch, batch=done, step=self.cursor.step + done - first
+        )
+        if self._progress is not None:
+            self._progress.trained(done - first)
+
+    def on_test_begin(self) -> None:
+        if self._validation is None:
+            self._validation = progress.of_validation(self._model, self._seed)
+            if self._validation is not None:
+                self._validation.begin_at(self._validated, 0)
+
+    def on_epoch_end(self, epoch: int) -> None:
+        self.cursor = Cursor(epoch=epoch + 1, batch=0, step=self.cursor.step)
+        if self._leave_epoch is not None:
+            self._leave_epoch()
+            self._leave_epoch = None
+
+    # There
+
+    def take(
+        self, logs: Mapping[str, Any] | None, completion: Completion | None = None
+    ) -> TrainState:
+        """The state as it is now. All workers call this together."""
+        history = self._model.history
+        callbacks, arrays = callback_states.capture(self._others)
+        in_epoch = bool(self.cursor.batch)
+        own = own_states.capture(
+            self._model, self._agreement, self._role.world_size, in_epoch=in_epoch
+        )
+        return TrainState(
+            cursor=self.cursor,
+            arrays={**capture.capture(self._model), **own.arrays, **arrays},
+            history={name: _plain(values) for name, values in history.history.items()},
+            history_epochs=tuple(history.epoch),
+            metrics=_numbers(logs),
+            data=self._place_in_data(in_epoch),
+            stop_training=bool(self._model.stop_training),
+            completion=completion,
+            how_built={
+                **capture.how_built(self._model),
+                "made_of": fingerprint.of_model(self._model),
+            },
+            callbacks=callbacks,
+            random=own.random,
+        )
+
+    def _place_in_data(self, in_epoch: bool) -> dict[str, Any]:
+        if self._progress is None:
+            return {}
+        validated = self._validated if self._validation is None else self._validation.passes
+        return {
+            "train": self._progress.position(in_epoch=in_epoch),
+            "validation": validated,
+            "fingerprint": self._progress.fingerprint(),
+        }
+
+    # And back
+
+    def make_ready_for(
+        self, manifest: Manifest, where: str, *, ends: bool, other_data: bool
+    ) -> None:
+        """Makes the variables that the checkpoint has values for.
+
+        Args:
+            manifest: Of the checkpoint.
+            where: The run it is of, for errors.
+            ends: Whether the run ends there, and reads no more data.
+            other_data: Whether it may go on with other data.
+
+        Raises:
+            OtherRunError: If it is of another model, or of other data.
+        """
+        capture.build(self._model, manifest.how_built)
+        difference = first_difference(
+            capture.specs_of_model(manifest.variables), capture.specs_of(self._model)
+        )
+        difference = difference or fingerprint.first_difference(
+            manifest.how_built["made_of"], fingerprint.of_model(self._model)
+        )
+        if difference is not None:
+            raise OtherRunError(
+                f"{where} holds the run of another model. The first difference: {difference}. Give "
+                "this model a directory of its own, or resume=False to begin a new run beside the "
+                "old one; nothing was changed."
+            )
+        self._has_other_data = False
+        if ends or self._progress is None or "fingerprint" not in manifest.data:
+            return
+        there = dict(manifest.data["fingerprint"])
+        here = json.loads(json.dumps(self._progress.fingerprint()))
+        if there.pop(SEEDS, None) != here.pop(SEEDS, None) and self._role.is_chief:
+            announce(
+                "the seeds of the data are not those of the checkpoint, so samples come in another "
+                "order: in the epoch under way some come twice and others not at all"
+            )
+        difference = fingerprint.first_difference(there, here)
+        self._has_other_data = difference is not None
+        if difference is not None and not other_data:
+            raise OtherRunError(
+                f"{where} was trained on other data. The first difference: {difference}. Give the "
+                "same data, allow_data_change=True to go on with these from the beginning of the "
+                "epoch, or resume=False to begin a new run; nothing was changed."
+            )
+
+    def read(self, found: Found) -> CheckpointError | None:
+        """Reads the values into the model and the callbacks. Tells what keeps any worker from that;
+        then the model is as it was on all of them."""
+        before = capture.capture(self._model)
+        stored, manifest = found.stored, found.stored.manifest
+        failure, word = None, None
+        try:
+            values = stored.values(capture.allocate)
+            self._arrays = capture.restore(self._model, manifest.variables, values)
+        except CheckpointError as error:
+            capture.put_back(self._model, before)
+            failure = error
+            who = f"{self._role.name}: " if self._role.world_size > 1 else ""
+            word = json.dumps([isinstance(error, CorruptCheckpointError), f"{who}{error}"])
+        first = self._agreement.first_complaint("restored", word)
+        if first is None:
+            goes_on = manifest.stop_training and not found.ends and not manifest.cursor.batch
+            self.restored = self._restore_callbacks(manifest, is_anew=goes_on)
+            return None
+        if failure is None:
+            capture.put_back(self._model, before)
+        is_damage, message = json.loads(first)
+        told = CorruptCheckpointError(message) if is_damage else CheckpointError(message)
+        told.__cause__ = failure
+        return told
+
+    def go_on(self, manifest: Manifest) -> None:
+        """Makes `fit` go on where the checkpoint was taken."""
+        self._take_history(manifest)
+        compat_model.start_at_epoch(self._model, manifest.cursor.epoch)
+        cursor, place = manifest.cursor, manifest.data.get("train")
+        self._validated = manifest.data.get("validation", 0)
+        if self._progress is None or place is None or self._has_other_data:
+            if cursor.batch and self._role.is_chief:
+                why = (
+                    "the data is another"
+                    if self._has_other_data
+                    else "where it stood in the data is not known: `fit` is not Keras', or the "
+                    "data was distributed before"
+                )
+                announce(
+                    f"the checkpoint was made after batch {cursor.batch} of that epoch; the epoch "
+                    f"begins again from its first batch, because {why}"
+                )
+        elif cursor.batch:
+            self._go_into_epoch(manifest, self._progress, place)
+        else:
+            self._progress.seek(place, 0)
+            self._restore_random(manifest)
+
+    def end(self, manifest: Manifest, epochs: int) -> None:
+        """Makes `fit` end at once, as the checkpoint's did."""
+        self._take_history(manifest)
+        compat_model.start_at_epoch(self._model, epochs)
+
+    def _take_history(self, manifest: Manifest) -> None:
+        self.cursor = manifest.cursor
+        history = self._model.history
+        history.history = {name: list(values) for name, values in manifest.history.items()}
+        history.epoch = list(manifest.history_epochs)
+
+    def _go_into_epoch(
+        self, manifest: Manifest, place_of: progress.Progress, place: Mapping[str, Any]
+    ) -> None:
+        batches = math.inf if manifest.stop_training else manifest.cursor.batch
+        place_of.seek(place, batches)
+        place_of.build_metrics(self._model)
+        trained = capture.capture(self._model)
+        metrics = {k: v for k, v in self._arrays.items() if k.startswith(own_states.PREFIX)}
+
+        def enter() -> None:
+            # Other callbacks have begun this epoch once more.
+            capture.put_back(self._model, trained)
+            self._restore_callbacks(manifest)
+            differs = own_states.restore(
+                self._model, metrics, self._role.rank, self._role.world_size, in_epoch=True
+            )
+            if differs is not None and self._role.is_chief:
+                announce(f"the metrics of this epoch begin with the next batch: {differs}")
+            self._restore_random(manifest)
+            self._model.stop_training = manifest.stop_training
+            self._leave_epoch = epochs.begin_with_logs(self._model, manifest.metrics)
+
+        self._enter_epoch = enter
+
+    def _restore_callbacks(
+        self, manifest: Manifest, *, is_anew: bool = False
+    ) -> list[keras.callbacks.Callback]:
+        return callback_states.restore(
+            self._others,
+            manifest.callbacks,
+            self._arrays,
+            epoch=manifest.cursor.epoch,
+            is_anew=is_anew,
+        )
+
+    def _restore_random(self, manifest: Manifest) -> None:
+        known = self._role.rank < len(manifest.random)
+        if known and self._progress is not None and not self._progress.draws_again:
+            random_states.restore(manifest.random[self._role.rank])
+
+
+def _numbers(logs: Mapping[str, Any] | None) -> dict[str, float]:
+    arrays = {name: np.asarray(value) for name, value in (logs or {}).items()}
+    return {name: float(value) for name, value in arrays.items() if value.ndim == 0}
+
+
+def _plain(values: list[Any]) -> list[Any]:
+    """JSON takes Python's numbers only."""
+    return [np.asarray(value).tolist() for value in values]

@@ -1,0 +1,156 @@
+"""The loop of Keras' `fit` over the batches of an epoch.
+
+Keras 3.10 to 3.15 can begin a `fit` with any epoch, but not within one, and gives its
+`EpochIterator` to nobody. It is a local variable of `fit`, and found in the frames of those who
+call a callback.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.trainers import data_adapters
+from keras.src.trainers.epoch_iterator import EpochIterator
+
+from keras_distplug.compat.context import global_seed
+from keras_distplug.compat.override import override
+
+
+def of_fit() -> Loop | None:
+    """The loop of the innermost `fit` that calls; None if Keras' own `fit` is not among them."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "fit" and "epoch_iterator" in frame.f_locals:
+            found = frame.f_locals["epoch_iterator"]
+            return Loop(found) if isinstance(found, EpochIterator) else None
+        frame = frame.f_back
+    return None
+
+
+def of_validation(model: keras.Model) -> Loop | None:
+    """The loop over the validation data of a `fit`, which is made once; None if there is none."""
+    found = getattr(model, "_eval_epoch_iterator", None)
+    return None if found is None else Loop(found)
+
+
+class Loop:
+    """What `fit` or `evaluate` draws batches from."""
+
+    def __init__(self, epochs: EpochIterator) -> None:
+        self._epochs = epochs
+
+    @property
+    def dataset(self) -> tf.distribute.DistributedDataset:
+        return self._epochs._distributed_dataset
+
+    @property
+    def whole_dataset(self) -> tf.data.Dataset | None:
+        """Yields global batches; None if the user has distributed the dataset himself."""
+        if self.is_dataset:
+            given = self.adapter.get_tf_dataset()
+        else:
+            given = getattr(self.dataset, "_original_dataset", self.dataset)
+        return given if isinstance(given, tf.data.Dataset) else None
+
+    @property
+    def adapter(self) -> data_adapters.data_adapter.DataAdapter:
+        return self._epochs.data_adapter
+
+    @property
+    def is_dataset(self) -> bool:
+        """Whether the data is a tf.data.Dataset of the user's."""
+        return isinstance(self.adapter, data_adapters.TFDatasetAdapter)
+
+    @property
+    def arrays(self) -> tuple[Any, int] | None:
+        """The arrays that Keras makes batches of, nested as these are, and the size of a batch.
+        None if not all are arrays of numbers."""
+        given = keras.tree.flatten(self.adapter._inputs)
+        if not all(isinstance(each, np.ndarray) and each.dtype.kind in "fiub" for each in given):
+            return None
+        arrays = keras.tree.map_structure(_in_floatx, self.adapter._inputs)
+        return arrays, self.adapter.batch_size
+
+    @property
+    def is_generator(self) -> bool:
+        """Whether one Python generator gives the batches of all epochs."""
+        return isinstance(self.adapter, data_adapters.GeneratorDataAdapter)
+
+    @property
+    def py_dataset(self) -> tuple[keras.utils.PyDataset, bool, dict[int, float] | None] | None:
+        """The user's, if the data is one; whether it is shuffled; and the weights of classes."""
+        adapter = self.adapter
+        if not isinstance(adapter, data_adapters.PyDatasetAdapter):
+            return None
+        return adapter.py_dataset, adapter.shuffle, adapter.class_weight
+
+    def draw_from(self, adapter: data_adapters.data_adapter.DataAdapter) -> None:
+        """Gives `fit` other data than it has made by itself."""
+        self._epochs.data_adapter = adapter
+        self._epochs._distributed_dataset = adapter.get_tf_dataset()
+
+    @property
+    def is_shuffled_at_random(self) -> bool:
+        """Whether Keras draws the order of arrays in a way that nobody can repeat."""
+        is_array = isinstance(self.adapter, data_adapters.ArrayDataAdapter)
+        return is_array and self.adapter._shuffle is True and global_seed() is None
+
+    @property
+    def keeps_iterator(self) -> bool:
+        """Whether epochs draw from one iterator, as long as it lasts."""
+        return self._epochs.steps_per_epoch is not None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next epoch draws from the iterator that the present one leaves."""
+        return self.keeps_iterator and self._epochs._current_iterator is not None
+
+    @property
+    def counted(self) -> dict[str, Any]:
+        """What Keras counts of the iterator under way, and has learned of the data's length."""
+        seen = self._epochs._steps_seen if self.goes_on else 0
+        return {"seen": seen, "num_batches": self._epochs._num_batches}
+
+    def count(self, counted: Mapping[str, Any]) -> None:
+        """Puts back what `counted` gave."""
+        self._epochs._num_batches = counted["num_batches"]
+        self._epochs._steps_seen = counted["seen"]
+
+    def go_on(self) -> None:
+        """Makes the iterator that the next epoch goes on with, unless it makes one itself."""
+        if self.keeps_iterator:
+            self._epochs._current_iterator = iter(self.dataset)
+
+    def begin_at(self, batch: float) -> None:
+        """Makes the next epoch begin with this batch. `math.inf`: it has no batch left."""
+        stock = self._epochs._enumerate_iterator
+
+        def remaining() -> Iterator[Any]:
+            del vars(self._epochs)["_enumerate_iterator"]
+            if batch != math.inf:
+                # Keras counts, and draws a batch behind each of these only.
+                yield from (item for item in stock() if item[0] >= batch)
+
+        override(self._epochs, "_enumerate_iterator", remaining)
+
+
+def _in_floatx(array: np.ndarray) -> np.ndarray:
+    return array.astype(keras.config.floatx()) if array.dtype.kind == "f" else array
+
+
+def begin_with_logs(model: keras.Model, logs: Mapping[str, float]) -> Callable[[], None]:
+    """Gives an epoch that has no batch left the logs of its last one.
+
+    Returns:
+        What undoes it.
+    """
+    stock = model._get_metrics_result_or_logs
+    override(model, "_get_metrics_result_or_logs", lambda found: stock(found or dict(logs)))
+    return lambda: override(model, "_get_metrics_result_or_logs", stock)

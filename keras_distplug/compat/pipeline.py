@@ -1,0 +1,455 @@
+"""A tf.data pipeline, taken apart and put together again with other seeds.
+
+TensorFlow 2.18 to 2.21. Every reshuffling op draws two seeds from a generator of its own whenever
+it makes an iterator (`RandomSeedGenerator`: Philox with the key `seed` and the counter `seed2`).
+An op below another shuffle, a `repeat` or a `concatenate` does so at a time that depends on how far
+the passes before were read, by whom, and how fast; so a pass cannot be had again by its number.
+Names of dataset ops, and `DatasetToGraphV2`, are public; datasets made of a variant, the table of
+ops, and a dataset's inputs are not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2
+from tensorflow.python.data.ops import dataset_ops
+from tensorflow.python.framework import config, op_def_registry
+
+_MOST_BYTES = 512 * 2**20  # of tensors in the pipeline: taking it apart copies them
+_LARGE_BYTES = 1024  # of one tensor
+
+# They draw seeds for each iterator if the attribute says so.
+_RESHUFFLING = {
+    "ShuffleDatasetV3": "reshuffle_each_iteration",
+    "ShuffleAndRepeatDatasetV2": "reshuffle_each_iteration",
+    "RandomDatasetV2": "rerandomize_each_iteration",
+}
+# What makes the iterator of its input together with its own, once.
+_EAGER = re.compile(
+    r"(Parallel)?(Batch|PaddedBatch|Map|MapAndBatch|Filter|Prefetch|Options|Take|Skip|Zip|Shard"
+    r"|Unbatch|Rebatch|Window|Scan|TakeWhile|Interleave|FlatMap|AssertCardinality|Model"
+    r"|DirectedInterleave|SlidingWindow)Dataset(V\d)?"
+)
+_RANDOM_OPS = re.compile(r"Random.*|.*TruncatedNormal|Multinomial")
+_GENERATOR_OPS = re.compile(r"Rng.*|Stateful.*")
+_NOT_RANDOM = re.compile(r"StatefulPartitionedCall|Random(Dataset|IndexShuffle).*")
+_PYTHON_OPS = re.compile(r"PyFunc|PyFuncStateless|EagerPyFunc")
+# Stateful by name only; what the first ones call is looked at by itself.
+_HARMLESS_OPS = re.compile(
+    r"(Stateful)?PartitionedCall|If|Case|While|Assert|LookupTable(Find|Size)V2"
+)
+_MAPS = re.compile(r"(Parallel)?MapDataset(V\d)?")
+_BATCHES = re.compile(r"BatchDatasetV2|ParallelBatchDataset")
+_BESIDE = re.compile(r"(Prefetch|Options)Dataset")
+_ORDERING = re.compile(r"ShuffleDatasetV3|RepeatDataset")
+_COUNT = "distplug_batches_to_leave_out"
+
+
+class UnreadableError(Exception):
+    """The pipeline cannot be taken apart; says why."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One transformation of a pipeline.
+
+    Args:
+        node: Its name in the graph.
+        op: The name of its op, such as `ShuffleDatasetV3`.
+        title: How a user calls it, such as `shuffle`.
+        inputs: Nodes of the datasets that it reads.
+        numbers: Its arguments that are single integers or booleans.
+        samples: Of the tensors that it holds, if it slices them.
+        reshuffles: It draws new seeds for each iterator.
+        deterministic: False if it may give its elements in another order each time.
+        parallel: It runs functions at the same time.
+        random_ops: In its functions, with whether they have a seed.
+        generator_ops: In its functions; of a `tf.random.Generator`.
+        python_ops: In its functions.
+        pure: Its functions give the same for the same element, whatever they were called for.
+        unseeded_inside: Titles of unseeded shuffles of datasets that its functions make.
+    """
+
+    node: str
+    op: str
+    title: str
+    inputs: tuple[str, ...]
+    numbers: Mapping[str, int]
+    samples: int | None
+    reshuffles: bool
+    deterministic: bool
+    parallel: bool
+    random_ops: tuple[tuple[str, bool], ...]
+    generator_ops: tuple[str, ...]
+    python_ops: tuple[str, ...]
+    pure: bool
+    unseeded_inside: tuple[str, ...]
+
+    @property
+    def is_seeded(self) -> bool:
+        return self.numbers.get("seed", 1) != 0 or self.numbers.get("seed2", 1) != 0
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The transformations of a dataset, those that are read first."""
+
+    steps: tuple[Step, ...]
+    held_bytes: int
+    _dataset: tf.data.Dataset
+    _graph: graph_pb2.GraphDef
+    _output: str
+
+    @property
+    def options(self) -> tf.data.Options:
+        return self._dataset.options()
+
+    def step(self, node: str) -> Step:
+        return next(each for each in self.steps if each.node == node)
+
+    def drawn_once(self) -> frozenset[str]:
+        """Nodes that draw their seeds exactly once an iterator, when it is made."""
+        paths: Counter[str] = Counter()
+
+        def walk(node: str, eager: bool) -> None:
+            paths[node] += 1 if eager else 2
+            step = self.step(node)
+            for each in step.inputs if paths[node] <= 2 else ():
+                walk(each, eager and _EAGER.fullmatch(step.op) is not None)
+
+        walk(self._output, eager=True)
+        return frozenset(node for node, count in paths.items() if count == 1)
+
+    def cached(self) -> frozenset[str]:
+        """Nodes that a cache reads, for good, at the first pass."""
+        found: set[str] = set()
+
+        def walk(node: str, below: bool) -> None:
+            step = self.step(node)
+            if below:
+                found.add(node)
+            for each in step.inputs:
+                walk(each, below or step.op.startswith("CacheDataset"))
+
+        walk(self._output, below=False)
+        return frozenset(found)
+
+    def remaker(
+        self, nodes: Sequence[str], fixed: frozenset[str]
+    ) -> Callable[[Sequence[tuple[int, int]], int], tf.data.Dataset]:
+        """A function of seeds, and of a number of batches to leave out at the begin, that gives the
+        dataset so, with no memory of passes.
+
+        Args:
+            nodes: Have a `seed` and a `seed2`; the function takes theirs in this order.
+            fixed: Those of `nodes` whose seeds are the ones to shuffle with, not those to draw
+                from.
+        """
+        made = {}
+
+        def remade(seeds: Sequence[tuple[int, int]], start: int) -> tf.data.Dataset:
+            if bool(start) not in made:
+                made[bool(start)] = self._maker(nodes, fixed, leaves_out=start > 0)
+            return made[bool(start)](seeds, start)
+
+        return remade
+
+    def _maker(
+        self, nodes: Sequence[str], fixed: frozenset[str], leaves_out: bool
+    ) -> Callable[[Sequence[tuple[int, int]], int], tf.data.Dataset]:
+        graph = graph_pb2.GraphDef()
+        graph.CopyFrom(self._graph)
+        output, a_batch = self._leave_out(graph) if leaves_out else (self._output, 1)
+        by_name = {node.name: node for node in graph.node}
+        held: dict[str, tf.Tensor] = {}
+        seeds_of: dict[str, tuple[str, str]] = {}
+        fresh: list[str] = []
+        for name in nodes:
+            node = by_name[name]
+            inputs = _inputs_of(node)
+            seeds_of[name] = (inputs["seed"], inputs["seed2"])
+            if "seed_generator" in inputs:
+                fresh.append(inputs["seed_generator"])
+            if name in fixed:
+                node.attr[_RESHUFFLING[node.op]].b = False
+        given = {each for pair in seeds_of.values() for each in pair} | set(fresh)
+        for node in list(graph.node):
+            if node.name in given:
+                graph.node.remove(node)
+            elif node.op == "Const" and node.attr["value"].tensor.ByteSize() > _LARGE_BYTES:
+                held[node.name] = tf.constant(tf.make_ndarray(node.attr["value"].tensor))
+                graph.node.remove(node)
+
+        def build(seeds: tf.Tensor, start: tf.Tensor) -> Any:
+            inputs = {_COUNT: start * a_batch} if leaves_out else {}
+            inputs |= {name: tf.identity(value) for name, value in held.items()}
+            for row, name in enumerate(nodes):
+                inputs |= {each: seeds[row, at] for at, each in enumerate(seeds_of[name])}
+            inputs |= {name: tf.raw_ops.DummySeedGenerator() for name in fresh}
+            [variant] = tf.graph_util.import_graph_def(
+                graph, input_map=inputs, return_elements=[f"{output}:0"], name=""
+            )
+            return variant
+
+        with tf.device("CPU:0"):
+            specs = [tf.TensorSpec([len(nodes), 2], tf.int64), tf.TensorSpec([], tf.int64)]
+            function = tf.compat.v1.wrap_function(build, specs)
+        dataset = self._dataset  # keeps alive what the graph only refers to
+
+        def remade(seeds: Sequence[tuple[int, int]], start: int) -> tf.data.Dataset:
+            values = np.asarray(seeds, "int64").reshape(len(nodes), 2)
+            variant = function(tf.constant(values), tf.constant(start, tf.int64))
+            made = dataset_ops._VariantDataset(variant, dataset.element_spec)
+            return made.with_options(dataset.options())
+
+        return remade
+
+    def _leave_out(self, graph: graph_pb2.GraphDef) -> tuple[str, int]:
+        """Leaves out the first elements as near to the files as gives the same others.
+
+        Maps, and batches, of elements that are left out are not computed: which elements come does
+        not depend on what pure maps make of them, so that these go above shuffles and repeats.
+
+        Returns:
+            The new output, and how many elements a batch has there.
+        """
+        a_batch = 1
+        above: list[Step] = []  # of what leaves out
+        ordering: list[Step] = []  # below it
+        step = self.step(self._output)
+        while len(step.inputs) == 1:
+            if _ORDERING.fullmatch(step.op):
+                ordering.append(step)
+            elif _BATCHES.fullmatch(step.op) and not ordering:
+                a_batch *= step.numbers["batch_size"]
+                above.append(step)
+            elif _BESIDE.fullmatch(step.op) or (
+                _MAPS.fullmatch(step.op) and step.pure and step.deterministic
+            ):
+                above.append(step)
+            else:
+                break
+            step = self.step(step.inputs[0])
+        by_name = {node.name: node for node in graph.node}
+        types, shapes = _elements_of(by_name[step.node])
+        leaving_out = graph.node.add(name="distplug_leave_out", op="SkipDataset")
+        leaving_out.input.extend(["", _COUNT])
+        for node in [leaving_out, *(by_name[each.node] for each in ordering)]:
+            node.attr["output_types"].CopyFrom(types)
+            node.attr["output_shapes"].CopyFrom(shapes)
+        chain = [by_name[each.node] for each in above]
+        chain += [leaving_out, *(by_name[each.node] for each in ordering), by_name[step.node]]
+        for reader, read_ in pairwise(chain):
+            reader.input[0] = read_.name
+        return chain[0].name, a_batch
+
+
+def read(dataset: tf.data.Dataset) -> Pipeline:
+    """Takes `dataset` apart.
+
+    Raises:
+        UnreadableError: If that is not possible.
+    """
+    held = sum(tensor.nbytes for each in _chain(dataset) for tensor in _tensors_of(each))
+    if held > _MOST_BYTES:
+        raise UnreadableError(f"it holds {held / 2**20:.0f} MB of tensors")
+    try:
+        serialized = tf.raw_ops.DatasetToGraphV2(
+            input_dataset=dataset._variant_tensor,
+            external_state_policy=1,
+            strip_device_assignment=False,  # without a device, `tf.py_function` does not run again
+        )
+    except tf.errors.OpError as error:
+        raise UnreadableError(str(error.message).partition("\n")[0]) from error
+    graph = graph_pb2.GraphDef.FromString(serialized.numpy())
+    [returned] = [node for node in graph.node if node.op == "_Retval"]
+    graph.node.remove(returned)
+    output = returned.input[0].partition(":")[0]
+    return Pipeline(tuple(_steps(graph)), len(serialized.numpy()), dataset, graph, output)
+
+
+def draw(seed: int, seed2: int, number: int) -> tuple[int, int]:
+    """The seeds that a reshuffling op with these draws for its iterator of that number."""
+    block = tf.raw_ops.StatelessRandomUniformFullIntV2(
+        shape=[4],
+        key=tf.constant([seed % 2**64], tf.uint64),
+        counter=tf.constant([number // 2, seed2 % 2**64], tf.uint64),
+        alg=1,
+        dtype=tf.uint32,
+    ).numpy()
+    first = 2 * (number % 2)
+    return int(block[first]), int(block[first + 1])
+
+
+def is_op_determinism_on() -> bool:
+    return bool(config.is_op_determinism_enabled())
+
+
+def from_numbers(
+    make: Callable[..., tf.data.Dataset], numbers: int
+) -> Callable[..., tf.data.Dataset]:
+    """`make`, a function of so many integers, traced once: a call of it takes a millisecond."""
+    specs: list[Any] = []
+
+    @tf.function(input_signature=[tf.TensorSpec([], tf.int64)] * numbers, autograph=False)  # type: ignore[untyped-decorator]
+    def variant(*given: tf.Tensor) -> tf.Tensor:
+        made = make(*given)
+        specs[:] = [made.element_spec]
+        return made._variant_tensor
+
+    def dataset(*given: int) -> tf.data.Dataset:
+        with tf.device("CPU:0"):
+            found = variant(*(tf.constant(each, tf.int64) for each in given))
+        return dataset_ops._VariantDataset(found, specs[0])
+
+    return dataset
+
+
+def _chain(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    yield dataset
+    for each in dataset._inputs():
+        yield from _chain(each)
+
+
+def _tensors_of(dataset: tf.data.Dataset) -> list[np.ndarray]:
+    held = tf.nest.flatten(getattr(dataset, "_tensors", ()))
+    return [each.numpy() for each in held if isinstance(each, tf.Tensor) and hasattr(each, "numpy")]
+
+
+def _steps(graph: graph_pb2.GraphDef) -> Iterator[Step]:
+    by_name = {node.name: node for node in graph.node}
+    library = {function.signature.name: function for function in graph.library.function}
+    for node in graph.node:
+        if not re.search(r"Dataset(V\d)?$", node.op):
+            continue
+        inputs = _inputs_of(node)
+        constants = {
+            name: by_name[given].attr["value"].tensor
+            for name, given in inputs.items()
+            if by_name[given].op == "Const"
+        }
+        numbers = {
+            name: int(tf.make_ndarray(value))
+            for name, value in constants.items()
+            if value.dtype in (tf.int64.as_datatype_enum, tf.bool.as_datatype_enum)
+            and not value.tensor_shape.dim
+        }
+        called = list(_functions(node, library))
+        inner = [each for function in called for each in function.node_def]
+        randoms = [
+            (each.op, any(name in each.attr and each.attr[name].i for name in ("seed", "seed2")))
+            for each in inner
+            if _RANDOM_OPS.fullmatch(each.op) and not _NOT_RANDOM.fullmatch(each.op)
+        ]
+        generators = [
+            each.op
+            for each in inner
+            if _GENERATOR_OPS.fullmatch(each.op) and not _NOT_RANDOM.fullmatch(each.op)
+        ]
+        yield Step(
+            node=node.name,
+            op=node.op,
+            title=_title(node.op),
+            inputs=tuple(
+                _name_of(each) for each in node.input if "Dataset" in by_name[_name_of(each)].op
+            ),
+            numbers=numbers,
+            samples=_samples(node, by_name),
+            reshuffles=node.op in _RESHUFFLING and node.attr[_RESHUFFLING[node.op]].b,
+            deterministic="deterministic" not in node.attr
+            or node.attr["deterministic"].s != b"false",
+            parallel="Parallel" in node.op or node.op.startswith("MapAndBatch"),
+            random_ops=tuple(sorted(set(randoms))),
+            generator_ops=tuple(sorted(set(generators))),
+            python_ops=tuple(sorted({e.op for e in inner if _PYTHON_OPS.fullmatch(e.op)})),
+            pure=not any(_keeps_state(each.op) for each in inner),
+            unseeded_inside=tuple(
+                sorted({_title(op) for function in called for op in _unseeded(function)})
+            ),
+        )
+
+
+def _keeps_state(op: str) -> bool:
+    known = op_def_registry.get(op)
+    return (known is None or known.is_stateful) and not _HARMLESS_OPS.fullmatch(op)
+
+
+def _inputs_of(node: Any) -> dict[str, str]:
+    """Nodes that an op reads, by the names of its arguments; lists are left out."""
+    names: dict[str, str] = {}
+    given = iter(node.input)
+    for argument in op_def_registry.get(node.op).input_arg:
+        if argument.number_attr:
+            for _ in range(node.attr[argument.number_attr].i):
+                next(given)
+        elif argument.type_list_attr:
+            for _ in node.attr[argument.type_list_attr].list.type:
+                next(given)
+        else:
+            names[argument.name] = _name_of(next(given))
+    return names
+
+
+def _name_of(given: str) -> str:
+    return given.lstrip("^").partition(":")[0]
+
+
+def _elements_of(node: Any) -> tuple[Any, Any]:
+    """The attributes that tell types and shapes of a dataset's elements."""
+    types = "output_types" if "output_types" in node.attr else "Toutput_types"
+    return node.attr[types], node.attr["output_shapes"]
+
+
+def _samples(node: Any, by_name: Mapping[str, Any]) -> int | None:
+    if node.op != "TensorSliceDataset":
+        return None
+    shape = by_name[_name_of(node.input[0])].attr["value"].tensor.tensor_shape
+    return int(shape.dim[0].size) if shape.dim else None
+
+
+def _functions(node: Any, library: Mapping[str, Any]) -> Iterator[Any]:
+    """Functions that an op calls, and those that these call."""
+    waiting = list(_called_by(node))
+    seen: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen or name not in library:
+            continue
+        seen.add(name)
+        yield library[name]
+        for inner in library[name].node_def:
+            waiting.extend(_called_by(inner))
+
+
+def _called_by(node: Any) -> Iterator[str]:
+    for value in node.attr.values():
+        if value.HasField("func"):
+            yield value.func.name
+        yield from (each.name for each in value.list.func)
+
+
+def _unseeded(function: Any) -> Iterator[str]:
+    """Ops in `function` that make a dataset with the seeds 0 and 0, as TensorFlow spells `None`."""
+    constants = {
+        node.name: node.attr["value"].tensor for node in function.node_def if node.op == "Const"
+    }
+    for node in function.node_def:
+        if node.op in ("ShuffleDatasetV3", "RandomDatasetV2", "RandomDataset"):
+            inputs = _inputs_of(node)
+            seeds = [constants.get(inputs[name]) for name in ("seed", "seed2")]
+            if all(seed is not None and not tf.make_ndarray(seed) for seed in seeds):
+                yield node.op
+
+
+def _title(op: str) -> str:
+    """`ParallelMapDatasetV2` -> `map`."""
+    bare = re.sub(r"Dataset(V\d)?$", "", op).removeprefix("Parallel")
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", bare).lower()

@@ -1,0 +1,55 @@
+"""Variables of which each replica has a value of its own, such as those of metrics.
+
+Keras 3.10 to 3.15, TensorFlow 2.18 to 2.21. To read such a variable as a whole adds the replicas
+up, which on several workers is a collective; the parts of this process are private.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_distplug.compat.model import all_variables, random_state_kept
+
+
+def own_of_replicas(model: keras.Model) -> list[keras.Variable]:
+    """The variables of `model` whose values may differ between replicas, in Keras' order."""
+    metrics = {id(variable) for variable in model.metrics_variables}
+    return [
+        variable
+        for variable in all_variables(model)
+        if id(variable) in metrics or variable.synchronization == "on_read"
+    ]
+
+
+def build(model: keras.Model, element_spec: Any) -> None:
+    """Makes the variables of metrics as the first step would.
+
+    Args:
+        model: A built model.
+        element_spec: Of a batch of its data.
+    """
+    first = tf.nest.map_structure(
+        lambda spec: getattr(spec, "_value_specs", (spec,))[0], element_spec
+    )
+    with model.distribute_strategy.scope(), random_state_kept():
+        model._symbolic_build(data_batch=first)
+
+
+def parts(variable: keras.Variable) -> list[Any]:
+    """The values of the replicas of this process. References: nothing is copied."""
+    return [part.read_value() for part in _parts(variable)]
+
+
+def set_parts(variable: keras.Variable, values: Sequence[Any]) -> None:
+    """Gives each replica of this process its value."""
+    for part, value in zip(_parts(variable), values, strict=True):
+        part.assign(value)
+
+
+def _parts(variable: keras.Variable) -> Sequence[tf.Variable]:
+    value = variable._value
+    return value.values if isinstance(value, tf.distribute.DistributedValues) else (value,)

@@ -1,0 +1,113 @@
+"""What a tf.data pipeline does, and what of it cannot be had again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import tensorflow as tf
+
+from keras_distplug.compat import pipeline
+
+# Arguments that change which samples come, or in which order.
+_TELLING = (
+    "batch_size",
+    "block_length",
+    "buffer_size",
+    "count",
+    "cycle_length",
+    "drop_remainder",
+    "index",
+    "num_shards",
+    "shift",
+    "size",
+    "start",
+    "step",
+    "stop",
+    "stride",
+)
+# They change neither.
+_SILENT = ("prefetch", "options", "model", "tensor")
+
+
+def audit(dataset: tf.data.Dataset) -> list[str]:
+    """What of `dataset` a run that goes on cannot have again, with what to change.
+
+    Example:
+
+    ```python
+    audit(tf.data.Dataset.range(9).map(lambda i: tf.random.uniform([])))
+    # ["map: RandomUniform has no seed. Use ..."]
+    ```
+
+    Args:
+        dataset: Of any elements.
+
+    Returns:
+        One line for each transformation. Shuffles without a seed are not among them: training gives
+        them seeds, unless a function of another transformation makes them.
+
+    Raises:
+        UnreadableError: If the pipeline cannot be looked into.
+    """
+    return of_pipeline(pipeline.read(dataset))
+
+
+def of_pipeline(parts: pipeline.Pipeline) -> list[str]:
+    lines = [] if parts.options.deterministic is not False else [_DISORDERED_OPTIONS]
+    return lines + [f"{step.title}: {line}" for step in parts.steps for line in _of_step(step)]
+
+
+_DISORDERED_OPTIONS = (
+    "options.deterministic=False lets parallel transformations change the order of their elements. "
+    "Leave it out"
+)
+_STATELESS = (
+    "zip the data with `tf.data.Dataset.random(seed)` and use `tf.random.stateless_*` ops with its "
+    "numbers as seeds"
+)
+
+
+def _of_step(step: pipeline.Step) -> Iterator[str]:
+    if not step.deterministic:
+        yield "deterministic=False changes the order of elements. Leave it out"
+    for title in step.unseeded_inside:
+        yield (
+            f"a function of it makes a dataset with `{title}` that has no seed. Write "
+            f"`{title}(..., seed=1)`"
+        )
+    for op, seeded in step.random_ops:
+        if not seeded:
+            yield f"{op} has no seed. Set one, or better {_STATELESS}"
+        elif step.parallel and not pipeline.is_op_determinism_on():
+            yield (
+                f"{op} in parallel calls gives its numbers to other elements each time. Leave "
+                "out num_parallel_calls, call tf.config.experimental.enable_op_determinism(), or "
+                f"better {_STATELESS}"
+            )
+    for op in step.generator_ops:
+        yield f"{op} uses a tf.random.Generator, whose state goes on. Instead, {_STATELESS}"
+    if step.python_ops:
+        yield (
+            f"it calls Python ({', '.join(step.python_ops)}), which is called again for all batches"
+            " of the pass up to the one where the run goes on. What it gives must not depend on "
+            "what it was called for before"
+        )
+
+
+def chain(parts: pipeline.Pipeline) -> Mapping[str, str]:
+    """The transformations, numbered, with the arguments that tell their work."""
+    told = [step for step in parts.steps if step.title not in _SILENT]
+    return {f"step {number}": _told(step) for number, step in enumerate(told)}
+
+
+def seeds(parts: pipeline.Pipeline) -> list[list[int]]:
+    """Those of the transformations that have one, in their order."""
+    seeded = [step.numbers for step in parts.steps if step.is_seeded]
+    return [[numbers["seed"], numbers["seed2"]] for numbers in seeded if "seed" in numbers]
+
+
+def _told(step: pipeline.Step) -> str:
+    numbers = {name: step.numbers[name] for name in _TELLING if name in step.numbers}
+    if step.samples is not None:
+        numbers["samples"] = step.samples
+    return f"{step.title}({', '.join(f'{name}={value}' for name, value in numbers.items())})"

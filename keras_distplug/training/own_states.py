@@ -1,0 +1,128 @@
+"""What each replica and each worker has of its own: metrics of an epoch under way, random
+generators."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_distplug.compat import replica_values
+from keras_distplug.core.protocols import Agreement
+from keras_distplug.training import random_states
+
+PREFIX = "replicas/"
+
+
+@dataclass(frozen=True)
+class OwnStates:
+    """What all of them have, the same on every worker.
+
+    Args:
+        arrays: The values of each replica's variables, as `replicas/<replica>/<variable>`.
+        random: The random generators of each worker.
+    """
+
+    arrays: Mapping[str, Any] = field(default_factory=dict)
+    random: tuple[Mapping[str, Any], ...] = ()
+
+
+def capture(
+    model: keras.Model, agreement: Agreement, world_size: int, *, in_epoch: bool
+) -> OwnStates:
+    """Takes them on all workers, which have to call this together.
+
+    Args:
+        model: The model in training.
+        agreement: How the workers agree.
+        world_size: How many they are.
+        in_epoch: Whether metrics count: they begin anew with each epoch.
+    """
+    names, variables = _named(model, in_epoch=in_epoch)
+    mine = [replica_values.parts(variable) for variable in variables]
+    random = random_states.capture()
+    if world_size == 1:
+        return OwnStates(_by_replica(names, mine), (random,))
+    word = json.dumps([random, [[_text(part) for part in parts] for parts in mine]])
+    said = [json.loads(each) for each in agreement.gather("own states", word)]
+    of_all = [
+        [_array(part) for _, theirs in said for part in theirs[place]]
+        for place in range(len(variables))
+    ]
+    return OwnStates(_by_replica(names, of_all), tuple(random for random, _ in said))
+
+
+def restore(
+    model: keras.Model,
+    arrays: Mapping[str, np.ndarray],
+    rank: int,
+    world_size: int,
+    *,
+    in_epoch: bool,
+) -> str | None:
+    """Gives each replica of this worker its values back.
+
+    With another number of replicas the first one gets what all had together: metrics add up what
+    replicas have counted.
+
+    Args:
+        model: The model in training, with all its variables.
+        arrays: `OwnStates.arrays`.
+        rank: Of this worker.
+        world_size: How many workers there are.
+        in_epoch: As it was given to `capture`.
+
+    Returns:
+        What does not fit; None if all does.
+    """
+    _, variables = _named(model, in_epoch=in_epoch)
+    replicas: dict[int, list[np.ndarray]] = {}
+    for key, array in arrays.items():
+        replicas.setdefault(int(key.removeprefix(PREFIX).split("/")[0]), []).append(array)
+    stored = [replicas[n] for n in sorted(replicas)]
+    shapes = [tuple(variable.shape) for variable in variables]
+    if any([array.shape for array in values] != shapes for values in stored):
+        return f"metrics of shapes {[a.shape for a in stored[0]]} there and {shapes} here"
+    for place, variable in enumerate(variables):
+        here = len(replica_values.parts(variable))
+        values = [each[place] for each in stored]
+        if len(values) == here * world_size:
+            mine = values[rank * here : (rank + 1) * here]
+        else:
+            total = np.sum(values, axis=0, dtype=values[0].dtype)
+            mine = [total if rank == n == 0 else np.zeros_like(total) for n in range(here)]
+        replica_values.set_parts(variable, mine)
+    return None
+
+
+def _named(model: keras.Model, *, in_epoch: bool) -> tuple[list[str], list[keras.Variable]]:
+    metrics = {id(variable) for variable in model.metrics_variables}
+    variables = [
+        variable
+        for variable in replica_values.own_of_replicas(model)
+        if in_epoch or id(variable) not in metrics
+    ]
+    return [f"{place:03}/{variable.path}" for place, variable in enumerate(variables)], variables
+
+
+def _by_replica(names: Sequence[str], values: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    return {
+        f"{PREFIX}{replica:04}/{name}": part
+        for name, parts in zip(names, values, strict=True)
+        for replica, part in enumerate(parts)
+    }
+
+
+def _text(value: Any) -> list[Any]:
+    array = np.asarray(value)
+    return [array.dtype.name, list(array.shape), base64.b64encode(array.tobytes()).decode()]
+
+
+def _array(text: Sequence[Any]) -> np.ndarray:
+    dtype, shape, content = text
+    return np.frombuffer(base64.b64decode(content), np.dtype(dtype)).reshape(shape)

@@ -1,0 +1,133 @@
+"""A place in the data of a training, and the way back to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from keras_distplug.compat import data as compat_data
+from keras_distplug.core.errors import DataError
+
+
+class Source(Protocol):
+    """Data that can be read again from any batch of any pass.
+
+    A pass is what one iterator gives. Keras makes more of them than there are epochs.
+    """
+
+    @property
+    def whole(self) -> tf.data.Dataset:
+        """A pass, for its elements and their number. Nobody makes an iterator of it."""
+        ...
+
+    @property
+    def num_batches(self) -> int | None:
+        """In a pass; None if that is not known, or there is no end."""
+        ...
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples in a full global batch; None if that is not known."""
+        ...
+
+    def batches(self, passed: int, start: int) -> tf.data.Dataset:
+        """The global batches of the next pass. The caller makes one iterator of them.
+
+        Args:
+            passed: Passes before it. It grows by one from call to call, or by more.
+            start: Batches of this pass that have been trained; the dataset begins behind them.
+        """
+        ...
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        """What has to be the same when the run goes on; flat and JSON-able."""
+        ...
+
+    def warnings(self) -> list[str]:
+        """What of it a run that goes on cannot have again, or has at a cost; for people."""
+        ...
+
+
+class Positioned(compat_data.LateDistributedDataset):
+    """A source as `fit` reads it, which knows how many iterators were made of it.
+
+    Args:
+        source: The data.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.passes = 0
+        self._start = 0
+        self._strategy: tf.distribute.Strategy | None = None
+        self._dataset: tf.data.Dataset | None = None
+        self._distributed: Any = None
+
+    def use(self, strategy: tf.distribute.Strategy) -> None:
+        """Distributes by `strategy`, instead of that in whose scope it is read.
+
+        Raises:
+            DataError: If a batch has fewer samples than there are replicas.
+        """
+        samples, replicas = self.source.batch_size, strategy.num_replicas_in_sync
+        if samples is not None and samples < replicas:
+            raise DataError(
+                "The global batch is smaller than the number of replicas. Received: batches of "
+                f"{samples} samples for {replicas} replicas. Batch by at least {replicas}; the "
+                "global batch is split over the replicas."
+            )
+        if strategy is not self._strategy:
+            self._strategy, self._dataset = strategy, None
+
+    def begin_at(self, passed: int, start: int) -> None:
+        """Makes the next iterator that of the pass behind `passed` others, from batch `start` on.
+
+        Raises:
+            DataError: If the pass has fewer batches.
+        """
+        batches = self.source.num_batches
+        if batches is not None and start > batches:
+            raise DataError(
+                f"The training goes on behind batch {start} of its data, but they have only "
+                f"{batches} batches. Give the same data as before."
+            )
+        self.passes, self._start = passed, start
+
+    def __iter__(self) -> Iterator[Any]:
+        start, self._start = self._start, 0
+        self._distribute(self.source.batches(self.passes, start))
+        self.passes += 1
+        return iter(self._distributed)
+
+    @property
+    def element_spec(self) -> Any:
+        if self._dataset is None:
+            self._distribute(self.source.whole)
+        return self._distributed.element_spec
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[..., Any]) -> Any:
+        for each in self:
+            initial_state = reduce_func(initial_state, each)
+        return initial_state
+
+    def _distribute(self, dataset: tf.data.Dataset) -> None:
+        if self._strategy is None:
+            self.use(tf.distribute.get_strategy())
+        if dataset is not self._dataset:
+            self._dataset = dataset
+            strategy = self._strategy
+            assert strategy is not None
+            self._distributed = strategy.experimental_distribute_dataset(sharded(dataset))
+
+
+def sharded(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Splits each global batch over the workers, unless the user chose otherwise."""
+    policy = tf.data.experimental.AutoShardPolicy
+    chosen = dataset.options().experimental_distribute.auto_shard_policy
+    if chosen not in (policy.AUTO, policy.DATA):
+        return dataset
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = policy.DATA
+    return dataset.with_options(options)

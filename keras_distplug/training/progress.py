@@ -1,0 +1,175 @@
+"""Where a `fit` stands in its data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_distplug.compat import epochs, replica_values
+from keras_distplug.training.data import InputAdapter
+from keras_distplug.training.position import Positioned, Source
+from keras_distplug.training.python_sources import PyData
+from keras_distplug.training.sources import Arrays, TfData, elements
+
+
+class Progress:
+    """The place of a `fit` in its data, from the beginning of training to the end.
+
+    Args:
+        loop: The loop of that `fit`.
+        data: What the loop draws batches from.
+        is_generator: Whether one Python generator gives the batches of all epochs.
+    """
+
+    def __init__(self, loop: epochs.Loop, data: Positioned, is_generator: bool) -> None:
+        self.data = data
+        self._loop = loop
+        self._passes = data.passes  # of which `_read` is of the last
+        self._read = 0
+        self._counted = loop.counted
+        self._is_generator = is_generator
+
+    def epoch_begins(self) -> None:
+        """To be called before an epoch draws its first batch."""
+        self._counted = self._loop.counted
+
+    def trained(self, batches: int) -> None:
+        """To be called behind each step."""
+        self._read = self._read_of_this_pass() + batches
+        self._passes = self.data.passes
+
+    def position(self, *, in_epoch: bool) -> dict[str, Any]:
+        """What `seek` takes to go on from here; JSON-able.
+
+        Args:
+            in_epoch: Whether the epoch under way goes on, even if it has no batch left.
+        """
+        place: dict[str, Any] = {
+            "passes": self.data.passes,
+            "counted": {
+                **self._loop.counted,
+                **({"seen": self._counted["seen"]} if in_epoch else {}),
+            },
+        }
+        if in_epoch or self._loop.goes_on:
+            place["read"] = self._read_of_this_pass()
+        return place
+
+    def seek(self, position: Mapping[str, Any], batch: float) -> None:
+        """Makes training go on where `position` was taken.
+
+        Args:
+            position: From `position`.
+            batch: Batches of the epoch that were trained; `math.inf` if it has none left.
+        """
+        self._loop.count(position["counted"])
+        read = position.get("read")
+        if read is None or (batch == math.inf and not self._loop.keeps_iterator):
+            self.data.begin_at(position["passes"], 0)
+        else:
+            self.data.begin_at(position["passes"] - 1, read)
+            self._loop.go_on()
+        self._passes, self._read = position["passes"], read or 0
+        if batch:
+            self._loop.begin_at(batch)
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        """What of the data must be the same when the run goes on; JSON-able."""
+        return self.data.source.fingerprint()
+
+    @property
+    def draws_again(self) -> bool:
+        """Whether the data is read from its very beginning, and draws what it drew then."""
+        return self._is_generator
+
+    def build_metrics(self, model: keras.Model) -> None:
+        """Makes the variables of metrics that a first step would make."""
+        replica_values.build(model, self.data.element_spec)
+
+    def _read_of_this_pass(self) -> int:
+        return self._read if self.data.passes == self._passes else 0
+
+
+def of_fit(model: keras.Model, seed: int) -> Progress | None:
+    """The progress of the `fit` that calls, from which on it is counted.
+
+    Args:
+        model: The model in training.
+        seed: For what would be shuffled in an order that nobody could repeat.
+
+    Returns:
+        None if that is not possible: `fit` is not Keras', or the data was distributed before.
+    """
+    if (loop := epochs.of_fit()) is None:
+        return None
+    is_generator = loop.is_generator
+    data = _positioned(loop, model.distribute_strategy, seed)
+    return None if data is None else Progress(loop, data, is_generator)
+
+
+def of_validation(model: keras.Model, seed: int) -> Positioned | None:
+    """The validation data of the `fit` that calls, from which on passes over it are counted."""
+    loop = epochs.of_validation(model)
+    # Other data comes in the same order each time.
+    if loop is None or not loop.is_dataset:
+        return None
+    return _positioned(loop, model.distribute_strategy, seed)
+
+
+def _positioned(
+    loop: epochs.Loop, strategy: tf.distribute.Strategy, seed: int
+) -> Positioned | None:
+    if isinstance(loop.dataset, Positioned):
+        return loop.dataset
+    if (source := _source(loop, seed)) is None:
+        return None
+    adapter = InputAdapter(source)
+    adapter.get_tf_dataset().use(strategy)
+    loop.draw_from(adapter)
+    return adapter.get_tf_dataset()
+
+
+def _source(loop: epochs.Loop, seed: int) -> Source | None:
+    if (given := loop.py_dataset) is not None:
+        dataset, is_shuffled, class_weight = given
+        return PyData(dataset, is_shuffled, seed, class_weight)
+    if loop.is_shuffled_at_random and (arrays := loop.arrays) is not None:
+        return Arrays(*arrays, seed)
+    if (whole := loop.whole_dataset) is None:
+        return None
+    if loop.is_dataset:
+        return TfData(whole, seed)
+    return _OfKeras(whole, type(loop.adapter).__name__)
+
+
+class _OfKeras:
+    """What Keras makes of other data than datasets. It is read over."""
+
+    batch_size = None
+
+    def __init__(self, whole: tf.data.Dataset, kind: str) -> None:
+        self.whole = whole
+        self._kind = kind
+        self._iterators = 0
+
+    @property
+    def num_batches(self) -> int | None:
+        count = int(self.whole.cardinality().numpy())
+        return count if count >= 0 else None
+
+    def batches(self, passed: int, start: int) -> tf.data.Dataset:
+        while self._iterators < passed:
+            iter(self.whole)
+            self._iterators += 1
+        self._iterators += 1
+        return self.whole.skip(start) if start else self.whole
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        return {"kind": self._kind, "batches": self.num_batches, "elements": elements(self.whole)}
+
+    def warnings(self) -> list[str]:
+        return []

@@ -1,0 +1,63 @@
+"""The random generators of a process, as JSON, and back.
+
+Keras' own are variables; these are the ones that callbacks, data in Python and operations outside
+of the model draw from.
+"""
+
+from __future__ import annotations
+
+import base64
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_distplug.compat import random_states as compat_random
+
+
+def capture() -> dict[str, Any]:
+    """The states of Python's, NumPy's and TensorFlow's global generators."""
+    name, key, place, has_gauss, cached_gaussian = np.random.get_state()
+    taken: dict[str, Any] = {
+        "python": _packed(random.getstate()),
+        "numpy": [name, _text(np.asarray(key)), int(place), int(has_gauss), float(cached_gaussian)],
+    }
+    if (seeds := compat_random.operation_seeds()) is not None:
+        taken["operation_seeds"] = _packed(seeds.getstate())
+    if (generator := compat_random.global_generator()) is not None:
+        state = [int(word) for word in generator.state.numpy()]
+        taken["tensorflow"] = [state, int(generator.algorithm)]
+    return taken
+
+
+def restore(taken: Mapping[str, Any]) -> None:
+    """Puts back what `capture` took."""
+    random.setstate(_unpacked(taken["python"]))
+    name, key, *rest = taken["numpy"]
+    np.random.set_state((name, _words(key), *rest))
+    seeds = compat_random.operation_seeds()
+    if seeds is not None and "operation_seeds" in taken:
+        seeds.setstate(_unpacked(taken["operation_seeds"]))
+    if "tensorflow" in taken:
+        state, algorithm = taken["tensorflow"]
+        compat_random.set_global_generator(tf.constant(state, tf.int64), algorithm)
+
+
+def _packed(state: tuple[Any, ...]) -> list[Any]:
+    version, words, gauss = state
+    return [version, _text(np.array(words, np.uint32)), gauss]
+
+
+def _unpacked(packed: list[Any]) -> tuple[Any, ...]:
+    version, words, gauss = packed
+    return version, tuple(_words(words).tolist()), gauss
+
+
+def _text(words: np.ndarray) -> str:
+    return base64.b64encode(words.astype("<u4").tobytes()).decode()
+
+
+def _words(text: str) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), "<u4").astype(np.uint32)

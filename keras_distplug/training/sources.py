@@ -1,0 +1,229 @@
+"""Sources whose batches TensorFlow reads by itself: arrays, and pipelines of tf.data."""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_distplug.compat import data as compat_data
+from keras_distplug.compat import pipeline
+from keras_distplug.training import audit
+
+# What of a fingerprint differs, too, where a process makes the same pipeline a second time.
+SEEDS = "seeds"
+# Of the Feistel network that permutes the samples. With 4, neighbours stay correlated (0.09).
+_ROUNDS = 8
+# A dataset that is made again for each pass costs 2 ms for each MB of tensors in it.
+_MADE_AGAIN_BYTES = 64 * 2**20
+
+
+class Arrays:
+    """Nested arrays of samples. The order in a pass is a function of the seed and its number.
+
+    Args:
+        arrays: NumPy arrays of equal length, nested as the model's batches are.
+        batch_size: Samples in a global batch.
+        seed: Of the shuffled orders; None leaves the samples in theirs.
+        class_weight: As in `Model.fit`.
+    """
+
+    def __init__(
+        self,
+        arrays: Any,
+        batch_size: int,
+        seed: int | None,
+        class_weight: dict[int, float] | None = None,
+    ) -> None:
+        self.batch_size = batch_size
+        self._samples = len(keras.tree.flatten(arrays)[0])
+        self._tensors = keras.tree.map_structure(tf.constant, keras.tree.lists_to_tuples(arrays))
+        self._seed = seed
+        self._class_weight = class_weight
+        self._pass = pipeline.from_numbers(self._make_pass, 2)
+        self.whole = self._pass(0, 0)
+
+    @property
+    def num_batches(self) -> int:
+        return math.ceil(self._samples / self.batch_size)
+
+    def batches(self, passed: int, start: int) -> tf.data.Dataset:
+        return self._pass(passed, start)
+
+    def _make_pass(self, passed: tf.Tensor, start: tf.Tensor) -> tf.data.Dataset:
+        def gathered(rows: tf.Tensor) -> Any:
+            if self._seed is not None:
+                halves = [self._seed % 2**32, self._seed // 2**32 % 2**32]
+                rows = tf.raw_ops.RandomIndexShuffle(
+                    index=rows,
+                    seed=tf.concat([tf.constant(halves, tf.int64), [passed]], 0),
+                    max_index=tf.constant(self._samples - 1, tf.int64),
+                    rounds=_ROUNDS,
+                )
+            return keras.tree.map_structure(lambda array: tf.gather(array, rows), self._tensors)
+
+        places = tf.data.Dataset.range(start * self.batch_size, self._samples)
+        dataset = places.batch(self.batch_size).map(
+            gathered, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
+        )
+        if self._class_weight is not None:
+            dataset = compat_data.class_weighted(dataset, self._class_weight)
+        return dataset.prefetch(tf.data.AUTOTUNE)
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        return {
+            **_common("arrays", self),
+            "samples": self._samples,
+            "shuffle": self._seed is not None,
+        }
+
+    def warnings(self) -> list[str]:
+        return []
+
+
+class TfData:
+    """A pipeline of tf.data that yields global batches.
+
+    A pass has the orders that its ops would draw for an iterator of that number, if each pass
+    before it had only been begun. Where tf.data itself would let them depend on how far passes were
+    read (a shuffle below a `repeat` or another shuffle), they do not here.
+
+    Args:
+        dataset: The user's.
+        seed: From which ops without a seed get theirs.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset, seed: int = 0) -> None:
+        self.whole = dataset
+        self.batch_size = compat_data.batch_size(dataset)
+        self._why_unreadable: str | None = None
+        self._pipeline: pipeline.Pipeline | None = None
+        try:
+            self._pipeline = pipeline.read(dataset)
+        except pipeline.UnreadableError as error:
+            self._why_unreadable = str(error)
+        self._orders = None if self._pipeline is None else _Orders(self._pipeline, seed)
+
+    @property
+    def num_batches(self) -> int | None:
+        count = int(self.whole.cardinality().numpy())
+        return count if count >= 0 else None
+
+    @property
+    def seeded_by_run(self) -> list[str]:
+        """Transformations without a seed, which get one here."""
+        return [] if self._orders is None else self._orders.unseeded
+
+    def batches(self, passed: int, start: int) -> tf.data.Dataset:
+        if start and self._orders is not None:
+            return self._orders.of_pass(passed, start)
+        dataset = self._pass(passed)
+        return dataset.skip(start) if start else dataset
+
+    def _pass(self, passed: int) -> tf.data.Dataset:
+        if self._orders is not None and not self._orders.are_drawn_by_iterators(passed, self.whole):
+            return self._orders.of_pass(passed, 0) if self._orders.nodes else self.whole
+        drawn = _iterators_of.get(self.whole, 0)
+        if drawn > passed:
+            warnings.warn(
+                "The dataset was read in this process before, and cannot be begun anew: "
+                f"{self._why_unreadable}. Its shuffled orders are those of later passes. Make the "
+                "dataset again before `fit`.",
+                stacklevel=2,
+            )
+        for _ in range(drawn, passed):
+            iter(self.whole)
+        _iterators_of[self.whole] = max(drawn, passed) + 1
+        return self.whole
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        told: dict[str, Any] = {}
+        if self._pipeline is not None:
+            told = {**audit.chain(self._pipeline), SEEDS: audit.seeds(self._pipeline)}
+        return {**_common("tf.data", self), **told}
+
+    def warnings(self) -> list[str]:
+        if self._pipeline is None:
+            return [
+                f"the pipeline cannot be looked into: {self._why_unreadable}. It goes on where it "
+                "was only if every `shuffle` has a seed, and none stands before a `repeat`, a "
+                "`concatenate` or another `shuffle`"
+            ]
+        return audit.of_pipeline(self._pipeline)
+
+
+# How many iterators were made of datasets that are taken as they are.
+_iterators_of: weakref.WeakKeyDictionary[tf.data.Dataset, int] = weakref.WeakKeyDictionary()
+
+
+class _Orders:
+    """The seeds of a pipeline in each of its passes."""
+
+    def __init__(self, parts: pipeline.Pipeline, seed: int) -> None:
+        once, cached = parts.drawn_once(), parts.cached()
+        steps = [step for step in parts.steps if step.reshuffles or not step.is_seeded]
+        self.nodes = [step.node for step in steps]
+        self.unseeded = [step.title for step in steps if not step.is_seeded]
+        self._pipeline = parts
+        self._seeds = [_seeds_of(step, seed, number) for number, step in enumerate(steps)]
+        # A cache holds the order of the first pass.
+        self._varies = [step.reshuffles and step.node not in cached for step in steps]
+        self._once = [
+            varies and step.node in once for step, varies in zip(steps, self._varies, strict=True)
+        ]
+        self._remake: Any = None
+
+    def are_drawn_by_iterators(self, passed: int, dataset: tf.data.Dataset) -> bool:
+        """Whether `dataset` itself has the orders of this pass, and another one would cost much."""
+        return (
+            self._pipeline.held_bytes > _MADE_AGAIN_BYTES
+            and all(self._once)
+            and not self.unseeded
+            and _iterators_of.get(dataset, 0) <= passed
+        )
+
+    def of_pass(self, passed: int, start: int) -> tf.data.Dataset:
+        if self._remake is None:
+            pairs = zip(self.nodes, self._once, strict=True)
+            fixed = frozenset(node for node, once in pairs if once)
+            self._remake = self._pipeline.remaker(self.nodes, fixed)
+        return self._remake(
+            [
+                pipeline.draw(*seeds, passed) if once or (varies and passed) else seeds
+                for seeds, varies, once in zip(self._seeds, self._varies, self._once, strict=True)
+            ],
+            start,
+        )
+
+
+def _seeds_of(step: pipeline.Step, seed: int, number: int) -> tuple[int, int]:
+    if step.is_seeded:
+        return step.numbers["seed"], step.numbers["seed2"]
+    first, second = np.random.SeedSequence([seed, number]).generate_state(2)
+    return int(first), int(second)
+
+
+def _common(kind: str, source: Any) -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "batch_size": source.batch_size,
+        "elements": elements(source.whole),
+    }
+
+
+def elements(dataset: tf.data.Dataset) -> str:
+    """Shapes and types of a sample's parts, with their names; without the size of the batch."""
+
+    def text(spec: Any) -> str:
+        shape = getattr(spec, "shape", tf.TensorShape(None))
+        dims = "?" if shape.rank is None else ", ".join(str(size) for size in shape[1:])
+        dtype = getattr(spec, "dtype", None)
+        return f"{dtype.name if dtype is not None else type(spec).__name__}[{dims}]"
+
+    return str(keras.tree.map_structure(text, dataset.element_spec)).replace("'", "")

@@ -1,0 +1,98 @@
+"""Killed at random moments, at random, in all ways: the end is that of a run nobody disturbed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.cluster import environment
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+SCRIPT = Path(__file__).parents[1] / "workers" / "exact.py"
+SETUPS = {
+    "single": ("single", 1, 1),
+    "mirrored": ("mirrored", 1, 1),
+    "2 workers": ("multi_worker", 2, 1),
+    "2 workers x 2": ("multi_worker", 2, 2),
+}
+
+Outcome = dict[str, np.ndarray]
+Train = Callable[..., list[Outcome]]
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
+    @cache
+    def train(setup: str, seed: int, kills: int, control: str | None = None) -> list[Outcome]:
+        """The outcome on each worker; as many were killed as should be."""
+        folder = tmp_path_factory.mktemp("job")
+        name, workers, devices = SETUPS[setup]
+        arguments = [str(folder), name, str(seed), str(kills), *([control] if control else [])]
+        run = ["run", "--workers", str(workers), "--max-restarts", str(kills)]
+        if devices > 1:
+            run += ["--devices-per-worker", str(devices)]
+        script = [sys.executable, str(SCRIPT), *arguments]
+        done = subprocess.run(
+            [sys.executable, "-m", "keras_distplug", *run, "--", *script],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stdout
+        noted = folder / "kills"
+        assert (len(noted.read_text().splitlines()) if noted.exists() else 0) == kills, done.stdout
+        return [dict(np.load(folder / f"outcome-{worker}.npz")) for worker in range(workers)]
+
+    return train
+
+
+def differences(found: Outcome, expected: Outcome) -> list[str]:
+    assert found.keys() == expected.keys()
+    return [name for name, array in expected.items() if found[name].tobytes() != array.tobytes()]
+
+
+def compare(train: Train, setup: str, seed: int) -> None:
+    expected = train(setup, seed % 2, 0)  # all that the seed changes but the kills
+    found = train(setup, seed, 1 + seed % 4)
+    for worker, outcome in enumerate(found):
+        assert differences(outcome, expected[worker]) == []
+
+
+@pytest.mark.parametrize("seed", [1, 2, 7])
+@pytest.mark.parametrize("setup", SETUPS)
+def test_killed_at_random(train: Train, setup: str, seed: int) -> None:
+    """One to four kills (SIGKILL, os._exit, exception) behind any batch, during a save, during
+    validation, between epochs: weights, optimizer, History, what EarlyStopping knows and the rows
+    of CSVLogger are those of an undisturbed run, to the bit, on each worker."""
+    compare(train, setup, seed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("setup", SETUPS)
+def test_soak(train: Train, setup: str, seed: int) -> None:
+    """The same for 25 seeds: `python -m pytest -m soak`."""
+    compare(train, setup, seed)
+
+
+@pytest.mark.parametrize(
+    ("setup", "control", "part"),
+    [
+        ("single", "seeds", "variable"),
+        ("single", "metrics", "history"),
+        ("mirrored", "replicas", "history"),
+    ],
+)
+def test_control(train: Train, setup: str, control: str, part: str) -> None:
+    """The comparison sees it when seeds, metrics, or the metrics of a replica are not restored."""
+    (expected,) = train(setup, 1, 0)
+    (found,) = train(setup, 3, 4, control)
+    assert any(name.startswith(part) for name in differences(found, expected))

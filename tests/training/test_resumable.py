@@ -1,0 +1,189 @@
+"""`resumable` data in a plain `Model.fit`, and those of `distributed_fit`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tensorflow")
+pytestmark = [pytest.mark.tf, pytest.mark.timeout(240)]
+
+import keras  # noqa: E402
+import tensorflow as tf  # noqa: E402
+from support import small  # noqa: E402
+from training import inputs  # noqa: E402
+
+import keras_distplug as kd  # noqa: E402
+from keras_distplug.compat import trainer  # noqa: E402
+from keras_distplug.core.errors import DataError  # noqa: E402
+from keras_distplug.training import data  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def no_seed() -> Iterator[None]:
+    """Other tests set a global one, from which TensorFlow then draws."""
+    tf.random.set_seed(None)
+    yield
+    trainer.remove_dispatch()
+
+
+class Seen(keras.callbacks.Callback):
+    """Notes what each step saw, and where it stood; can begin a `fit` at such a place."""
+
+    def __init__(self, given: data.InputAdapter, place: tuple[int, int] | None = None) -> None:
+        super().__init__()
+        self.positioned = given.get_tf_dataset()
+        self.place = place
+        self.sums: list[int] = []
+        self.places: list[tuple[int, int]] = []
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self.place is not None:
+            self.positioned.begin_at(*self.place)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.sums.append(round(float(logs["ids"])))
+        self.places.append((self.positioned.passes - 1, batch + 1))
+
+
+class Summing(keras.Model):
+    """Says how large the sum of the numbers of its samples is."""
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        x = batch[0] if isinstance(batch, tuple) else batch
+        context = tf.distribute.get_replica_context()
+        # 2**n tells any set of up to 30 samples apart.
+        total = tf.reduce_sum(2.0 ** tf.cast(x, tf.float64))
+        return {"ids": context.all_reduce(tf.distribute.ReduceOp.SUM, total)}
+
+    def call(self, x: Any) -> Any:
+        return x
+
+
+def summing(strategy: tf.distribute.Strategy) -> keras.Model:
+    with strategy.scope():
+        model = Summing()
+        model.compile(loss=None)
+    return model
+
+
+def fit(
+    strategy: tf.distribute.Strategy,
+    given: Any,
+    place: tuple[int, int] | None = None,
+    **more: Any,
+) -> Seen:
+    seen = Seen(given, place)
+    summing(strategy).fit(given, callbacks=[seen], verbose=0, **more)
+    return seen
+
+
+def given(kind: str) -> Any:
+    return {
+        "tf.data": lambda: kd.resumable(inputs.PIPELINES["shuffle"]()),
+        "arrays": lambda: kd.resumable(inputs.IDS, batch_size=4, seed=3),
+        "PyDataset": lambda: kd.resumable(inputs.Batches()),
+        "generator": lambda: kd.resumable(inputs.batches),
+    }[kind]()
+
+
+@pytest.mark.filterwarnings("ignore:A run that goes on:UserWarning")
+@pytest.mark.parametrize("kind", ["tf.data", "arrays", "PyDataset", "generator"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_fit_reads_it_by_the_models_strategy(kind: str, replicas: int) -> None:
+    """A plain `fit` outside of any scope splits the batches over the replicas of its model, and
+    begins at any batch of an epoch."""
+    strategy = tf.distribute.get_strategy()
+    if replicas == 2:
+        strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    whole = fit(strategy, given(kind), epochs=3)
+    assert len(whole.sums) == 24
+    assert sum(whole.sums[:8]) == 2**inputs.SAMPLES - 1
+    for at in (8, 11, 22):
+        place = whole.places[at] if at % 8 else (whole.places[at][0], 0)
+        rest = whole.sums[at + 1 : 24 // 8 * 8][: 8 - place[1]] if at % 8 else whole.sums[8:16]
+        resumed = fit(strategy, given(kind), place, epochs=1, steps_per_epoch=len(rest))
+        assert resumed.sums == rest
+
+
+def test_distributed_fit_reads_the_same() -> None:
+    """`feed` and `resumable` give the same batches for the same seed."""
+    model = small.model()
+    for x, y in ((small.X, small.Y), (small.dataset(), None), (small.Batches(), None)):
+        fed = data.feed(x, y, model=model, seed=7, batch_size=8 if y is not None else None).x
+        ours = kd.resumable(x, y, batch_size=8 if y is not None else None, seed=7)
+        for _ in range(2):
+            batches = [
+                [[part.numpy().tobytes() for part in batch] for batch in each.get_tf_dataset()]
+                for each in (fed, ours)
+            ]
+            assert batches[0] == batches[1]
+            assert len(batches[0]) == small.BATCHES
+
+
+def test_of_one_seed_and_another() -> None:
+    """The orders of arrays, and of a shuffle without a seed, are those of the seed."""
+
+    def order(given: Any) -> list[int]:
+        return [int(i) for batch in given.get_tf_dataset() for i in tf.nest.flatten(batch)[0]]
+
+    for make in (
+        lambda seed: kd.resumable(inputs.IDS, batch_size=4, seed=seed),
+        lambda seed: kd.resumable(inputs.PIPELINES["no seed"](), seed=seed),
+    ):
+        assert order(make(1)) == order(make(1)) != order(make(2))
+
+
+def test_description_of_seeds() -> None:
+    """What gets a seed of the run is told."""
+    model = small.model()
+    tf.random.set_seed(None)
+    dataset = tf.data.Dataset.from_tensor_slices((small.X, small.Y)).shuffle(30).batch(8)
+    feed = data.feed(dataset, None, model=model, seed=1)
+    assert feed.description == "tf.data, shuffle without a seed seeded by the run"
+
+
+def test_warns_once_of_everything() -> None:
+    """One warning lists what cannot be had again."""
+    dataset = tf.data.Dataset.range(8).map(lambda i: (i, tf.random.uniform([])))
+    with pytest.warns(UserWarning, match="map: RandomUniform has no seed") as found:
+        kd.resumable(dataset.batch(2))
+    [warning] = found
+    assert warning.filename == __file__
+
+
+def test_warns_of_epoch_hooks() -> None:
+    """A `PyDataset` that changes itself between epochs cannot be brought back."""
+
+    class Shuffling(small.Batches):
+        def on_epoch_end(self) -> None:
+            np.random.shuffle(small.X)
+
+    with pytest.warns(UserWarning, match="Shuffling.on_epoch_end: what it changes"):
+        kd.resumable(Shuffling())
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (lambda: {"x": tf.data.Dataset.range(3)}, "not batched"),
+        (lambda: {"x": small.Batches(), "y": small.Y}, "`y` goes into the dataset"),
+        (lambda: {"x": small.dataset(), "batch_size": 3}, "`batch_size` is for arrays"),
+        (lambda: {"x": small.X, "y": small.Y[:3]}, "same number of samples"),
+        (lambda: {"x": object()}, "a generator, a function that returns one, or"),
+    ],
+)
+def test_bad_input(more: Callable[[], dict[str, Any]], message: str) -> None:
+    """Refused before anything is read."""
+    with pytest.raises(DataError, match=message):
+        kd.resumable(**more())
+
+
+def test_too_few_samples() -> None:
+    """Batches smaller than the number of replicas are refused when `fit` begins."""
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with pytest.raises(DataError, match="1 samples for 2 replicas"):
+        fit(strategy, kd.resumable(inputs.IDS, batch_size=1))

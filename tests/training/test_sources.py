@@ -1,0 +1,302 @@
+"""What comes from a source does not depend on who reads it, how often, or from where on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from support.cluster import environment
+
+pytest.importorskip("tensorflow")
+pytestmark = [pytest.mark.tf, pytest.mark.timeout(240)]
+
+import keras  # noqa: E402
+import tensorflow as tf  # noqa: E402
+from training import inputs  # noqa: E402
+
+from keras_distplug.core.errors import DataError  # noqa: E402
+from keras_distplug.training import python_sources, sources  # noqa: E402
+from keras_distplug.training.position import Positioned  # noqa: E402
+
+ENDLESS = 25  # batches that are looked at where there is no end
+STRATEGIES = {
+    "one device": tf.distribute.get_strategy,
+    "two replicas": lambda: tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]),
+}
+
+
+def positioned(name: str, strategy: tf.distribute.Strategy) -> Positioned:
+    made = Positioned(inputs.SOURCES[name]())
+    made.use(strategy)
+    return made
+
+
+def a_pass(data: Positioned, strategy: tf.distribute.Strategy, most: int = ENDLESS) -> list[Any]:
+    """Global batches as bytes, put together from those of the replicas."""
+    found: list[Any] = []
+    batches = iter(data)
+    while len(found) < most:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            break
+        parts = [
+            [part.numpy() for part in strategy.experimental_local_results(value)]
+            for value in tf.nest.flatten(batch)
+        ]
+        found.append([np.concatenate(each).tobytes() for each in parts])
+    return found
+
+
+@pytest.mark.parametrize("name", inputs.SOURCES)
+def test_goes_on_as_it_would_have(name: str) -> None:
+    """From any batch of any pass on, this pass and those behind it are those of a run that was
+    never interrupted, whatever was read before."""
+    strategy = tf.distribute.get_strategy()
+    whole = positioned(name, strategy)
+    expected = [a_pass(whole, strategy) for _ in range(4)]
+    last = len(expected[0]) - 1
+    assert last > 2
+    for passed, start in [(0, 0), (0, 1), (0, last), (1, 0), (1, 3), (2, last), (2, last + 1)]:
+        if name == "generator object" and passed > 0:
+            continue
+        data = positioned(name, strategy)
+        data.begin_at(passed, start)
+        most = ENDLESS - start if len(expected[0]) == ENDLESS else ENDLESS
+        found = a_pass(data, strategy, most) if most else []
+        assert found == expected[passed][start:], (passed, start)
+        if name not in ("generator object",) and most:
+            assert a_pass(data, strategy) == expected[passed + 1], (passed, start)
+            assert data.passes == passed + 2
+
+
+@pytest.mark.parametrize("name", inputs.SHUFFLED)
+def test_passes_have_orders_of_their_own(name: str) -> None:
+    """Shuffled passes hold the same samples, each in another order."""
+    strategy = tf.distribute.get_strategy()
+    data = positioned(name, strategy)
+    orders = [[ids for ids, *_ in a_pass(data, strategy)] for _ in range(3)]
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+    samples = [sorted(np.frombuffer(b"".join(order), "int64").tolist()) for order in orders]
+    assert samples[0] == samples[1] == samples[2] == list(range(inputs.SAMPLES))
+
+
+@pytest.mark.parametrize("name", inputs.HISTORY_MATTERS)
+def test_passes_do_not_depend_on_how_far_others_were_read(name: str) -> None:
+    """A pass is the same behind passes that were only begun; tf.data's own is not."""
+    strategy = tf.distribute.get_strategy()
+    whole, looked_at = positioned(name, strategy), positioned(name, strategy)
+    for _ in range(2):
+        a_pass(whole, strategy)
+        iter(looked_at)
+    assert a_pass(whole, strategy) == a_pass(looked_at, strategy)
+    read, begun = (inputs.SOURCES[name]().whole for _ in range(2))
+    for _ in range(2):
+        list(read.take(ENDLESS))
+        iter(begun)
+    assert inputs.ids(read, ENDLESS) != inputs.ids(begun, ENDLESS)
+
+
+@pytest.mark.parametrize("name", ["arrays", "shuffle", "PyDataset", "generator function"])
+def test_replicas_see_the_batches_of_one_device(name: str) -> None:
+    """Two replicas have the global batches of one device, also from the middle on."""
+    one, two = STRATEGIES["one device"](), STRATEGIES["two replicas"]()
+    for passed, start in [(0, 0), (1, 2)]:
+        found = []
+        for strategy in (one, two):
+            data = positioned(name, strategy)
+            data.begin_at(passed, start)
+            found.append([a_pass(data, strategy), a_pass(data, strategy)])
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", inputs.SEEDED)
+def test_orders_are_those_of_tf_data(name: str) -> None:
+    """A pipeline with seeds comes as it comes without us."""
+    strategy = tf.distribute.get_strategy()
+    data = positioned(name, strategy)
+    plain = inputs.SOURCES[name]().whole
+    for _ in range(3):
+        ids = [np.frombuffer(batch[0], "int64").tolist() for batch in a_pass(data, strategy)]
+        assert ids == inputs.ids(plain, ENDLESS)
+
+
+def test_a_wrong_place_is_noticed() -> None:
+    """Control: one batch too far, or one pass, is not what these tests accept."""
+    strategy = tf.distribute.get_strategy()
+    for name in inputs.SHUFFLED:
+        whole = positioned(name, strategy)
+        expected = [a_pass(whole, strategy) for _ in range(3)]
+        for passed, start in [(1, 3), (2, 2), (0, 2)]:
+            data = positioned(name, strategy)
+            data.begin_at(passed, start)
+            assert a_pass(data, strategy) != expected[1][2:], name
+
+
+def test_a_dataset_read_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dataset that was trained on in this process begins anew with a new `fit`; one that is too
+    large to be made again for each pass, too."""
+    strategy = tf.distribute.get_strategy()
+    for most in (sources._MADE_AGAIN_BYTES, 0):
+        monkeypatch.setattr(sources, "_MADE_AGAIN_BYTES", most)
+        dataset = inputs.SOURCES["shuffle"]().whole
+        first, second = (Positioned(sources.TfData(dataset)) for _ in range(2))
+        expected = [a_pass(first, strategy) for _ in range(3)]
+        assert [a_pass(second, strategy) for _ in range(3)] == expected
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_large_datasets_are_taken_as_they_are(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What holds many tensors is not made again for each pass, and goes on all the same."""
+    strategy = tf.distribute.get_strategy()
+    whole = positioned("shuffle", strategy)
+    expected = [a_pass(whole, strategy) for _ in range(4)]
+    monkeypatch.setattr(sources, "_MADE_AGAIN_BYTES", 0)
+    source = inputs.SOURCES["shuffle"]()
+    data = Positioned(source)
+    data.begin_at(2, start)
+    assert a_pass(data, strategy) == expected[2][start:]
+    assert source.batches(3, 0) is source.whole
+    assert inputs.ids(source.whole, ENDLESS) == [
+        np.frombuffer(batch[0], "int64").tolist() for batch in expected[3]
+    ]
+
+
+def test_what_cannot_be_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a dataset goes on by its own seeds, and says so if it was read before."""
+    strategy = tf.distribute.get_strategy()
+    whole = positioned("shuffle of tensors", strategy)
+    expected = [a_pass(whole, strategy) for _ in range(2)]
+    monkeypatch.setattr("keras_distplug.compat.pipeline._MOST_BYTES", 0)
+    source = inputs.SOURCES["shuffle of tensors"]()
+    assert "holds" in source.warnings()[0]
+    data = Positioned(source)
+    data.begin_at(1, 2)
+    assert a_pass(data, strategy) == expected[1][2:]
+    with pytest.warns(UserWarning, match="read in this process before"):
+        a_pass(Positioned(sources.TfData(source.whole)), strategy)
+
+
+def test_beyond_the_end() -> None:
+    """A place behind the last batch is refused."""
+    data = positioned("arrays", tf.distribute.get_strategy())
+    with pytest.raises(DataError, match="only 8 batches"):
+        data.begin_at(1, 9)
+
+
+def test_fingerprints_of_two_processes() -> None:
+    """The same script has the same fingerprint, whatever its strategy and its process."""
+    code = (
+        "import json; from training import inputs;"
+        "print('FOUND' + json.dumps({n: m().fingerprint() for n, m in inputs.SOURCES.items()}))"
+    )
+    found = []
+    for _ in range(2):
+        env = environment() | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, done.stderr
+        [line] = [each for each in done.stdout.splitlines() if each.startswith("FOUND")]
+        found.append(json.loads(line.removeprefix("FOUND")))
+    assert found[0] == found[1]
+    here = {name: make().fingerprint() for name, make in inputs.SOURCES.items()}
+    assert json.loads(json.dumps(here)) == found[0]
+    for value in (value for each in here.values() for value in each.values()):
+        assert value is None or isinstance(value, str | int | bool)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "name"),
+    [
+        (lambda d: d.shuffle(10, seed=1), lambda d: d.shuffle(10, seed=2), "step 1"),
+        (lambda d: d.shuffle(10, seed=1), lambda d: d.shuffle(11, seed=1), "step 1"),
+        (lambda d: d, lambda d: d.take(20), "step 1"),
+        (lambda d: d.map(lambda i: (i, i)), lambda d: d.map(lambda i: (i, 0)), "elements"),
+    ],
+)
+def test_fingerprints_tell_pipelines_apart(
+    one: Callable[[Any], Any], other: Callable[[Any], Any], name: str
+) -> None:
+    """What changes the samples or their order changes a line with its name."""
+    first, second = (
+        sources.TfData(change(tf.data.Dataset.range(30)).batch(4)).fingerprint()
+        for change in (one, other)
+    )
+    assert name in {key for key in {**first, **second} if first.get(key) != second.get(key)}
+
+
+def test_fingerprints_without_what_does_not_matter() -> None:
+    """Prefetching, threads and options leave a fingerprint as it is."""
+    made = [
+        tf.data.Dataset.range(30).map(lambda i: i + 1).batch(4),
+        tf.data.Dataset.range(30).map(lambda i: i + 1, num_parallel_calls=3).batch(4).prefetch(2),
+        tf.data.Dataset.range(30).map(lambda i: i + 1).batch(4).with_options(tf.data.Options()),
+    ]
+    prints = [sources.TfData(each).fingerprint() for each in made]
+    assert prints[0] == prints[1] == prints[2]
+
+
+class Counted(keras.utils.PyDataset):
+    """Knows which batches were asked for."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.asked: list[int] = []
+        self.epochs: list[str] = []
+
+    @property
+    def num_batches(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        self.asked.append(index)
+        return np.full([4, 1], index), np.full([4, 1], index)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_py_dataset_is_not_read_over(workers: int) -> None:
+    """The batches before the place where it goes on are not asked for."""
+    given = Counted(workers=workers)
+    data = Positioned(python_sources.PyData(given, shuffle=False, seed=0))
+    given.asked.clear()
+    data.begin_at(1, 990)
+    found = [int(batch[0][0, 0]) for batch in data]
+    assert found == sorted(given.asked) == list(range(990, 1000))
+
+
+def test_workers_end_with_their_iterator() -> None:
+    """Python workers of an iterator that nobody reads to its end go with it."""
+    data = Positioned(python_sources.PyData(Counted(workers=2), shuffle=True, seed=0))
+    batches = iter(data)
+    next(batches)
+    workers = [each for each in threading.enumerate() if each.name.startswith("Worker_")]
+    assert workers
+    del batches
+    for worker in workers:
+        worker.join(60)
+        assert not worker.is_alive()
+
+
+@pytest.mark.parametrize("start", [2, 3])
+def test_what_is_left_out_is_not_computed(start: int) -> None:
+    """Maps below a shuffle are not called for the samples of batches that are left out."""
+
+    def of_late_samples(number: tf.Tensor) -> tf.Tensor:
+        tf.debugging.assert_greater_equal(number, tf.constant(12, tf.int64))
+        return number
+
+    mapped = tf.data.Dataset.range(30).map(of_late_samples).shuffle(1, seed=1).repeat(1).batch(4)
+    rest = sources.TfData(mapped).batches(1, start)
+    if start == 3:
+        assert inputs.ids(rest, 1) == [[12, 13, 14, 15]]
+    else:
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            inputs.ids(rest, 1)

@@ -1,0 +1,197 @@
+"""Trains, and is killed at random moments.
+
+    python exact.py FOLDER SETUP SEED KILLS [CONTROL]
+
+SETUP: single, mirrored, or multi_worker. KILLS: how many there are, drawn from SEED with their
+moments and ways; each is noted in FOLDER/kills as it happens. CONTROL: what is not restored, so
+that the comparison has to fail: `seeds`, `metrics`, or `replicas` for those of all replicas but the
+first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+folder, setup, seed, kills = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+control = sys.argv[5] if len(sys.argv) > 5 else None
+
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+
+import keras_distplug as kd  # noqa: E402
+
+several = "TF_CONFIG" in os.environ
+worker = json.loads(os.environ["TF_CONFIG"])["task"]["index"] if several else 0
+world = len(json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]) if several else 1
+if setup == "mirrored":
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    each = tf.config.LogicalDeviceConfiguration()
+    tf.config.set_logical_device_configuration(cpu, [each, each])
+strategy = kd.init("multi_worker" if several else "one_device" if setup == "single" else setup)
+
+from keras_distplug.storage import saver  # noqa: E402
+from keras_distplug.training import own_states  # noqa: E402
+
+EPOCHS, BATCHES, VALIDATION_BATCHES = 5, 7, 3
+WAYS = ("SIGKILL", "_exit", "exception")
+
+
+def drawn() -> list[tuple[str, int, int, str, int]]:
+    """Moment, epoch, batch, way and worker of each kill, in the order in which they can happen."""
+    draw = random.Random(seed)
+    moments = [
+        *(("batch", e, b) for e in range(EPOCHS) for b in range(BATCHES)),
+        *(("saving", e, b) for e in range(EPOCHS) for b in range(BATCHES)),
+        *(("validation", e, b) for e in range(EPOCHS) for b in range(VALIDATION_BATCHES)),
+        *(("epoch", e, 0) for e in range(EPOCHS)),
+        # First and last batches come more often than by chance.
+        *(("batch", e, b) for e in range(EPOCHS) for b in (0, BATCHES - 1)),
+    ]
+    order = {"batch": (0, 0), "saving": (0, 1), "validation": (1, 0), "epoch": (2, 0)}
+    chosen = sorted(
+        draw.sample(moments, kills), key=lambda m: (m[1], order[m[0]][0], m[2], order[m[0]][1])
+    )
+    return [(*moment, draw.choice(WAYS), draw.randrange(world)) for moment in chosen]
+
+
+class Killer(keras.callbacks.Callback):
+    """Ends this process, as it was drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        noted = folder / "kills"
+        self.left = drawn()[len(noted.read_text().splitlines()) if noted.exists() else 0 :]
+        self.noted = noted
+        self.epoch = 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._at("batch", batch)
+        if self.left and self.left[0][:3] == ("saving", self.epoch, batch):
+            stock = saver.Saver.start
+
+            def start(own, *arguments):
+                stock(own, *arguments)
+                self._die()
+
+            saver.Saver.start = start
+
+    def on_test_batch_end(self, batch, logs=None):
+        self._at("validation", batch)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._at("epoch", 0)
+
+    def _at(self, moment, batch):
+        if self.left and self.left[0][:3] == (moment, self.epoch, batch):
+            self._die()
+
+    def _die(self):
+        way, who = self.left[0][3:]
+        if who != worker:
+            return
+        with open(self.noted, "a") as file:
+            file.write(" ".join(map(str, self.left[0])) + "\n")
+        if way == "SIGKILL":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif way == "_exit":
+            os._exit(9)
+        raise RuntimeError("an exception, as it was drawn")
+
+
+def control_experiment() -> None:
+    """Leaves out what the comparison has to miss then."""
+    if control == "metrics":
+        own_states.restore = lambda *args, **kwargs: None
+    elif control == "replicas":
+        stock = own_states.restore
+
+        def of_the_first(model, arrays, *args, **kwargs):
+            first = {k: v for k, v in arrays.items() if k.startswith(f"{own_states.PREFIX}0000")}
+            return stock(model, first, *args, **kwargs)
+
+        own_states.restore = of_the_first
+    elif control == "seeds":
+        from keras_distplug.training import capture
+
+        stock_capture = capture.capture
+
+        def without_seeds(model):
+            taken = stock_capture(model)
+            return {
+                key: tf.zeros_like(value) if "seed" in key else value
+                for key, value in taken.items()
+            }
+
+        capture.capture = without_seeds
+
+
+def build() -> keras.Model:
+    keras.utils.set_random_seed(21)
+    made = keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            keras.layers.RandomTranslation(0.1, 0.1, seed=5),
+            keras.layers.Conv2D(4, 3, use_bias=False),
+            keras.layers.BatchNormalization(momentum=0.9),
+            keras.layers.ReLU(),
+            keras.layers.Flatten(),
+            keras.layers.Dropout(0.3, seed=6),
+            keras.layers.Dense(5),
+        ]
+    )
+    rate = keras.optimizers.schedules.CosineDecay(0.02, EPOCHS * BATCHES)
+    made.compile(
+        keras.optimizers.Adam(rate if seed % 2 else 0.02),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+        weighted_metrics=["accuracy"],
+    )
+    return made
+
+
+def data(samples: int) -> tf.data.Dataset:
+    draw = np.random.default_rng(8)
+    x = draw.normal(size=(samples, 8, 8, 1)).astype("float32")
+    y = draw.integers(0, 5, samples)
+    w = draw.random(samples).astype("float32")
+    return tf.data.Dataset.from_tensor_slices((x, y, w)).shuffle(samples, seed=9).batch(8)
+
+
+control_experiment()
+callbacks = [
+    keras.callbacks.EarlyStopping("val_loss", patience=EPOCHS - 1, restore_best_weights=True),
+    *([] if seed % 2 else [keras.callbacks.ReduceLROnPlateau("loss", patience=1)]),
+    keras.callbacks.CSVLogger(folder / f"log-{worker}.csv"),
+    Killer(),
+    kd.BackupAndRestore(folder / "runs", save_freq=2, delete_checkpoint=False, on_busy="wait"),
+]
+history = kd.distributed_fit(
+    build,
+    data(8 * BATCHES - 3),
+    epochs=EPOCHS,
+    validation_data=data(8 * VALIDATION_BATCHES),
+    callbacks=callbacks,
+    verbose=0,
+    strategy=strategy,
+)
+model = history.model
+early = callbacks[0]
+state = {f"variable/{i:03}": v.numpy() for i, v in enumerate(model.weights)}
+state |= {f"optimizer/{i:03}": v.numpy() for i, v in enumerate(model.optimizer.variables)}
+state |= {f"history/{name}": np.array(values) for name, values in history.history.items()}
+state |= {
+    f"early/{name}": np.array(getattr(early, name)) for name in ("wait", "best", "best_epoch")
+}
+state |= {f"best/{i:03}": np.asarray(w) for i, w in enumerate(early.best_weights or ())}
+state["csv"] = np.array((folder / f"log-{worker}.csv").read_text())
+state["epochs"] = np.array(history.epoch)
+np.savez(folder / f"outcome-{worker}.npz", **state)
