@@ -17,7 +17,9 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 LONGEST_FIRST = (
     "tests/contracts/test_matrix.py",
     "tests/stores",
+    "tests/scenarios/test_killed_at_random.py",
     "tests/scenarios/test_killed_workers.py",
+    "tests/fit/test_exact_resume.py",
     "tests/storage/test_kills.py",
     "tests/fit/test_two_tiers.py",
     "tests/fit/test_resume.py",

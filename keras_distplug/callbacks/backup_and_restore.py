@@ -62,8 +62,9 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
     - training that ends by a non-finite loss is neither recorded as finished nor deleted.
 
     A checkpoint from the middle of an epoch is taken up there: `fit` goes on with the batch that
-    comes next, which callbacks and progress bar see under its own number. Data is read over up to
-    there, and has to come in the same order again; see `resumable`.
+    comes next, which callbacks and progress bar see under its own number. The data has to come in
+    the same order again: `resumable` and `distributed_fit` warn of what does not. Keras calls
+    `on_epoch_begin` of other callbacks once more; what they know is put back behind that.
 
     Example:
 
