@@ -119,7 +119,7 @@ def resumable(
     """
     trainer.install_dispatch()  # tells the strategy before the first batch is read
     source, _ = _source(_made(x), y, sample_weight, class_weight, batch_size, shuffle, seed)
-    _warn(source)
+    warn_of(source)
     return InputAdapter(source)
 
 
@@ -169,7 +169,7 @@ def feed(
     source, how = _source(x, y, sample_weight, class_weight, batch_size, shuffle, seed, model)
     adapter = InputAdapter(source)
     adapter.get_tf_dataset().use(strategy)
-    _warn(source)
+    warn_of(source)
     if strategy.num_replicas_in_sync > 1:
         how = f"{how}; {_sharding(source)}"
     return Feed(adapter, validation_data, how)
@@ -230,7 +230,8 @@ def _made(x: Any) -> Any:
     return x if isinstance(made, types.GeneratorType) else made
 
 
-def _warn(source: Source) -> None:
+def warn_of(source: Source) -> None:
+    """Says what of `source` a run that goes on cannot have again, or has at a cost."""
     if lines := source.warnings():
         listed = "\n".join(f"- {line}." for line in lines)
         warnings.warn(

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from keras_distplug.compat import epochs, replica_values
-from keras_distplug.training.data import InputAdapter
+from keras_distplug.training.data import InputAdapter, warn_of
 from keras_distplug.training.position import Positioned, Source
 from keras_distplug.training.python_sources import PyData
 from keras_distplug.training.sources import Arrays, TfData, elements
@@ -107,8 +107,13 @@ def of_fit(model: keras.Model, seed: int) -> Progress | None:
     if (loop := epochs.of_fit()) is None:
         return None
     is_generator = loop.is_generator
+    is_ours = isinstance(loop.dataset, Positioned)
     data = _positioned(loop, model.distribute_strategy, seed)
-    return None if data is None else Progress(loop, data, is_generator)
+    if data is None:
+        return None
+    if not is_ours:
+        warn_of(data.source)
+    return Progress(loop, data, is_generator)
 
 
 def of_validation(model: keras.Model, seed: int) -> Positioned | None:
@@ -146,6 +151,18 @@ def _source(loop: epochs.Loop, seed: int) -> Source | None:
     return _OfKeras(whole, type(loop.adapter).__name__)
 
 
+_WARNINGS = {
+    "GeneratorDataAdapter": [
+        "a Python generator is read over from its beginning when training goes on, and has to be a "
+        "new one that gives the same again. A keras.utils.PyDataset begins at any batch at once"
+    ],
+    "TorchDataLoaderAdapter": [
+        "the order that a torch DataLoader draws is not kept. Give it a generator with a seed of "
+        "its own, made anew in each process, or use a keras.utils.PyDataset"
+    ],
+}
+
+
 class _OfKeras:
     """What Keras makes of other data than datasets. It is read over."""
 
@@ -172,4 +189,4 @@ class _OfKeras:
         return {"kind": self._kind, "batches": self.num_batches, "elements": elements(self.whole)}
 
     def warnings(self) -> list[str]:
-        return []
+        return _WARNINGS.get(self._kind, [])
