@@ -37,6 +37,8 @@ class KeyValues(Protocol):
         """Waits for `key`. Raises TimeoutError, or ConnectionError if a worker is gone."""
         ...
 
+    def delete(self, key: str) -> None: ...
+
     def barrier(self, key: str, timeout_s: float) -> None:
         """Waits until every worker has called with this `key`. Raises like `get`."""
         ...
@@ -81,6 +83,7 @@ class ThroughKeyValues:
         self._role = role
         self._store = store
         self._timeout_s = timeout_s
+        self._word_before: str | None = None  # the key of what this one said in `gather`
 
     def from_chief(self, topic: str, value: str | None) -> str:
         key = self._next_key(topic)
@@ -99,6 +102,11 @@ class ThroughKeyValues:
         for rank in range(self._role.world_size):
             with self._explained(f"the word of worker {rank} on {topic!r}", self._timeout_s):
                 said.append(self._store.get(f"{key}/{rank}", self._timeout_s))
+        # Who has spoken now has heard all of the time before. The store lives as long as the job.
+        if self._word_before is not None:
+            with self._explained(f"the store to forget {self._word_before!r}", self._timeout_s):
+                self._store.delete(self._word_before)
+        self._word_before = f"{key}/{self._role.rank}"
         return said
 
     def first_complaint(self, topic: str, complaint: str | None) -> str | None:

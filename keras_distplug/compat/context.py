@@ -91,6 +91,10 @@ class ServiceKeyValues:
         with _as_builtin_errors(key):
             return str(context.context().get_config_key_value(key, int(timeout_s * 1000)))
 
+    def delete(self, key: str) -> None:
+        with _as_builtin_errors(key):
+            context.context().delete_config_key_value(key)
+
     def barrier(self, key: str, timeout_s: float) -> None:
         with _as_builtin_errors(key):
             context.context().wait_at_barrier(key, int(timeout_s * 1000))

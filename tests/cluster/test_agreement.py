@@ -35,6 +35,10 @@ class Memory:
                 raise TimeoutError(key)
             return self.values[key]
 
+    def delete(self, key: str) -> None:
+        with self.changed:
+            del self.values[key]
+
     def barrier(self, key: str, timeout_s: float) -> None:
         raise ConnectionError(f"{key}: socket closed")
 
@@ -69,6 +73,18 @@ def test_first_complaint(said: tuple[str | None, str | None], first: str | None)
             for worker, complaint in zip(workers, said, strict=True)
         ]
         assert [each.result(timeout=10) for each in heard] == [first, first]
+
+
+def test_gather() -> None:
+    """Everyone returns what all have said, in their order; what was said before is forgotten."""
+    store = Memory()
+    workers = [agreement.ThroughKeyValues(role, store) for role in (CHIEF, OTHER)]
+    with ThreadPoolExecutor() as pool:
+        for topic in ("first", "second", "third"):
+            asked = [pool.submit(w.gather, topic, str(n)) for n, w in enumerate(workers)]
+            assert [each.result(timeout=10) for each in asked] == [["0", "1"], ["0", "1"]]
+            assert len(store.values) == 2
+            assert all(topic in key for key in store.values)
 
 
 def test_time_out() -> None:
