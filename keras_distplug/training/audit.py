@@ -100,10 +100,10 @@ def chain(parts: pipeline.Pipeline) -> Mapping[str, str]:
     return {f"step {number}": _told(step) for number, step in enumerate(told)}
 
 
-def seeds(parts: pipeline.Pipeline) -> list[list[int]]:
+def seeds(parts: pipeline.Pipeline) -> str:
     """Those of the transformations that have one, in their order."""
     seeded = [step.numbers for step in parts.steps if step.is_seeded]
-    return [[numbers["seed"], numbers["seed2"]] for numbers in seeded if "seed" in numbers]
+    return "; ".join(f"{n['seed']}, {n['seed2']}" for n in seeded if "seed" in n)
 
 
 def _told(step: pipeline.Step) -> str:

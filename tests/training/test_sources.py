@@ -216,7 +216,7 @@ def test_fingerprints_of_two_processes() -> None:
 @pytest.mark.parametrize(
     ("one", "other", "name"),
     [
-        (lambda d: d.shuffle(10, seed=1), lambda d: d.shuffle(10, seed=2), "step 1"),
+        (lambda d: d.shuffle(10, seed=1), lambda d: d.shuffle(10, seed=2), "seeds"),
         (lambda d: d.shuffle(10, seed=1), lambda d: d.shuffle(11, seed=1), "step 1"),
         (lambda d: d, lambda d: d.take(20), "step 1"),
         (lambda d: d.map(lambda i: (i, i)), lambda d: d.map(lambda i: (i, 0)), "elements"),
