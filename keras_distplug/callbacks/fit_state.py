@@ -89,7 +89,8 @@ class FitState:
             epoch=self.cursor.epoch, batch=done, step=self.cursor.step + done - first
         )
         if self._progress is not None:
-            self._progress.trained(done - first)
+            # Also behind the end of an epoch: Keras takes so many steps each time.
+            self._progress.trained(self._model.steps_per_execution)
 
     def on_test_begin(self) -> None:
         if self._validation is None:

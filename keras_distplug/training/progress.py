@@ -56,7 +56,7 @@ class Progress:
             },
         }
         if in_epoch or self._loop.goes_on:
-            place["read"] = self._read_of_this_pass()
+            place["read"] = min(self._read_of_this_pass(), self.data.source.num_batches or math.inf)
         return place
 
     def seek(self, position: Mapping[str, Any], batch: float) -> None:
