@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("tensorflow")
-pytestmark = pytest.mark.tf
+pytestmark = [pytest.mark.tf, pytest.mark.timeout(600)]  # five trainings each
 
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
