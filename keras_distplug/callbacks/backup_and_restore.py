@@ -63,8 +63,8 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
 
     A checkpoint from the middle of an epoch is taken up there: `fit` goes on with the batch that
     comes next, which callbacks and progress bar see under its own number. The data has to come in
-    the same order again: `resumable` and `distributed_fit` warn of what does not. Keras calls
-    `on_epoch_begin` of other callbacks once more; what they know is put back behind that.
+    the same order again; what does not is warned of. Keras calls `on_epoch_begin` of other
+    callbacks once more; what they know is put back behind that.
 
     Example:
 

@@ -239,6 +239,7 @@ class FitState:
             self._go_into_epoch(manifest, self._progress, place)
         else:
             self._progress.seek(place, 0)
+            self._restore_own(in_epoch=False)
             self._restore_random(manifest)
 
     def end(self, manifest: Manifest, epochs: int) -> None:
@@ -259,22 +260,26 @@ class FitState:
         place_of.seek(place, batches)
         place_of.build_metrics(self._model)
         trained = capture.capture(self._model)
-        metrics = {k: v for k, v in self._arrays.items() if k.startswith(own_states.PREFIX)}
 
         def enter() -> None:
             # Other callbacks have begun this epoch once more.
             capture.put_back(self._model, trained)
             self._restore_callbacks(manifest)
-            differs = own_states.restore(
-                self._model, metrics, self._role.rank, self._role.world_size, in_epoch=True
-            )
-            if differs is not None and self._role.is_chief:
-                announce(f"the metrics of this epoch begin with the next batch: {differs}")
+            self._restore_own(in_epoch=True)
             self._restore_random(manifest)
             self._model.stop_training = manifest.stop_training
             self._leave_epoch = epochs.begin_with_logs(self._model, manifest.metrics)
 
         self._enter_epoch = enter
+
+    def _restore_own(self, *, in_epoch: bool) -> None:
+        own = {k: v for k, v in self._arrays.items() if k.startswith(own_states.PREFIX)}
+        self._arrays = {}  # with best weights among them, as large as the model
+        differs = own_states.restore(
+            self._model, own, self._role.rank, self._role.world_size, in_epoch=in_epoch
+        )
+        if differs is not None and self._role.is_chief:
+            announce(f"the metrics of this epoch begin with the next batch: {differs}")
 
     def _restore_callbacks(
         self, manifest: Manifest, *, is_anew: bool = False

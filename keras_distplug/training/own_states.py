@@ -86,8 +86,9 @@ def restore(
         replicas.setdefault(int(key.removeprefix(PREFIX).split("/")[0]), []).append(array)
     stored = [replicas[n] for n in sorted(replicas)]
     shapes = [tuple(variable.shape) for variable in variables]
-    if any([array.shape for array in values] != shapes for values in stored):
-        return f"metrics of shapes {[a.shape for a in stored[0]]} there and {shapes} here"
+    if any([array.shape for array in values] != shapes for values in stored or [[]]):
+        there = [array.shape for array in stored[0]] if stored else []
+        return f"the variables of metrics have the shapes {there} there and {shapes} here"
     for place, variable in enumerate(variables):
         here = len(replica_values.parts(variable))
         values = [each[place] for each in stored]

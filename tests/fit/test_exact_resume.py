@@ -346,3 +346,21 @@ def test_what_cannot_be_had_again(tmp_path: Path) -> None:
     backup = kd.BackupAndRestore(tmp_path)
     with pytest.warns(UserWarning, match=r"map: RandomUniform in parallel calls.*Leave out"):
         without_dropout().fit(noisy, verbose=0, shuffle=False, callbacks=[backup])
+
+
+@pytest.mark.parametrize(("before", "now"), [(["accuracy"], []), ([], ["accuracy"])])
+def test_other_metrics(
+    before: list[str], now: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With other metrics than before the model goes on, and the epoch's metrics begin anew."""
+
+    def measured(metrics: list[str]) -> keras.Model:
+        made = without_dropout()
+        made.compile(made.optimizer, "binary_crossentropy", metrics=metrics)
+        return made
+
+    interrupt(tmp_path, shuffled, ("batch", 1, 2), made=lambda: measured(before))
+    _, history, watch = train(tmp_path, shuffled, made=lambda: measured(now))
+    assert watch.seen[0][:2] == (1, 2)
+    assert "metrics of this epoch begin with the next batch" in caplog.text
+    assert history.epoch == [0, 1, 2]
