@@ -61,6 +61,7 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("tf"):
         _split_cpu()
+        _forget_seed()
 
 
 @pytest.hookimpl(trylast=True)
@@ -82,6 +83,13 @@ def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
     yield caplog
     logger.setLevel(level)
     logger.removeHandler(caplog.handler)
+
+
+def _forget_seed() -> None:
+    """What a test before gave, from which TensorFlow would seed what has no seed."""
+    import tensorflow as tf
+
+    tf.random.set_seed(None)
 
 
 @cache

@@ -23,9 +23,7 @@ from keras_distplug.training import data  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def no_seed() -> Iterator[None]:
-    """Other tests set a global one, from which TensorFlow then draws."""
-    tf.random.set_seed(None)
+def no_dispatch() -> Iterator[None]:
     yield
     trainer.remove_dispatch()
 
