@@ -99,6 +99,8 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         local_freq: How often a checkpoint goes to `local_tier`, as in `save_freq`. Defaults to
             `"auto"`.
         resume: `False` begins a new run beside what the folder holds. Defaults to `True`.
+        allow_batch_change: Go on with the same data in global batches of another size, with the
+            sample that comes next. Defaults to `False`, which refuses it.
         allow_data_change: Go on though the data is not that of the checkpoint: another global
             batch, another pipeline. The epoch under way begins again then. Defaults to `False`,
             which refuses it.
@@ -130,6 +132,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         local_tier: str | os.PathLike[str] | None = None,
         local_freq: SaveFreq | None = None,
         resume: bool = True,
+        allow_batch_change: bool = False,
         allow_data_change: bool = False,
         on_busy: Literal["skip", "wait"] = "skip",
         max_overhead: float = 0.01,
@@ -152,6 +155,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         self.double_checkpoint = double_checkpoint
         self.delete_checkpoint = delete_checkpoint
         self.resume = resume
+        self.allow_batch_change = allow_batch_change
         self.allow_data_change = allow_data_change
         self.on_busy = on_busy
         self.max_failed_saves = max_failed_saves
@@ -420,6 +424,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
             self._where(run.name),
             ends=found.ends,
             other_data=self.allow_data_change,
+            other_batch=self.allow_batch_change,
         )
 
     def _take_up(self, found: Found, run: runs.Run) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,7 @@ from keras_distplug.training import (
     random_states,
 )
 from keras_distplug.training.position import Positioned
-from keras_distplug.training.sources import SEEDS
+from keras_distplug.training.sources import BATCH_SIZE, SEEDS
 
 
 class FitState:
@@ -146,7 +147,7 @@ class FitState:
     # And back
 
     def make_ready_for(
-        self, manifest: Manifest, where: str, *, ends: bool, other_data: bool
+        self, manifest: Manifest, where: str, *, ends: bool, other_data: bool, other_batch: bool
     ) -> None:
         """Makes the variables that the checkpoint has values for.
 
@@ -155,6 +156,7 @@ class FitState:
             where: The run it is of, for errors.
             ends: Whether the run ends there, and reads no more data.
             other_data: Whether it may go on with other data.
+            other_batch: Whether it may go on with the same data in batches of another size.
 
         Raises:
             OtherRunError: If it is of another model, or of other data.
@@ -182,13 +184,26 @@ class FitState:
                 "the seeds of the data are not those of the checkpoint, so samples come in another "
                 "order: in the epoch under way some come twice and others not at all"
             )
+        if other_batch and _batch_differs(there, here):
+            is_within = "read" in manifest.data["train"]
+            why_not = self._progress.data.source.why_not_by_samples if is_within else None
+            if why_not is not None and not other_data:
+                raise OtherRunError(
+                    f"{where} was trained on global batches of {there[BATCH_SIZE]} samples, and "
+                    f"cannot go on with {here[BATCH_SIZE]} behind the last of them: {why_not}. "
+                    "Give the same global batch, or allow_data_change=True to begin the epoch "
+                    "again; nothing was changed."
+                )
+            if why_not is None:
+                del there[BATCH_SIZE], here[BATCH_SIZE]
         difference = fingerprint.first_difference(there, here)
         self._has_other_data = difference is not None
         if difference is not None and not other_data:
             raise OtherRunError(
                 f"{where} was trained on other data. The first difference: {difference}. Give the "
-                "same data, allow_data_change=True to go on with these from the beginning of the "
-                "epoch, or resume=False to begin a new run; nothing was changed."
+                f"same data, {_BATCH_REMEDY if _batch_differs(there, here) else ''}"
+                "allow_data_change=True to go on with these from the beginning of the epoch, or "
+                "resume=False to begin a new run; nothing was changed."
             )
 
     def read(self, found: Found) -> CheckpointError | None:
@@ -257,7 +272,15 @@ class FitState:
         self, manifest: Manifest, place_of: progress.Progress, place: Mapping[str, Any]
     ) -> None:
         batches = math.inf if manifest.stop_training else manifest.cursor.batch
-        place_of.seek(place, batches)
+        batch = place_of.seek(place, batches)
+        if batch != batches:
+            self.cursor = dataclasses.replace(self.cursor, batch=int(batch))
+        before, now = place["batch_size"], place_of.data.source.batch_size
+        if before != now and batch != math.inf and self._role.is_chief:
+            announce(
+                f"global batches had {before} samples and have {now} now; the epoch goes on with "
+                f"the sample that comes next, as batch {int(batch) + 1}"
+            )
         place_of.build_metrics(self._model)
         trained = capture.capture(self._model)
 
@@ -296,6 +319,15 @@ class FitState:
         known = self._role.rank < len(manifest.random)
         if known and self._progress is not None and not self._progress.draws_again:
             random_states.restore(manifest.random[self._role.rank])
+
+
+_BATCH_REMEDY = "allow_batch_change=True to go on with the next sample in batches of this size, "
+
+
+def _batch_differs(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+    """Whether both are known."""
+    sizes = {each.get(BATCH_SIZE) for each in (there, here)}
+    return len(sizes) == 2 and None not in sizes
 
 
 def _numbers(logs: Mapping[str, Any] | None) -> dict[str, float]:

@@ -103,6 +103,17 @@ class Loop:
         return is_array and self.adapter._shuffle is True and global_seed() is None
 
     @property
+    def samples_in_order(self) -> tuple[int, int] | None:
+        """The size of a batch and the number of samples, if Keras cuts batches out of samples whose
+        order does not depend on the size."""
+        adapter = self.adapter
+        is_array = isinstance(adapter, data_adapters.ArrayDataAdapter)
+        if not is_array or adapter._shuffle == "batch":
+            return None
+        last = adapter.partial_batch_size or adapter.batch_size
+        return adapter.batch_size, (adapter.num_batches - 1) * adapter.batch_size + last
+
+    @property
     def keeps_iterator(self) -> bool:
         """Whether epochs draw from one iterator, as long as it lasts."""
         return self._epochs.steps_per_epoch is not None
@@ -127,6 +138,23 @@ class Loop:
         """Makes the iterator that the next epoch goes on with, unless it makes one itself."""
         if self.keeps_iterator:
             self._epochs._current_iterator = iter(self.dataset)
+
+    def batches_done(self, trained: int, left: int) -> int:
+        """The number of the batch that an epoch goes on with, such that it ends where it should.
+
+        Args:
+            trained: Batches' worth of samples that it has had.
+            left: Batches that the iterator under way has left; negative if that is not known.
+        """
+        at_once: int = self._epochs.steps_per_execution
+        if self._epochs.steps_per_epoch is not None:
+            total: int = self._epochs.steps_per_epoch
+            left = max(0, total - trained)
+        elif self.adapter.num_batches is None or left < 0:
+            return at_once * math.ceil(trained / at_once)
+        else:
+            total = self.adapter.num_batches
+        return at_once * (math.ceil(total / at_once) - math.ceil(left / at_once))
 
     def begin_at(self, batch: float) -> None:
         """Makes the next epoch begin with this batch. `math.inf`: it has no batch left."""

@@ -10,6 +10,7 @@ ops, and a dataset's inputs are not.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -99,6 +100,34 @@ class Step:
 
 
 @dataclass(frozen=True)
+class _Cut:
+    """The place in a pipeline where elements are left out, as near to the files as gives the same
+    others.
+
+    Maps, and batches, of elements that are left out are not computed: which elements come does not
+    depend on what pure maps make of them, so that these go above shuffles and repeats.
+
+    Args:
+        at: What is read there.
+        above: From the output on, what stays above it.
+        ordering: What of the elements' order is decided above it, and goes below.
+    """
+
+    at: Step
+    above: tuple[Step, ...]
+    ordering: tuple[Step, ...]
+
+    @property
+    def batches(self) -> list[Step]:
+        return [step for step in self.above if _BATCHES.fullmatch(step.op)]
+
+    def elements_of(self, batches: int, samples: int) -> int:
+        """How many elements make so many batches, and samples of them."""
+        sizes = [step.numbers["batch_size"] for step in self.batches]
+        return batches * math.prod(sizes) + samples * math.prod(sizes[1:])
+
+
+@dataclass(frozen=True)
 class Pipeline:
     """The transformations of a dataset, those that are read first."""
 
@@ -114,6 +143,22 @@ class Pipeline:
 
     def step(self, node: str) -> Step:
         return next(each for each in self.steps if each.node == node)
+
+    @property
+    def global_batch(self) -> Step | None:
+        """What makes batches of samples; None if it is not one of the ops for that."""
+        step = self.step(self._output)
+        while not _BATCHES.fullmatch(step.op):
+            if len(step.inputs) != 1 or step.op == "UnbatchDataset":
+                return None
+            step = self.step(step.inputs[0])
+        return step
+
+    @property
+    def bound_to_batches(self) -> str | None:
+        """Title of what keeps samples from being left out; None if nothing does."""
+        cut = self._cut()
+        return None if cut.batches else (*cut.ordering, cut.at)[0].title
 
     def drawn_once(self) -> frozenset[str]:
         """Nodes that draw their seeds exactly once an iterator, when it is made."""
@@ -144,9 +189,9 @@ class Pipeline:
 
     def remaker(
         self, nodes: Sequence[str], fixed: frozenset[str]
-    ) -> Callable[[Sequence[tuple[int, int]], int], tf.data.Dataset]:
-        """A function of seeds, and of a number of batches to leave out at the begin, that gives the
-        dataset so, with no memory of passes.
+    ) -> Callable[[Sequence[tuple[int, int]], int, int], tf.data.Dataset]:
+        """A function of seeds, and of numbers of batches and of samples to leave out at the begin,
+        that gives the dataset so, with no memory of passes.
 
         Args:
             nodes: Have a `seed` and a `seed2`; the function takes theirs in this order.
@@ -155,19 +200,23 @@ class Pipeline:
         """
         made = {}
 
-        def remade(seeds: Sequence[tuple[int, int]], start: int) -> tf.data.Dataset:
-            if bool(start) not in made:
-                made[bool(start)] = self._maker(nodes, fixed, leaves_out=start > 0)
-            return made[bool(start)](seeds, start)
+        cut = self._cut()
+
+        def remade(seeds: Sequence[tuple[int, int]], batches: int, samples: int) -> tf.data.Dataset:
+            elements = cut.elements_of(batches, samples)
+            leaves_out = elements > 0
+            if leaves_out not in made:
+                made[leaves_out] = self._maker(nodes, fixed, cut if leaves_out else None)
+            return made[leaves_out](seeds, elements)
 
         return remade
 
     def _maker(
-        self, nodes: Sequence[str], fixed: frozenset[str], leaves_out: bool
+        self, nodes: Sequence[str], fixed: frozenset[str], cut: _Cut | None
     ) -> Callable[[Sequence[tuple[int, int]], int], tf.data.Dataset]:
         graph = graph_pb2.GraphDef()
         graph.CopyFrom(self._graph)
-        output, a_batch = self._leave_out(graph) if leaves_out else (self._output, 1)
+        output = self._output if cut is None else _leave_out(graph, cut)
         by_name = {node.name: node for node in graph.node}
         held: dict[str, tf.Tensor] = {}
         seeds_of: dict[str, tuple[str, str]] = {}
@@ -188,8 +237,8 @@ class Pipeline:
                 held[node.name] = tf.constant(tf.make_ndarray(node.attr["value"].tensor))
                 graph.node.remove(node)
 
-        def build(seeds: tf.Tensor, start: tf.Tensor) -> Any:
-            inputs = {_COUNT: start * a_batch} if leaves_out else {}
+        def build(seeds: tf.Tensor, elements: tf.Tensor) -> Any:
+            inputs = {} if cut is None else {_COUNT: elements}
             inputs |= {name: tf.identity(value) for name, value in held.items()}
             for row, name in enumerate(nodes):
                 inputs |= {each: seeds[row, at] for at, each in enumerate(seeds_of[name])}
@@ -204,52 +253,47 @@ class Pipeline:
             function = tf.compat.v1.wrap_function(build, specs)
         dataset = self._dataset  # keeps alive what the graph only refers to
 
-        def remade(seeds: Sequence[tuple[int, int]], start: int) -> tf.data.Dataset:
+        def remade(seeds: Sequence[tuple[int, int]], elements: int) -> tf.data.Dataset:
             values = np.asarray(seeds, "int64").reshape(len(nodes), 2)
-            variant = function(tf.constant(values), tf.constant(start, tf.int64))
+            variant = function(tf.constant(values), tf.constant(elements, tf.int64))
             made = dataset_ops._VariantDataset(variant, dataset.element_spec)
             return made.with_options(dataset.options())
 
         return remade
 
-    def _leave_out(self, graph: graph_pb2.GraphDef) -> tuple[str, int]:
-        """Leaves out the first elements as near to the files as gives the same others.
-
-        Maps, and batches, of elements that are left out are not computed: which elements come does
-        not depend on what pure maps make of them, so that these go above shuffles and repeats.
-
-        Returns:
-            The new output, and how many elements a batch has there.
-        """
-        a_batch = 1
-        above: list[Step] = []  # of what leaves out
-        ordering: list[Step] = []  # below it
+    def _cut(self) -> _Cut:
+        above: list[Step] = []
+        ordering: list[Step] = []
         step = self.step(self._output)
         while len(step.inputs) == 1:
             if _ORDERING.fullmatch(step.op):
                 ordering.append(step)
-            elif _BATCHES.fullmatch(step.op) and not ordering:
-                a_batch *= step.numbers["batch_size"]
-                above.append(step)
-            elif _BESIDE.fullmatch(step.op) or (
-                _MAPS.fullmatch(step.op) and step.pure and step.deterministic
+            elif (
+                (_BATCHES.fullmatch(step.op) and not ordering)
+                or _BESIDE.fullmatch(step.op)
+                or (_MAPS.fullmatch(step.op) and step.pure and step.deterministic)
             ):
                 above.append(step)
             else:
                 break
             step = self.step(step.inputs[0])
-        by_name = {node.name: node for node in graph.node}
-        types, shapes = _elements_of(by_name[step.node])
-        leaving_out = graph.node.add(name="distplug_leave_out", op="SkipDataset")
-        leaving_out.input.extend(["", _COUNT])
-        for node in [leaving_out, *(by_name[each.node] for each in ordering)]:
-            node.attr["output_types"].CopyFrom(types)
-            node.attr["output_shapes"].CopyFrom(shapes)
-        chain = [by_name[each.node] for each in above]
-        chain += [leaving_out, *(by_name[each.node] for each in ordering), by_name[step.node]]
-        for reader, read_ in pairwise(chain):
-            reader.input[0] = read_.name
-        return chain[0].name, a_batch
+        return _Cut(step, tuple(above), tuple(ordering))
+
+
+def _leave_out(graph: graph_pb2.GraphDef, cut: _Cut) -> str:
+    """Makes a place for a number of elements to leave out at the cut. Returns the new output."""
+    by_name = {node.name: node for node in graph.node}
+    types, shapes = _elements_of(by_name[cut.at.node])
+    leaving_out = graph.node.add(name="distplug_leave_out", op="SkipDataset")
+    leaving_out.input.extend(["", _COUNT])
+    for node in [leaving_out, *(by_name[each.node] for each in cut.ordering)]:
+        node.attr["output_types"].CopyFrom(types)
+        node.attr["output_shapes"].CopyFrom(shapes)
+    chain = [by_name[each.node] for each in cut.above]
+    chain += [leaving_out, *(by_name[each.node] for each in cut.ordering), by_name[cut.at.node]]
+    for reader, read_ in pairwise(chain):
+        reader.input[0] = read_.name
+    return str(chain[0].name)
 
 
 def read(dataset: tf.data.Dataset) -> Pipeline:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import tensorflow as tf
 
@@ -10,7 +10,6 @@ from keras_distplug.compat import pipeline
 
 # Arguments that change which samples come, or in which order.
 _TELLING = (
-    "batch_size",
     "block_length",
     "buffer_size",
     "count",
@@ -95,9 +94,14 @@ def _of_step(step: pipeline.Step) -> Iterator[str]:
 
 
 def chain(parts: pipeline.Pipeline) -> Mapping[str, str]:
-    """The transformations, numbered, with the arguments that tell their work."""
+    """The transformations, numbered, with the arguments that tell their work; not the size of the
+    global batch."""
     told = [step for step in parts.steps if step.title not in _SILENT]
-    return {f"step {number}": _told(step) for number, step in enumerate(told)}
+    batch = parts.global_batch
+    return {
+        f"step {number}": _told(step, () if step == batch else ("batch_size",))
+        for number, step in enumerate(told)
+    }
 
 
 def seeds(parts: pipeline.Pipeline) -> str:
@@ -106,8 +110,9 @@ def seeds(parts: pipeline.Pipeline) -> str:
     return "; ".join(f"{n['seed']}, {n['seed2']}" for n in seeded if "seed" in n)
 
 
-def _told(step: pipeline.Step) -> str:
-    numbers = {name: step.numbers[name] for name in _TELLING if name in step.numbers}
+def _told(step: pipeline.Step, more: Sequence[str]) -> str:
+    names = sorted((*_TELLING, *more))
+    numbers = {name: step.numbers[name] for name in names if name in step.numbers}
     if step.samples is not None:
         numbers["samples"] = step.samples
     return f"{step.title}({', '.join(f'{name}={value}' for name, value in numbers.items())})"

@@ -32,12 +32,19 @@ class Source(Protocol):
         """Samples in a full global batch; None if that is not known."""
         ...
 
-    def batches(self, passed: int, start: int) -> tf.data.Dataset:
-        """The global batches of the next pass. The caller makes one iterator of them.
+    @property
+    def why_not_by_samples(self) -> str | None:
+        """What keeps a pass from being begun behind a number of samples; None if nothing does."""
+        ...
+
+    def batches(self, passed: int, start: int, behind: int = 0) -> tf.data.Dataset:
+        """The global batches of the next pass. The caller makes one iterator of them; it may ask
+        for the same pass again before.
 
         Args:
             passed: Passes before it. It grows by one from call to call, or by more.
             start: Batches of this pass that have been trained; the dataset begins behind them.
+            behind: Samples of this pass that were trained before these, in batches of other sizes.
         """
         ...
 
@@ -60,7 +67,7 @@ class Positioned(compat_data.LateDistributedDataset):
     def __init__(self, source: Source) -> None:
         self.source = source
         self.passes = 0
-        self._start = 0
+        self._start = self._behind = 0
         self._strategy: tf.distribute.Strategy | None = None
         self._dataset: tf.data.Dataset | None = None
         self._distributed: Any = None
@@ -81,8 +88,9 @@ class Positioned(compat_data.LateDistributedDataset):
         if strategy is not self._strategy:
             self._strategy, self._dataset = strategy, None
 
-    def begin_at(self, passed: int, start: int) -> None:
-        """Makes the next iterator that of the pass behind `passed` others, from batch `start` on.
+    def begin_at(self, passed: int, start: int, behind: int = 0) -> None:
+        """Makes the next iterator that of the pass behind `passed` others, from batch `start` on,
+        counted from behind so many samples.
 
         Raises:
             DataError: If the pass has fewer batches.
@@ -93,11 +101,12 @@ class Positioned(compat_data.LateDistributedDataset):
                 f"The training goes on behind batch {start} of its data, but they have only "
                 f"{batches} batches. Give the same data as before."
             )
-        self.passes, self._start = passed, start
+        self.passes, self._start, self._behind = passed, start, behind
 
     def __iter__(self) -> Iterator[Any]:
-        start, self._start = self._start, 0
-        self._distribute(self.source.batches(self.passes, start))
+        dataset = self.source.batches(self.passes, self._start, self._behind)
+        self._start = self._behind = 0
+        self._distribute(dataset)
         self.passes += 1
         return iter(self._distributed)
 

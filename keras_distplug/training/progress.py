@@ -13,7 +13,7 @@ from keras_distplug.compat import epochs, replica_values
 from keras_distplug.training.data import InputAdapter, warn_of
 from keras_distplug.training.position import Positioned, Source
 from keras_distplug.training.python_sources import PyData
-from keras_distplug.training.sources import Arrays, TfData, elements
+from keras_distplug.training.sources import BATCH_SIZE, Arrays, TfData, elements
 
 
 class Progress:
@@ -28,8 +28,9 @@ class Progress:
     def __init__(self, loop: epochs.Loop, data: Positioned, is_generator: bool) -> None:
         self.data = data
         self._loop = loop
-        self._passes = data.passes  # of which `_read` is of the last
+        self._passes = data.passes  # of which `_read` and `_behind` are of the last
         self._read = 0
+        self._behind = 0
         self._counted = loop.counted
         self._is_generator = is_generator
 
@@ -39,7 +40,8 @@ class Progress:
 
     def trained(self, batches: int) -> None:
         """To be called behind each step."""
-        self._read = self._read_of_this_pass() + batches
+        read, self._behind = self._place_in_pass()
+        self._read = read + batches
         self._passes = self.data.passes
 
     def position(self, *, in_epoch: bool) -> dict[str, Any]:
@@ -50,32 +52,58 @@ class Progress:
         """
         place: dict[str, Any] = {
             "passes": self.data.passes,
+            "batch_size": self.data.source.batch_size,
             "counted": {
                 **self._loop.counted,
                 **({"seen": self._counted["seen"]} if in_epoch else {}),
             },
         }
         if in_epoch or self._loop.goes_on:
-            place["read"] = min(self._read_of_this_pass(), self.data.source.num_batches or math.inf)
+            read, place["behind"] = self._place_in_pass()
+            place["read"] = min(read, self.data.source.num_batches or math.inf)
         return place
 
-    def seek(self, position: Mapping[str, Any], batch: float) -> None:
+    def seek(self, position: Mapping[str, Any], batch: float) -> float:
         """Makes training go on where `position` was taken.
 
         Args:
             position: From `position`.
             batch: Batches of the epoch that were trained; `math.inf` if it has none left.
+
+        Returns:
+            `batch`, or as many of the size that batches have now.
         """
+        if position["batch_size"] != self.data.source.batch_size:
+            position, batch = self._in_present_batches(position, batch)
         self._loop.count(position["counted"])
-        read = position.get("read")
+        read, behind = position.get("read"), position.get("behind", 0)
         if read is None or (batch == math.inf and not self._loop.keeps_iterator):
             self.data.begin_at(position["passes"], 0)
         else:
-            self.data.begin_at(position["passes"] - 1, read)
+            self.data.begin_at(position["passes"] - 1, read, behind)
             self._loop.go_on()
-        self._passes, self._read = position["passes"], read or 0
+        self._passes, self._read, self._behind = position["passes"], read or 0, behind
         if batch:
             self._loop.begin_at(batch)
+        return batch
+
+    def _in_present_batches(
+        self, position: Mapping[str, Any], batch: float
+    ) -> tuple[Mapping[str, Any], float]:
+        source = self.data.source
+        before, now = position["batch_size"], source.batch_size
+        assert now is not None
+        counted = {"seen": 0, "num_batches": source.num_batches}
+        if "read" not in position:
+            return {**position, "counted": counted}, batch
+        behind = position["behind"] + before * position["read"]
+        left = int(source.batches(position["passes"] - 1, 0, behind).cardinality().numpy())
+        if batch != math.inf:
+            batch = self._loop.batches_done(math.ceil(batch * before / now), left)
+        if source.num_batches is not None:
+            done = source.num_batches - left
+            counted["seen"] = done - (int(batch) if batch != math.inf else 0)
+        return {**position, "read": 0, "behind": behind, "counted": counted}, batch
 
     def fingerprint(self) -> Mapping[str, Any]:
         """What of the data must be the same when the run goes on; JSON-able."""
@@ -90,8 +118,9 @@ class Progress:
         """Makes the variables of metrics that a first step would make."""
         replica_values.build(model, self.data.element_spec)
 
-    def _read_of_this_pass(self) -> int:
-        return self._read if self.data.passes == self._passes else 0
+    def _place_in_pass(self) -> tuple[int, int]:
+        """Batches that were read of it, and samples before these."""
+        return (self._read, self._behind) if self.data.passes == self._passes else (0, 0)
 
 
 def of_fit(model: keras.Model, seed: int) -> Progress | None:
@@ -148,7 +177,7 @@ def _source(loop: epochs.Loop, seed: int) -> Source | None:
         return None
     if loop.is_dataset:
         return TfData(whole, seed)
-    return _OfKeras(whole, type(loop.adapter).__name__)
+    return _OfKeras(whole, type(loop.adapter).__name__, loop.samples_in_order)
 
 
 _WARNINGS = {
@@ -164,29 +193,51 @@ _WARNINGS = {
 
 
 class _OfKeras:
-    """What Keras makes of other data than datasets. It is read over."""
+    """What Keras makes of other data than datasets. It is read over.
 
-    batch_size = None
+    Args:
+        whole: Its batches.
+        kind: What Keras makes them with.
+        sizes: The size of a batch and the number of samples, if that decides nothing about the
+            order of samples.
+    """
 
-    def __init__(self, whole: tf.data.Dataset, kind: str) -> None:
+    def __init__(self, whole: tf.data.Dataset, kind: str, sizes: tuple[int, int] | None) -> None:
         self.whole = whole
         self._kind = kind
+        self._sizes = sizes
         self._iterators = 0
+
+    @property
+    def batch_size(self) -> int | None:
+        return self._sizes[0] if self._sizes is not None else None
 
     @property
     def num_batches(self) -> int | None:
         count = int(self.whole.cardinality().numpy())
         return count if count >= 0 else None
 
-    def batches(self, passed: int, start: int) -> tf.data.Dataset:
-        while self._iterators < passed:
+    @property
+    def why_not_by_samples(self) -> str | None:
+        return None if self._sizes else f"Keras' {self._kind} makes the batches"
+
+    def batches(self, passed: int, start: int, behind: int = 0) -> tf.data.Dataset:
+        for _ in range(self._iterators, passed):
             iter(self.whole)
-            self._iterators += 1
-        self._iterators += 1
-        return self.whole.skip(start) if start else self.whole
+        self._iterators = passed + 1
+        if not behind or self._sizes is None:
+            return self.whole.skip(start) if start else self.whole
+        batch_size, samples = self._sizes
+        first = behind + start * batch_size
+        rest = self.whole.unbatch().skip(first).batch(batch_size)
+        left = math.ceil(max(0, samples - first) / batch_size)
+        return rest.apply(tf.data.experimental.assert_cardinality(left))
 
     def fingerprint(self) -> Mapping[str, Any]:
-        return {"kind": self._kind, "batches": self.num_batches, "elements": elements(self.whole)}
+        length = {"batches": self.num_batches}
+        if self._sizes is not None:
+            length = dict(zip((BATCH_SIZE, "samples"), self._sizes, strict=True))
+        return {"kind": self._kind, **length, "elements": elements(self.whole)}
 
     def warnings(self) -> list[str]:
         return _WARNINGS.get(self._kind, [])

@@ -45,7 +45,11 @@ class PyData:
         count: int | None = self._given.num_batches
         return count
 
-    def batches(self, passed: int, start: int) -> tf.data.Dataset:
+    @property
+    def why_not_by_samples(self) -> str:
+        return f"{type(self._given).__name__} makes the batches"
+
+    def batches(self, passed: int, start: int, behind: int = 0) -> tf.data.Dataset:
         count = self.num_batches
         order = None
         if count is not None and self._shuffle:
@@ -132,7 +136,11 @@ class Generator:
         self._one = _OnePass(self._reader.rest())
         self.whole = self.batches(0, 0)
 
-    def batches(self, passed: int, start: int) -> tf.data.Dataset:
+    @property
+    def why_not_by_samples(self) -> str:
+        return "a Python generator makes the batches"
+
+    def batches(self, passed: int, start: int, behind: int = 0) -> tf.data.Dataset:
         dataset = self._reader.dataset(lambda: self._read(start))
         if self._class_weight is None:
             return dataset

@@ -18,6 +18,7 @@ from keras_distplug.training import audit
 
 # What of a fingerprint differs, too, where a process makes the same pipeline a second time.
 SEEDS = "seeds"
+BATCH_SIZE = "batch_size"
 # Of the Feistel network that permutes the samples. With 4, neighbours stay correlated (0.09).
 _ROUNDS = 8
 # A dataset that is made again for each pass costs 2 ms for each MB of tensors in it.
@@ -46,17 +47,21 @@ class Arrays:
         self._tensors = keras.tree.map_structure(tf.constant, keras.tree.lists_to_tuples(arrays))
         self._seed = seed
         self._class_weight = class_weight
-        self._pass = pipeline.from_numbers(self._make_pass, 2)
-        self.whole = self._pass(0, 0)
+        self._pass = pipeline.from_numbers(self._make_pass, 3)
+        self.whole = self._pass(0, 0, 0)
 
     @property
     def num_batches(self) -> int:
         return math.ceil(self._samples / self.batch_size)
 
-    def batches(self, passed: int, start: int) -> tf.data.Dataset:
-        return self._pass(passed, start)
+    @property
+    def why_not_by_samples(self) -> None:
+        return None
 
-    def _make_pass(self, passed: tf.Tensor, start: tf.Tensor) -> tf.data.Dataset:
+    def batches(self, passed: int, start: int, behind: int = 0) -> tf.data.Dataset:
+        return self._pass(passed, start, behind)
+
+    def _make_pass(self, passed: tf.Tensor, start: tf.Tensor, behind: tf.Tensor) -> tf.data.Dataset:
         def gathered(rows: tf.Tensor) -> Any:
             if self._seed is not None:
                 halves = [self._seed % 2**32, self._seed // 2**32 % 2**32]
@@ -68,7 +73,7 @@ class Arrays:
                 )
             return keras.tree.map_structure(lambda array: tf.gather(array, rows), self._tensors)
 
-        places = tf.data.Dataset.range(start * self.batch_size, self._samples)
+        places = tf.data.Dataset.range(behind + start * self.batch_size, self._samples)
         dataset = places.batch(self.batch_size).map(
             gathered, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
         )
@@ -120,15 +125,22 @@ class TfData:
         """Transformations without a seed, which get one here."""
         return [] if self._orders is None else self._orders.unseeded
 
-    def batches(self, passed: int, start: int) -> tf.data.Dataset:
-        if start and self._orders is not None:
-            return self._orders.of_pass(passed, start)
+    @property
+    def why_not_by_samples(self) -> str | None:
+        if self._pipeline is None:
+            return f"the pipeline cannot be looked into: {self._why_unreadable}"
+        title = self._pipeline.bound_to_batches
+        return title and f"of what `{title}` gives, samples cannot be left out"
+
+    def batches(self, passed: int, start: int, behind: int = 0) -> tf.data.Dataset:
+        if (start or behind) and self._orders is not None:
+            return self._orders.of_pass(passed, start, behind)
         dataset = self._pass(passed)
         return dataset.skip(start) if start else dataset
 
     def _pass(self, passed: int) -> tf.data.Dataset:
         if self._orders is not None and not self._orders.are_drawn_by_iterators(passed, self.whole):
-            return self._orders.of_pass(passed, 0) if self._orders.nodes else self.whole
+            return self._orders.of_pass(passed) if self._orders.nodes else self.whole
         drawn = _iterators_of.get(self.whole, 0)
         if drawn > passed:
             warnings.warn(
@@ -188,7 +200,7 @@ class _Orders:
             and _iterators_of.get(dataset, 0) <= passed
         )
 
-    def of_pass(self, passed: int, start: int) -> tf.data.Dataset:
+    def of_pass(self, passed: int, start: int = 0, behind: int = 0) -> tf.data.Dataset:
         if self._remake is None:
             pairs = zip(self.nodes, self._once, strict=True)
             fixed = frozenset(node for node, once in pairs if once)
@@ -199,6 +211,7 @@ class _Orders:
                 for seeds, varies, once in zip(self._seeds, self._varies, self._once, strict=True)
             ],
             start,
+            behind,
         )
 
 
@@ -212,7 +225,7 @@ def _seeds_of(step: pipeline.Step, seed: int, number: int) -> tuple[int, int]:
 def _common(kind: str, source: Any) -> dict[str, Any]:
     return {
         "kind": kind,
-        "batch_size": source.batch_size,
+        BATCH_SIZE: source.batch_size,
         "elements": elements(source.whole),
     }
 
