@@ -2,13 +2,15 @@
 
     python benchmarks/resume.py [--batch 10000] [--rounds 5] [--json FILE]
 
-Two parts, each interleaved, with medians:
+Three parts, each interleaved, with medians:
 
 - seek: from a data source as a script makes it to its first batch, at the begin and at batch
   `--batch` of the third pass: arrays, a `PyDataset`, and a tf.data pipeline with `shuffle(10_000,
   seed=1)` and a map, which also shows what filling its buffer takes; and the time to read so many
   batches over;
-- step: the time to read a batch of arrays, beside Keras' own adapter, and its processors' time.
+- step: the time to read a batch of arrays, beside Keras' own adapter, and its processors' time;
+- place: what it costs `fit` to know where it stands, at each step, and to put that into the state
+  of a checkpoint, beside the references to the model's variables, which every checkpoint takes.
 
 Not verified on GPU.
 """
@@ -22,6 +24,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -34,6 +37,10 @@ from rich.console import Console
 from rich.table import Table
 
 import keras_distplug as kd
+from keras_distplug.callbacks.fit_state import FitState
+from keras_distplug.cluster.agreement import Alone
+from keras_distplug.cluster.roles import single_process
+from keras_distplug.training import capture
 
 BATCH_SIZE, FEATURES, BUFFER = 32, 32, 10_000
 PASSED = 2
@@ -131,6 +138,60 @@ def measure_step(rounds: int) -> dict[str, dict[str, float]]:
     }
 
 
+class Place(keras.callbacks.Callback):  # type: ignore[misc]
+    """Counts and takes the state at each step, as a `BackupAndRestore` with `save_freq=1` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[tuple[float, float, float]] = []
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.state = FitState(self.model, [], single_process(), Alone(), seed=1)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.state.on_epoch_begin(epoch)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        moments = [time.perf_counter()]
+        self.state.on_train_batch_end(batch, self.params["steps"])
+        moments.append(time.perf_counter())
+        self.state.take(logs)
+        moments.append(time.perf_counter())
+        capture.capture(self.model)
+        moments.append(time.perf_counter())
+        count_s, take_s, variables_s = (b - a for a, b in pairwise(moments))
+        self.taken.append((count_s, take_s - variables_s, variables_s))
+
+
+def measure_place(rounds: int) -> dict[str, dict[str, float]]:
+    samples = 100 * BATCH_SIZE
+    x = np.random.default_rng(0).normal(size=(samples, FEATURES)).astype("float32")
+    y = x.sum(axis=1, keepdims=True)
+    makes: dict[str, Callable[[], dict[str, Any]]] = {
+        "arrays": lambda: {"x": x, "y": y, "batch_size": BATCH_SIZE},
+        "PyDataset": lambda: {"x": Batches(x, y)},
+        "tf.data, shuffle and map": lambda: {"x": pipeline(samples)},
+    }
+    taken: dict[str, list[tuple[float, float, float]]] = {name: [] for name in makes}
+    for number in range(-1, rounds):
+        names = list(makes)
+        for name in names if number % 2 else reversed(names):
+            model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1)])
+            model.compile("adam", "mse", metrics=["mae"])
+            place = Place()
+            model.fit(kd.resumable(**makes[name]()), epochs=1, verbose=0, callbacks=[place])
+            taken[name] += place.taken[1:] if number >= 0 else []
+    found = {}
+    for name, each in taken.items():
+        count_s, place_s, variables_s = map(statistics.median, zip(*each, strict=True))
+        found[name] = {
+            "count_us": 1e6 * count_s,
+            "place_us": 1e6 * place_s,
+            "variables_us": 1e6 * variables_s,
+        }
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--batch", type=int, default=10_000, help="where to go on")
@@ -140,6 +201,7 @@ def main() -> None:
     found = {
         "seek": measure_seek(arguments.rounds, arguments.batch),
         "step": measure_step(arguments.rounds),
+        "place": measure_place(arguments.rounds),
         "machine": {"processors": os.cpu_count(), "python": platform.python_version()},
         "versions": {"keras": keras.__version__, "tensorflow": tf.__version__},
     }
@@ -152,7 +214,10 @@ def main() -> None:
     step = Table("arrays of", "a batch", "processors")
     for name, each in found["step"].items():
         step.add_row(name, *(f"{each[what]:.0f} us" for what in ("step_us", "worked_us")))
-    console.print(seek, step)
+    place = Table("place in", "count a step", "into a checkpoint", "variables beside it")
+    for name, each in found["place"].items():
+        place.add_row(name, *(f"{value:.0f} us" for value in each.values()))
+    console.print(seek, step, place)
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump(found, file, indent=2)
