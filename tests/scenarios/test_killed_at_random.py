@@ -81,10 +81,12 @@ def test_soak(train: Train, setup: str, seed: int) -> None:
         ("single", "seeds", "variable"),
         ("single", "metrics", "history"),
         ("mirrored", "replicas", "history"),
+        ("2 workers", "seeds", "variable"),
+        ("2 workers", "metrics", "history"),
+        ("2 workers", "replicas", "history"),
     ],
 )
 def test_control(train: Train, setup: str, control: str, part: str) -> None:
     """The comparison sees it when seeds, metrics, or the metrics of a replica are not restored."""
-    (expected,) = train(setup, 1, 0)
-    (found,) = train(setup, 3, 4, control)
-    assert any(name.startswith(part) for name in differences(found, expected))
+    for found, expected in zip(train(setup, 3, 4, control), train(setup, 1, 0), strict=True):
+        assert any(name.startswith(part) for name in differences(found, expected))
