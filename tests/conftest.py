@@ -19,6 +19,7 @@ LONGEST_FIRST = (
     "tests/stores",
     "tests/scenarios/test_killed_at_random.py",
     "tests/scenarios/test_killed_workers.py",
+    "tests/scenarios/test_changed_workers.py",
     "tests/fit/test_exact_resume.py",
     "tests/storage/test_kills.py",
     "tests/fit/test_two_tiers.py",

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.cluster import environment
+from support.cluster import run_job
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -33,22 +31,16 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
         """The outcome on each worker; as many were killed as should be."""
         folder = tmp_path_factory.mktemp("job")
         name, workers, devices = SETUPS[setup]
-        arguments = [str(folder), name, str(seed), str(kills), *([control] if control else [])]
-        run = ["run", "--workers", str(workers), "--max-restarts", str(kills)]
+        script = [str(SCRIPT), str(folder), name, str(seed), str(kills)]
+        options = ["--max-restarts", str(kills)]
         if devices > 1:
-            run += ["--devices-per-worker", str(devices)]
-        script = [sys.executable, str(SCRIPT), *arguments]
-        done = subprocess.run(
-            [sys.executable, "-m", "keras_distplug", *run, "--", *script],
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=600,
+            options += ["--devices-per-worker", str(devices)]
+        ended = run_job(
+            [*script, *([control] if control else [])], workers, *options, timeout_s=600
         )
-        assert done.returncode == 0, done.stdout
+        assert ended.returncode == 0, ended.output
         noted = folder / "kills"
-        assert (len(noted.read_text().splitlines()) if noted.exists() else 0) == kills, done.stdout
+        assert (len(noted.read_text().splitlines()) if noted.exists() else 0) == kills, ended.output
         return [dict(np.load(folder / f"outcome-{worker}.npz")) for worker in range(workers)]
 
     return train
@@ -89,10 +81,12 @@ def test_soak(train: Train, setup: str, seed: int) -> None:
         ("single", "seeds", "variable"),
         ("single", "metrics", "history"),
         ("mirrored", "replicas", "history"),
+        ("2 workers", "seeds", "variable"),
+        ("2 workers", "metrics", "history"),
+        ("2 workers", "replicas", "history"),
     ],
 )
 def test_control(train: Train, setup: str, control: str, part: str) -> None:
     """The comparison sees it when seeds, metrics, or the metrics of a replica are not restored."""
-    (expected,) = train(setup, 1, 0)
-    (found,) = train(setup, 3, 4, control)
-    assert any(name.startswith(part) for name in differences(found, expected))
+    for found, expected in zip(train(setup, 3, 4, control), train(setup, 1, 0), strict=True):
+        assert any(name.startswith(part) for name in differences(found, expected))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.cluster import environment
+from support.cluster import run_job
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -27,21 +25,13 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
     def train(workers: int, way: str, *faults: str) -> tuple[list[Outcome], str]:
         """The outcome on each worker and what was printed; every fault happened, exactly once."""
         folder = tmp_path_factory.mktemp("job")
-        script = [sys.executable, str(SCRIPT), str(folder), way, *faults]
-        run = ["-m", "keras_distplug", "run", "--workers", str(workers), "--", *script]
-        done = subprocess.run(
-            [sys.executable, *run],
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=450,
-        )
-        assert done.returncode == 0, done.stdout
+        script = [str(SCRIPT), str(folder), way, *faults]
+        ended = run_job(script, workers, timeout_s=450)
+        assert ended.returncode == 0, ended.output
         fired = (folder / "faults").read_text().split() if faults else []
         assert fired == list(faults)
         outcomes = [dict(np.load(folder / f"outcome-{w}.npz")) for w in range(workers)]
-        return outcomes, done.stdout
+        return outcomes, ended.output
 
     return train
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from stores.conftest import Started
-from support.cluster import environment
+from support.cluster import run_job
 
 pytest.importorskip("tensorflow")
 pytestmark = [pytest.mark.cluster, pytest.mark.stores, pytest.mark.timeout(600)]
@@ -22,19 +20,16 @@ def train(stores: Started, folder: Path, *faults: str) -> list[dict[str, bytes]]
     """What each of two workers ends with; every fault happened, exactly once."""
     folder.mkdir()
     place = stores["moto"]
-    job = ["-m", "keras_distplug", "run", "--workers", "2", "--", sys.executable, str(SCRIPT)]
-    done = subprocess.run(
-        [sys.executable, *job, str(folder), "distributed_fit", *faults],
-        env=environment({"KERAS_DISTPLUG_TEST_STORE": json.dumps([place.url, place.options])}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=400,
+    ended = run_job(
+        [str(SCRIPT), str(folder), "distributed_fit", *faults],
+        2,
+        env={"KERAS_DISTPLUG_TEST_STORE": json.dumps([place.url, place.options])},
+        timeout_s=400,
     )
-    assert done.returncode == 0, done.stdout
+    assert ended.returncode == 0, ended.output
     assert not faults or (folder / "faults").read_text().split() == list(faults)
-    assert not faults or f"{place.url}/run-0001, checkpoint step-" in done.stdout
-    assert place.options["secret"] not in done.stdout
+    assert not faults or f"{place.url}/run-0001, checkpoint step-" in ended.output
+    assert place.options["secret"] not in ended.output
     assert not (folder / "runs").exists()
     outcomes = [np.load(folder / f"outcome-{worker}.npz") for worker in range(2)]
     return [{name: outcome[name].tobytes() for name in outcome.files} for outcome in outcomes]

@@ -79,3 +79,26 @@ def run_workers(
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
+
+
+def run_job(
+    command: Sequence[str],
+    workers: int,
+    *options: str,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float,
+) -> Ended:
+    """Runs `command` on workers that `keras-distplug run` starts, and starts again.
+
+    When `timeout_s` is over, all processes are killed, which fails the test that called.
+    """
+    run = ["-m", "keras_distplug", "run", "--workers", str(workers), *options, "--"]
+    done = subprocess.run(
+        [sys.executable, *run, sys.executable, *command],
+        env=environment(env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+    )
+    return Ended(done.returncode, done.stdout)
