@@ -87,7 +87,10 @@ def undisturbed(
 @pytest.mark.parametrize(
     ("data", "attempts"),
     [
-        ("arrays", [Attempt(2, kill="1:1:3"), Attempt(3, kill="0:2:3"), Attempt(1)]),
+        pytest.param(
+            *("arrays", [Attempt(2, kill="1:1:3"), Attempt(3, kill="0:2:3"), Attempt(1)]),
+            marks=pytest.mark.soak,
+        ),
         ("tf.data", [Attempt(2, kill="0:1:2"), Attempt(3, kill="2:2:4"), Attempt(1)]),
         ("PyDataset", [Attempt(2, 2, kill="1:1:4"), Attempt(3, kill="1:2:3"), Attempt(1, 2)]),
     ],

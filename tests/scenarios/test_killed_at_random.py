@@ -58,8 +58,14 @@ def compare(train: Train, setup: str, seed: int) -> None:
         assert differences(outcome, expected[worker]) == []
 
 
-@pytest.mark.parametrize("seed", [1, 2, 7])
-@pytest.mark.parametrize("setup", SETUPS)
+# What the seed changes but the kills is known by its being odd or even: one undisturbed run each.
+SEEDS = {"single": (1, 3, 5), "mirrored": (1, 5, 7), "2 workers": (2, 4, 6)}
+SEEDS |= {"2 workers x 2": (2, 8, 10)}
+
+
+@pytest.mark.parametrize(
+    ("setup", "seed"), [(setup, seed) for setup, seeds in SEEDS.items() for seed in seeds]
+)
 def test_killed_at_random(train: Train, setup: str, seed: int) -> None:
     """One to four kills (SIGKILL, os._exit, exception) behind any batch, during a save, during
     validation, between epochs: weights, optimizer, History, what EarlyStopping knows and the rows
@@ -81,9 +87,9 @@ def test_soak(train: Train, setup: str, seed: int) -> None:
         ("single", "seeds", "variable"),
         ("single", "metrics", "history"),
         ("mirrored", "replicas", "history"),
-        ("2 workers", "seeds", "variable"),
-        ("2 workers", "metrics", "history"),
         ("2 workers", "replicas", "history"),
+        pytest.param("2 workers", "seeds", "variable", marks=pytest.mark.soak),
+        pytest.param("2 workers", "metrics", "history", marks=pytest.mark.soak),
     ],
 )
 def test_control(train: Train, setup: str, control: str, part: str) -> None:

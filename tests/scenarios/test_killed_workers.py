@@ -75,6 +75,7 @@ def test_two_deaths_of_a_plain_fit(train: Train) -> None:
     assert "2 restarts\n" in printed
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("fault", ["0:0:2:0:kill", "0:2:2:1:kill"])
 def test_three_workers(train: Train, fault: str) -> None:
     """The same with three workers, for the chief and for the last one."""
