@@ -67,8 +67,8 @@ def restore(
 ) -> str | None:
     """Gives each replica of this worker its values back.
 
-    With another number of replicas the first one gets what all had together: metrics add up what
-    replicas have counted.
+    With another number of replicas, the values of a variable are put together by its own
+    `aggregation`. Of a sum, such as those that metrics count, the first replica gets all.
 
     Args:
         model: The model in training, with all its variables.
@@ -95,10 +95,21 @@ def restore(
         if len(values) == here * world_size:
             mine = values[rank * here : (rank + 1) * here]
         else:
-            total = np.sum(values, axis=0, dtype=values[0].dtype)
-            mine = [total if rank == n == 0 else np.zeros_like(total) for n in range(here)]
+            mine = _of_others(values, variable.aggregation, here, is_first=rank == 0)
         replica_values.set_parts(variable, mine)
     return None
+
+
+def _of_others(
+    values: Sequence[np.ndarray], aggregation: str, replicas: int, *, is_first: bool
+) -> list[np.ndarray]:
+    """What replicas have of a variable that another number of them has had."""
+    if aggregation == "sum":
+        total = np.sum(values, axis=0, dtype=values[0].dtype)
+        return [total if is_first and n == 0 else np.zeros_like(total) for n in range(replicas)]
+    if aggregation == "mean":
+        return [np.mean(values, axis=0).astype(values[0].dtype)] * replicas
+    return [values[0]] * replicas
 
 
 def _named(model: keras.Model, *, in_epoch: bool) -> tuple[list[str], list[keras.Variable]]:
