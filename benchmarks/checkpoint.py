@@ -9,7 +9,7 @@ Four parts, each interleaved, with medians:
 - fit: the time of a whole `fit` with a save every 50 steps over that of one without, the median of
   what the rounds say; and the processors' time, which training wants all of here, likewise;
 - bandwidth: a save, and taking it up in a new process, over writing (with fsync) and reading the
-  same bytes;
+  same bytes; and what touching so much new memory takes one thread, without a byte read;
 - workers: saves by 1, 2 and 4 workers (threads here) to a store that takes 20 MB/s a connection.
 
 On a virtual machine whose host gives the processors to others now and then (`steal`), a measurement
@@ -425,7 +425,12 @@ def load_weights(model: keras.Model, folder: Path) -> None:
     model.load_weights(folder / WEIGHTS)
 
 
-READINGS = {"read_s": read_raw, "take_up_s": take_up, "h5_s": load_weights}
+def touch(model: keras.Model, folder: Path) -> None:
+    """What no way to take it up can do without while the model keeps what it had."""
+    have_memory_lent((folder / RAW).stat().st_size)
+
+
+READINGS = {"read_s": read_raw, "take_up_s": take_up, "h5_s": load_weights, "touch_s": touch}
 
 
 def read_after_restart(what: str, size_mb: float, folder: Path) -> float:
@@ -550,6 +555,7 @@ def show_bandwidth(found: dict[str, float]) -> Table:
         ("open().read()", "read_s", "read_s"),
         ("take up, verified", "take_up_s", "read_s"),
         ("Keras load_weights (.h5)", "h5_s", "read_s"),
+        ("new memory, touched by one thread", "touch_s", "read_s"),
     ):
         table.add_row(name, f"{found['mb'] / found[what]:.0f}", f"{found[of] / found[what]:.2f}")
     return table
