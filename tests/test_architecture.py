@@ -85,11 +85,12 @@ def test_private_names_stay_in_compat(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_who_may_load_what(path: Path) -> None:
-    """core, storage, supervisor, commands and who they need load no TensorFlow; fsspec has one
-    user."""
+    """core, storage, supervisor, commands, who they need, and notices load no TensorFlow; one file
+    loads fsspec."""
     place = path.relative_to(PACKAGE)
     loaded = {name.partition(".")[0] for name in imports(path)}
-    if room(place.parts) in WITHOUT_TENSORFLOW or place.name == "roles.py":
+    light = place.name == "roles.py" or "notices" in place.parts
+    if light or room(place.parts) in WITHOUT_TENSORFLOW:
         assert not loaded & {"tensorflow", "keras"}
     if room(place.parts) == "core":
         assert loaded <= sys.stdlib_module_names | {"keras_distplug"}
@@ -109,10 +110,17 @@ def test_public_names() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["keras_distplug", "keras_distplug.cli", "keras_distplug.commands.arguments"]
+    "module",
+    [
+        "keras_distplug",
+        "keras_distplug.cli",
+        "keras_distplug.commands.arguments",
+        "keras_distplug.cluster.notices.clouds",
+        "keras_distplug.cluster.notices.watcher",
+    ],
 )
 def test_importing_is_light(module: str) -> None:
-    """Importing the package, or the command line, loads neither TensorFlow nor Keras nor NumPy."""
+    """Importing the package, the command line, or notices, loads no TensorFlow, Keras or NumPy."""
     heavy = "{'tensorflow', 'keras', 'numpy', 'fsspec'}"
     code = f"import sys, {module}; print(sorted({heavy} & sys.modules.keys()))"
     done = subprocess.run(

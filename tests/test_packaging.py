@@ -22,7 +22,7 @@ def test_every_dependency_has_an_upper_bound() -> None:
     required = [*PROJECT["dependencies"]]
     for extra in ("tensorflow", "tensorflow-cpu"):
         required += PROJECT["optional-dependencies"][extra]
-    assert all(re.fullmatch(r"[a-z-]+>=[\d.]+,<[\d.]+", requirement) for requirement in required)
+    assert all(re.fullmatch(r"[a-z0-9-]+>=[\d.]+,<[\d.]+", requirement) for requirement in required)
 
 
 def test_version() -> None:

@@ -12,6 +12,7 @@
     │   ├── NoCheckpointError               there is no such run, or no such checkpoint
     │   └── SaveError                       a checkpoint could not be committed
     ├── AgreementError                      a worker did not answer in time
+    ├── MetadataError                       a cloud's metadata server did not answer properly
     └── SupervisorError                     the workers could not be brought to their end
 
 Each message says what was received, what was expected and what to do next.
@@ -66,6 +67,10 @@ class SaveError(CheckpointError):
 
 class AgreementError(DistplugError):
     """A worker did not answer in time."""
+
+
+class MetadataError(DistplugError):
+    """The metadata server of a cloud did not answer, or not as that cloud's does."""
 
 
 class SupervisorError(DistplugError):
