@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
+    from keras_distplug.callbacks.preemption_handler import PreemptionHandler
     from keras_distplug.compat.trainer import adapt
     from keras_distplug.core import errors
     from keras_distplug.default_callbacks import defaults
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BackupAndRestore",
+    "PreemptionHandler",
     "__version__",
     "adapt",
     "defaults",
@@ -42,6 +44,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "BackupAndRestore": "keras_distplug.callbacks.backup_and_restore",
+    "PreemptionHandler": "keras_distplug.callbacks.preemption_handler",
     "adapt": "keras_distplug.compat.trainer",
     "defaults": "keras_distplug.default_callbacks",
     "distributed_fit": "keras_distplug.fit",

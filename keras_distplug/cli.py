@@ -97,8 +97,10 @@ def _add_run(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         epilog=arguments.epilog(
             ("keras-distplug run --workers 4 -- python train.py --epochs 10",),
             "0 all workers completed training; 2 wrong usage; 124 a worker did not start in time; "
-            "127 the command was not found; 130 and 143 ended by ctrl-C or SIGTERM; otherwise that "
-            "of the first worker that failed.",
+            "127 the command was not found; 128 + n ended by signal n, such as ctrl-C; otherwise "
+            "that of the first worker that failed. Workers that a PreemptionHandler has ended are "
+            "started again if that was with 143, which counts as no failure, and not if it was "
+            "with 130, for ctrl-C.",
         ),
     )
     parser.add_argument("--workers", type=int, required=True, metavar="N", help="how many")

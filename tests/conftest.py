@@ -20,6 +20,7 @@ LONGEST_FIRST = (
     "tests/scenarios/test_killed_at_random.py",
     "tests/scenarios/test_killed_workers.py",
     "tests/scenarios/test_changed_workers.py",
+    "tests/scenarios/test_told_to_go.py",
     "tests/fit/test_exact_resume.py",
     "tests/storage/test_kills.py",
     "tests/fit/test_two_tiers.py",

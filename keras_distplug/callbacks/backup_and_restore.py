@@ -381,6 +381,30 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
             _finished_here.add(self._run.record.run_id)
         self._run = None
 
+    def save_before_leaving(
+        self, logs: Mapping[str, Any] | None, left_s: float | None
+    ) -> int | None:
+        """Makes a checkpoint behind the batch, or epoch, that has just ended, and waits for it.
+
+        All workers call it together, from another callback's hook that comes behind those of this
+        one. Whoever calls it ends `fit`.
+
+        Args:
+            logs: What the hook was given.
+            left_s: How much time there is; None for as long as it takes.
+
+        Returns:
+            The step of the newest checkpoint that this `fit` has made; None if there is none.
+        """
+        begin_s, step = time.monotonic(), self._state.cursor.step
+        for saves in reversed(self._all_saves()):
+            rest_s = None if left_s is None else left_s - (time.monotonic() - begin_s)
+            saves.save_before(
+                step, lambda: self._state.take(logs), rest_s, is_sound=_is_finite(logs)
+            )
+        steps = [saves.saved_step for saves in self._all_saves()]
+        return max((step for step in steps if step is not None), default=None)
+
     # How
 
     def _all_saves(self) -> list[Saves]:

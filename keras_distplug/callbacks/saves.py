@@ -58,6 +58,7 @@ class Saves:
         self._saver = Saver()
         self._attempts = agreement.from_chief("saves", Writer.new_attempt() if is_chief else None)
         self._number = 0
+        self.saved_step: int | None = None  # of the newest that is complete
         self._next_look = pace.first_look()
         self._stall_s = 0.0
         self._failures: list[Exception] = []  # in a row
@@ -115,6 +116,55 @@ class Saves:
         self._saver.start(taken.cursor.step, lambda: self._writer.save(taken, attempt))
         self._stall_s = time.monotonic() - begin
 
+    def save_before(
+        self,
+        step: int,
+        state: Callable[[], TrainState],
+        left_s: float | None,
+        *,
+        is_sound: bool,
+    ) -> None:
+        """Saves what is not saved yet, and waits for it, as far as there is time.
+
+        Args:
+            step: Steps since the run began.
+            state: Makes the state to save.
+            left_s: How much time there is. None for as long as it takes.
+            is_sound: As in `stepped`.
+        """
+        end_s = None if left_s is None else time.monotonic() + left_s
+        failed = self._wait_until(end_s)
+        is_time = end_s is None or time.monotonic() + self._pace.duration_s < end_s
+        said = map(
+            json.loads,
+            self._agreement.gather(
+                "last save", json.dumps([self.saved_step == step, is_time, failed])
+            ),
+        )
+        saved, are_in_time, failures = zip(*said, strict=True)
+        if all(saved) or not is_sound:
+            return
+        why = next((each for each in failures if each is not None), None)
+        if why is None and not are_in_time[0]:
+            why = f"there are {left_s or 0:.1f} s left, and the last one took more"
+        if why is None:
+            self.save(state)
+            failed = self._wait_until(end_s)
+            if failed is None and self.saved_step != step:
+                failed = str(self._failures[-1])
+            why = self._agreement.first_complaint("last saved", failed)
+        if why is not None and self._is_chief:
+            announce(f"there is no {self._what} of step {step}: {why}")
+
+    def _wait_until(self, end_s: float | None) -> str | None:
+        """Waits for the save under way. Tells why it has not ended."""
+        try:
+            self._saver.wait(None if end_s is None else max(0.0, end_s - time.monotonic()))
+        except SaveError as error:
+            return str(error)
+        self._look_after_ended()
+        return None
+
     def finish(self) -> None:
         """Waits for the last save.
 
@@ -149,6 +199,7 @@ class Saves:
         for saved in self._saver.ended():
             if saved.error is None:
                 self._failures = []
+                self.saved_step = saved.step
                 self._pace.saved(self._stall_s, saved.seconds)
                 self._tell_interval()
                 continue

@@ -33,7 +33,11 @@ class KeyValues(Protocol):
 
     def put(self, key: str, value: str) -> None: ...
 
-    def get(self, key: str, timeout_s: float) -> str:
+    def put_first(self, key: str, value: str) -> bool:
+        """False, and without effect, if `key` is there."""
+        ...
+
+    def get(self, key: str, timeout_s: float | None) -> str:
         """Waits for `key`. Raises TimeoutError, or ConnectionError if a worker is gone."""
         ...
 
@@ -64,7 +68,10 @@ class Alone:
     def tell(self, topic: str, text: str) -> None:
         return
 
-    def hear(self, topic: str, timeout_s: float) -> str:
+    def tell_first(self, topic: str, text: str) -> bool:
+        return True
+
+    def hear(self, topic: str, timeout_s: float | None) -> str:
         raise AgreementError(f"{topic!r}: there is no other worker to hear it from.")
 
 
@@ -121,17 +128,21 @@ class ThroughKeyValues:
         with self._explained(f"telling {topic!r}", self._timeout_s):
             self._store.put(f"keras_distplug/told/{topic}", text)
 
-    def hear(self, topic: str, timeout_s: float) -> str:
+    def tell_first(self, topic: str, text: str) -> bool:
+        with self._explained(f"telling {topic!r}", self._timeout_s):
+            return self._store.put_first(f"keras_distplug/told/{topic}", text)
+
+    def hear(self, topic: str, timeout_s: float | None) -> str:
         with self._explained(f"{topic!r} from another worker", timeout_s):
             return self._store.get(f"keras_distplug/told/{topic}", timeout_s)
 
     @contextmanager
-    def _explained(self, awaited: str, timeout_s: float) -> Iterator[None]:
+    def _explained(self, awaited: str, timeout_s: float | None) -> Iterator[None]:
         try:
             yield
         except TimeoutError as error:
             raise AgreementError(
-                f"{self._role.name} waited {timeout_s:.0f} s for {awaited}. Look at the "
+                f"{self._role.name} waited {timeout_s or 0:.0f} s for {awaited}. Look at the "
                 f"other workers' output for what keeps them. Cause: {error}"
             ) from error
         except ConnectionError as error:

@@ -14,7 +14,7 @@ import keras
 
 
 def move_to_end(callback: keras.callbacks.Callback) -> list[keras.callbacks.Callback]:
-    """Moves `callback` behind all others. To be called from its `set_model`.
+    """Moves `callback` behind all others. To be called from its `set_model` or `on_train_begin`.
 
     Returns:
         The others; none if no `keras.callbacks.CallbackList` is calling.
@@ -29,3 +29,14 @@ def move_to_end(callback: keras.callbacks.Callback) -> list[keras.callbacks.Call
             return others
         frame = frame.f_back
     return []
+
+
+def is_called_with(callback: keras.callbacks.Callback, frame: FrameType | None) -> bool:
+    """Whether `frame`, or one of its callers, trains with this callback: has it in a
+    `CallbackList` of its own."""
+    while frame is not None:
+        given = frame.f_locals.get("callbacks")
+        if isinstance(given, keras.callbacks.CallbackList) and callback in given.callbacks:
+            return True
+        frame = frame.f_back
+    return False

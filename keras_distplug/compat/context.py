@@ -87,9 +87,19 @@ class ServiceKeyValues:
         with _as_builtin_errors(key):
             context.context().set_config_key_value(key, value)
 
-    def get(self, key: str, timeout_s: float) -> str:
+    def put_first(self, key: str, value: str) -> bool:
+        try:
+            self.put(key, value)
+        except ConnectionError as error:
+            if isinstance(error.__cause__, tf.errors.AlreadyExistsError):
+                return False
+            raise
+        return True
+
+    def get(self, key: str, timeout_s: float | None) -> str:
+        timeout_ms = 0 if timeout_s is None else max(1, int(timeout_s * 1000))  # 0: none
         with _as_builtin_errors(key):
-            return str(context.context().get_config_key_value(key, int(timeout_s * 1000)))
+            return str(context.context().get_config_key_value(key, timeout_ms))
 
     def delete(self, key: str) -> None:
         with _as_builtin_errors(key):

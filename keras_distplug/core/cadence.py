@@ -163,6 +163,11 @@ class Pace:
         """What a save costs training; None before the first one has ended."""
         return statistics.median(self._costs_s) if self._costs_s else None
 
+    @property
+    def duration_s(self) -> float:
+        """How long the last save took; 0 before the first one has ended."""
+        return self._duration_s
+
     def stepped(self, seconds: float, *, is_saving: bool) -> None:
         """A step took `seconds`, while a save was or was not under way."""
         if not is_saving:

@@ -13,6 +13,7 @@
     │   └── SaveError                       a checkpoint could not be committed
     ├── AgreementError                      a worker did not answer in time
     ├── MetadataError                       a cloud's metadata server did not answer properly
+    ├── Preempted                           training was told to go, and has saved
     └── SupervisorError                     the workers could not be brought to their end
 
 Each message says what was received, what was expected and what to do next.
@@ -71,6 +72,10 @@ class AgreementError(DistplugError):
 
 class MetadataError(DistplugError):
     """The metadata server of a cloud did not answer, or not as that cloud's does."""
+
+
+class Preempted(DistplugError):
+    """Training was told to go. Started again, it goes on from its newest checkpoint."""
 
 
 class SupervisorError(DistplugError):

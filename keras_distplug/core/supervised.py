@@ -29,6 +29,7 @@ class Phase(enum.StrEnum):
     JOINED = "joined"  # the cluster is formed
     FITTING = "fitting"  # `fit` has begun, no batch is done yet
     TRAINING = "training"  # the first batch of this attempt is done
+    PREEMPTED = "preempted"  # told to go, behind a checkpoint of this attempt
     COMPLETED = "completed"  # the last `fit` reached its end and recorded it
 
 

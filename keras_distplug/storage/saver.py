@@ -95,14 +95,17 @@ class Saver:
             found.append(Saved(self._step, seconds, self._hangs(seconds)))
         return found
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         """Returns once no save is under way.
 
+        Args:
+            timeout_s: How long that may take. Defaults to that of this object.
+
         Raises:
-            SaveError: If that takes longer than `timeout_s`.
+            SaveError: If it takes longer.
         """
         if self._thread is not None:
-            self._thread.join(self._timeout_s)
+            self._thread.join(self._timeout_s if timeout_s is None else timeout_s)
             if self._thread.is_alive():
                 raise self._hangs(time.monotonic() - self._begun_s)
 

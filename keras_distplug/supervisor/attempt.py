@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.core.exit_codes import ExitCode
 from keras_distplug.core.supervised import Phase, Status, Supervised
 from keras_distplug.supervisor.group import Ended, Group
 
@@ -28,10 +29,11 @@ class Cause(enum.Enum):
     FAILED = "failed"
     LEFT = "left"  # exit code 0, but no completed training
     LATE = "late"  # did not join the cluster in time
+    PREEMPTED = "was told to go, and has saved"  # whatever it ended with after that
     STOPPED = "stopped"  # after the supervisor told it to
 
 
-FAILURES = frozenset({Cause.FAILED, Cause.LEFT, Cause.LATE})
+FAILURES = frozenset({Cause.FAILED, Cause.LEFT, Cause.LATE, Cause.PREEMPTED})
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,8 @@ class Exit:
         return self.returncode or (1 if self.cause is Cause.LEFT else 0)
 
     def __str__(self) -> str:
-        if self.cause is Cause.COMPLETED:
-            return f"{self.worker} completed training"
+        if self.cause in (Cause.COMPLETED, Cause.PREEMPTED):
+            return f"{self.worker} {self.cause.value}"
         if self.cause is Cause.LATE:
             return (
                 f"{self.worker} has not joined the cluster within {self.limit_secs:g} s "
@@ -91,7 +93,7 @@ class Limits:
     """
 
     startup_secs: float = 300.0
-    grace_secs: float = 10.0
+    grace_secs: float = 30.0  # that of Kubernetes, and of a PreemptionHandler
 
     def __post_init__(self) -> None:
         if not 0 < self.startup_secs < math.inf:
@@ -120,8 +122,16 @@ class Outcome:
 
     @property
     def first_failure(self) -> Exit | None:
-        """The earliest failure: what came later is its consequence."""
-        return next((exit_ for exit_ in self.exits if exit_.cause in FAILURES), None)
+        """The earliest failure: what came later is its consequence. Who left because it was told to
+        has failed least."""
+        failures = [exit_ for exit_ in self.exits if exit_.cause in FAILURES]
+        failures.sort(key=lambda exit_: exit_.cause is Cause.PREEMPTED)
+        return failures[0] if failures else None
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether they left because they were told to, which is no failure of theirs."""
+        return self.first_failure is not None and self.first_failure.cause is Cause.PREEMPTED
 
 
 @dataclass(frozen=True)
@@ -182,6 +192,12 @@ def run_attempt(
             deadline = None
         exits.sort(key=earliest_first)
         failures = [exit_ for exit_ in exits if exit_.cause in FAILURES]
+        if failures and all(each.cause is Cause.PREEMPTED for each in failures):
+            # All workers have agreed to go.
+            listener.on_failure(failures)
+            ended, signals = await_end(group, limits.grace_secs, hurry=True)
+            exits += [judge(one, contract.read(one.worker)) for one in ended]
+            return _outcome(exits, signals[0] if signals else None)
         if failures:
             return _end_after(failures, exits, group, listener)
     group.kill()  # what the commands have left behind
@@ -191,7 +207,10 @@ def run_attempt(
 
 def judge(ended: Ended, status: Status | None) -> Exit:
     """Says why a worker has ended that nobody told to."""
-    if ended.returncode != 0:
+    was_told = status is not None and status.phase is Phase.PREEMPTED
+    if was_told and (ended.returncode == ExitCode.PREEMPTED or ended.returncode < 0):
+        cause = Cause.PREEMPTED
+    elif ended.returncode != 0:
         cause = Cause.FAILED
     elif status is None or status.phase is not Phase.COMPLETED:
         cause = Cause.LEFT

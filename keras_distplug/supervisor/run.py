@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.core.exit_codes import ExitCode
 from keras_distplug.core.supervised import Phase, Status, Supervised
 from keras_distplug.supervisor.attempt import (
     FAILURES,
@@ -123,7 +124,12 @@ def run(job: Job, environ: Mapping[str, str]) -> int:
                 for line in closing_report(job, history, time.monotonic() - begun):
                     output.note(line)
                 return verdict
-            output.note(f"restart {len(history)} of {job.max_restarts}")
+            failures = sum(not each.is_preempted for each in history)
+            output.note(
+                "starting again"
+                if outcome.is_preempted
+                else f"restart {failures} of {job.max_restarts}"
+            )
 
 
 def _verdict(job: Job, history: Sequence[Outcome]) -> int | None:
@@ -133,13 +139,18 @@ def _verdict(job: Job, history: Sequence[Outcome]) -> int | None:
         return 128 + last.interrupted_by
     if last.first_failure is None:
         return 0
-    return last.first_failure.exit_code if len(history) > job.max_restarts else None
+    if any(exit_.exit_code == ExitCode.INTERRUPTED for exit_ in last.exits):
+        return ExitCode.INTERRUPTED
+    failures = [each for each in history if not each.is_preempted]
+    if last.is_preempted or len(failures) <= job.max_restarts:
+        return None
+    return last.first_failure.exit_code
 
 
 def closing_report(job: Job, history: Sequence[Outcome], elapsed_secs: float) -> list[str]:
     """The last lines of a job: what happened, the earliest cause first."""
     last = history[-1]
-    restarts = _count(len(history) - 1, "restart")
+    restarts = _count(sum(not each.is_preempted for each in history[:-1]), "restart")
     if last.interrupted_by is not None:
         ends = "; ".join(str(exit_) for exit_ in last.exits)
         return [f"ended by {last.interrupted_by.name} to the supervisor: {ends}"]
@@ -147,7 +158,10 @@ def closing_report(job: Job, history: Sequence[Outcome], elapsed_secs: float) ->
     if failure is None:
         everyone = _count(job.workers, "worker")
         return [f"{everyone} completed training in {elapsed_secs:.1f} s, {restarts}"]
-    lines = [f"gave up after {restarts}; exit code {failure.exit_code}"]
+    verdict = f"gave up after {restarts}"
+    if failure.exit_code == ExitCode.INTERRUPTED:
+        verdict = "not started again, for it was the user's ctrl-C"
+    lines = [f"{verdict}; exit code {failure.exit_code}"]
     lines.append(f"first failure: {_dated(failure)}")
     for exit_ in last.exits:
         if exit_ is not failure:
@@ -177,7 +191,8 @@ def recovery_report(before: Outcome, reports: Mapping[str, Status]) -> str:
 
 
 def _note_failure(output: Output, workers: int, failures: Sequence[Exit]) -> None:
-    stopping = "; stopping all workers" if workers > 1 else ""
+    told = all(failure.cause is Cause.PREEMPTED for failure in failures)
+    stopping = "; stopping all workers" if workers > 1 and not told else ""
     output.note("; ".join(str(failure) for failure in failures) + stopping)
 
 

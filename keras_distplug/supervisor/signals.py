@@ -7,7 +7,8 @@ import socket
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# `sbatch --signal=USR1@120` sends its own to whatever runs in the step.
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Interruptions:

@@ -91,6 +91,7 @@ def without_state(callbacks: Sequence[keras.callbacks.Callback]) -> list[str]:
             type(callback).__name__
             for callback in callbacks
             if not keras_callbacks.is_of_keras(callback)
+            and not type(callback).__module__.startswith("keras_distplug.")
             and keras_callbacks.state_of(callback) is None
             and not _has_own(callback)
             and vars(callback).keys() - stock

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -8,39 +7,14 @@ import pytest
 pytest.importorskip("tensorflow")
 pytestmark = pytest.mark.tf
 
+from cluster.key_values import Memory  # noqa: E402
+
 from keras_distplug.cluster import agreement  # noqa: E402
 from keras_distplug.cluster.roles import Role  # noqa: E402
 from keras_distplug.core.errors import AgreementError  # noqa: E402
 
 CLUSTER = {"worker": ("a:1", "b:1")}
 CHIEF, OTHER = (Role("worker", index, CLUSTER, "a test") for index in range(2))
-
-
-class Memory:
-    """Key-values in this process, whose `get` waits for the key."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, str] = {}
-        self.changed = threading.Condition()
-
-    def put(self, key: str, value: str) -> None:
-        with self.changed:
-            assert key not in self.values
-            self.values[key] = value
-            self.changed.notify_all()
-
-    def get(self, key: str, timeout_s: float) -> str:
-        with self.changed:
-            if not self.changed.wait_for(lambda: key in self.values, timeout_s):
-                raise TimeoutError(key)
-            return self.values[key]
-
-    def delete(self, key: str) -> None:
-        with self.changed:
-            del self.values[key]
-
-    def barrier(self, key: str, timeout_s: float) -> None:
-        raise ConnectionError(f"{key}: socket closed")
 
 
 @pytest.fixture(autouse=True)

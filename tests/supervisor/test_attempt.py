@@ -8,6 +8,7 @@ import pytest
 
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.supervised import Phase, Status
+from keras_distplug.supervisor import run
 from keras_distplug.supervisor.attempt import Cause, Exit, Limits, Outcome, earliest_first, judge
 from keras_distplug.supervisor.group import Ended
 from keras_distplug.supervisor.run import Job, closing_report, recovery_report
@@ -19,6 +20,7 @@ def status(since: Mapping[Phase, float]) -> Status:
 
 DONE = status({Phase.JOINED: 1.0, Phase.COMPLETED: 2.0})
 JOINED = status({Phase.JOINED: 1.0})
+TOLD = status({Phase.JOINED: 1.0, Phase.PREEMPTED: 2.0})
 
 
 @pytest.mark.parametrize(
@@ -29,6 +31,10 @@ JOINED = status({Phase.JOINED: 1.0})
         (0, None, Cause.LEFT, 1, "w left without completing training (exit code 0)"),
         (3, JOINED, Cause.FAILED, 3, "w exited with code 3"),
         (3, DONE, Cause.FAILED, 3, "w exited with code 3"),
+        (143, TOLD, Cause.PREEMPTED, 143, "w was told to go, and has saved"),
+        (-9, TOLD, Cause.PREEMPTED, 137, "w was told to go, and has saved"),
+        (1, TOLD, Cause.FAILED, 1, "w exited with code 1"),
+        (143, JOINED, Cause.FAILED, 143, "w exited with code 143"),
         (-9, DONE, Cause.FAILED, 137, "w was killed by SIGKILL"),
         (-11, None, Cause.FAILED, 139, "w was killed by SIGSEGV"),
         (-40, None, Cause.FAILED, 168, "w was killed by signal 40"),
@@ -104,6 +110,28 @@ def test_closing_report_of_a_failure() -> None:
         "  then: worker-0 was ended by the supervisor (SIGTERM), 1.0 s after",
     ]
     assert lines[4].startswith("  in attempt 0 before: worker-0 left without completing")
+
+
+WENT = Exit("worker-0", Cause.PREEMPTED, 143, 100.0)
+CTRL_C = Exit("worker-1", Cause.FAILED, -2, 101.0)
+
+
+@pytest.mark.parametrize(
+    ("history", "verdict"),
+    [
+        ([[WENT, WENT]] * 9, None),
+        ([[WENT, PEER]], None),
+        ([[WENT, DEAD]], 137),
+        ([[WENT, WENT], [DEAD, PEER]], 137),
+        ([[WENT, CTRL_C]], 130),
+    ],
+    ids=["told often", "told, the rest stopped", "one died", "died later", "ctrl-C"],
+)
+def test_verdict(history: list[list[Exit]], verdict: int | None) -> None:
+    """Who leaves because it was told to is started again without end; a death beside it counts, and
+    the user's ctrl-C ends the job."""
+    outcomes = [Outcome(tuple(exits), None, 102.0) for exits in history]
+    assert run._verdict(Job(("x",), 2, max_restarts=0), outcomes) == verdict
 
 
 def test_closing_report_of_an_interruption() -> None:

@@ -1,0 +1,15 @@
+"""With which codes a process of training ends, besides 0, and 1 for an error.
+
+Codes from 128 on are what Kubeflow takes as worth another try. Deaths by a signal pass through.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class ExitCode(enum.IntEnum):
+    """Of a process that was told to end."""
+
+    INTERRUPTED = 130  # by ctrl-C: never started again
+    PREEMPTED = 143  # told to go, and saved: start it again

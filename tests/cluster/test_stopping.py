@@ -1,0 +1,139 @@
+"""Workers that are told to stop while they train, each in a thread."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+pytest.importorskip("tensorflow")
+pytestmark = [pytest.mark.tf, pytest.mark.timeout(120)]
+
+from cluster.key_values import Memory  # noqa: E402
+
+from keras_distplug.cluster import agreement, stopping  # noqa: E402
+from keras_distplug.cluster.roles import Role  # noqa: E402
+from keras_distplug.cluster.stopping import Cause, StopAlone, StopTogether  # noqa: E402
+from keras_distplug.core.errors import AgreementError  # noqa: E402
+
+MOMENTS = 3000  # more than pass until a word has come
+
+
+class Cluster:
+    """Workers that are never more than one moment apart, as those of a synchronous training."""
+
+    def __init__(self, workers: int, told: Mapping[int, int] | None = None) -> None:
+        addresses = {"worker": tuple(f"host:{n}" for n in range(workers))}
+        self.memory = Memory()
+        self.lost: list[AgreementError] = []
+        roles = [Role("worker", n, addresses, "a test") for n in range(workers)]
+        self.stops = [
+            StopTogether(
+                "session", role, agreement.ThroughKeyValues(role, self.memory), self.lost.append
+            )
+            for role in roles
+        ]
+        self.told = told or {}
+        self.all_reduce = threading.Barrier(workers)
+        self.stopped: list[tuple[int, Cause | None]] = [(MOMENTS, None)] * workers
+        self.threads = [
+            threading.Thread(target=self._train, args=(n,), daemon=True) for n in range(workers)
+        ]
+
+    def _train(self, worker: int) -> None:
+        for moment in range(1, MOMENTS + 1):
+            self.all_reduce.wait(60)
+            if self.told.get(worker) == moment:
+                self.stops[worker].tell(cause(worker))
+            if (why := self.stops[worker].is_due()) is not None:
+                self.stopped[worker] = (moment, why)
+                return
+
+    def train(self) -> None:
+        for each in self.threads:
+            each.start()
+        for each in self.threads:
+            each.join(60)
+            assert not each.is_alive()
+
+    def close(self) -> None:
+        for each in self.stops:
+            each.close()
+            assert not each._thread.is_alive()
+
+
+@pytest.fixture
+def clusters() -> Iterator[list[Cluster]]:
+    made: list[Cluster] = []
+    yield made
+    for each in made:
+        each.close()
+
+
+def cause(worker: int) -> Cause:
+    return Cause("SIGTERM", f"worker-{worker}", 1.0)
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("workers", [2, 3])
+def test_all_stop_at_one_moment(workers: int, seed: int, clusters: list[Cluster]) -> None:
+    """Whoever is told, and how many, and when: all stop at the same moment, by the same cause, and
+    soon."""
+    draw = random.Random(seed)
+    told = draw.sample(range(workers), draw.randint(1, workers))
+    moments = {worker: draw.randint(1, 9) for worker in told}
+    cluster = Cluster(workers, moments)
+    clusters.append(cluster)
+    cluster.train()
+    assert len(set(cluster.stopped)) == 1
+    at, why = cluster.stopped[0]
+    assert at >= min(moments.values())
+    assert why in [cause(each) for each in told]
+    assert cluster.lost == []
+
+
+def test_nobody_is_told(clusters: list[Cluster]) -> None:
+    """Training goes to its end, and nothing is said but at the close."""
+    cluster = Cluster(2)
+    clusters.append(cluster)
+    cluster.train()
+    assert cluster.stopped == [(MOMENTS, None)] * 2
+    assert cluster.memory.values == {}
+
+
+def test_waits_for_a_frozen_worker(
+    clusters: list[Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that does not answer for longer than one waits for a word is waited for."""
+    monkeypatch.setattr(stopping, "_PATIENCE_S", 0.05)
+    cluster = Cluster(2)
+    clusters.append(cluster)
+    frozen = cluster.stops[1]
+    with frozen._lock:  # it can say nothing
+        cluster.stops[0].tell(cause(0))
+        assert cluster.memory.wait_for("keras_distplug/told/session/moment/0")
+        assert not cluster.memory.wait_for("keras_distplug/told/session/stop", 0.3)
+    cluster.train()
+    assert cluster.stopped == [(1, cause(0))] * 2
+
+
+def test_lost_words(clusters: list[Cluster]) -> None:
+    """Without a store training goes on to its own end, and the user hears why it did not stop."""
+    cluster = Cluster(2)
+    clusters.append(cluster)
+    cluster.memory.breaks_at = "keras_distplug/told/session/stop"
+    cluster.stops[0].tell(cause(0))
+    cluster.train()
+    assert cluster.stopped == [(MOMENTS, None)] * 2
+    assert len(cluster.lost) == 2
+
+
+def test_alone() -> None:
+    """One process stops at the next moment, for the first cause."""
+    stop = StopAlone()
+    assert stop.is_due() is None
+    stop.tell(cause(0))
+    stop.tell(cause(1))
+    assert stop.is_due() == cause(0)

@@ -1,0 +1,295 @@
+"""Training that is told to go by a signal, in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tensorflow")
+pytestmark = [pytest.mark.tf, pytest.mark.timeout(120)]
+
+import keras  # noqa: E402
+from support import small  # noqa: E402
+
+import keras_distplug as kd  # noqa: E402
+from keras_distplug.callbacks import backup_and_restore  # noqa: E402
+from keras_distplug.core.errors import ConfigurationError, Preempted  # noqa: E402
+from keras_distplug.storage import saver  # noqa: E402
+
+TOLD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class At(keras.callbacks.Callback):
+    """Does something behind a batch of an epoch."""
+
+    def __init__(self, epoch: int, batch: int, act: Callable[[], Any]) -> None:
+        super().__init__()
+        self.place = (epoch, batch)
+        self.act = act
+        self.seen: list[tuple[int, int]] = []
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen.append((self.epoch, batch))
+        if self.seen[-1] == self.place:
+            self.act()
+
+
+class Heard:
+    """A handler of the script's own."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.came = threading.Event()
+
+    def __call__(self, number: int, frame: Any) -> None:
+        self.numbers.append(number)
+        self.came.set()
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[Heard]:
+    own = Heard()
+    before = {number: signal.signal(number, own) for number in TOLD}
+    yield own
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def me(number: signal.Signals) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+def after(place: tuple[int, int]) -> tuple[int, int]:
+    epoch, batch = place
+    return epoch, batch + 1
+
+
+def fit(folder: Path, *others: keras.callbacks.Callback, **ours: Any) -> Any:
+    backup_and_restore._finished_here.clear()  # as in a new process
+    keras.utils.set_random_seed(5)
+    model = small.model()
+    x, y = small.X, small.Y
+    backup = kd.BackupAndRestore(folder, delete_checkpoint=False)
+    handler = kd.PreemptionHandler(cloud=False, **({"exit": False} | ours))
+    history = model.fit(
+        x, y, batch_size=8, epochs=3, verbose=0, callbacks=[handler, backup, *others]
+    )
+    return small.state(model), history.history
+
+
+@pytest.mark.parametrize("number", TOLD)
+def test_told_by_a_signal(number: signal.Signals, heard: Heard, tmp_path: Path) -> None:
+    """Training ends at once with a checkpoint; called again, it goes on with the batch that comes
+    next, to the bits of an undisturbed run. A handler of the script's own is called, too, and is
+    there again."""
+    expected = fit(tmp_path / "a")
+    told = At(1, 1, me(number))
+    with pytest.raises(Preempted, match=f"{number.name} to worker-0 .* checkpoint of step"):
+        fit(tmp_path / "b", told)
+    assert heard.numbers == [number]
+    assert signal.getsignal(number) is heard
+    resumed = At(9, 9, me(number))
+    assert fit(tmp_path / "b", resumed) == expected
+    assert resumed.seen[0] == after(told.seen[-1])
+    assert told.seen[-1] <= (1, 2)
+
+
+def test_told_between_epochs(tmp_path: Path) -> None:
+    """Told at the end of an epoch, training ends there, or with the batch that comes next."""
+    expected = fit(tmp_path / "a")
+    told = At(9, 9, fail)
+    at_end = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: epoch == 0 and me(signal.SIGTERM)()
+    )
+    with pytest.raises(Preempted):
+        fit(tmp_path / "b", told, at_end)
+    resumed = At(9, 9, fail)
+    assert fit(tmp_path / "b", resumed) == expected
+    assert (told.seen[-1], resumed.seen[0]) in [((0, 3), (1, 0)), ((1, 0), (1, 1))]
+
+
+def test_exit_code(tmp_path: Path) -> None:
+    """By default the process ends with the code 143."""
+    with pytest.raises(SystemExit) as ended:
+        fit(tmp_path, At(0, 1, me(signal.SIGTERM)), exit=None)
+    assert ended.value.code == 143
+
+
+def test_ctrl_c(tmp_path: Path) -> None:
+    """ctrl-C saves, too, and is KeyboardInterrupt."""
+    expected = fit(tmp_path / "a")
+    told = At(1, 1, me(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path / "b", told)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    resumed = At(9, 9, me(signal.SIGINT))
+    assert fit(tmp_path / "b", resumed) == expected
+    assert resumed.seen[0] == after(told.seen[-1])
+
+
+def test_second_ctrl_c(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The second ctrl-C does not wait for the batch under way."""
+    said = threading.Event()
+
+    class Said(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "once more leaves at once" in record.getMessage():
+                said.set()
+
+    def hang() -> None:
+        me(signal.SIGINT)()
+        assert said.wait(20)
+        me(signal.SIGINT)()
+        assert not threading.Event().wait(60)
+        raise AssertionError("still there")
+
+    logging.getLogger("keras_distplug").addHandler(hears := Said())
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            fit(tmp_path, At(1, 1, hang))
+    finally:
+        logging.getLogger("keras_distplug").removeHandler(hears)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_fit_behind_one_that_failed(number: signal.Signals, tmp_path: Path) -> None:
+    """A `fit` that has ended by an error leaves nothing in the way of the next one."""
+    for folder in "ab":
+        with pytest.raises(small.Interrupted):
+            fit(tmp_path / folder, At(1, 0, fail))
+    kind = KeyboardInterrupt if number is signal.SIGINT else Preempted
+    with pytest.raises(kind):
+        fit(tmp_path / "c", At(1, 0, me(number)))
+    with pytest.raises(small.Interrupted):
+        fit(tmp_path / "d", At(1, 0, fail))
+    with pytest.raises(KeyboardInterrupt):
+        me(signal.SIGINT)()
+
+
+def test_handler_that_comes_later(heard: Heard, tmp_path: Path) -> None:
+    """A handler that is installed during `fit` stays, and reaches the script's own through ours."""
+    later: list[int] = []
+
+    def install() -> None:
+        before: Any = signal.getsignal(signal.SIGTERM)
+
+        def handler(number: int, frame: Any) -> None:
+            later.append(number)
+            before(number, frame)
+
+        signal.signal(signal.SIGTERM, handler)
+
+    fit(tmp_path, At(1, 0, install))
+    me(signal.SIGTERM)()
+    assert heard.came.wait(10)
+    assert later == heard.numbers == [signal.SIGTERM]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_children(heard: Heard, tmp_path: Path) -> None:
+    """A signal to a forked child is the child's, which it ends, and nobody else's."""
+    codes = []
+
+    def fork() -> None:
+        child = multiprocessing.get_context("fork").Process(
+            target=threading.Event().wait, args=(60,), daemon=True
+        )
+        child.start()
+        child.terminate()
+        child.join(30)
+        codes.append(child.exitcode)
+
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    fit(tmp_path, At(1, 0, fork))
+    assert codes == [-signal.SIGTERM]
+
+
+def test_validation_at_the_end(heard: Heard, tmp_path: Path) -> None:
+    """A signal that comes too late to stop training reaches the script when it has ended."""
+    at_end = keras.callbacks.LambdaCallback(on_train_end=lambda logs: me(signal.SIGTERM)())
+    _, history = fit(tmp_path, at_end)
+    assert len(history["loss"]) == 3
+    assert heard.came.wait(10)
+    assert heard.numbers == [signal.SIGTERM]
+
+
+def test_handler_that_exits(tmp_path: Path) -> None:
+    """A script's own handler that ends the process does so behind the checkpoint."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+    with pytest.raises(SystemExit) as ended:
+        fit(tmp_path, At(1, 1, me(signal.SIGTERM)))
+    assert ended.value.code == 7
+    resumed = At(9, 9, fail)
+    fit(tmp_path, resumed)
+    assert resumed.seen[0] in [(1, 2), (1, 3)]
+
+
+def fail() -> None:
+    raise small.Interrupted
+
+
+@pytest.mark.parametrize("ends", [lambda: None, fail], ids=["end", "error"])
+def test_signal_behind_the_end(ends: Callable[[], None], heard: Heard, tmp_path: Path) -> None:
+    """A signal that comes when `fit` has ended, even by an error, is the script's own."""
+    with contextlib.suppress(small.Interrupted):
+        fit(tmp_path, At(1, 0, ends))
+    me(signal.SIGTERM)()
+    assert heard.came.wait(10)
+    assert heard.numbers == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) is heard
+
+
+def test_ignored_signal(tmp_path: Path) -> None:
+    """A signal that the process ignores stays ignored."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    fit(tmp_path, At(1, 0, me(signal.SIGUSR1)))
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+
+
+def test_in_another_thread(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where `fit` runs in another thread, training goes on without signals, which is said."""
+    done = []
+    thread = threading.Thread(target=lambda: done.append(fit(tmp_path)))
+    thread.start()
+    thread.join(100)
+    assert done
+    assert "signals are not noticed" in caplog.text
+
+
+def test_no_time_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where a checkpoint would take longer than there is time, the one before stands."""
+
+    def tell() -> None:
+        saver.wait_for_all()
+        me(signal.SIGTERM)()
+
+    with pytest.raises(Preempted, match="the checkpoint of step 4"):
+        fit(tmp_path, At(1, 1, tell), grace_secs=0)
+    assert "there is no checkpoint of step" in caplog.text
+    resumed = At(9, 9, fail)
+    fit(tmp_path, resumed)
+    assert resumed.seen[0] == (1, 0)
+
+
+def test_unusable_arguments(tmp_path: Path) -> None:
+    """They are refused before training."""
+    with pytest.raises(ConfigurationError, match="SIGKILL"):
+        kd.PreemptionHandler([signal.SIGKILL])
+    with pytest.raises(ConfigurationError, match="grace_secs"):
+        kd.PreemptionHandler(grace_secs=-1)
+    with pytest.raises(ConfigurationError, match=r"needs a keras_distplug\.BackupAndRestore"):
+        small.model().fit(small.X, small.Y, verbose=0, callbacks=[kd.PreemptionHandler()])

@@ -1,0 +1,121 @@
+"""Real processes that are told to go by real signals: one step, one save, the right exit code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.cluster import Ended, run_job, run_workers
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+SCRIPT = Path(__file__).parents[1] / "workers" / "told.py"
+
+Outcome = dict[str, np.ndarray]
+Train = Callable[..., tuple[list[Outcome], str]]
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
+    @cache
+    def train(workers: int, *told: str) -> tuple[list[Outcome], str]:
+        """The outcome on each worker and what was printed. Nothing is a failure here, so that no
+        restart is needed for one."""
+        folder = tmp_path_factory.mktemp("job")
+        ended = run_job(
+            [str(SCRIPT), str(folder), *told], workers, "--max-restarts", "0", timeout_s=300
+        )
+        assert ended.returncode == 0, ended.output
+        sent = (folder / "told").read_text().splitlines() if told else []
+        assert sorted(set(sent) - {"noticed"}) == sorted(set(told))
+        outcomes = [dict(np.load(folder / f"outcome-{w}.npz")) for w in range(workers)]
+        return outcomes, ended.output
+
+    return train
+
+
+def assert_same(outcomes: list[Outcome], expected: Outcome) -> None:
+    for worker, outcome in enumerate(outcomes):
+        assert outcome.keys() == expected.keys()
+        for name, array in expected.items():
+            assert outcome[name].tobytes() == array.tobytes(), f"worker {worker}: {name}"
+
+
+ENDS = re.compile(r"(\w+) to worker-(\d) on \S+: training ends with the checkpoint of step (\d+);")
+RESUMED = re.compile(r"resuming at epoch \d/5, (?:batch \d+, )?step (\d+)")
+
+
+@pytest.mark.parametrize(
+    ("workers", "told"),
+    [
+        (1, ["0:0:1:1:SIGTERM"]),
+        (
+            2,
+            [
+                *("0:1:0:saving:SIGTERM", "0:1:0:saving:SIGTERM"),  # to one, twice, in a save
+                *("1:0:2:1:SIGUSR1", "1:1:2:1:SIGTERM"),  # to all
+                "2:0:3:2:SIGUSR2",  # to the chief
+            ],
+        ),
+        pytest.param(3, ["0:2:1:0:SIGUSR2", "1:0:1:2:SIGTERM"], marks=pytest.mark.soak),
+    ],
+    ids=["alone", "two workers", "three workers"],
+)
+def test_told_to_go(train: Train, workers: int, told: list[str]) -> None:
+    """One is told, or all, or one twice during a save: all stop behind one step, with a checkpoint
+    from which they go on; the end is that of an undisturbed run."""
+    (expected, *others), _ = train(workers)
+    assert_same(others, expected)
+    outcomes, printed = train(workers, *told)
+    assert_same(outcomes, expected)
+    steps = [step for *_, step in ENDS.findall(printed)]
+    assert len(steps) == len({each[0] for each in told})
+    assert RESUMED.findall(printed) == steps
+    assert len(re.findall("was told to go, and has saved", printed)) >= len(steps)
+
+
+def test_exit_codes(tmp_path: Path) -> None:
+    """Without a supervisor each worker leaves with 143."""
+    ended = run_workers([str(SCRIPT), str(tmp_path), "0:1:1:1:SIGTERM"], 2, timeout_s=200)
+    assert [each.returncode for each in ended] == [143, 143], ended[0].output
+
+
+def test_ctrl_c(tmp_path: Path) -> None:
+    """ctrl-C to one worker ends the job with 130, with a checkpoint and without a restart."""
+    ended = run_job(
+        [str(SCRIPT), str(tmp_path), "0:1:1:1:SIGINT"], 2, "--max-restarts", "3", timeout_s=200
+    )
+    assert ended.returncode == 130, ended.output
+    assert ENDS.search(ended.output), ended.output
+    assert "not started again, for it was the user's ctrl-C; exit code 130" in ended.output
+
+
+def test_told_while_another_is_frozen(train: Train) -> None:
+    """Who waits for a frozen worker in a collective notices a signal meanwhile; all stop behind one
+    step when that worker is back."""
+    (expected, *_), _ = train(2)
+    outcomes, printed = train(2, "0:1:1:0:SIGSTOP", "0:0:1:0:SIGTERM, then SIGCONT")
+    assert_same(outcomes, expected)
+    assert len(ENDS.findall(printed)) == 1
+
+
+def test_ctrl_c_twice(tmp_path: Path) -> None:
+    """The second ctrl-C ends a worker that waits for a frozen chief, which nobody can ask."""
+    told = ["0:0:1:0:SIGSTOP", "0:1:1:0:SIGINT again"]
+    ended = run_job([str(SCRIPT), str(tmp_path), *told], 2, timeout_s=200)
+    assert ended.returncode == 130, ended.output
+    assert "not started again" in ended.output
+    assert not ENDS.search(ended.output)
+
+
+def test_told_behind_the_end(tmp_path: Path) -> None:
+    """A signal behind the end of training ends the process as it would without us."""
+    ended: Ended
+    [ended] = run_workers([str(SCRIPT), str(tmp_path), "0:0:3:end:SIGTERM"], 1, timeout_s=200)
+    assert ended.returncode == -15, ended.output
+    assert (tmp_path / "outcome-0.npz").exists()
+    assert not ENDS.search(ended.output)
