@@ -322,7 +322,9 @@ def test_nothing_whole(tmp_path: Path) -> None:
         pytest.warns(UserWarning, match="is set aside"),
         pytest.raises(CorruptCheckpointError, match=r"All step checkpoints.*resume=False"),
     ):
-        model.fit(small.X, small.Y, epochs=3, shuffle=False, verbose=0, callbacks=[backup])
+        model.fit(
+            small.X, small.Y, batch_size=8, epochs=3, shuffle=False, verbose=0, callbacks=[backup]
+        )
     assert small.state(model) == before
     assert model.optimizer.iterations.numpy() == 0
 
