@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
+    from keras_distplug.callbacks.hang_watchdog import HangWatchdog
     from keras_distplug.callbacks.preemption_handler import PreemptionHandler
     from keras_distplug.compat.trainer import adapt
     from keras_distplug.core import errors
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BackupAndRestore",
+    "HangWatchdog",
     "PreemptionHandler",
     "__version__",
     "adapt",
@@ -44,6 +46,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "BackupAndRestore": "keras_distplug.callbacks.backup_and_restore",
+    "HangWatchdog": "keras_distplug.callbacks.hang_watchdog",
     "PreemptionHandler": "keras_distplug.callbacks.preemption_handler",
     "adapt": "keras_distplug.compat.trainer",
     "defaults": "keras_distplug.default_callbacks",

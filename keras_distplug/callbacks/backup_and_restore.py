@@ -407,6 +407,15 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
 
     # How
 
+    def keep_text(self, name: str, text: str) -> str:
+        """Makes a file beside the runs, and says where it is. From any thread.
+
+        Raises:
+            OSError: If that fails.
+        """
+        self._files.create(name, [text.encode(errors="replace")])
+        return self._files.where(name)
+
     def _all_saves(self) -> list[Saves]:
         return [self._saves, *([self._local_saves] if self._local_saves is not None else [])]
 

@@ -17,6 +17,7 @@ from typing import Any
 import keras
 
 from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
+from keras_distplug.callbacks.interactive import is_interactive
 from keras_distplug.cluster import agreement
 from keras_distplug.cluster.notices.clouds import detect, poller
 from keras_distplug.cluster.notices.notice import Notice
@@ -214,7 +215,7 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
                 handler(number, None)
         if cause.is_user or signal.SIGINT in self._received:
             raise KeyboardInterrupt
-        if self.exit or (self.exit is None and not _is_interactive()):
+        if self.exit or (self.exit is None and not is_interactive()):
             sys.exit(ExitCode.PREEMPTED)
         raise Preempted(
             f"{told}. Training has ended with {what}. Call `fit` again, or start the "
@@ -233,9 +234,3 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
     def _end(self) -> None:
         while self._undo:
             self._undo.pop()()
-
-
-def _is_interactive() -> bool:
-    ipython = sys.modules.get("IPython")
-    in_notebook = ipython is not None and ipython.get_ipython() is not None
-    return in_notebook or hasattr(sys, "ps1") or bool(sys.flags.interactive)

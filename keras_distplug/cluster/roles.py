@@ -70,6 +70,17 @@ class Role:
         """How many processes train, the chief included; 1 for a single process."""
         return len(self.cluster.get("chief", ())) + len(self.cluster.get("worker", ())) or 1
 
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """The names of all processes that train, in the order of their ranks."""
+        if not self.cluster:
+            return (self.name,)
+        tasks = [(task, n) for task in ("chief", "worker") for n in self._tasks(task)]
+        return tuple(f"{task}-{n}" for task, n in tasks)
+
+    def _tasks(self, task_type: str) -> range:
+        return range(len(self.cluster.get(task_type, ())))
+
     def to_tf_config(self) -> str:
         """The value of `TF_CONFIG` that says the same; `"{}"` for a single process."""
         if not self.cluster:

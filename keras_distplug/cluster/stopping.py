@@ -8,23 +8,24 @@ a notice there is nothing to ask: it costs them nothing.
 
 from __future__ import annotations
 
-import atexit
-import functools
 import json
 import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Protocol, TypeVar
 
+from keras_distplug.cluster.mailbox import (
+    Mailbox,
+    Words,
+    close_at_exit,
+    in_background,
+)
 from keras_distplug.cluster.roles import Role
 from keras_distplug.core.errors import AgreementError
 
-_CLOSED = "closed"
 _PATIENCE_S = 5.0  # for a word that is due; then it is asked for again
 _PAUSE_S = 1.0  # before what has failed is tried again
 _TRIES = 5
-_CLOSING_S = 5.0
 
 Result = TypeVar("Result")
 
@@ -60,18 +61,6 @@ class Stop(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-class Words(Protocol):
-    """What workers say to each other, from any thread."""
-
-    def tell_first(self, topic: str, text: str) -> bool:
-        """False if somebody has told it before."""
-        ...
-
-    def hear(self, topic: str, timeout_s: float | None) -> str:
-        """Raises AgreementError; with a cause of TimeoutError if only the time is over."""
-        ...
 
 
 class StopAlone:
@@ -117,22 +106,19 @@ class StopTogether:
         self._cause: Cause | None = None
         self._stop_at = 0
         self._closed = threading.Event()
-        self._thread = _in_background(self._listen)
-        _close_at_exit()
-        _open.add(self)
+        self._mailbox = Mailbox(session, role, words, self._agree, on_lost)
+        close_at_exit(self)
 
     def tell(self, cause: Cause) -> None:
         text = json.dumps(asdict(cause))
 
         def tell() -> None:
             try:
-                # One word for each, so that each can wake itself to close.
-                for rank in range(self._role.world_size):
-                    self._say("told", rank, text)
+                self._persist(lambda: self._mailbox.send(text))
             except AgreementError as error:
                 self._on_lost(error)
 
-        _in_background(tell)
+        in_background(tell)
 
     def is_due(self) -> Cause | None:
         with self._lock:
@@ -144,31 +130,13 @@ class StopTogether:
         return self._cause if self._moment >= self._stop_at else None
 
     def close(self) -> None:
-        if self._closed.is_set():
-            return
         self._closed.set()
-        topic = self._topic("told", self._role.rank)
-        # Who keeps the words may be frozen, or gone, which the thread hears, too.
-        _in_background(lambda: _try(lambda: self._words.tell_first(topic, _CLOSED)))
-        self._thread.join(_CLOSING_S)
-
-    def _listen(self) -> None:
-        is_lost = False
-        while not self._closed.is_set():
-            try:
-                text = self._words.hear(self._topic("told", self._role.rank), None)
-            except AgreementError as error:
-                if not is_lost and not self._closed.is_set():
-                    self._on_lost(error)
-                is_lost = True
-                self._closed.wait(_PAUSE_S)
-                continue
-            if text != _CLOSED:
-                self._agree(text)
-            return
+        self._mailbox.close()
 
     def _agree(self, text: str) -> None:
         with self._lock:
+            if self._said is not None:
+                return
             self._said = self._moment
         try:
             self._say("moment", self._role.rank, str(self._said))
@@ -189,9 +157,11 @@ class StopTogether:
         self._persist(lambda: self._words.tell_first(self._topic(what, rank), text))
 
     def _hear(self, what: str, rank: int | None) -> str:
-        return self._persist(lambda: self._words.hear(self._topic(what, rank), _PATIENCE_S))
+        topic = self._topic(what, rank)
+        return self._persist(lambda: self._words.hear(topic, _PATIENCE_S))
 
     def _persist(self, ask: Callable[[], Result]) -> Result:
+        """Asks again for what is not told yet, and a few times for what fails."""
         tries = 0
         while True:
             try:
@@ -204,31 +174,3 @@ class StopTogether:
 
     def _topic(self, what: str, rank: int | None) -> str:
         return f"{self._session}/{what}" + ("" if rank is None else f"/{rank}")
-
-
-_open: weakref.WeakSet[StopTogether] = weakref.WeakSet()
-
-
-def _in_background(act: Callable[[], object]) -> threading.Thread:
-    thread = threading.Thread(target=act, name="keras_distplug-stop", daemon=True)
-    thread.start()
-    return thread
-
-
-def _try(act: Callable[[], object]) -> None:
-    try:
-        act()
-    except AgreementError:
-        return
-
-
-@functools.cache
-def _close_at_exit() -> None:
-    # A thread that hears of its end from TensorFlow's, when Python's has come, aborts the process.
-    register = getattr(threading, "_register_atexit", atexit.register)
-    register(_close_all)
-
-
-def _close_all() -> None:
-    for each in list(_open):
-        each.close()

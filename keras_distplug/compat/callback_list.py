@@ -1,4 +1,4 @@
-"""Lets a callback run after all the others, wherever the user put it.
+"""Lets a callback run before or after all the others, wherever the user put it.
 
 Keras 3.10 to 3.15. A callback cannot reach the list it is in; what other callbacks do to the model
 at the end of an epoch (a lowered learning rate, restored best weights) belongs into the checkpoint,
@@ -19,16 +19,31 @@ def move_to_end(callback: keras.callbacks.Callback) -> list[keras.callbacks.Call
     Returns:
         The others; none if no `keras.callbacks.CallbackList` is calling.
     """
-    frame: FrameType | None = sys._getframe(1)
+    others, calling = _others_than(callback)
+    if calling is not None:
+        calling.callbacks = [*others, callback]
+    return others
+
+
+def move_to_front(callback: keras.callbacks.Callback) -> list[keras.callbacks.Callback]:
+    """As `move_to_end`, before all others."""
+    others, calling = _others_than(callback)
+    if calling is not None:
+        calling.callbacks = [callback, *others]
+    return others
+
+
+def _others_than(
+    callback: keras.callbacks.Callback,
+) -> tuple[list[keras.callbacks.Callback], keras.callbacks.CallbackList | None]:
+    """In a new list, for Keras is iterating over the old one; and that which is calling."""
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         caller = frame.f_locals.get("self")
         if isinstance(caller, keras.callbacks.CallbackList):
-            # A new list: Keras is iterating over the old one.
-            others = [each for each in caller.callbacks if each is not callback]
-            caller.callbacks = [*others, callback]
-            return others
+            return [each for each in caller.callbacks if each is not callback], caller
         frame = frame.f_back
-    return []
+    return [], None
 
 
 def is_called_with(callback: keras.callbacks.Callback, frame: FrameType | None) -> bool:

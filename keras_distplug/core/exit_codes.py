@@ -13,3 +13,4 @@ class ExitCode(enum.IntEnum):
 
     INTERRUPTED = 130  # by ctrl-C: never started again
     PREEMPTED = 143  # told to go, and saved: start it again
+    HUNG = 200  # did not get on, by itself or with others: start it again

@@ -30,6 +30,7 @@ class Phase(enum.StrEnum):
     FITTING = "fitting"  # `fit` has begun, no batch is done yet
     TRAINING = "training"  # the first batch of this attempt is done
     PREEMPTED = "preempted"  # told to go, behind a checkpoint of this attempt
+    HUNG = "hung"  # training did not get on
     COMPLETED = "completed"  # the last `fit` reached its end and recorded it
 
 
@@ -40,10 +41,12 @@ class Status:
     Args:
         phase: How far it has come.
         since: For each phase reached, `time.time()` of that moment.
+        why: What there is to say of the last one.
     """
 
     phase: Phase
     since: Mapping[Phase, float]
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class Supervised:
             devices_per_worker=int(devices) if devices else None,
         )
 
-    def report(self, worker: str, phase: Phase) -> None:
+    def report(self, worker: str, phase: Phase, why: str = "") -> None:
         """Records that `worker` (`"worker-1"`) has reached `phase`.
 
         A report that cannot be written is a warning: training has not failed. Without the last one
@@ -93,7 +96,7 @@ class Supervised:
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps({"phase": phase, "since": since}))
+            temporary.write_text(json.dumps({"phase": phase, "since": since, "why": why}))
             os.replace(temporary, path)
         except OSError as error:
             warnings.warn(
@@ -107,6 +110,7 @@ class Supervised:
             return Status(
                 phase=Phase(found["phase"]),
                 since={Phase(name): at for name, at in found["since"].items()},
+                why=str(found["why"]),
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None

@@ -30,10 +30,11 @@ class Cause(enum.Enum):
     LEFT = "left"  # exit code 0, but no completed training
     LATE = "late"  # did not join the cluster in time
     PREEMPTED = "was told to go, and has saved"  # whatever it ended with after that
+    HUNG = "hung"  # and has said why
     STOPPED = "stopped"  # after the supervisor told it to
 
 
-FAILURES = frozenset({Cause.FAILED, Cause.LEFT, Cause.LATE, Cause.PREEMPTED})
+FAILURES = frozenset({Cause.FAILED, Cause.LEFT, Cause.LATE, Cause.PREEMPTED, Cause.HUNG})
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Exit:
         returncode: As `subprocess` gives it; None for a worker that is late and still runs.
         at: `time.time()` when it was noticed.
         limit_secs: For a late worker, the time it had.
+        why: What a worker has said itself.
     """
 
     worker: str
@@ -53,6 +55,7 @@ class Exit:
     returncode: int | None
     at: float
     limit_secs: float | None = None
+    why: str = ""
 
     @property
     def exit_code(self) -> int:
@@ -63,6 +66,11 @@ class Exit:
             return 128 - self.returncode
         return self.returncode or (1 if self.cause is Cause.LEFT else 0)
 
+    @property
+    def brief(self) -> str:
+        """Without what the worker has said itself."""
+        return str(self) if self.cause is not Cause.HUNG else f"{self.worker} hung"
+
     def __str__(self) -> str:
         if self.cause in (Cause.COMPLETED, Cause.PREEMPTED):
             return f"{self.worker} {self.cause.value}"
@@ -71,6 +79,8 @@ class Exit:
                 f"{self.worker} has not joined the cluster within {self.limit_secs:g} s "
                 "(--startup-timeout)"
             )
+        if self.cause is Cause.HUNG:
+            return f"{self.worker} ended because training hung: {self.why}"
         if self.cause is Cause.LEFT:
             return f"{self.worker} left without completing training (exit code 0)"
         if self.returncode in (-signal.SIGTERM, -signal.SIGINT, -signal.SIGKILL):
@@ -210,6 +220,8 @@ def judge(ended: Ended, status: Status | None) -> Exit:
     was_told = status is not None and status.phase is Phase.PREEMPTED
     if was_told and (ended.returncode == ExitCode.PREEMPTED or ended.returncode < 0):
         cause = Cause.PREEMPTED
+    elif status is not None and status.phase is Phase.HUNG and ended.returncode == ExitCode.HUNG:
+        return Exit(ended.worker, Cause.HUNG, ended.returncode, ended.at, why=status.why)
     elif ended.returncode != 0:
         cause = Cause.FAILED
     elif status is None or status.phase is not Phase.COMPLETED:

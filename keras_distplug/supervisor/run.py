@@ -187,7 +187,7 @@ def recovery_report(before: Outcome, reports: Mapping[str, Status]) -> str:
         if moments:  # a script may skip a phase; its time then counts for the next
             parts.append(f"{what} {max(moments) - reached:.1f} s")
             reached = max(moments)
-    return f"training again {reached - failure.at:.1f} s after {failure}: {', '.join(parts)}"
+    return f"training again {reached - failure.at:.1f} s after {failure.brief}: {', '.join(parts)}"
 
 
 def _note_failure(output: Output, workers: int, failures: Sequence[Exit]) -> None:

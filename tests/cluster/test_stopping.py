@@ -61,7 +61,7 @@ class Cluster:
     def close(self) -> None:
         for each in self.stops:
             each.close()
-            assert not each._thread.is_alive()
+            assert not each._mailbox._thread.is_alive()
 
 
 @pytest.fixture

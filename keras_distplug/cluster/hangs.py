@@ -1,0 +1,273 @@
+"""Which worker the others wait for.
+
+In synchronous training all stand still when one does, and from outside they look alike. So each is
+asked how far it has come, and what it is doing. Who has come less far than the others, or cannot
+answer, is waited for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Literal, Protocol, TypeVar
+
+from keras_distplug.cluster.mailbox import Mailbox, Words
+from keras_distplug.cluster.roles import Role
+from keras_distplug.core.errors import AgreementError
+
+_ANSWER_S = 1.5  # that a worker has to answer in, whose Python runs
+_LOOK_AGAIN_S = 10.0
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a worker says of itself.
+
+    Args:
+        moments: How often its training has got on, since all of them began.
+        doing: Such as "waits for its input in batch 7 of epoch 2".
+        awaits: What it waits for, if it can tell.
+        for_s: How long it has not got on.
+        limit_s: How long that may take.
+        silence_s: How long to stand still for a worker that does not answer: it may be anywhere.
+    """
+
+    moments: int
+    doing: str
+    awaits: Literal["input", "others"] | None
+    for_s: float
+    limit_s: float
+    silence_s: float
+
+    @property
+    def is_overdue(self) -> bool:
+        return self.for_s >= self.limit_s
+
+    def __str__(self) -> str:
+        return f"{self.doing}, for {self.for_s:.1f} s"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of asking everybody.
+
+    Args:
+        hang: What is told of it; None if those who are waited for still have time.
+        look_again_s: When to ask again then.
+    """
+
+    hang: str | None
+    look_again_s: float = 0.0
+
+
+def judge(reports: Mapping[str, Report | None]) -> Verdict:
+    """Who is waited for, and has that taken too long?
+
+    Args:
+        reports: Of each worker; None of one that has not answered.
+    """
+    silent = [worker for worker, report in reports.items() if report is None]
+    heard = {worker: report for worker, report in reports.items() if report is not None}
+    if silent:
+        left_s = min(report.silence_s - report.for_s for report in heard.values())
+        if left_s > 0:
+            return Verdict(None, min(left_s, _LOOK_AGAIN_S))
+        return Verdict(
+            f"{_and(silent)} did not answer: stopped (SIGSTOP), kept from running Python by code "
+            "in C, or without its `fit`"
+        )
+    least = min(report.moments for report in heard.values())
+    last = {worker: report for worker, report in heard.items() if report.moments == least}
+    waited_for = _only(last, "input") or _only(last, None) or last
+    are_overdue = [report.is_overdue for report in waited_for.values()]
+    # Where all of them are at the same place, each may be the one that works.
+    are_equal = len(waited_for) == len(heard)
+    if not (all(are_overdue) if are_equal else any(are_overdue)):
+        left = [report.limit_s - report.for_s for report in waited_for.values()]
+        left_s = max(left) if are_equal else min(left)
+        return Verdict(None, min(max(left_s, 0.0), _LOOK_AGAIN_S))
+    told = "; ".join(f"{worker} {report}" for worker, report in waited_for.items())
+    if are_equal and len(heard) > 1 and not _only(heard, "input"):
+        told += ". None is behind the others: do all of them call the same collectives?"
+    return Verdict(told)
+
+
+class Inquiry(Protocol):
+    def ask(self) -> Verdict:
+        """Asks everybody. Takes a few seconds at most."""
+        ...
+
+    def tell(self, hang: str) -> None:
+        """Makes all workers that can hear end for this."""
+        ...
+
+    def leave(self) -> None:
+        """Waits, a little, if others cannot end in good order without this worker."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class InquiryAlone:
+    """Of one process."""
+
+    def __init__(self, worker: str, report: Callable[[], Report]) -> None:
+        self._worker = worker
+        self._report = report
+
+    def ask(self) -> Verdict:
+        return judge({self._worker: self._report()})
+
+    def tell(self, hang: str) -> None:
+        return
+
+    def leave(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+class InquiryTogether:
+    """Of the workers of a cluster.
+
+    Args:
+        session: The same on all workers, and no other one's.
+        role: This worker's place.
+        words: Between the workers.
+        report: What this worker says of itself, from any thread.
+        on_hang: Called, from a thread, with what another worker has found.
+    """
+
+    def __init__(
+        self,
+        session: str,
+        role: Role,
+        words: Words,
+        report: Callable[[], Report],
+        on_hang: Callable[[str], None],
+    ) -> None:
+        self._session = session
+        self._role = role
+        self._words = words
+        self._report = report
+        self._on_hang = on_hang
+        self._silent: list[str] = []
+        self._rounds = itertools.count()
+        # A worker that is lost ends this training by itself.
+        self._mailbox = Mailbox(session, role, words, self._on_letter, lambda error: None)
+
+    def ask(self) -> Verdict:
+        round_ = f"{self._role.rank}-{next(self._rounds)}"
+        try:
+            self._send({"ask": round_})
+            end_s = time.monotonic() + _ANSWER_S
+            answers: list[Report | None] = [
+                self._answer(round_, rank, max(end_s - time.monotonic(), 0.1))
+                for rank in range(self._role.world_size)
+            ]
+        except TimeoutError:  # of the chief, which keeps the words
+            answers = [None] + [self._report()] * (self._role.world_size - 1)
+        except AgreementError as error:
+            report = self._report()
+            found = f"{self._role.name} {report}; the other workers cannot be asked: {error}"
+            return Verdict(found if report.is_overdue else None, _LOOK_AGAIN_S)
+        reports = dict(zip(self._role.workers, answers, strict=True))
+        self._silent = [worker for worker, report in reports.items() if report is None]
+        return judge(reports)
+
+    def tell(self, hang: str) -> None:
+        if not self._can_be_heard():
+            return
+        try:
+            self._send({"hang": hang, "silent": self._silent})
+        except (TimeoutError, AgreementError):
+            return  # they come to it by themselves
+
+    def leave(self) -> None:
+        # With the chief goes what the others hear by.
+        if not self._can_be_heard():
+            return
+        try:
+            _within(_ANSWER_S, lambda: self._words.tell_first(self._topic_of("left"), ""))
+            if self._role.is_chief:
+                end_s = time.monotonic() + _ANSWER_S
+                for rank, name in enumerate(self._role.workers):
+                    if name not in self._silent:
+                        left_s = max(end_s - time.monotonic(), 0.1)
+                        self._words.hear(f"{self._session}/left/{rank}", left_s)
+        except (TimeoutError, AgreementError):
+            return
+
+    def close(self) -> None:
+        self._mailbox.close()
+
+    def _on_letter(self, letter: str) -> None:
+        said = json.loads(letter)
+        if "hang" in said:
+            self._silent = said["silent"]
+            self._on_hang(said["hang"])
+            return
+        try:
+            self._words.tell_first(
+                self._topic_of(f"report/{said['ask']}"), json.dumps(asdict(self._report()))
+            )
+        except AgreementError:
+            return  # as if it had not heard
+
+    def _answer(self, round_: str, rank: int, timeout_s: float) -> Report | None:
+        try:
+            answer = self._words.hear(f"{self._session}/report/{round_}/{rank}", timeout_s)
+        except AgreementError as error:
+            if isinstance(error.__cause__, TimeoutError):
+                return None
+            raise
+        return Report(**json.loads(answer))
+
+    def _can_be_heard(self) -> bool:
+        return self._role.workers[0] not in self._silent
+
+    def _send(self, letter: Mapping[str, object]) -> None:
+        _within(_ANSWER_S, lambda: self._mailbox.send(json.dumps(letter)))
+
+    def _topic_of(self, what: str) -> str:
+        return f"{self._session}/{what}/{self._role.rank}"
+
+
+def _only(reports: Mapping[str, Report], awaits: str | None) -> dict[str, Report]:
+    return {worker: report for worker, report in reports.items() if report.awaits == awaits}
+
+
+def _within(timeout_s: float, act: Callable[[], Result]) -> Result:
+    """TensorFlow waits for ever for a frozen chief.
+
+    Raises:
+        TimeoutError: If it takes longer.
+    """
+    results: list[Result] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(act())
+        except AgreementError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="keras_distplug-letters", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError
+    return results[0]
+
+
+def _and(names: list[str]) -> str:
+    return " and ".join(names)

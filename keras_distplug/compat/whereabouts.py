@@ -1,0 +1,112 @@
+"""Where the threads of this process are, and what training does.
+
+Keras 3.10 to 3.15, TensorFlow 2.18 to 2.21. Nothing tells what a step waits for; the frames of the
+thread that trains do. It is in `iterator_get_next` while it waits for input, in a callback of the
+user's, or in a step.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+_PACKAGE = str(Path(__file__).parents[1])
+_NOT_THE_USERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+# What calls Python for input, in threads of TensorFlow's and Keras'.
+_MAKERS = ("tensorflow/python/ops/script_ops.py", "trainers/data_adapters/py_dataset_adapter.py")
+_FETCHES = "tensorflow/python/ops/gen_dataset_ops.py"
+_AGREES = str(Path(__file__).with_name("context.py"))
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """What a thread is doing.
+
+    Args:
+        line: Of the user's code that it runs, within `fit`, if any: `"train.py:31 in load"`.
+        input_line: The same of a thread that makes input.
+        awaits: Whether it waits for input, or for other workers outside of a step, if it can be
+            seen: steps that draw their input by themselves, as Keras' own do, hide that.
+    """
+
+    line: str | None
+    input_line: str | None
+    awaits: Literal["input", "others"] | None
+
+
+def whereabouts(thread: int | None) -> Whereabouts:
+    """Where the thread of that `ident` is."""
+    everywhere = sys._current_frames()
+    trains = list(_callers(everywhere.pop(thread or 0, None)))
+    lines = (_line_of(list(_callers(frame))) for frame in everywhere.values() if _is_making(frame))
+    return Whereabouts(
+        line=_line_of(_within_fit(trains)),
+        input_line=next((line for line in lines if line), None),
+        awaits=_awaited(trains),
+    )
+
+
+def stacks() -> str:
+    """Of all threads of Python's, the last call last."""
+    frames = sys._current_frames()
+    parts = []
+    for thread in threading.enumerate():
+        frame = frames.pop(thread.ident or 0, None)
+        if frame is not None and thread is not threading.current_thread():
+            parts.append(_stack(f"Thread {thread.name!r}", frame))
+    # What C code has started, such as TensorFlow's threads that call Python.
+    own = threading.get_ident()
+    parts += [_stack(f"Thread {ident}", frame) for ident, frame in frames.items() if ident != own]
+    return "\n".join(parts)
+
+
+def _stack(title: str, frame: FrameType) -> str:
+    return f"{title}:\n{''.join(traceback.format_stack(frame))}"
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _awaited(frames: list[FrameType]) -> Literal["input", "others"] | None:
+    for frame in frames:
+        if frame.f_code.co_name.startswith("iterator_get_next") and _is_in(frame, _FETCHES):
+            return "input"
+        if frame.f_code.co_name in ("get", "barrier") and _is_in(frame, _AGREES):
+            return "others"
+    return None
+
+
+def _within_fit(frames: list[FrameType]) -> list[FrameType]:
+    within: list[FrameType] = []
+    for frame in frames:
+        if frame.f_code.co_name == "fit" and _is_in(frame, "backend/tensorflow/trainer.py"):
+            return within
+        within.append(frame)
+    return []
+
+
+def _is_making(frame: FrameType) -> bool:
+    return any(_is_in(each, *_MAKERS) for each in _callers(frame))
+
+
+def _line_of(frames: list[FrameType]) -> str | None:
+    """The innermost that is the user's."""
+    for frame in frames:
+        code = frame.f_code
+        if not code.co_filename.startswith((_PACKAGE, "<", *_NOT_THE_USERS)):
+            return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
+    return None
+
+
+def _is_in(frame: FrameType, *files: str) -> bool:
+    return frame.f_code.co_filename.endswith(files)

@@ -1,0 +1,200 @@
+"""Who is waited for, by what the workers say of themselves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("tensorflow")
+pytestmark = [pytest.mark.tf, pytest.mark.timeout(120)]
+
+from cluster.key_values import Memory  # noqa: E402
+
+from keras_distplug.cluster import agreement, hangs  # noqa: E402
+from keras_distplug.cluster.hangs import (  # noqa: E402
+    InquiryAlone,
+    InquiryTogether,
+    Report,
+    judge,
+)
+from keras_distplug.cluster.roles import Role  # noqa: E402
+
+LATE = Report(7, "is in batch 3", awaits=None, for_s=30.0, limit_s=30.0, silence_s=30.0)
+IN_TIME = replace(LATE, for_s=20.0)
+
+
+@pytest.mark.parametrize(
+    ("reports", "named"),
+    [
+        ([LATE, None], "b did not answer"),
+        ([LATE, None, None], "b and c did not answer"),
+        ([replace(LATE, moments=8), LATE], "b is in batch 3"),
+        ([LATE, replace(LATE, awaits="input")], "b is in batch 3"),
+        ([replace(LATE, awaits="others"), LATE], "b is in batch 3"),
+        # Who is behind is waited for, whatever it waits for itself.
+        ([replace(LATE, moments=8, awaits="input"), LATE], "b is in batch 3"),
+        ([LATE], "a is in batch 3, for 30.0 s"),
+    ],
+)
+def test_named(reports: list[Report | None], named: str) -> None:
+    """The one that the others wait for is named, and no other."""
+    verdict = judge(dict(zip("abc", reports, strict=False)))
+    assert verdict.hang is not None
+    assert verdict.hang.startswith(named)
+    assert "; " not in verdict.hang
+    assert "collectives" not in verdict.hang
+
+
+@pytest.mark.parametrize(
+    ("reports", "look_again_s"),
+    [
+        ([replace(LATE, moments=8), IN_TIME], 10),
+        ([replace(LATE, moments=8), replace(LATE, for_s=27.0)], 3),
+        ([LATE, replace(LATE, for_s=29.0)], 1),
+        ([replace(LATE, silence_s=36.0), None], 6),
+    ],
+)
+def test_still_has_time(reports: list[Report | None], look_again_s: float) -> None:
+    """Who has not taken longer than it may is waited for; who says nothing may be anywhere."""
+    verdict = judge(dict(zip("ab", reports, strict=False)))
+    assert verdict.hang is None
+    assert verdict.look_again_s == look_again_s
+
+
+def test_nobody_is_behind() -> None:
+    """All of them are told then."""
+    verdict = judge({"a": LATE, "b": replace(LATE, doing="runs train.py:3")})
+    assert verdict.hang is not None
+    assert "a is in batch 3" in verdict.hang
+    assert "b runs train.py:3" in verdict.hang
+    assert "the same collectives" in verdict.hang
+
+
+def test_alone() -> None:
+    """One process is late by itself."""
+    assert InquiryAlone("a", lambda: LATE).ask().hang == "a is in batch 3, for 30.0 s"
+    assert InquiryAlone("a", lambda: IN_TIME).ask().hang is None
+
+
+class Cluster:
+    """Workers that can be asked.
+
+    Attributes:
+        reports: What each would say. Who has none is frozen: it has no mailbox.
+    """
+
+    def __init__(self, reports: list[Report | None], memory: Memory | None = None) -> None:
+        self.memory = memory or Memory()
+        self.heard: dict[int, str] = {}
+        self.all_heard = threading.Semaphore(0)
+        addresses = {"worker": tuple(f"host:{n}" for n in range(len(reports)))}
+        self.inquiries = {
+            rank: self._inquiry(Role("worker", rank, addresses, "a test"), report)
+            for rank, report in enumerate(reports)
+            if report is not None
+        }
+
+    def _inquiry(self, role: Role, report: Report) -> InquiryTogether:
+        def hear(hang: str) -> None:
+            self.heard[role.rank] = hang
+            self.all_heard.release()
+
+        words = agreement.ThroughKeyValues(role, self.memory)
+        return InquiryTogether("session", role, words, lambda: report, hear)
+
+
+@pytest.fixture
+def clusters(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Cluster]]:
+    monkeypatch.setattr(hangs, "_ANSWER_S", 0.5)
+    made: list[Cluster] = []
+    yield made
+    for cluster in made:
+        for each in cluster.inquiries.values():
+            each.close()
+
+
+@pytest.mark.parametrize("asks", [0, 1])
+def test_all_hear_of_it(asks: int, clusters: list[Cluster]) -> None:
+    """Whoever asks, all hear what has come of it."""
+    cluster = Cluster([LATE, replace(LATE, moments=8), replace(LATE, moments=8)])
+    clusters.append(cluster)
+    verdict = cluster.inquiries[asks].ask()
+    assert verdict.hang == "worker-0 is in batch 3, for 30.0 s"
+    cluster.inquiries[asks].tell(verdict.hang)
+    for _ in range(3):
+        assert cluster.all_heard.acquire(timeout=20)
+    assert cluster.heard == dict.fromkeys(range(3), verdict.hang)
+
+
+def test_asks_again(clusters: list[Cluster]) -> None:
+    """Any number of times, also several at once."""
+    cluster = Cluster([replace(LATE, moments=8), IN_TIME])
+    clusters.append(cluster)
+    verdicts = []
+    threads = [
+        threading.Thread(target=lambda each=each: verdicts.extend(each.ask() for _ in range(5)))  # type: ignore[misc]
+        for each in cluster.inquiries.values()
+    ]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(60)
+    assert [verdict.look_again_s for verdict in verdicts] == [10.0] * 10
+
+
+def test_frozen_worker(clusters: list[Cluster]) -> None:
+    """Who does not answer is named, and not waited for at the end."""
+    cluster = Cluster([LATE, None])
+    clusters.append(cluster)
+    verdict = cluster.inquiries[0].ask()
+    assert verdict.hang is not None
+    assert verdict.hang.startswith("worker-1 did not answer")
+    cluster.inquiries[0].tell(verdict.hang)
+    cluster.inquiries[0].leave()
+    assert cluster.memory.values["keras_distplug/told/session/left/0"] == ""
+
+
+class Frozen(Memory):
+    """Of a chief that has been stopped: nothing can be told, and nothing is."""
+
+    def put_first(self, key: str, value: str) -> bool:
+        threading.Event().wait(20)
+        return True
+
+
+def test_frozen_chief(clusters: list[Cluster]) -> None:
+    """The chief keeps the words: who cannot have one has found out."""
+    cluster = Cluster([None, LATE], Frozen())
+    verdict = cluster.inquiries[1].ask()
+    assert verdict.hang is not None
+    assert verdict.hang.startswith("worker-0 did not answer")
+    cluster.inquiries[1].tell(verdict.hang)
+    cluster.inquiries[1].leave()
+
+
+def test_lost_words(clusters: list[Cluster]) -> None:
+    """Where nobody can be asked any more, each says what it is doing itself."""
+    cluster = Cluster([LATE, IN_TIME])
+    clusters.append(cluster)
+    cluster.memory.breaks_at = "keras_distplug/told/session/letter/0/0"
+    late, in_time = (each.ask() for each in cluster.inquiries.values())
+    assert late.hang is not None
+    assert late.hang.startswith("worker-0 is in batch 3, for 30.0 s; the other workers cannot be")
+    assert in_time.hang is None
+
+
+def test_last_of_all(clusters: list[Cluster]) -> None:
+    """The chief leaves when the others have."""
+    cluster = Cluster([LATE, LATE])
+    clusters.append(cluster)
+    chief = threading.Thread(target=cluster.inquiries[0].leave)
+    hangs._ANSWER_S = 60.0
+    chief.start()
+    assert cluster.memory.wait_for("keras_distplug/told/session/left/0")
+    assert chief.is_alive()
+    cluster.inquiries[1].leave()
+    chief.join(20)
+    assert not chief.is_alive()

@@ -1,0 +1,86 @@
+"""Real processes whose Python stands still."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+
+import pytest
+from support.cluster import environment
+
+pytestmark = pytest.mark.timeout(60)
+
+SCRIPT = """
+import ctypes, os, signal, sys, threading, time
+from keras_distplug.cluster.sentinel import Sentinel
+
+sentinel = Sentinel("worker-1", 1.0)
+over = threading.Event()
+
+def say():
+    while not over.wait(0.1):
+        sentinel.say(1.0)
+
+threading.Thread(target=say, daemon=True).start()
+print(sentinel._process.pid, flush=True)
+sys.stdin.readline()
+{act}
+"""
+
+
+def run(act: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT.format(act=act)],
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_locked() -> None:
+    """Code in C that keeps the interpreter's lock: the stacks are printed, and the process dies by
+    a signal."""
+    process = run("ctypes.PyDLL(None).sleep(1000)")
+    _, err = process.communicate("go\n", timeout=40)
+    assert process.returncode == -signal.SIGABRT
+    assert "worker-1 has run no Python for 1." in err
+    assert 'File "<string>", line' in err
+
+
+def test_runs() -> None:
+    """While Python runs, nothing happens, however long; at the end the sentinel goes, too."""
+    process = run("time.sleep(3); over.set(); sentinel.close(); sentinel.close()")
+    _, err = process.communicate("go\n", timeout=40)
+    assert (process.returncode, err) == (0, "")
+
+
+def test_stopped() -> None:
+    """Who is stopped by somebody is waited for."""
+    process = run("time.sleep(0.5); print('goes on')")
+    assert process.stdin is not None
+    assert process.stdout is not None
+    sentinel = os.pidfd_open(int(process.stdout.readline()))
+    process.send_signal(signal.SIGSTOP)
+    # Until it has looked a few times.
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(4)
+    process.send_signal(signal.SIGCONT)
+    out, err = process.communicate("go\n", timeout=40)
+    assert (process.returncode, out, err) == (0, "goes on\n", "")
+    assert select.select([sentinel], [], [], 20)[0], "the sentinel is still there"
+
+
+def test_killed() -> None:
+    """The sentinel does not survive its process."""
+    process = run("signal.pause()")
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.kill()
+    # The pipes close when all who have them are gone.
+    process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGKILL

@@ -1,0 +1,39 @@
+"""How long a part of training may take."""
+
+from __future__ import annotations
+
+from keras_distplug.core.patience import Patience, Stage
+
+
+def test_floors() -> None:
+    """Before anything has been seen, and behind what took no time, there is time enough."""
+    patience = Patience({})
+    patience.took(Stage.STEP, 0.01)
+    assert patience.limit_s(Stage.FIRST_STEP) == 1800
+    assert patience.limit_s(Stage.STEP) == 60
+    assert patience.limit_s(Stage.BETWEEN) == 600
+
+
+def test_five_times_the_longest() -> None:
+    """What has taken long may take five times as long."""
+    patience = Patience({})
+    patience.took(Stage.STEP, 30)
+    patience.took(Stage.STEP, 20)
+    assert patience.limit_s(Stage.STEP) == 150
+    assert patience.limit_s(Stage.VALIDATION_STEP) == 60
+
+
+def test_a_step_may_take_as_long_as_the_first_one() -> None:
+    """It may be traced again."""
+    patience = Patience({})
+    patience.took(Stage.FIRST_STEP, 100)
+    patience.took(Stage.FIRST_VALIDATION_STEP, 200)
+    assert patience.limit_s(Stage.STEP) == 500
+    assert patience.limit_s(Stage.VALIDATION_STEP) == 1000
+
+
+def test_given() -> None:
+    """What the user says, holds."""
+    patience = Patience({Stage.STEP: 7.0})
+    patience.took(Stage.FIRST_STEP, 100)
+    assert patience.limit_s(Stage.STEP) == 7

@@ -1,0 +1,167 @@
+"""A watched training in one process, which is told to stay when it hangs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tensorflow")
+pytestmark = [pytest.mark.tf, pytest.mark.timeout(120)]
+
+import keras  # noqa: E402
+from support import small  # noqa: E402
+
+import keras_distplug as kd  # noqa: E402
+from keras_distplug.callbacks import hang_watchdog  # noqa: E402
+from keras_distplug.core.errors import ConfigurationError  # noqa: E402
+
+LIMIT_S = 1.0
+
+
+@pytest.fixture(autouse=True)
+def hang(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Waits until the watchdog has said that training hangs."""
+    said = threading.Event()
+    write = hang_watchdog._write
+
+    def note(text: str) -> None:
+        write(text)
+        said.set()
+
+    monkeypatch.setattr(hang_watchdog, "_write", note)
+
+    def hang() -> None:
+        said.clear()
+        assert said.wait(60)
+
+    return hang
+
+
+class Act(keras.callbacks.Callback):
+    """Does something, once, at a hook."""
+
+    def __init__(self, hook: str, act: Callable[[], Any]) -> None:
+        super().__init__()
+        acts = [act]
+        setattr(self, hook, lambda *_, **__: acts.pop()() if acts else None)
+
+
+class Slow(keras.utils.PyDataset):
+    """Its last batch comes late, in the second epoch."""
+
+    def __init__(self, act: Callable[[], Any]) -> None:
+        super().__init__()
+        self.asked = 0
+        self.act = act
+
+    def __len__(self) -> int:
+        return small.BATCHES
+
+    def __getitem__(self, number: int) -> tuple[Any, Any]:
+        self.asked += number == small.BATCHES - 1
+        if number == small.BATCHES - 1 and self.asked == 2:
+            self.act()
+        part = slice(number * 8, number * 8 + 8)
+        return small.X[part], small.Y[part]
+
+
+def fit(watchdog: kd.HangWatchdog, x: Any, *others: Any, **arguments: Any) -> None:
+    small.model().fit(x, epochs=2, callbacks=[*others, watchdog], verbose=0, **arguments)
+
+
+def watchdog(**limits: Any) -> kd.HangWatchdog:
+    return kd.HangWatchdog(exit=False, **limits)
+
+
+def test_input(hang: Callable[[], None], capfd: pytest.CaptureFixture[str]) -> None:
+    """An input that does not come is told, with the stacks, once."""
+    fit(watchdog(step_secs=LIMIT_S), Slow(hang))
+    printed = capfd.readouterr().err
+    assert printed.count("training hangs: worker-0 is in batch 3 of epoch 2, whose input") == 1
+    assert "made by test_hang_watchdog.py:" in printed
+    assert "Thread 'MainThread'" in printed
+
+
+@pytest.mark.parametrize(
+    ("hook", "told"),
+    [
+        ("on_train_batch_end", "behind batch 0 of epoch 1"),
+        ("on_epoch_end", "at the end of epoch 1"),
+        ("on_test_begin", "before the validation of epoch 1"),
+        ("on_test_batch_end", "behind batch 0 of the validation of epoch 1"),
+    ],
+)
+def test_callback(
+    hook: str, told: str, hang: Callable[[], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A callback that does not end is told, by its line; its time does not count as a batch's."""
+    fit(watchdog(save_secs=LIMIT_S), small.dataset(), Act(hook, hang), validation_data=Slow(int))
+    printed = capfd.readouterr().err
+    assert f"training hangs: worker-0 runs test_hang_watchdog.py:{line_of_wait()} in" in printed
+    assert f", {told}, for " in printed
+
+
+def line_of_wait() -> int:
+    """Of what waits in `hang`."""
+    lines = Path(__file__).read_text().splitlines()
+    return 1 + next(n for n, line in enumerate(lines) if "said.wait(60)" in line)
+
+
+def test_kept(tmp_path: Path, hang: Callable[[], None]) -> None:
+    """The stacks are kept beside the run, and do not disturb it."""
+    backup = kd.BackupAndRestore(tmp_path / "run", delete_checkpoint=False)
+    fit(watchdog(save_secs=LIMIT_S), small.dataset(), Act("on_epoch_end", hang), backup)
+    [kept] = (tmp_path / "run" / "hangs").iterdir()
+    assert "worker-0" in kept.name
+    assert "training hangs" in kept.read_text()
+    more = kd.BackupAndRestore(tmp_path / "run")
+    small.model().fit(small.dataset(), epochs=3, callbacks=[more], verbose=0)
+
+
+def test_in_time(capfd: pytest.CaptureFixture[str]) -> None:
+    """What does not take longer than it may is not told, and nothing stays."""
+    before = set(threading.enumerate())
+    watched = watchdog()
+    fit(watched, Slow(int), validation_data=small.dataset())
+    assert "hangs" not in capfd.readouterr().err
+    assert not set(threading.enumerate()) - before
+
+
+def test_error_in_fit() -> None:
+    """A `fit` that an error has ended is watched no longer."""
+    watched = watchdog()
+    with pytest.raises(small.Interrupted):
+        fit(watched, small.dataset(), small.Stop(1, 2))
+    for each in threading.enumerate():
+        if each.name == "keras_distplug-hangs":
+            each.join(30)
+            assert not each.is_alive()
+
+
+def test_again(hang: Callable[[], None], capfd: pytest.CaptureFixture[str]) -> None:
+    """One that is told to stay tells what hangs later, too."""
+    acts = Act("on_epoch_end", hang), Act("on_test_begin", hang)
+    fit(watchdog(save_secs=LIMIT_S), small.dataset(), *acts, validation_data=small.dataset())
+    assert capfd.readouterr().err.count("training hangs") == 2
+
+
+@pytest.mark.parametrize(
+    "unusable",
+    [
+        {"step_secs": 0},
+        {"step_secs": "5min"},
+        {"first_step_secs": "auto"},
+        {"validation_secs": -1},
+        {"save_secs": True},
+        {"save_secs": float("nan")},
+    ],
+)
+def test_unusable(unusable: dict[str, Any]) -> None:
+    """Refused at once, by name."""
+    [name] = unusable
+    with pytest.raises(ConfigurationError, match=f"Expected `{name}` to be a number of seconds"):
+        kd.HangWatchdog(**unusable)
