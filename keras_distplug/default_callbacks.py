@@ -12,6 +12,9 @@ from typing import Any
 import keras
 
 from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
+from keras_distplug.callbacks.hang_watchdog import HangWatchdog
+from keras_distplug.callbacks.one_of_a_kind import yielding
+from keras_distplug.callbacks.preemption_handler import PreemptionHandler
 from keras_distplug.compat import trainer, versions
 from keras_distplug.core.cadence import SaveFreq
 
@@ -24,6 +27,10 @@ def defaults(
     resume: bool = True,
 ) -> list[keras.callbacks.Callback]:
     """Callbacks that make `model.fit` survive: pass them, start the script again, and it goes on.
+
+    `BackupAndRestore` makes checkpoints, `PreemptionHandler` one more when the process is told to
+    go, and `HangWatchdog` ends a training that does not get on. Give one of your own beside these,
+    and it takes the place of that here.
 
     Example:
 
@@ -59,7 +66,9 @@ def defaults(
             storage_options=storage_options,
             delete_checkpoint=False,
             resume=resume,
-        )
+        ),
+        yielding(PreemptionHandler()),
+        yielding(HangWatchdog()),
     ]
 
 

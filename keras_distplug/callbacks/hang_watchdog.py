@@ -18,6 +18,7 @@ import keras
 
 from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
 from keras_distplug.callbacks.interactive import is_interactive
+from keras_distplug.callbacks.one_of_a_kind import stood_aside
 from keras_distplug.cluster import agreement
 from keras_distplug.cluster.hangs import Inquiry, InquiryAlone, InquiryTogether, Report
 from keras_distplug.cluster.mailbox import close_at_exit
@@ -67,6 +68,7 @@ class HangWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
     model.fit(ds, epochs=10, callbacks=[*kd.defaults("runs/mnist"), kd.HangWatchdog(step_secs=30)])
     ```
 
+    - It is among `defaults()`; one of your own takes its place.
     - Time in which the process was stopped by somebody (ctrl-Z, a debugger) does not count.
     - Where code in C keeps the interpreter's lock, no thread of Python can watch. A small process
       beside this one then ends it by SIGABRT, which prints the stacks, too. On Linux only.
@@ -124,6 +126,8 @@ class HangWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         self.close()
         others = callback_list.move_to_front(self)
+        if stood_aside(self, others):
+            return
         self._backup = next((each for each in others if isinstance(each, BackupAndRestore)), None)
         self._role = agreement.role_under(self.model.distribute_strategy)
         self._agreement = agreement.among(self._role)

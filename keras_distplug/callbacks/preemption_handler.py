@@ -18,6 +18,7 @@ import keras
 
 from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
 from keras_distplug.callbacks.interactive import is_interactive
+from keras_distplug.callbacks.one_of_a_kind import stood_aside
 from keras_distplug.cluster import agreement
 from keras_distplug.cluster.notices.clouds import detect, poller
 from keras_distplug.cluster.notices.notice import Notice
@@ -47,9 +48,11 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
     Example:
 
     ```python
-    model.fit(ds, epochs=10, callbacks=[*kd.defaults("runs/mnist"), kd.PreemptionHandler()])
+    longer = kd.PreemptionHandler(grace_secs=120)
+    model.fit(ds, epochs=10, callbacks=[*kd.defaults("runs/mnist"), longer])
     ```
 
+    - It is among `defaults()`; one of your own takes its place.
     - ctrl-C is the user's: the first one saves and raises `KeyboardInterrupt`, for which
       `keras-distplug run` does not start the job again; the second one leaves at once.
     - A validation under way is finished first.
@@ -110,6 +113,8 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
                 "those of `keras_distplug.defaults()`."
             )
         self._end()
+        if stood_aside(self, others):
+            return
         self._backup = backups[0]
         self._role = agreement.role_under(self.model.distribute_strategy)
         self._agreement = agreement.among(self._role)

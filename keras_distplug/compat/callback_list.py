@@ -33,6 +33,13 @@ def move_to_front(callback: keras.callbacks.Callback) -> list[keras.callbacks.Ca
     return others
 
 
+def leave(callback: keras.callbacks.Callback) -> None:
+    """Takes `callback` out of the list: nothing more is told to it in this `fit`."""
+    others, calling = _others_than(callback)
+    if calling is not None:
+        calling.callbacks = others
+
+
 def _others_than(
     callback: keras.callbacks.Callback,
 ) -> tuple[list[keras.callbacks.Callback], keras.callbacks.CallbackList | None]:

@@ -1,0 +1,36 @@
+"""Callbacks of which one is enough."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import keras
+
+from keras_distplug.compat import callback_list
+
+Kind = TypeVar("Kind", bound=keras.callbacks.Callback)
+
+_YIELDS = "_distplug_yields"
+
+
+def yielding(callback: Kind) -> Kind:
+    """Lets one that the user gives himself take the place of this one."""
+    setattr(callback, _YIELDS, True)
+    return callback
+
+
+def stood_aside(
+    callback: keras.callbacks.Callback, others: Sequence[keras.callbacks.Callback]
+) -> bool:
+    """Takes `callback` out of the list if another of its class does its work: the user's own, or
+    else the last one. To be called from its `on_train_begin`."""
+    rivals = [each for each in others if type(each) is type(callback)]
+    if not rivals or (not _yields(callback) and all(map(_yields, rivals))):
+        return False
+    callback_list.leave(callback)
+    return True
+
+
+def _yields(callback: keras.callbacks.Callback) -> bool:
+    return hasattr(callback, _YIELDS)
