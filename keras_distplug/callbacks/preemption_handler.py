@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import json
 import os
 import signal
@@ -182,7 +181,8 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
             os._exit(ExitCode.INTERRUPTED)
         if self._watch is not None:
             self._watch.stand_aside()
-        _thread.interrupt_main()
+        # A real signal, which also ends a wait for a lock.
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def _on_notice(self, notice: Notice) -> None:
         """From a thread."""

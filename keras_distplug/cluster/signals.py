@@ -107,7 +107,8 @@ class SignalWatch:
         while numbers := self._receiver.recv(64):
             for number in numbers:
                 frame = sys._current_frames().get(main or 0)
-                if number not in self._before or not self._is_wanted(frame):
+                is_ours = number in self._before and not self._stands_aside
+                if not is_ours or not self._is_wanted(frame):
                     self._pass_on(number)
                     continue
                 try:
