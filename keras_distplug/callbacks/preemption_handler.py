@@ -26,6 +26,7 @@ from keras_distplug.cluster.stopping import Cause, Stop, StopAlone, StopTogether
 from keras_distplug.compat import callback_list
 from keras_distplug.core.errors import AgreementError, ConfigurationError, DistplugError, Preempted
 from keras_distplug.core.exit_codes import ExitCode
+from keras_distplug.core.interactive import is_interactive
 from keras_distplug.core.log import announce
 from keras_distplug.core.supervised import Phase, Supervised
 from keras_distplug.storage.commit import Writer
@@ -191,6 +192,8 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _on_lost(self, error: AgreementError) -> None:
         """From a thread."""
+        if isinstance(error.__cause__, ConnectionError):
+            return  # a lost worker ends `fit`, which tells
         announce(f"the workers could not agree on a step to stop at: {error}")
 
     def _leave(self, cause: Cause, logs: Mapping[str, Any] | None) -> None:
@@ -214,7 +217,7 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
                 handler(number, None)
         if cause.is_user or signal.SIGINT in self._received:
             raise KeyboardInterrupt
-        if self.exit or (self.exit is None and not _is_interactive()):
+        if self.exit or (self.exit is None and not is_interactive()):
             sys.exit(ExitCode.PREEMPTED)
         raise Preempted(
             f"{told}. Training has ended with {what}. Call `fit` again, or start the "
@@ -233,9 +236,3 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
     def _end(self) -> None:
         while self._undo:
             self._undo.pop()()
-
-
-def _is_interactive() -> bool:
-    ipython = sys.modules.get("IPython")
-    in_notebook = ipython is not None and ipython.get_ipython() is not None
-    return in_notebook or hasattr(sys, "ps1") or bool(sys.flags.interactive)
