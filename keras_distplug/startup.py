@@ -82,7 +82,9 @@ def init(
             )
         if (supervised := Supervised.from_env()) is not None:
             supervised.report(role.name, Phase.JOINED)
-    elif choice.name == "multi_worker" and timeouts != _joined_with[choice.name]:
+    elif choice.name == "multi_worker" and (
+        given.or_else(_joined_with[choice.name]) != _joined_with[choice.name]
+    ):
         warnings.warn(
             "The cluster is formed already, with other time-outs. Received: "
             f"{timeouts}; in force: {_joined_with[choice.name]}. Under `keras-distplug run`, which "

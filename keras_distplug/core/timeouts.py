@@ -47,7 +47,7 @@ class Timeouts:
 
     def to_env(self) -> dict[str, str]:
         given = {HEARTBEAT: self.heartbeat_secs, COLLECTIVE: self.collective_secs}
-        return {name: f"{secs:g}" for name, secs in given.items() if secs is not None}
+        return {name: str(secs) for name, secs in given.items() if secs is not None}
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Self:

@@ -80,6 +80,8 @@ class Exit:
             return f"{self.worker} was killed by {name}"
         if self.returncode is not None and self.returncode < 0:
             return f"{self.worker} was killed by {_signal_name(-self.returncode)}"
+        if self.returncode == ExitCode.PEER_LOST:
+            return f"{self.worker} left because it lost another worker (exit code 201)"
         return f"{self.worker} exited with code {self.returncode}"
 
 
@@ -255,8 +257,14 @@ def _end_after(
     listener.on_failure(failures)
     ended, signals = await_end(group, PEER_GRACE_SECS, hurry=False)
     late = {exit_.worker for exit_ in exits if exit_.cause is Cause.LATE}
-    rest = [_stopped(one) for one in ended if one.worker not in late]
-    return _outcome(exits + rest, signals[0] if signals else None)
+    # Whose error has made others leave may take longer to end than they do.
+    is_cause_missing = all(each.returncode == ExitCode.PEER_LOST for each in failures)
+    rest = [
+        judge(one, None) if is_cause_missing and one.returncode > 0 else _stopped(one)
+        for one in ended
+        if one.worker not in late
+    ]
+    return _outcome(sorted([*exits, *rest], key=earliest_first), signals[0] if signals else None)
 
 
 def _outcome(exits: Sequence[Exit], interrupted_by: signal.Signals | None) -> Outcome:
@@ -267,14 +275,16 @@ def _stopped(ended: Ended) -> Exit:
     return Exit(ended.worker, Cause.STOPPED, ended.returncode, ended.at)
 
 
-def earliest_first(exit_: Exit) -> tuple[float, bool]:
+def earliest_first(exit_: Exit) -> tuple[bool, float, bool]:
     """Sorts exits by when they came.
 
     Several may be found in one look, in no order. A worker that a signal killed is then the likely
-    cause; one that raised, or let TensorFlow abort, may do so for its lost peer.
+    cause; one that raised, or let TensorFlow abort, may do so for its lost peer. One that says that
+    it does is never the cause.
     """
     killed = exit_.returncode is not None and exit_.returncode < 0
-    return exit_.at, not killed or exit_.returncode == -signal.SIGABRT
+    is_consequence = exit_.returncode == ExitCode.PEER_LOST
+    return is_consequence, exit_.at, not killed or exit_.returncode == -signal.SIGABRT
 
 
 def _late(

@@ -23,10 +23,15 @@ import keras  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
 
-strategy = kd.init(heartbeat_timeout_secs=3.0)
+by_environment = "KERAS_DISTPLUG_HEARTBEAT_TIMEOUT" in os.environ
+strategy = kd.init(heartbeat_timeout_secs=None if by_environment else 3.0)
 is_victim = json.loads(os.environ["TF_CONFIG"])["task"]["index"] == victim
 
 from support import digits_like as case  # noqa: E402
+
+from keras_distplug.compat.context import ServiceKeyValues  # noqa: E402
+
+print(f"heartbeat: {ServiceKeyValues().heartbeat_timeout_s} s")
 
 
 class Die(keras.callbacks.Callback):
