@@ -11,10 +11,9 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 from keras_distplug.cluster import agreement, leaving
 from keras_distplug.cluster.roles import Role
@@ -23,15 +22,12 @@ from keras_distplug.compat.context import ServiceKeyValues
 from keras_distplug.core.errors import AgreementError, PeerLostError
 from keras_distplug.core.exit_codes import ExitCode
 
-_ANSWER_S = 2.0  # for the service, which may be frozen
 _CONNECT_S = 1.0
 _PAUSE_S = 0.1
 _MARGIN_S = 2.0  # behind the heartbeats' time-out, until the service has looked
 _HEARD_S = 0.5  # until all have heard what the chief, which keeps the service, has told
 
 _WORD = re.compile(r"keras_distplug lost <(.*?)>", re.DOTALL)
-
-Answer = TypeVar("Answer")
 
 
 class Service(Protocol):
@@ -41,7 +37,8 @@ class Service(Protocol):
     def heartbeat_timeout_s(self) -> float: ...
 
     def task_errors(self) -> list[str | None]:
-        """Of all workers, the chief first. Raises ConnectionError if the service is gone."""
+        """Of all workers, the chief first. Raises ConnectionError if the service is gone, or
+        TimeoutError if it does not answer."""
         ...
 
     def report(self, message: str) -> None: ...
@@ -61,7 +58,8 @@ def _explain(error: Exception, strategy: Any) -> PeerLostError | None:
     service = ServiceKeyValues()
     if (who := lost(error, role, service)) is None:
         return None
-    _within(_ANSWER_S, lambda: service.report(f"keras_distplug lost <{who}>"))
+    with contextlib.suppress(ConnectionError, TimeoutError):  # then all notice by themselves
+        service.report(f"keras_distplug lost <{who}>")
     if role.is_chief:
         time.sleep(_HEARD_S)
     leaving.peer_is_lost()
@@ -87,7 +85,7 @@ def lost(error: BaseException, role: Role, service: Service) -> str | None:
         return word[1]
     end_s = time.monotonic() + service.heartbeat_timeout_s + _MARGIN_S
     while True:
-        answer = _within(_ANSWER_S, service.task_errors)
+        answer = _answer(service)
         if answer and (word := next(filter(None, map(_word_in, answer)), None)):
             return word[1]
         found = [
@@ -107,6 +105,13 @@ def lost(error: BaseException, role: Role, service: Service) -> str | None:
     if answer is not None or role.is_chief:
         return None
     return f"{next(iter(_workers(role)))}, which does not answer any more"
+
+
+def _answer(service: Service) -> list[str | None] | None:
+    try:
+        return service.task_errors()
+    except (ConnectionError, TimeoutError):
+        return None
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -155,18 +160,3 @@ def _refuses(address: str) -> bool:
     except OSError:
         return False
     return False
-
-
-def _within(timeout_s: float, ask: Callable[[], Answer]) -> Answer | None:
-    """The answer; None if there is none in time, or nobody who could give one."""
-    answers: list[Answer] = []
-
-    def run() -> None:
-        with contextlib.suppress(ConnectionError, TimeoutError):
-            answers.append(ask())
-
-    # TensorFlow asks a frozen chief without a time-out.
-    thread = threading.Thread(target=run, name="keras_distplug-peers", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    return answers[0] if answers else None

@@ -7,7 +7,10 @@ TensorFlow 2.18 to 2.21. "Collective ops must be configured at program startup"
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import queue
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +23,7 @@ from tensorflow.python.distribute import collective_all_reduce_strategy
 from tensorflow.python.eager import context
 
 _HEARTBEAT_S = 10.0  # TensorFlow's own time-out
+_ANSWER_S = 1.0  # for the service, which may be frozen
 _LOOK_S = 1.0  # how often who waits for a word looks whether all workers are there
 
 
@@ -85,6 +89,9 @@ def reset() -> None:
         tf.random.set_seed(kept.seed)
 
 
+_asking: threading.Thread | None = None
+
+
 class ServiceKeyValues:
     """The coordination service's key-value store. Never a collective: safe at any moment."""
 
@@ -111,7 +118,7 @@ class ServiceKeyValues:
             try:
                 return self._get(key, max(1, int(min(left_s, _LOOK_S) * 1000)))
             except TimeoutError:
-                if error := next(filter(None, self.task_errors()), None):
+                if error := self._first_error():
                     raise ConnectionError(f"{key}: {error}") from None
                 if left_s <= _LOOK_S:
                     raise
@@ -128,17 +135,53 @@ class ServiceKeyValues:
         with _as_builtin_errors(key):
             context.context().wait_at_barrier(key, int(timeout_s * 1000))
 
+    def _first_error(self) -> str | None:
+        with contextlib.suppress(TimeoutError):  # who is frozen may come back
+            return next(filter(None, self.task_errors()), None)
+        return None
+
     def task_errors(self) -> list[str | None]:
-        """What is wrong with each worker, as the service knows it; the chief comes first."""
+        """What is wrong with each worker, as the service knows it; the chief comes first.
+
+        Raises:
+            TimeoutError: If the service does not answer.
+            ConnectionError: If it is gone.
+        """
+        self._require_answer()
         jobs = context.context().coordination_service.coordinated_job_list
         with _as_builtin_errors("the states of all workers"):
             states = context.context().get_task_states([(job.name, job.num_tasks) for job in jobs])
         return [None if state is None else str(state) for state in states]
 
     def report(self, message: str) -> None:
-        """Ends the collectives of all other workers with this message, at once."""
+        """Ends the collectives of all other workers with this message, at once. Raises like
+        `task_errors`."""
+        self._require_answer()
         with _as_builtin_errors("a report to all workers"):
             context.context().report_error_to_cluster(tf.errors.UNAVAILABLE, message)
+
+    def _require_answer(self) -> None:
+        """Who asks a frozen service for states lets no other thread of Python run (TensorFlow 2.18
+        to 2.21), so it is asked for something else before."""
+        answers: queue.SimpleQueue[ConnectionError | None] = queue.SimpleQueue()
+
+        def ask() -> None:
+            try:
+                self.put_first("keras_distplug/asked", "")
+                answers.put(None)
+            except ConnectionError as error:
+                answers.put(error)
+
+        global _asking
+        if _asking is None or not _asking.is_alive():
+            _asking = threading.Thread(target=ask, name="keras_distplug-ask", daemon=True)
+            _asking.start()
+        try:
+            error = answers.get(timeout=_ANSWER_S)
+        except queue.Empty:
+            raise TimeoutError("the coordination service does not answer") from None
+        if error is not None:
+            raise error
 
     @property
     def heartbeat_timeout_s(self) -> float:
