@@ -23,7 +23,7 @@ from keras_distplug.core.exit_codes import ExitCode
 from keras_distplug.core.interactive import is_interactive
 
 _LAST_WORDS_S = 30.0  # for `atexit` functions, and a save under way
-_END_S = 5.0  # for TensorFlow's end
+_END_S = 30.0  # for TensorFlow's end
 
 
 class _Ending:

@@ -75,8 +75,8 @@ class PeerLostError(DistplugError):
     """Another worker is gone, and training with it. All workers have to be started again.
 
     A process that ends with this error has the code 201, after its `atexit` functions, for which
-    there are 30 seconds. One that catches it ends with the code it would have without, if
-    TensorFlow lets it; where that takes more than 5 seconds, by SIGALRM (142 to a shell).
+    there are 30 seconds. One that catches it ends with a code of its own, if TensorFlow comes to
+    its end in 30 seconds, and otherwise by SIGALRM, which is 142 to a shell.
     """
 
 
