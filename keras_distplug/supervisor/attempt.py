@@ -21,6 +21,9 @@ PEER_GRACE_SECS = 1.0
 
 _STATUS_POLL_SECS = 0.1
 
+# Whose error makes another worker leave may take longer to end than that one.
+_CAUSE_SECS = 2.0
+
 
 class Cause(enum.Enum):
     """Why a worker has ended."""
@@ -172,9 +175,11 @@ def run_attempt(
     # A single worker has no cluster to join, and may prepare its data for as long as it likes.
     deadline = time.monotonic() + limits.startup_secs if len(environments) > 1 else None
     on_training = listener.on_training
+    cause_by = math.inf
     exits: list[Exit] = []
     while group.running:
-        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        due = min(cause_by, math.inf if deadline is None else deadline)
+        timeout = None if due == math.inf else max(0.0, due - time.monotonic())
         if on_training:
             timeout = _STATUS_POLL_SECS if timeout is None else min(timeout, _STATUS_POLL_SECS)
         happened = group.wait(timeout)
@@ -200,6 +205,10 @@ def run_attempt(
             ended, signals = await_end(group, limits.grace_secs, hurry=True)
             exits += [judge(one, contract.read(one.worker)) for one in ended]
             return _outcome(exits, signals[0] if signals else None)
+        if failures and all(each.returncode == ExitCode.PEER_LOST for each in failures):
+            cause_by = min(cause_by, time.monotonic() + _CAUSE_SECS)
+            if group.running and time.monotonic() < cause_by:
+                continue
         if failures:
             return _end_after(failures, exits, group, listener)
     group.kill()  # what the commands have left behind
@@ -257,14 +266,8 @@ def _end_after(
     listener.on_failure(failures)
     ended, signals = await_end(group, PEER_GRACE_SECS, hurry=False)
     late = {exit_.worker for exit_ in exits if exit_.cause is Cause.LATE}
-    # Whose error has made others leave may take longer to end than they do.
-    is_cause_missing = all(each.returncode == ExitCode.PEER_LOST for each in failures)
-    rest = [
-        judge(one, None) if is_cause_missing and one.returncode > 0 else _stopped(one)
-        for one in ended
-        if one.worker not in late
-    ]
-    return _outcome(sorted([*exits, *rest], key=earliest_first), signals[0] if signals else None)
+    rest = [_stopped(one) for one in ended if one.worker not in late]
+    return _outcome(exits + rest, signals[0] if signals else None)
 
 
 def _outcome(exits: Sequence[Exit], interrupted_by: signal.Signals | None) -> Outcome:

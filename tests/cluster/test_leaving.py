@@ -48,6 +48,7 @@ def run(script: str, *options: str) -> tuple[int, str]:
         (f"{CAUGHT}sys.exit(7)", 7),
         (f"{CAUGHT}leaving._END_S = 0.5\n{ENDLESS}", -signal.SIGALRM),
     ],
+    ids=["unhandled", "endless", "cause", "context", "other", "caught", "own code", "alarm"],
 )
 def test_code(script: str, code: int) -> None:
     """Unhandled, the error ends the process with 201, and nothing can keep it; handled, the code is
