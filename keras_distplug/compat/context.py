@@ -173,6 +173,8 @@ class ServiceKeyValues:
                 answers.put(error)
 
         global _asking
+        if _asking is not None:
+            _asking.join(_ANSWER_S)  # one that never comes back is enough
         if _asking is None or not _asking.is_alive():
             _asking = threading.Thread(target=ask, name="keras_distplug-ask", daemon=True)
             _asking.start()
