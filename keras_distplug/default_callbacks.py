@@ -15,6 +15,7 @@ from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
 from keras_distplug.callbacks.hang_watchdog import HangWatchdog
 from keras_distplug.callbacks.one_of_a_kind import yielding
 from keras_distplug.callbacks.preemption_handler import PreemptionHandler
+from keras_distplug.cluster import peers
 from keras_distplug.compat import trainer, versions
 from keras_distplug.core.cadence import SaveFreq
 
@@ -59,6 +60,7 @@ def defaults(
     versions.check()
     # Keras fails under MultiWorkerMirroredStrategy before it looks at the callbacks.
     trainer.install_dispatch()
+    peers.watch()
     return [
         BackupAndRestore(
             default_directory() if directory is None else directory,

@@ -23,7 +23,7 @@ from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.callbacks import backup_and_restore  # noqa: E402
-from keras_distplug.core.errors import ConfigurationError, Preempted  # noqa: E402
+from keras_distplug.core.errors import AgreementError, ConfigurationError, Preempted  # noqa: E402
 from keras_distplug.storage import saver  # noqa: E402
 
 TOLD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -304,3 +304,14 @@ def test_beside_that_of_defaults(is_first: bool, tmp_path: Path) -> None:
         callbacks.append(At(0, 0, me(signal.SIGTERM)))
         small.model().fit(small.X, small.Y, batch_size=8, epochs=3, verbose=0, callbacks=callbacks)
     assert own._received == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize(
+    ("cause", "is_told"), [(ConnectionError("closed"), False), (TimeoutError("slow"), True)]
+)
+def test_lost_words(cause: Exception, is_told: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """That a lost worker agrees to nothing more is no news of its own: `fit` ends with that."""
+    error = AgreementError("no word")
+    error.__cause__ = cause
+    kd.PreemptionHandler()._on_lost(error)
+    assert ("could not agree" in caplog.text) is is_told
