@@ -300,8 +300,8 @@ def test_beside_that_of_defaults(is_first: bool, tmp_path: Path) -> None:
     """One of the user's own takes the place of that among `defaults()`, wherever it stands."""
     own = kd.PreemptionHandler(exit=False, cloud=False)
     callbacks = [own, *kd.defaults(tmp_path)] if is_first else [*kd.defaults(tmp_path), own]
+    callbacks.append(At(0, 0, me(signal.SIGTERM)))
     with pytest.raises(Preempted):
-        callbacks.append(At(0, 0, me(signal.SIGTERM)))
         small.model().fit(small.X, small.Y, batch_size=8, epochs=3, verbose=0, callbacks=callbacks)
     assert own._received == [signal.SIGTERM]
 

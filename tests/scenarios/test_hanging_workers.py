@@ -27,9 +27,9 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
     def train(workers: int, *told: str) -> tuple[list[Outcome], str, int]:
         """The outcome on each worker, what was printed, and the number of files of stacks."""
         folder = tmp_path_factory.mktemp("job")
-        ended = run_job(
-            [str(SCRIPT), str(folder), *told], workers, "--max-restarts", "9", timeout_s=400
-        )
+        # A stopped worker sends no heartbeats, either: who is first, names it.
+        options = ["--max-restarts", "9", "--heartbeat-timeout", "60"]
+        ended = run_job([str(SCRIPT), str(folder), *told], workers, *options, timeout_s=300)
         assert ended.returncode == 0, ended.output
         assert not told or sorted((folder / "told").read_text().split()) == sorted(told)
         outcomes = [dict(np.load(folder / f"outcome-{w}.npz")) for w in range(workers)]
