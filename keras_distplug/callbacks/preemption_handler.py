@@ -17,7 +17,7 @@ import keras
 
 from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
 from keras_distplug.callbacks.one_of_a_kind import stood_aside
-from keras_distplug.cluster import agreement
+from keras_distplug.cluster import agreement, leaving
 from keras_distplug.cluster.notices.clouds import detect, poller
 from keras_distplug.cluster.notices.notice import Notice
 from keras_distplug.cluster.notices.watcher import Watcher
@@ -223,6 +223,8 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
         if cause.is_user or signal.SIGINT in self._received:
             raise KeyboardInterrupt
         if self.exit or (self.exit is None and not is_interactive()):
+            if self._role.world_size > 1:
+                leaving.with_code(ExitCode.PREEMPTED)
             sys.exit(ExitCode.PREEMPTED)
         raise Preempted(
             f"{told}. Training has ended with {what}. Call `fit` again, or start the "

@@ -1,9 +1,10 @@
-"""How a process ends that has lost another worker.
+"""How a process ends that has lost other workers, or leaves when they do.
 
 TensorFlow waits for its cluster when the interpreter ends, which then took from 1 s to 51 s, or for
 ever. So a process that ends with a `PeerLostError` goes as others do up to its `atexit` functions,
 and leaves behind the last of them. One that has caught the error ends as usual, because nobody can
-tell its code before, but not without a limit.
+tell its code before, but not without a limit. Workers that leave together, told to go, do not wait
+for each other either.
 """
 
 from __future__ import annotations
@@ -37,6 +38,11 @@ class _Ending:
 def prepare() -> None:
     """To be called early: what is registered first runs last."""
     atexit.register(_leave)
+
+
+def with_code(code: int) -> None:
+    """To be called before a `SystemExit` with this code, which all workers leave with."""
+    _Ending.code = code
 
 
 @functools.cache

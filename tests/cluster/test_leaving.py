@@ -67,6 +67,12 @@ def test_hanging_last_words() -> None:
     assert "last words" not in printed
 
 
+def test_told_to_go() -> None:
+    """Who leaves with a code of ours leaves with that one, and nothing can keep it."""
+    ended, printed = run(f"{ENDLESS}leaving.with_code(143)\nsys.exit(143)")
+    assert (ended, printed) == (143, "last words\n")
+
+
 def test_hook_of_the_script() -> None:
     """A hook for exceptions that the script had is called."""
     hook = "sys.excepthook = lambda kind, error, trace: print('mine:', error)\n"

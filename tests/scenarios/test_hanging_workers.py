@@ -60,7 +60,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
                 r"epoch 2, for \d+\.\d s",
                 "3:1:2:1:input": HUNG + r"worker-1 waits for its input in batch \d of epoch 3, "
                 r"whose input is made by hanging.py:\d+ in \S+, for \d+\.\d s",
-                "4:0:1:0:stopped": HUNG + r"worker-0 did not answer: stopped \(SIGSTOP\)",
+                "4:0:2:0:stopped": HUNG + r"worker-0 did not answer: stopped \(SIGSTOP\)",
             },
             6,
         ),
@@ -70,7 +70,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
                 "0:2:1:1:stopped": HUNG + r"worker-2 did not answer",
                 "1:0:1:1:astray": HUNG + r"worker-0 runs hanging.py:\d+",
                 "2:2:2:1:input": HUNG + r"worker-2 waits for its input",
-                "3:1:1:1:locked": "worker-1 was killed by SIGABRT",
+                "3:1:2:1:locked": "worker-1 was killed by SIGABRT",
             },
             8,
             marks=pytest.mark.soak,

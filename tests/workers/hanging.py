@@ -41,7 +41,7 @@ def hang(epoch: int, batch: int, *hows: str) -> None:
             HOW[how]()
 
 
-STEP_SECS, SAVE_SECS = 5, 9
+STEP_SECS, SAVE_SECS = 4, 6
 HOW = {
     "slow": lambda: threading.Event().wait((STEP_SECS + SAVE_SECS) / 2),
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
