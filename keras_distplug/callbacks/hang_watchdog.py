@@ -23,7 +23,7 @@ from keras_distplug.cluster.hangs import Inquiry, InquiryAlone, InquiryTogether,
 from keras_distplug.cluster.mailbox import close_at_exit
 from keras_distplug.cluster.sentinel import Sentinel
 from keras_distplug.compat import callback_list
-from keras_distplug.compat.whereabouts import stacks, whereabouts
+from keras_distplug.compat.whereabouts import is_debugged, stacks, whereabouts
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.exit_codes import ExitCode
 from keras_distplug.core.interactive import is_interactive
@@ -69,19 +69,20 @@ class HangWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
     ```
 
     - It is among `defaults()`; one of your own takes its place.
-    - Time in which the process was stopped by somebody (ctrl-Z, a debugger) does not count.
+    - Time in which the process was stopped by somebody (ctrl-Z) or stands in a debugger (pdb, or
+      that of an editor) does not count.
     - Where code in C keeps the interpreter's lock, no thread of Python can watch. A small process
       beside this one then ends it by SIGABRT, which prints the stacks, too. On Linux only.
 
     Args:
         step_secs: How long a batch may take; as many of them as `steps_per_execution` says.
             `"auto"` is five times the longest batch so far, the first one among them, and at least
-            a minute. Defaults to `"auto"`.
+            five minutes. Defaults to `"auto"`.
         first_step_secs: How long it may take until the first batch is done, with the restoring and
-            tracing before it; and the first of a validation. Defaults to half an hour.
+            tracing before it; and the first of a validation. Defaults to 3600.
         validation_secs: How long a batch of a validation may take. Defaults to `"auto"`, as above.
         save_secs: How long it may take from one batch to the next, in which callbacks save and do
-            what else they do. `"auto"` is five times the longest so far, and at least ten minutes.
+            what else they do. `"auto"` is five times the longest so far, and at least an hour.
             Defaults to `"auto"`.
         exit: End the process. With `False`, what hangs is told, once, and nothing else happens.
             Defaults to `True` but where Python is interactive.
@@ -94,7 +95,7 @@ class HangWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         self,
         step_secs: Limit = "auto",
         *,
-        first_step_secs: float = 1800.0,
+        first_step_secs: float = 3600.0,
         validation_secs: Limit = "auto",
         save_secs: Limit = "auto",
         exit: bool | None = None,
@@ -257,6 +258,8 @@ class HangWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
                 seen, self._stalled_s, ask_at_s = moment, 0.0, 0.0
                 continue
             self._stalled_s += passed_s
+            if is_debugged(self._trains_in):
+                self._stalled_s = 0.0
             if not self._is_in_fit():
                 self._inquiry.close()
                 return

@@ -53,6 +53,15 @@ def whereabouts(thread: int | None) -> Whereabouts:
     )
 
 
+def is_debugged(thread: int) -> bool:
+    """Whether the thread of that `ident` stands in a debugger."""
+    return any(
+        Path(frame.f_code.co_filename).name in ("pdb.py", "bdb.py")
+        or "pydevd" in frame.f_code.co_filename
+        for frame in _callers(sys._current_frames().get(thread))
+    )
+
+
 def stacks() -> str:
     """Of all threads of Python's, the last call last."""
     frames = sys._current_frames()

@@ -20,11 +20,11 @@ class Stage(enum.Enum):
 
 # What took long before may take longer still; what took no time at all may some day.
 _FLOORS_S = {
-    Stage.FIRST_STEP: 1800.0,
-    Stage.STEP: 60.0,
-    Stage.FIRST_VALIDATION_STEP: 1800.0,
-    Stage.VALIDATION_STEP: 60.0,
-    Stage.BETWEEN: 600.0,
+    Stage.FIRST_STEP: 3600.0,
+    Stage.STEP: 300.0,
+    Stage.FIRST_VALIDATION_STEP: 3600.0,
+    Stage.VALIDATION_STEP: 300.0,
+    Stage.BETWEEN: 3600.0,
 }
 # A later step may be traced again, as the first one was.
 _LIKE = {Stage.FIRST_STEP: Stage.STEP, Stage.FIRST_VALIDATION_STEP: Stage.VALIDATION_STEP}
@@ -35,8 +35,8 @@ class Patience:
 
     Args:
         limits_s: Of the stages whose limit is given. Any other one is five times the longest of its
-            kind so far, and not less than a floor: half an hour for a first step, a minute for a
-            step, ten minutes between steps.
+            kind so far, and not less than a floor: five minutes for a step, an hour for a first one
+            and for what comes between steps.
     """
 
     def __init__(self, limits_s: Mapping[Stage, float]) -> None:

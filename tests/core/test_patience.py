@@ -9,18 +9,18 @@ def test_floors() -> None:
     """Before anything has been seen, and behind what took no time, there is time enough."""
     patience = Patience({})
     patience.took(Stage.STEP, 0.01)
-    assert patience.limit_s(Stage.FIRST_STEP) == 1800
-    assert patience.limit_s(Stage.STEP) == 60
-    assert patience.limit_s(Stage.BETWEEN) == 600
+    assert patience.limit_s(Stage.FIRST_STEP) == 3600
+    assert patience.limit_s(Stage.STEP) == 300
+    assert patience.limit_s(Stage.BETWEEN) == 3600
 
 
 def test_five_times_the_longest() -> None:
     """What has taken long may take five times as long."""
     patience = Patience({})
-    patience.took(Stage.STEP, 30)
-    patience.took(Stage.STEP, 20)
-    assert patience.limit_s(Stage.STEP) == 150
-    assert patience.limit_s(Stage.VALIDATION_STEP) == 60
+    patience.took(Stage.STEP, 90)
+    patience.took(Stage.STEP, 70)
+    assert patience.limit_s(Stage.STEP) == 450
+    assert patience.limit_s(Stage.VALIDATION_STEP) == 300
 
 
 def test_a_step_may_take_as_long_as_the_first_one() -> None:

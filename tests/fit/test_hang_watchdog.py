@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import pdb
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -129,6 +131,33 @@ def test_in_time(capfd: pytest.CaptureFixture[str]) -> None:
     fit(watched, Slow(int), validation_data=small.dataset())
     assert "hangs" not in capfd.readouterr().err
     assert not set(threading.enumerate()) - before
+
+
+def test_debugger(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Who stands in a debugger is not taken for one that hangs."""
+    looked = threading.Semaphore(0)
+    is_debugged = hang_watchdog.is_debugged
+
+    def look(thread: int) -> bool:
+        found = is_debugged(thread)
+        looked.release()
+        return found
+
+    monkeypatch.setattr(hang_watchdog, "is_debugged", look)
+    fit(watchdog(save_secs=LIMIT_S), small.dataset(), Act("on_epoch_end", lambda: stand(looked)))
+    assert "hangs" not in capfd.readouterr().err
+
+
+def stand(looked: threading.Semaphore) -> None:
+    """At a prompt of `pdb`, until the watchdog has looked for longer than its limit."""
+
+    class Prompt(io.StringIO):
+        def readline(self, *_: Any) -> str:
+            for _look in range(6):
+                assert looked.acquire(timeout=60)
+            return "continue\n"
+
+    pdb.Pdb(stdin=Prompt(), stdout=io.StringIO(), nosigint=True).set_trace()
 
 
 def test_error_in_fit() -> None:
