@@ -131,9 +131,24 @@ def _add_run(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="SECS",
         help="time from your own SIGTERM or ctrl-C to SIGKILL (default: %(default)g)",
     )
+    parser.add_argument(
+        "--heartbeat-timeout",
+        type=float,
+        metavar="SECS",
+        help="after how long without a heartbeat the workers count one as lost (default: "
+        "TensorFlow's 10)",
+    )
+    parser.add_argument(
+        "--collective-timeout",
+        type=float,
+        metavar="SECS",
+        help="after how long a step fails in which workers wait for each other; longer than the "
+        "slowest (default: never)",
+    )
 
 
 def _run(parsed: argparse.Namespace, command: Sequence[str]) -> int:
+    from keras_distplug.core.timeouts import Timeouts
     from keras_distplug.supervisor.attempt import Limits
     from keras_distplug.supervisor.run import Job, run
 
@@ -143,6 +158,7 @@ def _run(parsed: argparse.Namespace, command: Sequence[str]) -> int:
         devices_per_worker=parsed.devices_per_worker,
         max_restarts=parsed.max_restarts,
         limits=Limits(startup_secs=parsed.startup_timeout, grace_secs=parsed.grace),
+        timeouts=Timeouts(parsed.heartbeat_timeout, parsed.collective_timeout),
     )
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A worker may print what this terminal's encoding does not have.

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 
 from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
+from keras_distplug.cluster import peers
 from keras_distplug.compat import trainer, versions
 from keras_distplug.core.cadence import SaveFreq
 
@@ -52,6 +53,7 @@ def defaults(
     versions.check()
     # Keras fails under MultiWorkerMirroredStrategy before it looks at the callbacks.
     trainer.install_dispatch()
+    peers.watch()
     return [
         BackupAndRestore(
             default_directory() if directory is None else directory,

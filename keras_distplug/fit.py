@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_distplug import startup
 from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
-from keras_distplug.cluster import agreement
+from keras_distplug.cluster import agreement, peers
 from keras_distplug.compat import context, trainer, versions
 from keras_distplug.compat import model as compat_model
 from keras_distplug.core.errors import ConfigurationError
@@ -102,6 +102,7 @@ def distributed_fit(
         OtherRunError: If `directory` holds the run of another model.
     """
     versions.check()
+    peers.watch()
     if deterministic:
         _compute_the_same_bits()
     if isinstance(model, keras.Model):

@@ -5,22 +5,30 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import warnings
 
 import tensorflow as tf
 
-from keras_distplug.cluster import roles
+from keras_distplug.cluster import peers, roles
 from keras_distplug.compat import context, trainer, versions, workers
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.log import announce
 from keras_distplug.core.supervised import JOINED_BY, Phase, Supervised
+from keras_distplug.core.timeouts import Timeouts
 from keras_distplug.strategies.select import Choice, choose
 
 _AUTOMATIC = "KERAS_DISTPLUG_AUTO_INIT"  # "0" leaves joining to the script
 
 _joined: dict[str, tf.distribute.Strategy] = {}
+_joined_with: dict[str, Timeouts] = {}
 
 
-def init(strategy: str = "auto") -> tf.distribute.Strategy:
+def init(
+    strategy: str = "auto",
+    *,
+    heartbeat_timeout_secs: float | None = None,
+    collective_timeout_secs: float | None = None,
+) -> tf.distribute.Strategy:
     """Joins the cluster that the environment describes. Call it at the top of the script.
 
     TensorFlow forms a cluster only before the first tensor, model or dataset exists. Under
@@ -41,19 +49,31 @@ def init(strategy: str = "auto") -> tf.distribute.Strategy:
             computes, the CPU holds the variables) or `"multi_worker"`. Defaults to `"auto"`:
             TF_CONFIG or a Slurm step with several workers -> multi_worker; several GPUs ->
             mirrored; else one device.
+        heartbeat_timeout_secs: After how many seconds without a heartbeat a worker counts as lost,
+            at least 1, the same on all workers. Defaults to KERAS_DISTPLUG_HEARTBEAT_TIMEOUT, which
+            `keras-distplug run --heartbeat-timeout` sets, and else to TensorFlow's 10.
+        collective_timeout_secs: After how many seconds a step fails in which workers wait for each
+            other, at least 1. It has to be longer than the slowest step of the slowest worker, and
+            than what a worker may do between two steps. Defaults to
+            KERAS_DISTPLUG_COLLECTIVE_TIMEOUT, which `keras-distplug run --collective-timeout` sets,
+            and else to no limit.
 
     Returns:
         The strategy, the same object whenever it is the same one.
 
     Raises:
-        ConfigurationError: If the strategy is unknown, or does not fit the environment.
+        ConfigurationError: If the strategy is unknown, or does not fit the environment; for a
+            time-out that cannot be.
     """
     versions.check()
+    given = Timeouts(heartbeat_timeout_secs, collective_timeout_secs)
+    timeouts = given.or_else(Timeouts.from_env(os.environ))
     role = roles.from_environment(os.environ)
     gpus = len(tf.config.list_physical_devices("GPU"))
     choice = choose(strategy, role, gpus)
     if choice.name not in _joined:
-        _joined[choice.name] = _make(choice, role)
+        _joined[choice.name] = _make(choice, role, timeouts)
+        _joined_with[choice.name] = timeouts
         if role.is_chief:
             replicas = _joined[choice.name].num_replicas_in_sync
             announce(
@@ -62,6 +82,15 @@ def init(strategy: str = "auto") -> tf.distribute.Strategy:
             )
         if (supervised := Supervised.from_env()) is not None:
             supervised.report(role.name, Phase.JOINED)
+    elif choice.name == "multi_worker" and (
+        given.or_else(_joined_with[choice.name]) != _joined_with[choice.name]
+    ):
+        warnings.warn(
+            "The cluster is formed already, with other time-outs. Received: "
+            f"{timeouts}; in force: {_joined_with[choice.name]}. Under `keras-distplug run`, which "
+            "joins on import, use its --heartbeat-timeout and --collective-timeout.",
+            stacklevel=2,
+        )
     return _joined[choice.name]
 
 
@@ -159,7 +188,7 @@ def name_of(strategy: tf.distribute.Strategy) -> str:
     return "one_device" if is_default else type(strategy).__name__
 
 
-def _make(choice: Choice, role: roles.Role) -> tf.distribute.Strategy:
+def _make(choice: Choice, role: roles.Role, timeouts: Timeouts) -> tf.distribute.Strategy:
     if choice.name == "mirrored":
         return tf.distribute.MirroredStrategy(_devices())
     if choice.name == "central_storage":
@@ -169,10 +198,17 @@ def _make(choice: Choice, role: roles.Role) -> tf.distribute.Strategy:
     os.environ["TF_CONFIG"] = role.to_tf_config()
     supervised = Supervised.from_env()
     devices = supervised.devices_per_worker if supervised else None
+    peers.watch()
     with contextlib.ExitStack() as stack:
+        if timeouts.heartbeat_secs is not None:
+            stack.enter_context(context.heartbeat_timeout(timeouts.heartbeat_secs))
         if devices and not tf.config.list_physical_devices("GPU"):
             stack.enter_context(context.cpu_devices_per_worker(devices))
-        strategy = tf.distribute.MultiWorkerMirroredStrategy()
+        strategy = tf.distribute.MultiWorkerMirroredStrategy(
+            communication_options=tf.distribute.experimental.CommunicationOptions(
+                timeout_seconds=timeouts.collective_secs
+            )
+        )
     trainer.install_dispatch()
     return strategy
 

@@ -17,7 +17,6 @@ from typing import Any, Literal
 import keras
 
 from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
-from keras_distplug.callbacks.interactive import is_interactive
 from keras_distplug.cluster import agreement
 from keras_distplug.cluster.hangs import Inquiry, InquiryAlone, InquiryTogether, Report
 from keras_distplug.cluster.mailbox import close_at_exit
@@ -26,6 +25,7 @@ from keras_distplug.compat import callback_list
 from keras_distplug.compat.whereabouts import stacks, whereabouts
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.exit_codes import ExitCode
+from keras_distplug.core.interactive import is_interactive
 from keras_distplug.core.patience import Patience, Stage
 from keras_distplug.core.supervised import Phase, Supervised
 from keras_distplug.storage.commit import Writer

@@ -17,7 +17,6 @@ from typing import Any
 import keras
 
 from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
-from keras_distplug.callbacks.interactive import is_interactive
 from keras_distplug.cluster import agreement
 from keras_distplug.cluster.notices.clouds import detect, poller
 from keras_distplug.cluster.notices.notice import Notice
@@ -27,6 +26,7 @@ from keras_distplug.cluster.stopping import Cause, Stop, StopAlone, StopTogether
 from keras_distplug.compat import callback_list
 from keras_distplug.core.errors import AgreementError, ConfigurationError, DistplugError, Preempted
 from keras_distplug.core.exit_codes import ExitCode
+from keras_distplug.core.interactive import is_interactive
 from keras_distplug.core.log import announce
 from keras_distplug.core.supervised import Phase, Supervised
 from keras_distplug.storage.commit import Writer
@@ -192,6 +192,8 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _on_lost(self, error: AgreementError) -> None:
         """From a thread."""
+        if isinstance(error.__cause__, ConnectionError):
+            return  # a lost worker ends `fit`, which tells
         announce(f"the workers could not agree on a step to stop at: {error}")
 
     def _leave(self, cause: Cause, logs: Mapping[str, Any] | None) -> None:

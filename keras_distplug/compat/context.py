@@ -7,6 +7,11 @@ TensorFlow 2.18 to 2.21. "Collective ops must be configured at program startup"
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import queue
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +21,10 @@ from unittest import mock
 import tensorflow as tf
 from tensorflow.python.distribute import collective_all_reduce_strategy
 from tensorflow.python.eager import context
+
+_HEARTBEAT_S = 10.0  # TensorFlow's own time-out
+_ANSWER_S = 1.0  # for the service, which may be frozen
+_LOOK_S = 1.0  # how often who waits for a word looks whether all workers are there
 
 
 def is_initialized() -> bool:
@@ -80,6 +89,9 @@ def reset() -> None:
         tf.random.set_seed(kept.seed)
 
 
+_asking: threading.Thread | None = None
+
+
 class ServiceKeyValues:
     """The coordination service's key-value store. Never a collective: safe at any moment."""
 
@@ -97,7 +109,21 @@ class ServiceKeyValues:
         return True
 
     def get(self, key: str, timeout_s: float | None) -> str:
-        timeout_ms = 0 if timeout_s is None else max(1, int(timeout_s * 1000))  # 0: none
+        if timeout_s is None:
+            return self._get(key, 0)  # without a limit
+        # The service lets who waits for the word of a lost worker wait (TensorFlow 2.18 to 2.21).
+        end_s = time.monotonic() + timeout_s
+        while True:
+            left_s = end_s - time.monotonic()
+            try:
+                return self._get(key, max(1, int(min(left_s, _LOOK_S) * 1000)))
+            except TimeoutError:
+                if error := self._first_error():
+                    raise ConnectionError(f"{key}: {error}") from None
+                if left_s <= _LOOK_S:
+                    raise
+
+    def _get(self, key: str, timeout_ms: int) -> str:
         with _as_builtin_errors(key):
             return str(context.context().get_config_key_value(key, timeout_ms))
 
@@ -108,6 +134,79 @@ class ServiceKeyValues:
     def barrier(self, key: str, timeout_s: float) -> None:
         with _as_builtin_errors(key):
             context.context().wait_at_barrier(key, int(timeout_s * 1000))
+
+    def _first_error(self) -> str | None:
+        with contextlib.suppress(TimeoutError):  # who is frozen may come back
+            return next(filter(None, self.task_errors()), None)
+        return None
+
+    def task_errors(self) -> list[str | None]:
+        """What is wrong with each worker, as the service knows it; the chief comes first.
+
+        Raises:
+            TimeoutError: If the service does not answer.
+            ConnectionError: If it is gone.
+        """
+        self._require_answer()
+        jobs = context.context().coordination_service.coordinated_job_list
+        with _as_builtin_errors("the states of all workers"):
+            states = context.context().get_task_states([(job.name, job.num_tasks) for job in jobs])
+        return [None if state is None else str(state) for state in states]
+
+    def report(self, message: str) -> None:
+        """Ends the collectives of all other workers with this message, at once. Raises like
+        `task_errors`."""
+        self._require_answer()
+        with _as_builtin_errors("a report to all workers"):
+            context.context().report_error_to_cluster(tf.errors.UNAVAILABLE, message)
+
+    def _require_answer(self) -> None:
+        """Who asks a frozen service for states lets no other thread of Python run (TensorFlow 2.18
+        to 2.21), so it is asked for something else before."""
+        answers: queue.SimpleQueue[ConnectionError | None] = queue.SimpleQueue()
+
+        def ask() -> None:
+            try:
+                self.put_first("keras_distplug/asked", "")
+                answers.put(None)
+            except ConnectionError as error:
+                answers.put(error)
+
+        global _asking
+        if _asking is not None:
+            _asking.join(_ANSWER_S)  # one that never comes back is enough
+        if _asking is None or not _asking.is_alive():
+            _asking = threading.Thread(target=ask, name="keras_distplug-ask", daemon=True)
+            _asking.start()
+        try:
+            error = answers.get(timeout=_ANSWER_S)
+        except queue.Empty:
+            raise TimeoutError("the coordination service does not answer") from None
+        if error is not None:
+            raise error
+
+    @property
+    def heartbeat_timeout_s(self) -> float:
+        set_ms = context.context().coordination_service.heartbeat_timeout_in_ms
+        return set_ms / 1000 if set_ms else _HEARTBEAT_S
+
+
+@contextmanager
+def heartbeat_timeout(secs: float) -> Iterator[None]:
+    """Gives the coordination service of the cluster that is formed meanwhile this time-out.
+
+    TensorFlow 2.18 to 2.21: MultiWorkerMirroredStrategy has no argument for it; its own is 10 s. It
+    configures the service unless somebody has, but then that has to know who keeps it, too.
+    """
+    own = context.context()
+    with mock.patch.object(
+        own,
+        "configure_coordination_service",
+        functools.partial(
+            own.configure_coordination_service, heartbeat_timeout_in_ms=int(secs * 1000)
+        ),
+    ):
+        yield
 
 
 @contextmanager

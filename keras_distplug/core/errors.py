@@ -12,6 +12,7 @@
     │   ├── NoCheckpointError               there is no such run, or no such checkpoint
     │   └── SaveError                       a checkpoint could not be committed
     ├── AgreementError                      a worker did not answer in time
+    ├── PeerLostError                       another worker is gone, and training with it
     ├── MetadataError                       a cloud's metadata server did not answer properly
     ├── Preempted                           training was told to go, and has saved
     └── SupervisorError                     the workers could not be brought to their end
@@ -68,6 +69,15 @@ class SaveError(CheckpointError):
 
 class AgreementError(DistplugError):
     """A worker did not answer in time."""
+
+
+class PeerLostError(DistplugError):
+    """Another worker is gone, and training with it. All workers have to be started again.
+
+    A process that ends with this error has the code 201, after its `atexit` functions, for which
+    there are 30 seconds. One that catches it ends with a code of its own, if TensorFlow comes to
+    its end in 30 seconds, and otherwise by SIGALRM, which is 142 to a shell.
+    """
 
 
 class MetadataError(DistplugError):

@@ -21,6 +21,9 @@ PEER_GRACE_SECS = 1.0
 
 _STATUS_POLL_SECS = 0.1
 
+# Whose error makes another worker leave may take longer to end than that one.
+_CAUSE_SECS = 2.0
+
 
 class Cause(enum.Enum):
     """Why a worker has ended."""
@@ -90,6 +93,8 @@ class Exit:
             return f"{self.worker} was killed by {name}"
         if self.returncode is not None and self.returncode < 0:
             return f"{self.worker} was killed by {_signal_name(-self.returncode)}"
+        if self.returncode == ExitCode.PEER_LOST:
+            return f"{self.worker} left because it lost another worker (exit code 201)"
         return f"{self.worker} exited with code {self.returncode}"
 
 
@@ -180,9 +185,11 @@ def run_attempt(
     # A single worker has no cluster to join, and may prepare its data for as long as it likes.
     deadline = time.monotonic() + limits.startup_secs if len(environments) > 1 else None
     on_training = listener.on_training
+    cause_by = math.inf
     exits: list[Exit] = []
     while group.running:
-        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        due = min(cause_by, math.inf if deadline is None else deadline)
+        timeout = None if due == math.inf else max(0.0, due - time.monotonic())
         if on_training:
             timeout = _STATUS_POLL_SECS if timeout is None else min(timeout, _STATUS_POLL_SECS)
         happened = group.wait(timeout)
@@ -208,6 +215,10 @@ def run_attempt(
             ended, signals = await_end(group, limits.grace_secs, hurry=True)
             exits += [judge(one, contract.read(one.worker)) for one in ended]
             return _outcome(exits, signals[0] if signals else None)
+        if failures and all(each.returncode == ExitCode.PEER_LOST for each in failures):
+            cause_by = min(cause_by, time.monotonic() + _CAUSE_SECS)
+            if group.running and time.monotonic() < cause_by:
+                continue
         if failures:
             return _end_after(failures, exits, group, listener)
     group.kill()  # what the commands have left behind
@@ -279,14 +290,16 @@ def _stopped(ended: Ended) -> Exit:
     return Exit(ended.worker, Cause.STOPPED, ended.returncode, ended.at)
 
 
-def earliest_first(exit_: Exit) -> tuple[float, bool]:
+def earliest_first(exit_: Exit) -> tuple[bool, float, bool]:
     """Sorts exits by when they came.
 
     Several may be found in one look, in no order. A worker that a signal killed is then the likely
-    cause; one that raised, or let TensorFlow abort, may do so for its lost peer.
+    cause; one that raised, or let TensorFlow abort, may do so for its lost peer. One that says that
+    it does is never the cause.
     """
     killed = exit_.returncode is not None and exit_.returncode < 0
-    return exit_.at, not killed or exit_.returncode == -signal.SIGABRT
+    is_consequence = exit_.returncode == ExitCode.PEER_LOST
+    return is_consequence, exit_.at, not killed or exit_.returncode == -signal.SIGABRT
 
 
 def _late(

@@ -15,6 +15,7 @@ from pathlib import Path
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.exit_codes import ExitCode
 from keras_distplug.core.supervised import Phase, Status, Supervised
+from keras_distplug.core.timeouts import Timeouts
 from keras_distplug.supervisor.attempt import (
     FAILURES,
     Cause,
@@ -49,6 +50,7 @@ class Job:
         devices_per_worker: Devices for each; None for equal shares of the GPUs.
         max_restarts: How often a failed group is started again.
         limits: How long to wait.
+        timeouts: Of the workers' cluster.
     """
 
     command: tuple[str, ...]
@@ -56,6 +58,7 @@ class Job:
     devices_per_worker: int | None = None
     max_restarts: int = 3
     limits: Limits = field(default_factory=Limits)
+    timeouts: Timeouts = field(default_factory=Timeouts)
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -106,7 +109,10 @@ def run(job: Job, environ: Mapping[str, str]) -> int:
             ports = free_ports(job.workers, avoid=ports)
             environments = {
                 role.name: worker_environment(
-                    environ, role, contract, gpus[role.index] if gpus else None
+                    {**environ, **job.timeouts.to_env()},
+                    role,
+                    contract,
+                    gpus[role.index] if gpus else None,
                 )
                 for role in local_cluster(ports)
             }

@@ -82,6 +82,11 @@ def test_late_strategy() -> None:
     assert findings("late", workers=2)["late"][0] == "RuntimeError"
 
 
+def test_word_of_a_lost_worker() -> None:
+    """The coordination service lets one wait for the word of a worker that it knows to be lost."""
+    assert findings("lost_word", workers=2)["lost"] == "DeadlineExceededError"
+
+
 def test_uneven_batch(mirrored: dict[str, Any]) -> None:
     """Replicas count the same in the loss, however many samples each has."""
     assert np.allclose(*mirrored["even"], rtol=1e-5)

@@ -23,7 +23,7 @@ from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.callbacks import backup_and_restore  # noqa: E402
-from keras_distplug.core.errors import ConfigurationError, Preempted  # noqa: E402
+from keras_distplug.core.errors import AgreementError, ConfigurationError, Preempted  # noqa: E402
 from keras_distplug.storage import saver  # noqa: E402
 
 TOLD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -293,3 +293,14 @@ def test_unusable_arguments(tmp_path: Path) -> None:
         kd.PreemptionHandler(grace_secs=-1)
     with pytest.raises(ConfigurationError, match=r"needs a keras_distplug\.BackupAndRestore"):
         small.model().fit(small.X, small.Y, verbose=0, callbacks=[kd.PreemptionHandler()])
+
+
+@pytest.mark.parametrize(
+    ("cause", "is_told"), [(ConnectionError("closed"), False), (TimeoutError("slow"), True)]
+)
+def test_lost_words(cause: Exception, is_told: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """That a lost worker agrees to nothing more is no news of its own: `fit` ends with that."""
+    error = AgreementError("no word")
+    error.__cause__ = cause
+    kd.PreemptionHandler()._on_lost(error)
+    assert ("could not agree" in caplog.text) is is_told

@@ -20,6 +20,7 @@ def status(since: Mapping[Phase, float]) -> Status:
 
 DONE = status({Phase.JOINED: 1.0, Phase.COMPLETED: 2.0})
 JOINED = status({Phase.JOINED: 1.0})
+LEFT_FOR_A_PEER = "w left because it lost another worker (exit code 201)"
 TOLD = status({Phase.JOINED: 1.0, Phase.PREEMPTED: 2.0})
 
 
@@ -35,6 +36,8 @@ TOLD = status({Phase.JOINED: 1.0, Phase.PREEMPTED: 2.0})
         (-9, TOLD, Cause.PREEMPTED, 137, "w was told to go, and has saved"),
         (1, TOLD, Cause.FAILED, 1, "w exited with code 1"),
         (143, JOINED, Cause.FAILED, 143, "w exited with code 143"),
+        (201, JOINED, Cause.FAILED, 201, LEFT_FOR_A_PEER),
+        (200, JOINED, Cause.FAILED, 200, "w exited with code 200"),
         (-9, DONE, Cause.FAILED, 137, "w was killed by SIGKILL"),
         (-11, None, Cause.FAILED, 139, "w was killed by SIGSEGV"),
         (-40, None, Cause.FAILED, 168, "w was killed by signal 40"),
@@ -70,6 +73,8 @@ def test_who_is_the_cause() -> None:
     assert min([killed, crash, abort], key=earliest_first) is killed
     sooner = Exit("w", Cause.FAILED, 1, 4.9)
     assert min([killed, sooner], key=earliest_first) is sooner
+    lost_a_peer = Exit("w", Cause.FAILED, 201, 4.8)
+    assert min([lost_a_peer, crash], key=earliest_first) is crash
 
 
 DEAD = Exit("worker-1", Cause.FAILED, -9, 100.0)

@@ -361,6 +361,45 @@ def test_devices_per_worker(start: Start) -> None:
     assert job.marks() == ["3", "3"]
 
 
+def test_timeouts(start: Start) -> None:
+    """`--heartbeat-timeout` and `--collective-timeout` reach the workers; what is not given leaves
+    the environment as it is."""
+    names = "KERAS_DISTPLUG_HEARTBEAT_TIMEOUT", "KERAS_DISTPLUG_COLLECTIVE_TIMEOUT"
+    look = f"mark(' '.join(os.environ.get(name, '-') for name in {names})); train(); complete()"
+    for options, expected in [
+        (("--heartbeat-timeout=3", "--collective-timeout=60"), "3.0 60.0"),
+        (("--heartbeat-timeout=3",), "3.0 -"),
+        ((), "- -"),
+    ]:
+        job = start(look, *options)
+        code, printed = job.finish()
+        assert code == 0, printed
+        assert job.marks()[-2:] == [expected] * 2
+
+
+def test_who_leaves_for_a_lost_worker(start: Start) -> None:
+    """The first failure is that of the worker that was lost, also if another one leaves sooner."""
+    job = start(
+        """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+train()
+if index == 0:
+    await_training("worker-1")
+    mark("left")
+    os._exit(201)
+while not Path(__file__).with_name("marks").exists():
+    time.sleep(0.01)
+sys.exit(3)
+""",
+        "--max-restarts=0",
+    )
+    code, printed = job.finish()
+    assert job.marks() == ["left"]
+    assert code == 3, printed
+    assert "first failure: worker-1 exited with code 3" in printed
+    assert "then: worker-0 left because it lost another worker (exit code 201)" in printed
+
+
 def test_hidden_trainer(start: Start, tmp_path: Path) -> None:
     """Before a restart nothing of the attempt before lives, in whatever session it hides."""
     job = start(
@@ -423,6 +462,8 @@ def test_no_tensorflow() -> None:
         (("run", "--workers", "1", "--devices-per-worker", "0", "--", "true"), "must be >= 1"),
         (("run", "--workers", "1", "--startup-timeout", "0", "--", "true"), "must be > 0 s"),
         (("run", "--workers", "1", "--grace", "nan", "--", "true"), "must be >= 0 s"),
+        (("run", "--workers", "1", "--heartbeat-timeout", "0.5", "--", "true"), "at least 1 s"),
+        (("run", "--workers", "1", "--collective-timeout", "inf", "--", "true"), "and finite"),
     ],
 )
 def test_bad_usage(arguments: tuple[str, ...], complaint: str) -> None:

@@ -1,7 +1,7 @@
 """What Keras and TensorFlow get wrong by themselves, one finding a line, as JSON.
 
-python upstream.py multi_worker | late | alone | mirrored | mirrored_losses | mirrored_overflow |
-    mirrored_empty | second_strategy | central
+python upstream.py multi_worker | lost_word | late | alone | mirrored | mirrored_losses |
+    mirrored_overflow | mirrored_empty | second_strategy | central
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -344,9 +345,28 @@ def central() -> None:
     )
 
 
+def lost_word() -> None:
+    from tensorflow.python.eager import context
+
+    from keras_distplug.compat import context as compat_context
+
+    with compat_context.heartbeat_timeout(1.0):
+        strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    service = compat_context.ServiceKeyValues()
+    service.barrier("all are there", 60)
+    if strategy.cluster_resolver.task_id:
+        os._exit(0)
+    while service.task_errors() == [None, None]:
+        time.sleep(0.1)
+    say("lost", failing_in(lambda: context.context().get_config_key_value("never told", 2000))[0])
+    sys.stdout.flush()
+    os._exit(0)  # a normal end may take for ever
+
+
 keras.config.disable_traceback_filtering()
 CASES = (
     multi_worker,
+    lost_word,
     late,
     alone,
     split_batch,

@@ -1,0 +1,162 @@
+"""Which worker is gone, when training fails for want of it.
+
+TensorFlow's errors come at different times and tell different things: the worker that was about to
+read from the dead one hears in an instant that a socket was closed, the others when heartbeats are
+missing, or when they next compute. So whoever notices asks the coordination service, and whether
+anybody still listens where the others did; and tells all others, whose steps then end, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from keras_distplug.cluster import agreement, leaving
+from keras_distplug.cluster.roles import Role
+from keras_distplug.compat import failures
+from keras_distplug.compat.context import ServiceKeyValues
+from keras_distplug.core.errors import AgreementError, PeerLostError
+from keras_distplug.core.exit_codes import ExitCode
+
+_CONNECT_S = 1.0
+_PAUSE_S = 0.1
+_MARGIN_S = 2.0  # behind the heartbeats' time-out, until the service has looked
+_HEARD_S = 0.5  # until all have heard what the chief, which keeps the service, has told
+
+_WORD = re.compile(r"keras_distplug lost <(.*?)>", re.DOTALL)
+
+
+class Service(Protocol):
+    """What knows of all workers, while the chief lives."""
+
+    @property
+    def heartbeat_timeout_s(self) -> float: ...
+
+    def task_errors(self) -> list[str | None]:
+        """Of all workers, the chief first. Raises ConnectionError if the service is gone, or
+        TimeoutError if it does not answer."""
+        ...
+
+    def report(self, message: str) -> None: ...
+
+
+def watch() -> None:
+    """Lets `fit`, `evaluate` and `predict` raise `PeerLostError` when a worker is gone, and the
+    process end with the code for that. To be called before the cluster is formed."""
+    leaving.prepare()
+    failures.explain_with(_explain)
+
+
+def _explain(error: Exception, strategy: Any) -> PeerLostError | None:
+    role = agreement.role_under(strategy)
+    if role.world_size == 1 or isinstance(error, PeerLostError):
+        return None
+    service = ServiceKeyValues()
+    if (who := lost(error, role, service)) is None:
+        return None
+    with contextlib.suppress(ConnectionError, TimeoutError):  # then all notice by themselves
+        service.report(f"keras_distplug lost <{who}>")
+    if role.is_chief:
+        time.sleep(_HEARD_S)
+    leaving.peer_is_lost()
+    return PeerLostError(
+        f"{role.name} lost {who}. Training cannot go on without it: start all workers again. With "
+        "`BackupAndRestore` among the callbacks training then goes on from its newest checkpoint. "
+        f"This process ends with the code {ExitCode.PEER_LOST:d} unless the error is caught."
+    )
+
+
+def lost(error: BaseException, role: Role, service: Service) -> str | None:
+    """Who is gone, for people; None if the error has another reason.
+
+    Args:
+        error: What training failed with.
+        role: This worker's place.
+        service: What knows of all workers.
+    """
+    chain = list(_chain(error))
+    if not any(map(_may_be_of_a_peer, chain)):
+        return None
+    if word := next(filter(None, (_WORD.search(str(each)) for each in chain)), None):
+        return word[1]
+    end_s = time.monotonic() + service.heartbeat_timeout_s + _MARGIN_S
+    while True:
+        answer = _answer(service)
+        if answer and (word := next(filter(None, map(_word_in, answer)), None)):
+            return word[1]
+        found = [
+            f"{name}, {_in_words(told, service)}"
+            for name, told in zip(_workers(role), answer or [], strict=False)
+            if told is not None
+        ] or [
+            f"{name}, where nobody listens any more"
+            for name, address in _workers(role).items()
+            if not name.startswith(f"{role.name} ") and _refuses(address)
+        ]
+        if found:
+            return " and ".join(found)
+        if time.monotonic() > end_s:
+            break
+        time.sleep(_PAUSE_S)
+    if answer is not None or role.is_chief:
+        return None
+    return f"{next(iter(_workers(role)))}, which does not answer any more"
+
+
+def _answer(service: Service) -> list[str | None] | None:
+    try:
+        return service.task_errors()
+    except (ConnectionError, TimeoutError):
+        return None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        # Keras takes the cause from an error that passes its `fit`, and leaves the context.
+        error = error.__cause__ or error.__context__
+
+
+def _may_be_of_a_peer(error: BaseException) -> bool:
+    if isinstance(error, AgreementError):
+        return isinstance(error.__cause__ or error.__context__, ConnectionError)
+    return failures.may_be_of_a_connection(error)
+
+
+def _word_in(told: str | None) -> re.Match[str] | None:
+    return None if told is None else _WORD.search(told)
+
+
+def _in_words(told: str, service: Service) -> str:
+    if "heartbeat" in told:
+        return f"which has sent no heartbeat for {service.heartbeat_timeout_s:g} s"
+    return f"of which TensorFlow says: {told}"
+
+
+def _workers(role: Role) -> dict[str, str]:
+    """For people, the chief first, and their addresses."""
+    tasks = [
+        (f"{job}-{index}", address)
+        for job in ("chief", "worker")
+        for index, address in enumerate(role.cluster.get(job, ()))
+    ]
+    return {
+        f"{name} ({'the chief, ' * (place == 0)}{address})": address
+        for place, (name, address) in enumerate(tasks)
+    }
+
+
+def _refuses(address: str) -> bool:
+    """Whether the machine says that nobody listens there; no answer says nothing."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False

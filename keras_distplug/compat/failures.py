@@ -1,0 +1,53 @@
+"""What `fit`, `evaluate` and `predict` raise when they fail. Keras 3.10 to 3.15."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow import trainer as keras_trainer
+
+Explain = Callable[[Exception, tf.distribute.Strategy], Exception | None]
+
+# What TensorFlow 2.18 to 2.21 raises in a collective, or from the coordination service, when a
+# worker is gone, or does not answer: the first, mostly.
+_OF_A_CONNECTION = (
+    tf.errors.UnavailableError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.InternalError,
+)
+_MARK = "_distplug_explained"
+
+
+def explain_with(explain: Explain) -> None:
+    """Lets `explain` say what is raised instead of an error of any model; None leaves it."""
+    trainer = keras_trainer.TensorFlowTrainer
+    for name in ("fit", "evaluate", "predict"):
+        stock = getattr(trainer, name)
+        if not hasattr(stock, _MARK):
+            setattr(trainer, name, _explained(stock, explain))
+
+
+def _explained(stock: Callable[..., Any], explain: Explain) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def explained(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return stock(self, *args, **kwargs)
+        except Exception as error:
+            told = explain(error, self.distribute_strategy)
+            if told is None:
+                raise
+            raise told from error
+
+    setattr(explained, _MARK, True)
+    return explained
+
+
+def may_be_of_a_connection(error: BaseException) -> bool:
+    """Whether TensorFlow's error could be for a worker that is gone."""
+    return isinstance(error, _OF_A_CONNECTION)

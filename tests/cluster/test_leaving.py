@@ -1,0 +1,84 @@
+"""How a process ends that has lost another worker, in processes without TensorFlow."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+from support.cluster import environment
+
+BEGIN = """
+import atexit, ctypes, sys, time
+from keras_distplug.cluster import leaving
+from keras_distplug.core.errors import PeerLostError
+leaving.prepare()
+atexit.register(lambda: print("last words"))
+leaving.peer_is_lost()
+"""
+LOST = 'PeerLostError("worker-1 is gone")'
+CAUGHT = f"try: raise {LOST}\nexcept PeerLostError: pass\n"
+# What the interpreter calls behind all of Python's, as TensorFlow's end: this waits for ever.
+ENDLESS = "ctypes.pythonapi.Py_AtExit(ctypes.CDLL(None).pause)\n"
+
+
+def run(script: str, *options: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, *options, "-c", BEGIN + script],
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+    )
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        (f"raise {LOST}", 201),
+        (f"{ENDLESS}raise {LOST}", 201),
+        (f"raise RuntimeError('no training') from {LOST}", 201),
+        (f"try: raise {LOST}\nfinally: raise ValueError('a second one')", 201),
+        ("raise ValueError('another one')", 1),
+        (f"{CAUGHT}", 0),
+        (f"{CAUGHT}sys.exit(7)", 7),
+        (f"{CAUGHT}leaving._END_S = 0.5\n{ENDLESS}", -signal.SIGALRM),
+    ],
+    ids=["unhandled", "endless", "cause", "context", "other", "caught", "own code", "alarm"],
+)
+def test_code(script: str, code: int) -> None:
+    """Unhandled, the error ends the process with 201, and nothing can keep it; handled, the code is
+    the script's own, if the interpreter comes to its end. Functions at exit are called."""
+    ended, printed = run(script)
+    assert ended == code, printed
+    assert printed.endswith("last words\n")
+    assert ("worker-1 is gone" in printed) is (code == 201)
+
+
+def test_hanging_last_words() -> None:
+    """A function at exit that does not come back is given up."""
+    hangs = "leaving._LAST_WORDS_S = 0.5\natexit.register(lambda: time.sleep(100))\n"
+    ended, printed = run(f"{hangs}raise {LOST}")
+    assert ended == 201, printed
+    assert "last words" not in printed
+
+
+def test_hook_of_the_script() -> None:
+    """A hook for exceptions that the script had is called."""
+    hook = "sys.excepthook = lambda kind, error, trace: print('mine:', error)\n"
+    ended, printed = run(
+        hook + f"leaving.peer_is_lost.cache_clear(); leaving.peer_is_lost()\nraise {LOST}"
+    )
+    assert ended == 201
+    assert "mine: worker-1 is gone" in printed
+
+
+def test_interactive() -> None:
+    """Where a person is at the keyboard, Python stays."""
+    ended, printed = run(f"raise {LOST}", "-i")
+    assert ended == 0, printed
+    assert "worker-1 is gone" in printed

@@ -1,0 +1,141 @@
+"""Which worker is gone, with a service that only pretends."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+
+import pytest
+
+pytest.importorskip("tensorflow")
+pytestmark = [pytest.mark.tf, pytest.mark.timeout(60)]
+
+import tensorflow as tf  # noqa: E402
+
+from keras_distplug.cluster import peers  # noqa: E402
+from keras_distplug.cluster.roles import Role  # noqa: E402
+from keras_distplug.core.errors import AgreementError  # noqa: E402
+
+CLOSED = tf.errors.UnavailableError(None, None, "Collective ops is aborted by: Socket closed")
+STOPPED = "Task /job:worker/replica:0/task:2 heartbeat timeout. This indicates that"
+
+
+class Service:
+    """What it answers, one time after the other, the last again and again."""
+
+    heartbeat_timeout_s = 1.0
+
+    def __init__(self, *answers: Sequence[str | None] | OSError) -> None:
+        self.answers = list(answers)
+
+    def task_errors(self) -> list[str | None]:
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, OSError):
+            raise answer
+        return list(answer)
+
+    def report(self, message: str) -> None:
+        raise NotImplementedError
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_MARGIN_S", 0.1)
+
+
+@pytest.fixture
+def workers() -> Iterator[list[socket.socket]]:
+    """Three that listen."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+
+
+def role(workers: Sequence[socket.socket], index: int) -> Role:
+    addresses = tuple(f"127.0.0.1:{each.getsockname()[1]}" for each in workers)
+    return Role("worker", index, {"worker": addresses}, "a test")
+
+
+WELL = [None, None, None]
+
+
+def test_who_does_not_listen(workers: list[socket.socket]) -> None:
+    """A worker whose port is closed is named with its address, before the service knows."""
+    here = role(workers, 1)
+    workers[2].close()
+    address = here.cluster["worker"][2]
+    found = peers.lost(CLOSED, here, Service(WELL))
+    assert found == f"worker-2 ({address}), where nobody listens any more"
+
+
+def test_the_chief(workers: list[socket.socket]) -> None:
+    """With the chief the service is gone; the message says that it is the chief."""
+    here = role(workers, 1)
+    workers[0].close()
+    found = peers.lost(CLOSED, here, Service(ConnectionError("refused")))
+    assert (
+        found == f"worker-0 (the chief, {here.cluster['worker'][0]}), where nobody listens any more"
+    )
+
+
+@pytest.mark.parametrize("answer", [TimeoutError("silence"), ConnectionError("no route")])
+def test_the_machine_of_the_chief(answer: OSError, workers: list[socket.socket]) -> None:
+    """A service that does not answer for as long as a worker may be silent has lost its chief."""
+    found = peers.lost(CLOSED, role(workers, 1), Service(answer))
+    assert found is not None
+    assert found.startswith("worker-0 (the chief, 127.0.0.1:")
+    assert found.endswith("which does not answer any more")
+
+
+def test_what_the_service_knows(workers: list[socket.socket]) -> None:
+    """A worker that is there, but sends no heartbeats, is waited for until the service tells."""
+    found = peers.lost(CLOSED, role(workers, 0), Service(WELL, WELL, [None, None, STOPPED]))
+    assert found is not None
+    assert found.startswith("worker-2 (127.0.0.1:")
+    assert found.endswith("which has sent no heartbeat for 1 s")
+
+
+def test_who_was_first(workers: list[socket.socket]) -> None:
+    """What another worker has told counts more than that it has left for it."""
+    word = "keras_distplug lost <worker-2 (host:1), where nobody listens any more>"
+    told = f"Error reported from /job:worker/task:0: {word}. Restart your program"
+    here = role(workers, 1)
+    workers[0].close()
+    for error, answer in [
+        (tf.errors.UnavailableError(None, None, told), ConnectionError("refused")),
+        (CLOSED, [word, None, STOPPED]),
+    ]:
+        found = peers.lost(error, here, Service(answer))
+        assert found == "worker-2 (host:1), where nobody listens any more"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("mine"),
+        ConnectionError("a store's"),
+        tf.errors.InvalidArgumentError(None, None, "shapes"),
+        AgreementError("a worker that is slow"),
+    ],
+)
+def test_other_errors(error: Exception, workers: list[socket.socket]) -> None:
+    """An error of another kind is not for a lost worker, even if one is lost."""
+    here = role(workers, 0)
+    workers[1].close()
+    assert peers.lost(error, here, Service([None, STOPPED, None])) is None
+
+
+def test_nobody_is_lost(workers: list[socket.socket]) -> None:
+    """An error of a connection is left as it is where all workers are well."""
+    assert peers.lost(CLOSED, role(workers, 0), Service(WELL)) is None
+
+
+def test_lost_in_an_agreement(workers: list[socket.socket]) -> None:
+    """An agreement that broke off is looked into, too, though Keras drops causes."""
+    here = role(workers, 0)
+    workers[1].close()
+    error = AgreementError("waited for the word of worker 1")
+    error.__context__ = ConnectionError("socket closed")
+    found = peers.lost(error, here, Service(WELL))
+    assert found is not None
+    assert found.startswith("worker-1")

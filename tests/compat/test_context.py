@@ -1,0 +1,106 @@
+"""The key-value store, over a context that only pretends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tensorflow")
+pytestmark = [pytest.mark.tf, pytest.mark.timeout(60)]
+
+import tensorflow as tf  # noqa: E402
+
+from keras_distplug.compat import context  # noqa: E402
+
+
+class Pretended:
+    """A context whose service has no words, and answers unless it is frozen or gone."""
+
+    coordination_service = SimpleNamespace(
+        coordinated_job_list=[SimpleNamespace(name="worker", num_tasks=2)],
+        heartbeat_timeout_in_ms=0,
+    )
+
+    def __init__(self) -> None:
+        self.states: list[str | None] = [None, None]
+        self.asked = 0
+        self.thaws: threading.Event | None = None
+        self.is_gone = False
+
+    def get_config_key_value(self, key: str, timeout_ms: int) -> str:
+        raise tf.errors.DeadlineExceededError(None, None, f"{timeout_ms} ms")
+
+    def set_config_key_value(self, key: str, value: str) -> None:
+        self.asked += 1
+        if self.thaws is not None:
+            self.thaws.wait()
+        if self.is_gone:
+            raise tf.errors.UnavailableError(None, None, "refused")
+        raise tf.errors.AlreadyExistsError(None, None, key)
+
+    def get_task_states(self, jobs: list[tuple[str, int]]) -> list[str | None]:
+        assert self.thaws is None, "this would keep all threads from running"
+        assert jobs == [("worker", 2)]
+        return self.states
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
+    own = Pretended()
+    monkeypatch.setattr(context.context, "context", lambda: own)
+    for name in ("_LOOK_S", "_ANSWER_S"):
+        monkeypatch.setattr(context, name, 0.05)
+    yield own
+    if own.thaws is not None:
+        own.thaws.set()
+
+
+def get(timeout_s: float = 0.3) -> Any:
+    return context.ServiceKeyValues().get("a word", timeout_s)
+
+
+def test_word_of_a_lost_worker(pretended: Pretended) -> None:
+    """Who waits for a word hears that a worker is lost."""
+    pretended.states[1] = "heartbeat timeout"
+    with pytest.raises(ConnectionError, match="a word: heartbeat timeout"):
+        get(timeout_s=50)
+
+
+def test_no_word(pretended: Pretended) -> None:
+    """Where all workers are well, the time is waited for."""
+    with pytest.raises(TimeoutError, match="a word"):
+        get()
+    assert pretended.asked > 1
+
+
+def test_frozen_service(pretended: Pretended) -> None:
+    """A service that does not answer is waited for, too; it is asked once, and never for states."""
+    pretended.thaws = threading.Event()
+    with pytest.raises(TimeoutError, match="a word"):
+        get()
+    assert pretended.asked == 1
+    for ask in (context.ServiceKeyValues().task_errors, lambda: report("lost")):
+        with pytest.raises(TimeoutError, match="does not answer"):
+            ask()
+
+
+def test_lost_service(pretended: Pretended) -> None:
+    """A service that is gone is told as such."""
+    pretended.is_gone = True
+    with pytest.raises(ConnectionError, match="refused"):
+        get()
+    with pytest.raises(ConnectionError, match="refused"):
+        context.ServiceKeyValues().task_errors()
+
+
+def report(message: str) -> None:
+    context.ServiceKeyValues().report(message)
+
+
+def test_default_of_tensorflow(pretended: Pretended) -> None:
+    """Without a time-out of ours, TensorFlow's is known."""
+    assert context.ServiceKeyValues().heartbeat_timeout_s == 10.0

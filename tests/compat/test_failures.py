@@ -1,0 +1,54 @@
+"""What `fit`, `evaluate` and `predict` raise instead of an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tensorflow")
+pytestmark = pytest.mark.tf
+
+import tensorflow as tf  # noqa: E402
+from keras.src.backend.tensorflow import trainer as keras_trainer  # noqa: E402
+from support import small  # noqa: E402
+
+from keras_distplug.compat import failures  # noqa: E402
+
+METHODS = ("fit", "evaluate", "predict")
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Keras' class, whose methods fail."""
+
+    def failing(self: Any, error: Exception, **_: Any) -> None:
+        """Trains."""
+        raise error
+
+    for name in METHODS:
+        monkeypatch.setattr(keras_trainer.TensorFlowTrainer, name, failing)
+    return keras_trainer.TensorFlowTrainer
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_explained(method: str, trainer: Any) -> None:
+    """What is explained is raised from the error, with the model's strategy known; what is not
+    passes as it is. The methods keep their names."""
+    asked: list[Any] = []
+
+    def explain(error: Exception, strategy: Any) -> Exception | None:
+        asked.append(strategy)
+        return RuntimeError("explained") if isinstance(error, ValueError) else None
+
+    failures.explain_with(explain)
+    failures.explain_with(lambda error, strategy: pytest.fail("there is one already"))
+    model = small.model()
+    with pytest.raises(RuntimeError, match="explained") as raised:
+        getattr(model, method)(error := ValueError("x"))
+    assert raised.value.__cause__ is error
+    with pytest.raises(KeyError) as passed:
+        getattr(model, method)(other := KeyError("x"))
+    assert passed.value is other
+    assert asked == [tf.distribute.get_strategy()] * 2
+    assert getattr(trainer, method).__doc__ == "Trains."

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from math import inf, nan
+
+import pytest
+
+from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.core.timeouts import COLLECTIVE, HEARTBEAT, Timeouts
+
+
+@pytest.mark.parametrize(
+    "timeouts", [Timeouts(), Timeouts(1.0), Timeouts(None, 90.5), Timeouts(3.0, 60.0)]
+)
+def test_through_the_environment(timeouts: Timeouts) -> None:
+    """What the environment tells is what was put there; nothing, if nothing was given."""
+    assert Timeouts.from_env(timeouts.to_env()) == timeouts
+    assert len(timeouts.to_env()) == 2 - [timeouts.heartbeat_secs, timeouts.collective_secs].count(
+        None
+    )
+
+
+def test_empty_variables() -> None:
+    """An empty variable is none."""
+    assert Timeouts.from_env({HEARTBEAT: "", COLLECTIVE: ""}) == Timeouts()
+
+
+def test_precedence() -> None:
+    """What is given by argument wins, each by itself."""
+    assert Timeouts(3.0).or_else(Timeouts(5.0, 60.0)) == Timeouts(3.0, 60.0)
+    assert Timeouts().or_else(Timeouts(5.0)) == Timeouts(5.0)
+
+
+@pytest.mark.parametrize("secs", [0.0, -1.0, 0.9, inf, nan])
+@pytest.mark.parametrize("name", ["heartbeat", "collective"])
+def test_impossible(name: str, secs: float) -> None:
+    """A time-out that cannot be is refused, and named."""
+    with pytest.raises(ConfigurationError, match=f"the {name} time-out to be at least 1 s"):
+        Timeouts(**{f"{name}_secs": secs})
+
+
+@pytest.mark.parametrize("name", [HEARTBEAT, COLLECTIVE])
+def test_no_number(name: str) -> None:
+    """The variable that holds no number is named."""
+    with pytest.raises(ConfigurationError, match=f"Expected {name} to be seconds. Received: '3 s'"):
+        Timeouts.from_env({name: "3 s"})
