@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from keras_distplug.cluster import agreement
 from keras_distplug.cluster.notices.clouds import detect, poller
 from keras_distplug.cluster.notices.notice import Notice
 from keras_distplug.cluster.notices.watcher import Watcher
+from keras_distplug.cluster.requeue import Requeue
 from keras_distplug.cluster.signals import SignalWatch
 from keras_distplug.cluster.stopping import Cause, Stop, StopAlone, StopTogether
 from keras_distplug.compat import callback_list
@@ -67,10 +69,15 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
             Defaults to `True` but where Python is interactive.
         cloud: Ask the metadata server of the cloud that this machine belongs to. Defaults to
             `True`. **Not verified on a machine of any cloud.**
+        requeue: Under Slurm, put the job into the queue again, behind the checkpoint, by `scontrol
+            requeue`; not for ctrl-C. The job must be one that may be (`sbatch --requeue`). Where
+            that fails, it is told, and training ends as it would without. Defaults to `False`.
+            **Not verified on a Slurm cluster.**
 
     Raises:
-        ConfigurationError: For an argument that is not usable; in `fit`, if there is no
-            `BackupAndRestore` of ours among the callbacks.
+        ConfigurationError: For an argument that is not usable, such as `requeue=True` outside a job
+            of Slurm's or without `scontrol` on PATH; in `fit`, if there is no `BackupAndRestore` of
+            ours among the callbacks.
         Preempted: In `fit`, with `exit=False`.
     """
 
@@ -81,6 +88,7 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
         grace_secs: float = 30.0,
         exit: bool | None = None,
         cloud: bool = True,
+        requeue: bool = False,
     ) -> None:
         super().__init__()
         unusable = {signal.SIGKILL, signal.SIGSTOP, signal.SIGINT} & set(signals)
@@ -95,6 +103,8 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
         self.grace_secs = grace_secs
         self.exit = exit
         self.cloud = cloud
+        self.requeue = requeue
+        self._requeue = Requeue.from_environment(os.environ) if requeue else None
         self._received: list[int] = []
         self._undo: list[Callable[[], None]] = []
 
@@ -207,11 +217,14 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
         what = "no new checkpoint" if stands is None else f"the checkpoint of step {stands}"
         if self._role.is_chief:
             announce(f"{told}: training ends with {what}; start the script again to go on")
+        if stands is not None and (supervised := Supervised.from_env()) is not None:
+            supervised.report(self._role.name, Phase.PREEMPTED)
+        # Slurm tells us once more to go, which must not end us before it has heard.
+        if self._requeue is not None and not cause.is_user:
+            self._put_into_the_queue(self._requeue, others_wait=stands is not None)
         earlier = [] if self._watch is None else map(self._watch.handler_before, self._received)
         earlier = list(zip(self._received, earlier, strict=False))
         self._end()
-        if stands is not None and (supervised := Supervised.from_env()) is not None:
-            supervised.report(self._role.name, Phase.PREEMPTED)
         for number, handler in earlier:
             if callable(handler) and handler is not signal.default_int_handler:
                 handler(number, None)
@@ -223,6 +236,20 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
             f"{told}. Training has ended with {what}. Call `fit` again, or start the "
             "script again, to go on."
         )
+
+    def _put_into_the_queue(self, requeue: Requeue, *, others_wait: bool) -> None:
+        if self._role.is_chief and signal.SIGINT not in self._received:
+            failure = requeue.ask()
+            announce(
+                f"job {requeue.job} is in Slurm's queue again"
+                if failure is None
+                else f"`scontrol requeue {requeue.job}` failed, so start the job again yourself: "
+                f"{failure}"
+            )
+        if others_wait:
+            # `srun --kill-on-bad-exit` ends all tasks, the chief among them, when one has left.
+            with contextlib.suppress(AgreementError):
+                self._agreement.barrier("queue")
 
     def _save(self, cause: Cause, logs: Mapping[str, Any] | None) -> int | None:
         """The step of the newest checkpoint that this `fit` has made."""

@@ -82,7 +82,7 @@ def wake() -> None:
 
 
 AFTER = {"SIGINT again": twice, "SIGTERM, then SIGCONT": wake}
-handler = kd.PreemptionHandler(cloud=False)
+handler = kd.PreemptionHandler(cloud=False, requeue="SLURM_JOB_ID" in os.environ)
 
 
 class Tell(keras.callbacks.Callback):
