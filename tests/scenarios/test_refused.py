@@ -16,11 +16,11 @@ SCRIPT = Path(__file__).parents[1] / "workers" / "refused.py"
 @pytest.mark.parametrize(
     ("workers", "where", "expected"),
     [
-        (1, ["fit"], "validation_split"),
         (2, ["callback", "1"], "says 1"),
         *(
             pytest.param(*row, marks=pytest.mark.soak)
             for row in [
+                (1, ["fit"], "validation_split"),
                 (1, ["defaults"], "nonsense"),
                 (2, ["init"], "nonsense"),
                 (2, ["fit"], "validation_split"),
