@@ -25,7 +25,9 @@ from keras_distplug.cluster.notices.watcher import Watcher
 from keras_distplug.cluster.requeue import Requeue
 from keras_distplug.cluster.signals import SignalWatch
 from keras_distplug.cluster.stopping import Cause, Stop, StopAlone, StopTogether
+from keras_distplug.cluster.told_to_tensorflow import NoticeToTensorFlow
 from keras_distplug.compat import callback_list
+from keras_distplug.compat.context import ServiceKeyValues
 from keras_distplug.core.errors import AgreementError, ConfigurationError, DistplugError, Preempted
 from keras_distplug.core.exit_codes import ExitCode
 from keras_distplug.core.interactive import is_interactive
@@ -54,6 +56,7 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
 
     - ctrl-C is the user's: the first one saves and raises `KeyboardInterrupt`, for which
       `keras-distplug run` does not start the job again; the second one leaves at once.
+    - Several workers also stop for a SIGTERM that TensorFlow has taken, such as one before `fit`.
     - A validation under way is finished first.
     - Handlers that the script had are called behind the checkpoint, and are there again after
       `fit`. A signal that comes too late to stop training is sent once more when it has ended.
@@ -127,6 +130,9 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
         self._received = []
         self._stop = self._make_stop()
         self._undo.append(self._stop.close)
+        if self._role.world_size > 1 and self._role.is_chief:
+            notice = NoticeToTensorFlow(ServiceKeyValues(), self._on_notice_to_tensorflow)
+            self._undo.append(notice.close)
         self._watch = self._watch_signals()
         if self.cloud and (cloud := detect()) is not None:
             self._undo.append(Watcher(poller(cloud), self._on_notice).close)
@@ -196,6 +202,11 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
             announce(f"{what} on {self._where}; training goes on")
             return
         self._tell(what, notice.at_unix_s or time.time() + self.grace_secs, is_user=False)
+
+    def _on_notice_to_tensorflow(self, worker: str) -> None:
+        """From a thread."""
+        what, at_unix_s = "TensorFlow's notice of preemption", time.time() + self.grace_secs
+        self._stop.tell(Cause(what, worker, at_unix_s))
 
     def _tell(self, what: str, at_unix_s: float, *, is_user: bool) -> None:
         self._stop.tell(Cause(what, self._where, at_unix_s, is_user))

@@ -90,6 +90,24 @@ def test_exit_codes(tmp_path: Path) -> None:
     assert ended[0].output.count("job 1234 is in Slurm's queue again") == 1
 
 
+@pytest.mark.parametrize(
+    "told", ["0:1:1:1:SIGTERM", pytest.param("0:1:before:fit:SIGTERM", marks=pytest.mark.soak)]
+)
+def test_told_to_tensorflow(told: str, tmp_path: Path) -> None:
+    """A SIGTERM that only TensorFlow has heard makes all workers save and leave, too."""
+    ended = run_workers(
+        [str(SCRIPT), str(tmp_path), told],
+        2,
+        env={"KERAS_DISTPLUG_TEST_NO_SIGNALS": "1"},
+        timeout_s=200,
+    )
+    assert (tmp_path / "told").read_text().splitlines() == [told]
+    assert [each.returncode for each in ended] == [143, 143], ended[0].output
+    said = "TensorFlow's notice of preemption to worker-1: training ends with the checkpoint of"
+    assert ended[0].output.count(said) == 1
+    assert not any("Fatal Python error" in each.output for each in ended)
+
+
 def test_ctrl_c(tmp_path: Path) -> None:
     """ctrl-C to one worker ends the job with 130, with a checkpoint and without a restart."""
     ended = run_job(
