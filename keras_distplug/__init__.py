@@ -70,11 +70,15 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def _join_if_supervised() -> None:
+def _begin() -> None:
+    # Before the first error, and for who is told by the code of this process only.
+    started_by = ("KERAS_DISTPLUG_JOB", "TF_CONFIG", "SLURM_STEP_ID")
+    if any(os.environ.get(name) for name in started_by):
+        importlib.import_module("keras_distplug.cluster.leaving").prepare()
     # TensorFlow forms a cluster only before the first tensor exists, and a script that a supervisor
     # started as one of several workers has made none when it imports us.
     if os.environ.get("TF_CONFIG") and os.environ.get("KERAS_DISTPLUG_JOB"):
         importlib.import_module("keras_distplug.startup").join_on_import()
 
 
-_join_if_supervised()
+_begin()

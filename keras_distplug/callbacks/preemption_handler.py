@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -21,9 +22,12 @@ from keras_distplug.cluster import agreement, leaving
 from keras_distplug.cluster.notices.clouds import detect, poller
 from keras_distplug.cluster.notices.notice import Notice
 from keras_distplug.cluster.notices.watcher import Watcher
+from keras_distplug.cluster.requeue import Requeue
 from keras_distplug.cluster.signals import SignalWatch
 from keras_distplug.cluster.stopping import Cause, Stop, StopAlone, StopTogether
+from keras_distplug.cluster.told_to_tensorflow import NoticeToTensorFlow
 from keras_distplug.compat import callback_list
+from keras_distplug.compat.context import ServiceKeyValues
 from keras_distplug.core.errors import AgreementError, ConfigurationError, DistplugError, Preempted
 from keras_distplug.core.exit_codes import ExitCode
 from keras_distplug.core.interactive import is_interactive
@@ -54,6 +58,7 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
     - It is among `defaults()`; one of your own takes its place.
     - ctrl-C is the user's: the first one saves and raises `KeyboardInterrupt`, for which
       `keras-distplug run` does not start the job again; the second one leaves at once.
+    - Several workers also stop for a SIGTERM that TensorFlow has taken, such as one before `fit`.
     - A validation under way is finished first.
     - Handlers that the script had are called behind the checkpoint, and are there again after
       `fit`. A signal that comes too late to stop training is sent once more when it has ended.
@@ -69,10 +74,15 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
             Defaults to `True` but where Python is interactive.
         cloud: Ask the metadata server of the cloud that this machine belongs to. Defaults to
             `True`. **Not verified on a machine of any cloud.**
+        requeue: Under Slurm, put the job into the queue again, behind the checkpoint, by `scontrol
+            requeue`; not for ctrl-C. The job must be one that may be (`sbatch --requeue`). Where
+            that fails, it is told, and training ends as it would without. Defaults to `False`.
+            **Not verified on a Slurm cluster.**
 
     Raises:
-        ConfigurationError: For an argument that is not usable; in `fit`, if there is no
-            `BackupAndRestore` of ours among the callbacks.
+        ConfigurationError: For an argument that is not usable, such as `requeue=True` outside a job
+            of Slurm's or without `scontrol` on PATH; in `fit`, if there is no `BackupAndRestore` of
+            ours among the callbacks.
         Preempted: In `fit`, with `exit=False`.
     """
 
@@ -83,6 +93,7 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
         grace_secs: float = 30.0,
         exit: bool | None = None,
         cloud: bool = True,
+        requeue: bool = False,
     ) -> None:
         super().__init__()
         unusable = {signal.SIGKILL, signal.SIGSTOP, signal.SIGINT} & set(signals)
@@ -97,6 +108,8 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
         self.grace_secs = grace_secs
         self.exit = exit
         self.cloud = cloud
+        self.requeue = requeue
+        self._requeue = Requeue.from_environment(os.environ) if requeue else None
         self._received: list[int] = []
         self._undo: list[Callable[[], None]] = []
 
@@ -121,6 +134,9 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
         self._received = []
         self._stop = self._make_stop()
         self._undo.append(self._stop.close)
+        if self._role.world_size > 1 and self._role.is_chief:
+            notice = NoticeToTensorFlow(ServiceKeyValues(), self._on_notice_to_tensorflow)
+            self._undo.append(notice.close)
         self._watch = self._watch_signals()
         if self.cloud and (cloud := detect()) is not None:
             self._undo.append(Watcher(poller(cloud), self._on_notice).close)
@@ -192,6 +208,11 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
             return
         self._tell(what, notice.at_unix_s or time.time() + self.grace_secs, is_user=False)
 
+    def _on_notice_to_tensorflow(self, worker: str) -> None:
+        """From a thread."""
+        what, at_unix_s = "TensorFlow's notice of preemption", time.time() + self.grace_secs
+        self._stop.tell(Cause(what, worker, at_unix_s))
+
     def _tell(self, what: str, at_unix_s: float, *, is_user: bool) -> None:
         self._stop.tell(Cause(what, self._where, at_unix_s, is_user))
 
@@ -212,11 +233,14 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
         what = "no new checkpoint" if stands is None else f"the checkpoint of step {stands}"
         if self._role.is_chief:
             announce(f"{told}: training ends with {what}; start the script again to go on")
+        if stands is not None and (supervised := Supervised.from_env()) is not None:
+            supervised.report(self._role.name, Phase.PREEMPTED)
+        # Slurm tells us once more to go, which must not end us before it has heard.
+        if self._requeue is not None and not cause.is_user:
+            self._put_into_the_queue(self._requeue, others_wait=stands is not None)
         earlier = [] if self._watch is None else map(self._watch.handler_before, self._received)
         earlier = list(zip(self._received, earlier, strict=False))
         self._end()
-        if stands is not None and (supervised := Supervised.from_env()) is not None:
-            supervised.report(self._role.name, Phase.PREEMPTED)
         for number, handler in earlier:
             if callable(handler) and handler is not signal.default_int_handler:
                 handler(number, None)
@@ -230,6 +254,20 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
             f"{told}. Training has ended with {what}. Call `fit` again, or start the "
             "script again, to go on."
         )
+
+    def _put_into_the_queue(self, requeue: Requeue, *, others_wait: bool) -> None:
+        if self._role.is_chief and signal.SIGINT not in self._received:
+            failure = requeue.ask()
+            announce(
+                f"job {requeue.job} is in Slurm's queue again"
+                if failure is None
+                else f"`scontrol requeue {requeue.job}` failed, so start the job again yourself: "
+                f"{failure}"
+            )
+        if others_wait:
+            # `srun --kill-on-bad-exit` ends all tasks, the chief among them, when one has left.
+            with contextlib.suppress(AgreementError):
+                self._agreement.barrier("queue")
 
     def _save(self, cause: Cause, logs: Mapping[str, Any] | None) -> int | None:
         """The step of the newest checkpoint that this `fit` has made."""

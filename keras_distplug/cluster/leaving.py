@@ -1,10 +1,13 @@
-"""How a process ends that has lost other workers, or leaves when they do.
+"""How a process ends that an error of ours has ended, for whoever starts it again.
 
-TensorFlow waits for its cluster when the interpreter ends, which then took from 1 s to 51 s, or for
-ever. So a process that ends with a `PeerLostError` goes as others do up to its `atexit` functions,
-and leaves behind the last of them. One that has caught the error ends as usual, because nobody can
-tell its code before, but not without a limit. Workers that leave together, told to go, do not wait
-for each other either.
+One that has lost another worker says so by its code. TensorFlow waits for its cluster when the
+interpreter ends, which then took from 1 s to 51 s, or for ever. So a process that ends with a
+`PeerLostError` goes as others do up to its `atexit` functions, and leaves behind the last of them.
+One that has caught the error ends as usual, because nobody can tell its code before, but not
+without a limit. Workers that leave together, told to go, do not wait for each other either.
+
+One that a supervisor or a scheduler has started, and that ends with a `ConfigurationError`, would
+do so each time. It leaves in the same way, with a code that says that. Others do not.
 """
 
 from __future__ import annotations
@@ -17,14 +20,18 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 from types import TracebackType
 
-from keras_distplug.core.errors import PeerLostError
+from keras_distplug.cluster import roles
+from keras_distplug.core.errors import ClusterError, ConfigurationError, PeerLostError
 from keras_distplug.core.exit_codes import ExitCode
 from keras_distplug.core.interactive import is_interactive
+from keras_distplug.core.supervised import JOB, Phase, Supervised
 
 _LAST_WORDS_S = 30.0  # for `atexit` functions, and a save under way
 _END_S = 30.0  # for TensorFlow's end
+_MARK = "_distplug_hook"
 
 
 class _Ending:
@@ -34,10 +41,21 @@ class _Ending:
     code: int | None = None  # once it is known
 
 
-@functools.cache
 def prepare() -> None:
-    """To be called early: what is registered first runs last."""
-    atexit.register(_leave)
+    """To be called early: of what is registered for the end, the first runs last."""
+    _register()
+    if is_started_by_others(os.environ):
+        _hear_of_errors()
+
+
+def is_started_by_others(environ: Mapping[str, str]) -> bool:
+    """Whether a supervisor, or what starts the workers of a cluster, reads this process's code."""
+    if JOB in environ:
+        return True
+    try:
+        return bool(roles.from_environment(environ).cluster)
+    except ClusterError:
+        return True  # somebody has set what cannot be read
 
 
 def with_code(code: int) -> None:
@@ -45,27 +63,60 @@ def with_code(code: int) -> None:
     _Ending.code = code
 
 
-@functools.cache
 def peer_is_lost() -> None:
     """To be called before the `PeerLostError` is raised."""
     _Ending.peer_is_lost = True
+    _hear_of_errors()
+
+
+@functools.cache
+def _register() -> None:
+    atexit.register(_leave)
+
+
+def _hear_of_errors() -> None:
     before = sys.excepthook
+    if hasattr(before, _MARK):
+        return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         before(kind, error, trace)
-        if _is_for_a_lost_peer(error) and not is_interactive():
-            _Ending.code = ExitCode.PEER_LOST
-            timer = threading.Timer(_LAST_WORDS_S, _exit, [_Ending.code])
-            timer.daemon = True
-            timer.start()
+        if _Ending.code is None and not is_interactive():
+            _Ending.code = _code_after(error)
+            if _Ending.code is not None:
+                timer = threading.Timer(_LAST_WORDS_S, _exit, [_Ending.code])
+                timer.daemon = True
+                timer.start()
 
+    setattr(hook, _MARK, True)
     sys.excepthook = hook
+
+
+def _code_after(error: BaseException) -> int | None:
+    if _is_for_a_lost_peer(error):
+        return ExitCode.PEER_LOST
+    reason = _unusable(error)
+    if reason is None or not is_started_by_others(os.environ):
+        return None
+    supervised = Supervised.from_env()
+    if supervised is not None:
+        with contextlib.suppress(ClusterError):  # then nobody knows who this is
+            name = roles.from_environment(os.environ).name
+            supervised.report(name, Phase.REFUSED, f"{type(reason).__name__}: {reason}")
+    return ExitCode.DO_NOT_RESTART
 
 
 def _is_for_a_lost_peer(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, PeerLostError):
         error = error.__cause__ or error.__context__
     return error is not None
+
+
+def _unusable(error: BaseException | None) -> ConfigurationError | None:
+    # Not by way of the context: whoever has caught the error may have failed at something else.
+    while error is not None and not isinstance(error, ConfigurationError):
+        error = error.__cause__
+    return error
 
 
 def _leave() -> None:

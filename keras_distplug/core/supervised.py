@@ -31,6 +31,7 @@ class Phase(enum.StrEnum):
     TRAINING = "training"  # the first batch of this attempt is done
     PREEMPTED = "preempted"  # told to go, behind a checkpoint of this attempt
     HUNG = "hung"  # training did not get on
+    REFUSED = "refused"  # what it was given cannot be trained, however often it is started
     COMPLETED = "completed"  # the last `fit` reached its end and recorded it
 
 

@@ -93,6 +93,9 @@ class Exit:
             return f"{self.worker} was killed by {name}"
         if self.returncode is not None and self.returncode < 0:
             return f"{self.worker} was killed by {_signal_name(-self.returncode)}"
+        if self.returncode == ExitCode.DO_NOT_RESTART:
+            what = f"{self.worker} asked not to be started again (exit code 93)"
+            return f"{what}: {self.why}" if self.why else what
         if self.returncode == ExitCode.PEER_LOST:
             return f"{self.worker} left because it lost another worker (exit code 201)"
         return f"{self.worker} exited with code {self.returncode}"
@@ -228,18 +231,19 @@ def run_attempt(
 
 def judge(ended: Ended, status: Status | None) -> Exit:
     """Says why a worker has ended that nobody told to."""
-    was_told = status is not None and status.phase is Phase.PREEMPTED
-    if was_told and (ended.returncode == ExitCode.PREEMPTED or ended.returncode < 0):
+    phase, why = (None, "") if status is None else (status.phase, status.why)
+    code = ended.returncode
+    if phase is Phase.PREEMPTED and (code == ExitCode.PREEMPTED or code < 0):
         cause = Cause.PREEMPTED
-    elif status is not None and status.phase is Phase.HUNG and ended.returncode == ExitCode.HUNG:
-        return Exit(ended.worker, Cause.HUNG, ended.returncode, ended.at, why=status.why)
-    elif ended.returncode != 0:
+    elif phase is Phase.HUNG and code == ExitCode.HUNG:
+        cause = Cause.HUNG
+    elif code != 0:
         cause = Cause.FAILED
-    elif status is None or status.phase is not Phase.COMPLETED:
+    elif phase is not Phase.COMPLETED:
         cause = Cause.LEFT
     else:
         cause = Cause.COMPLETED
-    return Exit(ended.worker, cause, ended.returncode, ended.at)
+    return Exit(ended.worker, cause, code, ended.at, why=why)
 
 
 def await_end(

@@ -39,6 +39,12 @@ from keras_distplug.supervisor.launch import (
 from keras_distplug.supervisor.output import Output
 from keras_distplug.supervisor.signals import Interruptions
 
+# What a worker's exit code tells, whatever else has failed beside it.
+_FINAL = {
+    ExitCode.INTERRUPTED: "it was the user's ctrl-C",
+    ExitCode.DO_NOT_RESTART: "it would fail in the same way",
+}
+
 
 @dataclass(frozen=True)
 class Job:
@@ -85,7 +91,8 @@ def run(job: Job, environ: Mapping[str, str]) -> int:
 
     Returns:
         The exit code: 0 once every worker has completed training; 128 + n when signal n ended the
-        supervisor; otherwise that of the first failure of the last attempt.
+        supervisor; 130 or 93 when a worker has left with it, which is never started again;
+        otherwise that of the first failure of the last attempt.
     """
     refuse_foreign_cluster(environ)
     check_command(job.command, environ)
@@ -145,12 +152,17 @@ def _verdict(job: Job, history: Sequence[Outcome]) -> int | None:
         return 128 + last.interrupted_by
     if last.first_failure is None:
         return 0
-    if any(exit_.exit_code == ExitCode.INTERRUPTED for exit_ in last.exits):
-        return ExitCode.INTERRUPTED
+    if (final := _final(last)) is not None:
+        return final
     failures = [each for each in history if not each.is_preempted]
     if last.is_preempted or len(failures) <= job.max_restarts:
         return None
     return last.first_failure.exit_code
+
+
+def _final(outcome: Outcome) -> ExitCode | None:
+    codes = {exit_.exit_code for exit_ in outcome.exits}
+    return next((code for code in _FINAL if code in codes), None)
 
 
 def closing_report(job: Job, history: Sequence[Outcome], elapsed_secs: float) -> list[str]:
@@ -164,10 +176,10 @@ def closing_report(job: Job, history: Sequence[Outcome], elapsed_secs: float) ->
     if failure is None:
         everyone = _count(job.workers, "worker")
         return [f"{everyone} completed training in {elapsed_secs:.1f} s, {restarts}"]
-    verdict = f"gave up after {restarts}"
-    if failure.exit_code == ExitCode.INTERRUPTED:
-        verdict = "not started again, for it was the user's ctrl-C"
-    lines = [f"{verdict}; exit code {failure.exit_code}"]
+    if (final := _final(last)) is not None:
+        lines = [f"not started again, for {_FINAL[final]}; exit code {final:d}"]
+    else:
+        lines = [f"gave up after {restarts}; exit code {failure.exit_code}"]
     lines.append(f"first failure: {_dated(failure)}")
     for exit_ in last.exits:
         if exit_ is not failure:

@@ -1,4 +1,4 @@
-"""How a process ends that has lost another worker, in processes without TensorFlow."""
+"""How a process ends that an error of ours has ended, in processes without TensorFlow."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ CAUGHT = f"try: raise {LOST}\nexcept PeerLostError: pass\n"
 ENDLESS = "ctypes.pythonapi.Py_AtExit(ctypes.CDLL(None).pause)\n"
 
 
-def run(script: str, *options: str) -> tuple[int, str]:
+def run(
+    script: str, *options: str, begin: str = BEGIN, env: dict[str, str] | None = None
+) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, *options, "-c", BEGIN + script],
-        env=environment(),
+        [sys.executable, *options, "-c", begin + script],
+        env=environment(env),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -76,9 +78,7 @@ def test_told_to_go() -> None:
 def test_hook_of_the_script() -> None:
     """A hook for exceptions that the script had is called."""
     hook = "sys.excepthook = lambda kind, error, trace: print('mine:', error)\n"
-    ended, printed = run(
-        hook + f"leaving.peer_is_lost.cache_clear(); leaving.peer_is_lost()\nraise {LOST}"
-    )
+    ended, printed = run(f"{hook}leaving.peer_is_lost()\nraise {LOST}")
     assert ended == 201
     assert "mine: worker-1 is gone" in printed
 
@@ -88,3 +88,53 @@ def test_interactive() -> None:
     ended, printed = run(f"raise {LOST}", "-i")
     assert ended == 0, printed
     assert "worker-1 is gone" in printed
+
+
+UNUSABLE = 'DataError("no samples")'
+STEP = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_PROCID": "0",
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_NODELIST": "node[1-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+}
+TASK = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}'
+
+
+@pytest.mark.parametrize(
+    ("env", "script", "code"),
+    [
+        ({"TF_CONFIG": TASK}, f"raise {UNUSABLE}", 93),
+        ({"TF_CONFIG": "no JSON"}, f"raise {UNUSABLE}", 93),
+        (STEP, f"raise {UNUSABLE}", 93),
+        ({"TF_CONFIG": TASK}, f"raise RuntimeError('no training') from {UNUSABLE}", 93),
+        ({"TF_CONFIG": TASK}, f"try: raise {UNUSABLE}\nexcept ValueError: int('another')", 1),
+        ({"TF_CONFIG": TASK}, "raise ValueError('another')", 1),
+        ({"TF_CONFIG": TASK}, f"try: raise {UNUSABLE}\nexcept ValueError: sys.exit(7)", 7),
+        ({"TF_CONFIG": "{}"}, f"raise {UNUSABLE}", 1),
+        (STEP | {"SLURM_STEP_NUM_TASKS": "1"}, f"raise {UNUSABLE}", 1),
+        ({}, f"raise {UNUSABLE}", 1),
+    ],
+    ids=[
+        *("TF_CONFIG", "unreadable", "Slurm", "cause", "context", "other", "caught"),
+        *("no cluster", "one task", "nobody"),
+    ],
+)
+def test_unusable(env: dict[str, str], script: str, code: int) -> None:
+    """A `ConfigurationError` that nobody catches ends the process with 93 where a scheduler has
+    started it, from the moment when the package is imported; else with 1, and nothing changes."""
+    begin = """
+import atexit, sys
+import keras_distplug
+from keras_distplug.core.errors import DataError
+atexit.register(lambda: print("last words"))
+print("stock" if sys.excepthook is sys.__excepthook__ else "ours")
+"""
+    ended, printed = run(script, begin=begin, env=env)
+    assert ended == code, printed
+    assert printed.endswith("last words\n")
+    if code == 93:
+        assert "DataError: no samples" in printed
+    if not env:
+        assert printed.startswith("stock")

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -20,6 +21,7 @@ pytestmark = [pytest.mark.tf, pytest.mark.timeout(120)]
 
 import keras  # noqa: E402
 from support import small  # noqa: E402
+from support.slurm import FakeSlurm  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.callbacks import backup_and_restore  # noqa: E402
@@ -285,12 +287,55 @@ def test_no_time_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert resumed.seen[0] == (1, 0)
 
 
+@pytest.mark.parametrize(
+    ("then", "said"),
+    [
+        ('find "$RUNS" -name MANIFEST.json > "$RUNS/there"', "job 1234 is in Slurm's queue again"),
+        ("echo 'not allowed'; exit 4", "start the job again yourself: exit code 4: not allowed"),
+    ],
+    ids=["done", "refused"],
+)
+def test_requeue(
+    then: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Behind the checkpoint the job goes into Slurm's queue again; where that fails, it is told,
+    and all else is as it would be without."""
+    slurm = FakeSlurm(tmp_path / "bin", then)
+    for name, value in slurm.env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RUNS", str(tmp_path / "runs"))
+    with pytest.raises(Preempted, match="with the checkpoint of step") as ended:
+        fit(tmp_path / "runs", At(1, 1, me(signal.SIGTERM)), requeue=True)
+    assert slurm.asked() == ["requeue 1234"]
+    assert said in caplog.text
+    if "find" in then:
+        step = re.search(r"checkpoint of step (\d+)", str(ended.value))
+        assert step is not None
+        assert f"{int(step[1]):08d}" in (tmp_path / "runs" / "there").read_text()
+
+
+def test_no_requeue_for_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the user has ended stays so."""
+    slurm = FakeSlurm(tmp_path / "bin")
+    for name, value in slurm.env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path / "runs", At(1, 1, me(signal.SIGINT)), requeue=True)
+    assert slurm.asked() == []
+
+
 def test_unusable_arguments(tmp_path: Path) -> None:
     """They are refused before training."""
     with pytest.raises(ConfigurationError, match="SIGKILL"):
         kd.PreemptionHandler([signal.SIGKILL])
     with pytest.raises(ConfigurationError, match="grace_secs"):
         kd.PreemptionHandler(grace_secs=-1)
+    with pytest.raises(ConfigurationError, match="no SLURM_JOB_ID"):
+        kd.PreemptionHandler(requeue=True)
     with pytest.raises(ConfigurationError, match=r"needs a keras_distplug\.BackupAndRestore"):
         small.model().fit(small.X, small.Y, verbose=0, callbacks=[kd.PreemptionHandler()])
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.cluster import Ended, run_job, run_workers
+from support.slurm import FakeSlurm
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -79,9 +80,32 @@ def test_told_to_go(train: Train, workers: int, told: list[str]) -> None:
 
 
 def test_exit_codes(tmp_path: Path) -> None:
-    """Without a supervisor each worker leaves with 143."""
-    ended = run_workers([str(SCRIPT), str(tmp_path), "0:1:1:1:SIGTERM"], 2, timeout_s=200)
+    """Without a supervisor each worker leaves with 143; one of them has told Slurm's `scontrol`."""
+    slurm = FakeSlurm(tmp_path / "bin")
+    ended = run_workers(
+        [str(SCRIPT), str(tmp_path), "0:1:1:1:SIGTERM"], 2, env=slurm.env, timeout_s=200
+    )
     assert [each.returncode for each in ended] == [143, 143], ended[0].output
+    assert slurm.asked() == ["requeue 1234"]
+    assert ended[0].output.count("job 1234 is in Slurm's queue again") == 1
+
+
+@pytest.mark.parametrize(
+    "told", ["0:1:1:1:SIGTERM", pytest.param("0:1:before:fit:SIGTERM", marks=pytest.mark.soak)]
+)
+def test_told_to_tensorflow(told: str, tmp_path: Path) -> None:
+    """A SIGTERM that only TensorFlow has heard makes all workers save and leave, too."""
+    ended = run_workers(
+        [str(SCRIPT), str(tmp_path), told],
+        2,
+        env={"KERAS_DISTPLUG_TEST_NO_SIGNALS": "1"},
+        timeout_s=200,
+    )
+    assert (tmp_path / "told").read_text().splitlines() == [told]
+    assert [each.returncode for each in ended] == [143, 143], ended[0].output
+    said = "TensorFlow's notice of preemption to worker-1: training ends with the checkpoint of"
+    assert ended[0].output.count(said) == 1
+    assert not any("Fatal Python error" in each.output for each in ended)
 
 
 def test_ctrl_c(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ def status(since: Mapping[Phase, float]) -> Status:
 DONE = status({Phase.JOINED: 1.0, Phase.COMPLETED: 2.0})
 JOINED = status({Phase.JOINED: 1.0})
 LEFT_FOR_A_PEER = "w left because it lost another worker (exit code 201)"
+REFUSED = Status(Phase.REFUSED, {Phase.REFUSED: 2.0}, why="DataError: `x` holds no samples.")
+NOT_AGAIN = "w asked not to be started again (exit code 93)"
 TOLD = status({Phase.JOINED: 1.0, Phase.PREEMPTED: 2.0})
 
 
@@ -37,6 +39,9 @@ TOLD = status({Phase.JOINED: 1.0, Phase.PREEMPTED: 2.0})
         (1, TOLD, Cause.FAILED, 1, "w exited with code 1"),
         (143, JOINED, Cause.FAILED, 143, "w exited with code 143"),
         (201, JOINED, Cause.FAILED, 201, LEFT_FOR_A_PEER),
+        (93, JOINED, Cause.FAILED, 93, NOT_AGAIN),
+        (93, REFUSED, Cause.FAILED, 93, f"{NOT_AGAIN}: DataError: `x` holds no samples."),
+        (1, REFUSED, Cause.FAILED, 1, "w exited with code 1"),
         (200, JOINED, Cause.FAILED, 200, "w exited with code 200"),
         (-9, DONE, Cause.FAILED, 137, "w was killed by SIGKILL"),
         (-11, None, Cause.FAILED, 139, "w was killed by SIGSEGV"),
@@ -118,6 +123,8 @@ def test_closing_report_of_a_failure() -> None:
 
 
 WENT = Exit("worker-0", Cause.PREEMPTED, 143, 100.0)
+NEVER = Exit("worker-1", Cause.FAILED, 93, 101.0)
+LATER = Exit("worker-0", Cause.STOPPED, 93, 101.5)
 CTRL_C = Exit("worker-1", Cause.FAILED, -2, 101.0)
 
 
@@ -129,14 +136,22 @@ CTRL_C = Exit("worker-1", Cause.FAILED, -2, 101.0)
         ([[WENT, DEAD]], 137),
         ([[WENT, WENT], [DEAD, PEER]], 137),
         ([[WENT, CTRL_C]], 130),
+        ([[WENT, NEVER]], 93),
+        ([[DEAD, LATER]], 93),
     ],
-    ids=["told often", "told, the rest stopped", "one died", "died later", "ctrl-C"],
+    ids=[
+        *("told often", "told, the rest stopped", "one died", "died later", "ctrl-C"),
+        *("never again", "never again, behind a death"),
+    ],
 )
 def test_verdict(history: list[list[Exit]], verdict: int | None) -> None:
     """Who leaves because it was told to is started again without end; a death beside it counts, and
-    the user's ctrl-C ends the job."""
+    the user's ctrl-C ends the job, as does who asks not to be started again."""
     outcomes = [Outcome(tuple(exits), None, 102.0) for exits in history]
-    assert run._verdict(Job(("x",), 2, max_restarts=0), outcomes) == verdict
+    job = Job(("x",), 2, max_restarts=0)
+    assert run._verdict(job, outcomes) == verdict
+    if verdict is not None:
+        assert closing_report(job, outcomes, 1.0)[0].endswith(f"; exit code {verdict}")
 
 
 def test_closing_report_of_an_interruption() -> None:

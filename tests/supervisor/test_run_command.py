@@ -108,6 +108,41 @@ sleep()
     assert "then: worker-0 was ended by the supervisor (SIGTERM)" in printed
 
 
+@pytest.mark.parametrize(
+    ("failure", "why"),
+    [
+        ("sys.exit(93)", ""),
+        (
+            "from keras_distplug.core import errors; raise errors.DataError('no samples')",
+            ": DataError: no samples",
+        ),
+    ],
+    ids=["the script's own", "unusable"],
+)
+def test_worker_that_asks_not_to_be_started_again(start: Start, failure: str, why: str) -> None:
+    """Exit code 93 of one worker ends the job with 93, without a restart, and the report says why.
+    A `ConfigurationError` that nobody catches gives this code."""
+    job = start(
+        f"""
+train()
+if index == 0:
+    mark(os.getpid())
+    sleep()
+await_training("worker-0")
+mark("fault")
+{failure}
+"""
+    )
+    code, printed = job.finish()
+    assert code == 93, printed
+    assert job.marks().count("fault") == 1
+    assert "not started again, for it would fail in the same way; exit code 93" in printed
+    asked = f"first failure: worker-1 asked not to be started again (exit code 93){why} at "
+    assert asked in printed
+    [peer] = [int(mark) for mark in job.marks() if mark != "fault"]
+    assert is_dead(peer)
+
+
 def test_death_by_signal(start: Start) -> None:
     """A death by signal n gives the exit code 128 + n."""
     job = start("train(); os.kill(os.getpid(), signal.SIGKILL)", "--max-restarts=0", workers=1)

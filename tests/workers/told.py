@@ -6,7 +6,9 @@ TOLD: `attempt:worker:epoch:batch:signal`, all counted from 0, or with `saving` 
 for when the epoch's checkpoint has begun to be written; several of one worker in one place come one
 after another. Each is noted in FOLDER/told before it is sent. The signals `SIGINT again` and
 `SIGTERM, then SIGCONT` come when another worker has stopped itself by SIGSTOP, and are followed,
-when they have been noticed, by another SIGINT, or by SIGCONT to that one.
+when they have been noticed, by another SIGINT, or by SIGCONT to that one. With `before:fit`
+instead of an epoch and a batch, there. KERAS_DISTPLUG_TEST_NO_SIGNALS leaves signals to
+TensorFlow.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from support import digits_like as case  # noqa: E402
 from keras_distplug.storage import saver  # noqa: E402
 
 
-def tell(epoch: int, moment: object) -> None:
+def tell(epoch: object, moment: object) -> None:
     here = [attempt, str(worker), str(epoch), str(moment)]
     for *place, name in told:
         if place == here:
@@ -82,7 +84,8 @@ def wake() -> None:
 
 
 AFTER = {"SIGINT again": twice, "SIGTERM, then SIGCONT": wake}
-handler = kd.PreemptionHandler(cloud=False)
+signals = {"signals": []} if "KERAS_DISTPLUG_TEST_NO_SIGNALS" in os.environ else {}
+handler = kd.PreemptionHandler(cloud=False, **signals, requeue="SLURM_JOB_ID" in os.environ)
 
 
 class Tell(keras.callbacks.Callback):
@@ -105,6 +108,7 @@ def start(own, *arguments):
 saver.Saver.start = start
 model = case.build()
 x, y, sample_weight = case.arrays()
+tell("before", "fit")
 history = kd.distributed_fit(
     model,
     x,

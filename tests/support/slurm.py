@@ -1,0 +1,27 @@
+"""A program that stands in for Slurm's `scontrol`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+class FakeSlurm:
+    """Records what `scontrol` is asked for.
+
+    Args:
+        folder: Where the program is.
+        then: What it does behind that, in sh.
+    """
+
+    def __init__(self, folder: Path, then: str = "") -> None:
+        folder.mkdir()
+        self._record = folder / "asked"
+        program = folder / "scontrol"
+        program.write_text(f'#!/bin/sh\necho "$*" >> "{self._record}"\n{then}\n')
+        program.chmod(0o755)
+        path = os.pathsep.join([str(folder), os.environ.get("PATH", os.defpath)])
+        self.env = {"SLURM_JOB_ID": "1234", "PATH": path}
+
+    def asked(self) -> list[str]:
+        return self._record.read_text().splitlines() if self._record.exists() else []
