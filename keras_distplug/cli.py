@@ -98,9 +98,9 @@ def _add_run(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -
             ("keras-distplug run --workers 4 -- python train.py --epochs 10",),
             "0 all workers completed training; 2 wrong usage; 124 a worker did not start in time; "
             "127 the command was not found; 128 + n ended by signal n, such as ctrl-C; otherwise "
-            "that of the first worker that failed. Workers that a PreemptionHandler has ended are "
-            "started again if that was with 143, which counts as no failure, and not if it was "
-            "with 130, for ctrl-C.",
+            "that of the first worker that failed. Workers are started again but where one has "
+            "ended with 93, for something that would come each time, or 130, for ctrl-C; 143, of "
+            "workers that were told to go and have saved, counts as no failure.",
         ),
     )
     parser.add_argument("--workers", type=int, required=True, metavar="N", help="how many")
