@@ -1,5 +1,7 @@
-"""What `recovery.py` and the scripts that it starts agree on. Loads nothing, so that the first event
-of a process comes when it begins."""
+"""What `recovery.py` and the scripts that it starts agree on.
+
+It loads nothing, so that the first event of a process comes when that begins.
+"""
 
 from __future__ import annotations
 
@@ -58,4 +60,6 @@ class Events:
 
     def note(self, what: str, **more: Any) -> None:
         event = {"at_s": time.time(), "what": what, "attempt": self.attempt, "worker": self.worker}
-        os.write(self._file, (json.dumps(event | more) + "\n").encode())  # at once: workers share it
+        os.write(
+            self._file, (json.dumps(event | more) + "\n").encode()
+        )  # at once: workers share it
