@@ -1,0 +1,351 @@
+"""From a fault to training again, beside Keras' BackupAndRestore in a shell's restart loop.
+
+    python benchmarks/recovery.py [--workers 2] [--rounds 2] [--only FAULT ...] [--json FILE]
+
+Real processes train a perceptron (steps of about 50 ms of matrix work: 1024 samples, 0.56 M
+weights) in epochs of 40 batches, saved each 20. Behind batch 30 of the second epoch a process does
+itself harm; once that is made up for, the next fault comes in the next epoch, and so on. Ours run
+by `keras-distplug run`, with a `PreemptionHandler` and a `HangWatchdog(step_secs=5, save_secs=5)`;
+the rival by `until python plain.py; do :; done`, in one process: several workers it does not run on
+Keras 3 (keras-team/keras#20585). Rounds are interleaved; medians. Counted from the fault:
+
+- starts again: the first line of the script that is run next;
+- first batch: the end of the first one in it;
+- made up for: the end of the first batch beyond the last one before the fault;
+- steps lost: batches that are trained again.
+
+The hanging input is asked for a few steps before training needs it. Hangs do not end for the rival:
+it is waited for 15 s, three times as long as a step may take, and then killed; ours for 30 s. One
+process that is stopped by SIGSTOP ours does not end either, for that may be somebody's ctrl-Z. The
+times are those that the workers note at the end of each batch. Not verified on GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from workers.events import EPOCH_STEPS, STEP_SECS, Event, read
+
+SCRIPTS = Path(__file__).parent / "workers"
+POLL_S = 0.05
+PATIENCE_S = 180.0  # for what has to come
+
+OURS, RIVAL = "keras_distplug", "BackupAndRestore in a loop"
+# When nothing has been started again. Ours asks the other workers for up to 5 s, too.
+GIVEN_UP_S = {OURS: 6.0 * STEP_SECS, RIVAL: 3.0 * STEP_SECS}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What a process does to itself."""
+
+    title: str
+    hangs: bool = False
+    needs_others: bool = False
+
+
+# SIGTERM is the last one: ours saves behind it, and counts the batches to the next save from there.
+FAULTS = {
+    "SIGKILL": Fault("SIGKILL"),
+    "SIGSEGV": Fault("SIGSEGV"),
+    "SIGSTOP": Fault("SIGSTOP", hangs=True),
+    "lock": Fault("C code keeps the GIL", hangs=True),
+    "input": Fault("input does not come", hangs=True),
+    "collective": Fault("collective of one worker", hangs=True, needs_others=True),
+    "SIGTERM": Fault("SIGTERM"),
+}
+
+
+@dataclass(frozen=True)
+class SetUp:
+    """How many processes, and which of them is hit."""
+
+    workers: int
+    hit: int
+
+    @property
+    def title(self) -> str:
+        if self.workers == 1:
+            return "one process"
+        return f"{self.workers} workers, {'another' if self.hit else 'the chief'}"
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What came of one fault.
+
+    Args:
+        starts_again_s: Until the next process began.
+        first_batch_s: Until the end of its first batch.
+        made_up_s: Until the first batch beyond the last one before the fault.
+        steps_lost: Batches that were trained again.
+        steps_twice: Those among them that the restored weights have had already.
+        goes_on_at: The first batch, counted from 0 in its epoch.
+    """
+
+    starts_again_s: float
+    first_batch_s: float
+    made_up_s: float
+    steps_lost: int
+    steps_twice: int
+    goes_on_at: int
+
+
+@dataclass(frozen=True)
+class Waited:
+    """A fault behind which nothing was started in so many seconds."""
+
+    seconds: float
+
+
+Outcome = Recovery | Waited
+
+
+def recovery(events: Sequence[Event], attempt: int) -> Recovery | None:
+    """What came of the fault of an attempt, once it is made up for."""
+    [fault] = (each for each in events if (each.what, each.attempt) == ("fault", attempt))
+    batches = [each for each in events if each.what == "batch"]
+    before = [each for each in batches if each.attempt == attempt]
+    last = max(before, key=lambda each: each.step)
+    # All workers come to the end of a batch together, and the chief speaks for them.
+    after = [each for each in batches if (each.attempt, each.worker) == (attempt + 1, 0)]
+    beyond = next((each for each in after if each.step > last.step), None)
+    if beyond is None:
+        return None
+    start = min(e.at_s for e in events if (e.what, e.attempt) == ("start", attempt + 1))
+    first = after[0]
+    return Recovery(
+        starts_again_s=start - fault.at_s,
+        first_batch_s=first.at_s - fault.at_s,
+        made_up_s=beyond.at_s - fault.at_s,
+        steps_lost=last.step - first.step + 1,
+        steps_twice=(first.iterations - first.step) - (last.iterations - last.step),
+        goes_on_at=(first.step - 1) % EPOCH_STEPS,
+    )
+
+
+@contextlib.contextmanager
+def running(subject: str, set_up: SetUp, faults: Sequence[str], folder: Path) -> Iterator[Job]:
+    arguments = [str(folder), str(set_up.hit), *faults]
+    if subject == OURS:
+        options = ["--workers", str(set_up.workers), "--max-restarts", str(len(faults))]
+        command = [sys.executable, "-m", "keras_distplug", "run", *options, "--"]
+        command += [sys.executable, str(SCRIPTS / "ours.py"), *arguments]
+    else:
+        command = ["bash", "-c", 'until "$@"; do :; done', "bash"]
+        command += [sys.executable, str(SCRIPTS / "plain.py"), *arguments]
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("TF_CONFIG", "SLURM_"))}
+    environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
+    with open(folder / "output", "wb") as output:
+        process = subprocess.Popen(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield Job(process, folder)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            # Workers of `keras-distplug run` are ended by its guard, then.
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training that is started again by whatever does so."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+
+    def outcome(self, attempt: int, give_up_s: float) -> Outcome:
+        """Waits for the fault of an attempt, and for what comes of it."""
+        if not self._came("fault", attempt, PATIENCE_S):
+            raise self.failure(f"fault {attempt} has not come")
+        if not self._came("start", attempt + 1, give_up_s):
+            return Waited(give_up_s)
+        end_s = time.monotonic() + PATIENCE_S
+        while True:
+            is_over = time.monotonic() > end_s or self.process.poll() is not None
+            found = recovery(read(self.folder), attempt)
+            if found is not None:
+                return found
+            if is_over:
+                raise self.failure(f"what was lost by fault {attempt} has not been made up for")
+            time.sleep(POLL_S)
+
+    def _came(self, what: str, attempt: int, within_s: float) -> bool:
+        end_s = time.monotonic() + within_s
+        while not any((e.what, e.attempt) == (what, attempt) for e in read(self.folder)):
+            if time.monotonic() > end_s:
+                return False
+            if self.process.poll() is not None:
+                raise self.failure(f"the job has ended with {self.process.returncode}")
+            time.sleep(POLL_S)
+        return True
+
+    def end(self) -> None:
+        """Training has to reach its end."""
+        if code := self.process.wait(PATIENCE_S):
+            raise self.failure(f"the job has ended with {code}")
+
+    def failure(self, what: str) -> RuntimeError:
+        printed = (self.folder / "output").read_text(errors="replace")
+        return RuntimeError(f"{what}; the last that was printed:\n{printed[-3000:]}")
+
+
+def measure(
+    subject: str, set_up: SetUp, faults: Sequence[str]
+) -> tuple[dict[str, Outcome], list[float]]:
+    """What came of each fault, and the times between batches. A fault of which nothing comes ends
+    the job; another one meets what is left."""
+    found: dict[str, Outcome] = {}
+    steps_s: list[float] = []
+    while left := [name for name in faults if name not in found]:
+        with tempfile.TemporaryDirectory(prefix="recovery-") as temporary:
+            folder = Path(temporary)
+            with running(subject, set_up, left, folder) as job:
+                for attempt, name in enumerate(left):
+                    found[name] = job.outcome(attempt, GIVEN_UP_S[subject])
+                    if isinstance(found[name], Waited):
+                        break
+                else:
+                    job.end()
+            steps_s += times_of_steps(read(folder))
+    return found, steps_s
+
+
+def times_of_steps(events: Sequence[Event]) -> list[float]:
+    batches = [each for each in events if (each.what, each.worker) == ("batch", 0)]
+    return [b.at_s - a.at_s for a, b in pairwise(batches) if a.attempt == b.attempt]
+
+
+def shown(outcomes: Sequence[Outcome] | None) -> list[str]:
+    """Four columns of the table."""
+    if outcomes is None:
+        return ["does not run", "", "", ""]
+    recoveries = [each for each in outcomes if isinstance(each, Recovery)]
+    waited = [each for each in outcomes if isinstance(each, Waited)]
+    if waited:
+        also = f", {len(recoveries)} of {len(outcomes)} did" if recoveries else ""
+        return ["never", f"> {waited[0].seconds:.0f} s{also}", "", ""]
+    return [
+        f"{statistics.median(each.starts_again_s for each in recoveries):.1f} s",
+        f"{statistics.median(each.first_batch_s for each in recoveries):.1f} s",
+        f"{statistics.median(each.made_up_s for each in recoveries):.1f} s",
+        f"{statistics.median(each.steps_lost for each in recoveries):g}",
+    ]
+
+
+def table_of(found: Mapping[tuple[str, SetUp], Mapping[str, Sequence[Outcome]]]) -> Table:
+    table = Table(title="from a fault: medians", caption=f"{OURS} | {RIVAL}")
+    table.add_column("fault")
+    table.add_column("who is hit")
+    table.add_column("timeout")
+    for subject in ("", "rival: "):
+        for heading in ("starts again", "first batch", "made up for", "steps lost"):
+            table.add_column(subject + heading, justify="right")
+    for name, fault in FAULTS.items():
+        for (subject, set_up), outcomes in found.items():
+            if subject == OURS and name in outcomes:
+                rival = found[RIVAL, set_up][name] if (RIVAL, set_up) in found else None
+                timeout = f"{STEP_SECS} s" if fault.hangs else ""
+                table.add_row(
+                    fault.title, set_up.title, timeout, *shown(outcomes[name]), *shown(rival)
+                )
+    return table
+
+
+def where_it_goes_on(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
+    recoveries = [each for of in outcomes.values() for each in of if isinstance(each, Recovery)]
+    places = sorted({each.goes_on_at for each in recoveries})
+    lost = sum(each.steps_lost for each in recoveries)
+    twice = sum(each.steps_twice for each in recoveries)
+    return (
+        f"goes on behind batch {', '.join(map(str, places))} of the epoch; of {lost} batches that "
+        f"were trained again the restored weights have had {twice} already"
+    )
+
+
+def set_ups(workers: int) -> dict[SetUp, list[str]]:
+    """Who is hit by what."""
+    if workers == 1:
+        return {SetUp(1, 0): [n for n, fault in FAULTS.items() if not fault.needs_others]}
+    return {SetUp(workers, hit): list(FAULTS) for hit in (0, workers - 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--workers", type=int, default=2, help="besides one process; 1: only that")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument(
+        "--only", choices=list(FAULTS), nargs="+", metavar="FAULT", help=", ".join(FAULTS)
+    )
+    parser.add_argument("--json", type=Path, help="write the numbers to this file, too")
+    arguments = parser.parse_args()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # nobody wants SIGSEGV's, and they take time
+    jobs = {
+        (subject, set_up): [n for n in faults if arguments.only is None or n in arguments.only]
+        for set_up, faults in (set_ups(1) | set_ups(arguments.workers)).items()
+        for subject in ((OURS, RIVAL) if set_up.workers == 1 else (OURS,))
+    }
+    found: dict[tuple[str, SetUp], dict[str, list[Outcome]]] = {
+        job: {name: [] for name in faults} for job, faults in jobs.items()
+    }
+    steps_s: dict[tuple[str, SetUp], list[float]] = {job: [] for job in jobs}
+    console = Console(width=170)
+    for _ in range(arguments.rounds):
+        for job, faults in jobs.items():
+            outcomes, taken = measure(*job, faults)
+            for name, outcome in outcomes.items():
+                found[job][name].append(outcome)
+            steps_s[job] += taken
+    console.print(table_of(found))
+    results = []
+    for (subject, set_up), outcomes in found.items():
+        if not outcomes:
+            continue
+        step_s = statistics.median(steps_s[subject, set_up])
+        console.print(
+            f"{subject}, {set_up.title}: steps of {1000 * step_s:.0f} ms; "
+            f"{where_it_goes_on(outcomes)}",
+            highlight=False,
+        )
+        plain = {name: [asdict(each) for each in of] for name, of in outcomes.items()}
+        results.append({"subject": subject, **asdict(set_up), "step_s": step_s, "found": plain})
+    [tensorflow, *_] = importlib.metadata.packages_distributions()["tensorflow"]
+    machine = {
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "tensorflow": importlib.metadata.version(tensorflow),
+        "keras": importlib.metadata.version("keras"),
+    }
+    whole = json.dumps({"machine": machine, "rounds": arguments.rounds, "found": results})
+    print(whole)
+    if arguments.json:
+        arguments.json.write_text(whole)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""`recovery.py` runs this by `keras-distplug run`: FOLDER WORKER FAULT [FAULT ...]"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from events import SAVE_EVERY, SAVE_SECS, STEP_SECS, Events
+
+folder, hit, faults = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+events = Events(folder)
+
+import tensorflow as tf  # noqa: E402
+from recovering import Batches, Harm, build  # noqa: E402
+
+import keras_distplug as kd  # noqa: E402
+
+strategy = kd.init()
+
+
+def lone_collective() -> None:
+    """Others do not call it."""
+    strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("sum", tf.ones(())))
+
+
+harm = Harm(events, hit, faults, lone_collective)
+kd.distributed_fit(
+    build(),
+    Batches(harm),
+    epochs=len(faults) + 1,
+    shuffle=False,
+    verbose=0,
+    callbacks=[
+        harm,
+        kd.BackupAndRestore(folder / "run", save_freq=SAVE_EVERY),
+        kd.PreemptionHandler(cloud=False),
+        kd.HangWatchdog(step_secs=STEP_SECS, save_secs=SAVE_SECS),
+    ],
+)
