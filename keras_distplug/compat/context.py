@@ -90,6 +90,7 @@ def reset() -> None:
 
 
 _asking: threading.Thread | None = None
+_asking_lock = threading.Lock()
 
 
 class ServiceKeyValues:
@@ -111,6 +112,8 @@ class ServiceKeyValues:
     def get(self, key: str, timeout_s: float | None) -> str:
         if timeout_s is None:
             return self._get(key, 0)  # without a limit
+        if timeout_s < 2 * _LOOK_S:
+            return self._get(key, max(1, int(timeout_s * 1000)))
         # The service lets who waits for the word of a lost worker wait (TensorFlow 2.18 to 2.21).
         end_s = time.monotonic() + timeout_s
         while True:
@@ -173,11 +176,12 @@ class ServiceKeyValues:
                 answers.put(error)
 
         global _asking
-        if _asking is not None:
-            _asking.join(_ANSWER_S)  # one that never comes back is enough
-        if _asking is None or not _asking.is_alive():
-            _asking = threading.Thread(target=ask, name="keras_distplug-ask", daemon=True)
-            _asking.start()
+        with _asking_lock:
+            if _asking is not None:
+                _asking.join(_ANSWER_S)  # one that never comes back is enough
+            if _asking is None or not _asking.is_alive():
+                _asking = threading.Thread(target=ask, name="keras_distplug-ask", daemon=True)
+                _asking.start()
         try:
             error = answers.get(timeout=_ANSWER_S)
         except queue.Empty:
