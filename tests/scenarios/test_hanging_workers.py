@@ -31,7 +31,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
         folder = tmp_path_factory.mktemp("job")
         # A stopped worker sends no heartbeats, either: who is first, names it.
         options = ["--max-restarts", "9", "--heartbeat-timeout", "60"]
-        ended = run_job([str(SCRIPT), str(folder), *told], workers, *options, timeout_s=300)
+        ended = run_job([str(SCRIPT), str(folder), *told], workers, *options, timeout_s=500)
         assert ended.returncode == 0, ended.output
         assert not told or sorted((folder / "told").read_text().split()) == sorted(told)
         outcomes = [dict(np.load(folder / f"outcome-{w}.npz")) for w in range(workers)]
@@ -57,6 +57,16 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
             {
                 "0:1:0:0:slow": None,
                 "0:1:1:1:stopped": HUNG + r"worker-1 did not answer: stopped \(SIGSTOP\)",
+                "1:1:2:1:input": HUNG + r"worker-1 waits for its input in batch \d of epoch 3, "
+                r"whose input is made by hanging.py:\d+ in \S+, for \d+\.\d s",
+            },
+            3,
+        ),
+        pytest.param(
+            2,
+            {
+                "0:1:0:0:slow": None,
+                "0:1:1:1:stopped": HUNG + r"worker-1 did not answer: stopped \(SIGSTOP\)",
                 "1:0:1:1:locked": LOCKED.format(0),
                 "2:1:1:1:astray": HUNG + r"worker-1 runs hanging.py:\d+ in \S+, behind batch 1 of "
                 r"epoch 2, for \d+\.\d s",
@@ -65,6 +75,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
                 "4:0:2:0:stopped": HUNG + r"worker-0 did not answer: stopped \(SIGSTOP\)",
             },
             6,
+            marks=pytest.mark.soak,
         ),
         pytest.param(
             3,
@@ -78,7 +89,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
             marks=pytest.mark.soak,
         ),
     ],
-    ids=["alone", "two workers", "three workers"],
+    ids=["alone", "two workers", "two workers, all", "three workers"],
 )
 def test_hangs(train: Train, workers: int, hangs: dict[str, str | None], stacks: int) -> None:
     """Whoever hangs is named, all leave with their stacks, and the end is that of an undisturbed
@@ -95,8 +106,8 @@ def test_hangs(train: Train, workers: int, hangs: dict[str, str | None], stacks:
     for cause, found in zip(expected_causes, causes, strict=True):
         assert re.match(cause, found), found
     assert kept >= stacks
-    # Where the interpreter's lock was kept, too.
-    assert len(re.findall(r'File "\S*hanging.py", line \d+ in hang', printed)) >= 1
+    # As `traceback` prints it, or `faulthandler`, where the interpreter's lock was kept.
+    assert re.search(r'File "\S*hanging.py", line \d+,? in hang', printed)
 
 
 def test_exit_code(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def hang(epoch: int, batch: int, *hows: str) -> None:
             HOW[how]()
 
 
-STEP_SECS, SAVE_SECS = 4, 6
+STEP_SECS, SAVE_SECS = 10, 15  # of which a busy machine takes some
 HOW = {
     "slow": lambda: threading.Event().wait((STEP_SECS + SAVE_SECS) / 2),
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
