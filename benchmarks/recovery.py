@@ -192,7 +192,11 @@ class Job:
             if found is not None:
                 return found
             if is_over:
-                raise self.failure(f"what was lost by fault {attempt} has not been made up for")
+                ended = self.process.returncode
+                raise self.failure(
+                    f"what was lost by fault {attempt} has not been made up for; the job "
+                    f"{'still runs' if ended is None else f'has ended with {ended}'}"
+                )
             time.sleep(POLL_S)
 
     def _came(self, what: str, attempt: int, within_s: float) -> bool:
