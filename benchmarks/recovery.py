@@ -283,6 +283,8 @@ def table_of(found: Mapping[tuple[str, SetUp], Mapping[str, Sequence[Outcome]]])
 
 def where_it_goes_on(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
     recoveries = [each for of in outcomes.values() for each in of if isinstance(each, Recovery)]
+    if not recoveries:
+        return "never goes on"
     places = sorted({each.goes_on_at for each in recoveries})
     lost = sum(each.steps_lost for each in recoveries)
     twice = sum(each.steps_twice for each in recoveries)
