@@ -192,7 +192,11 @@ class Job:
             if found is not None:
                 return found
             if is_over:
-                raise self.failure(f"what was lost by fault {attempt} has not been made up for")
+                ended = self.process.returncode
+                raise self.failure(
+                    f"what was lost by fault {attempt} has not been made up for; the job "
+                    f"{'still runs' if ended is None else f'has ended with {ended}'}"
+                )
             time.sleep(POLL_S)
 
     def _came(self, what: str, attempt: int, within_s: float) -> bool:
@@ -279,6 +283,8 @@ def table_of(found: Mapping[tuple[str, SetUp], Mapping[str, Sequence[Outcome]]])
 
 def where_it_goes_on(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
     recoveries = [each for of in outcomes.values() for each in of if isinstance(each, Recovery)]
+    if not recoveries:
+        return "never goes on"
     places = sorted({each.goes_on_at for each in recoveries})
     lost = sum(each.steps_lost for each in recoveries)
     twice = sum(each.steps_twice for each in recoveries)

@@ -19,8 +19,18 @@ strategy = kd.init()
 
 
 def lone_collective() -> None:
-    """Others do not call it."""
-    strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("sum", tf.ones(())))
+    """Others do not call it. By a key of its own: one that `strategy` chose may be that of what
+    they call next, which then is an error of TensorFlow's in both, and no hang."""
+    size = strategy.num_replicas_in_sync
+    tf.raw_ops.CollectiveReduceV2(
+        input=tf.ones(()),
+        group_size=size,
+        group_key=10**6,
+        instance_key=10**6,
+        ordering_token=[],
+        merge_op="Add",
+        final_op="Id",
+    )
 
 
 harm = Harm(events, hit, faults, lone_collective)
