@@ -1,13 +1,15 @@
 """From a fault to training again, beside Keras' BackupAndRestore in a shell's restart loop.
 
-    python benchmarks/recovery.py [--workers 2] [--rounds 2] [--only FAULT ...] [--json FILE]
+    python benchmarks/recovery.py [--workers 2] [--rounds 1] [--only FAULT ...] [--json FILE]
 
 Real processes train a perceptron (steps of about 50 ms of matrix work: 1024 samples, 0.56 M
 weights) in epochs of 40 batches, saved each 20. Behind batch 30 of the second epoch a process does
 itself harm; once that is made up for, the next fault comes in the next epoch, and so on. Ours run
-by `keras-distplug run`, with a `PreemptionHandler` and a `HangWatchdog(step_secs=5, save_secs=5)`;
-the rival by `until python plain.py; do :; done`, in one process: several workers it does not run on
-Keras 3 (keras-team/keras#20585). Rounds are interleaved; medians. Counted from the fault:
+by `keras-distplug run --unresponsive-timeout 10`, with a `PreemptionHandler` and a
+`HangWatchdog(step_secs=5, save_secs=5)`, and once more with `--warm-spares`, where a fault comes in
+each third epoch only, when the spares have loaded what they load. The rival runs by
+`until python plain.py; do :; done`, in one process: several workers it does not run on Keras 3
+(keras-team/keras#20585). Rounds are interleaved; medians. Counted from the fault:
 
 - starts again: the first line of the script that is run next;
 - first batch: the end of the first one in it;
@@ -15,8 +17,7 @@ Keras 3 (keras-team/keras#20585). Rounds are interleaved; medians. Counted from 
 - steps lost: batches that are trained again.
 
 The hanging input is asked for a few steps before training needs it. Hangs do not end for the rival:
-it is waited for 15 s, three times as long as a step may take, and then killed; ours for 30 s. One
-process that is stopped by SIGSTOP ours does not end either, for that may be somebody's ctrl-Z. The
+it is waited for 15 s, three times as long as a step may take, and then killed; ours for 30 s. The
 times are those that the workers note at the end of each batch. Not verified on GPU.
 """
 
@@ -49,8 +50,11 @@ POLL_S = 0.05
 PATIENCE_S = 180.0  # for what has to come
 
 OURS, RIVAL = "keras_distplug", "BackupAndRestore in a loop"
+WARM = "keras_distplug, warm spares"
 # When nothing has been started again. Ours asks the other workers for up to 5 s, too.
-GIVEN_UP_S = {OURS: 6.0 * STEP_SECS, RIVAL: 3.0 * STEP_SECS}
+GIVEN_UP_S = {OURS: 6.0 * STEP_SECS, WARM: 6.0 * STEP_SECS, RIVAL: 3.0 * STEP_SECS}
+# Faults come in each so many epochs.
+EVERY = {OURS: 1, WARM: 3, RIVAL: 1}
 
 
 @dataclass(frozen=True)
@@ -144,9 +148,10 @@ def recovery(events: Sequence[Event], attempt: int) -> Recovery | None:
 
 @contextlib.contextmanager
 def running(subject: str, set_up: SetUp, faults: Sequence[str], folder: Path) -> Iterator[Job]:
-    arguments = [str(folder), str(set_up.hit), *faults]
-    if subject == OURS:
+    arguments = [str(folder), str(set_up.hit), str(EVERY[subject]), *faults]
+    if subject != RIVAL:
         options = ["--workers", str(set_up.workers), "--max-restarts", str(len(faults))]
+        options += ["--unresponsive-timeout", "10", *["--warm-spares"] * (subject == WARM)]
         command = [sys.executable, "-m", "keras_distplug", "run", *options, "--"]
         command += [sys.executable, str(SCRIPTS / "ours.py"), *arguments]
     else:
@@ -272,12 +277,11 @@ def table_of(found: Mapping[tuple[str, SetUp], Mapping[str, Sequence[Outcome]]])
             table.add_column(subject + heading, justify="right")
     for name, fault in FAULTS.items():
         for (subject, set_up), outcomes in found.items():
-            if subject == OURS and name in outcomes:
+            if subject != RIVAL and name in outcomes:
                 rival = found[RIVAL, set_up][name] if (RIVAL, set_up) in found else None
                 timeout = f"{STEP_SECS} s" if fault.hangs else ""
-                table.add_row(
-                    fault.title, set_up.title, timeout, *shown(outcomes[name]), *shown(rival)
-                )
+                title = set_up.title + ", warm spares" * (subject == WARM)
+                table.add_row(fault.title, title, timeout, *shown(outcomes[name]), *shown(rival))
     return table
 
 
@@ -304,7 +308,7 @@ def set_ups(workers: int) -> dict[SetUp, list[str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--workers", type=int, default=2, help="besides one process; 1: only that")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument(
         "--only", choices=list(FAULTS), nargs="+", metavar="FAULT", help=", ".join(FAULTS)
     )
@@ -312,9 +316,13 @@ def main() -> None:
     arguments = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # nobody wants SIGSEGV's, and they take time
     jobs = {
-        (subject, set_up): [n for n in faults if arguments.only is None or n in arguments.only]
+        (subject, set_up): [
+            name
+            for name in (["SIGKILL"] if subject == WARM else faults)
+            if arguments.only is None or name in arguments.only
+        ]
         for set_up, faults in (set_ups(1) | set_ups(arguments.workers)).items()
-        for subject in ((OURS, RIVAL) if set_up.workers == 1 else (OURS,))
+        for subject in ((OURS, WARM, RIVAL) if set_up.workers == 1 else (OURS, WARM))
     }
     found: dict[tuple[str, SetUp], dict[str, list[Outcome]]] = {
         job: {name: [] for name in faults} for job, faults in jobs.items()

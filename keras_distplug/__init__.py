@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
+    from keras_distplug.callbacks.chief_only import chief_only
     from keras_distplug.callbacks.hang_watchdog import HangWatchdog
     from keras_distplug.callbacks.preemption_handler import PreemptionHandler
     from keras_distplug.compat.trainer import adapt
@@ -33,6 +34,7 @@ __all__ = [
     "PreemptionHandler",
     "__version__",
     "adapt",
+    "chief_only",
     "defaults",
     "distributed_fit",
     "errors",
@@ -49,6 +51,7 @@ _HOMES = {
     "HangWatchdog": "keras_distplug.callbacks.hang_watchdog",
     "PreemptionHandler": "keras_distplug.callbacks.preemption_handler",
     "adapt": "keras_distplug.compat.trainer",
+    "chief_only": "keras_distplug.callbacks.chief_only",
     "defaults": "keras_distplug.default_callbacks",
     "distributed_fit": "keras_distplug.fit",
     "errors": "keras_distplug.core.errors",
@@ -71,8 +74,18 @@ def __dir__() -> list[str]:
 
 
 def _begin() -> None:
+    if os.environ.get("KERAS_DISTPLUG_SPARE"):
+        spare = importlib.import_module("keras_distplug.cluster.spare")
+        if spare.is_here():
+            for home in _HOMES.values():
+                importlib.import_module(home)
+            if os.environ.get("KERAS_DISTPLUG_WARM_UP"):
+                importlib.import_module("keras_distplug.compat.context").warm_up()
+            spare.wait_for_part()
+    if os.environ.get("KERAS_DISTPLUG_JOB"):
+        importlib.import_module("keras_distplug.cluster.pulse").begin()
     # Before the first error, and for who is told by the code of this process only.
-    started_by = ("KERAS_DISTPLUG_JOB", "TF_CONFIG", "SLURM_STEP_ID")
+    started_by = ("KERAS_DISTPLUG_JOB", "TF_CONFIG", "SLURM_STEP_ID", "CLUSTER_SPEC", "SM_HOSTS")
     if any(os.environ.get(name) for name in started_by):
         importlib.import_module("keras_distplug.cluster.leaving").prepare()
     # TensorFlow forms a cluster only before the first tensor exists, and a script that a supervisor

@@ -11,6 +11,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from keras_distplug import __version__
 from keras_distplug.core.errors import ConfigurationError, DistplugError, NoCheckpointError
@@ -85,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_run(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     from keras_distplug.commands import arguments
     from keras_distplug.supervisor.attempt import Limits
-    from keras_distplug.supervisor.run import Job
+    from keras_distplug.supervisor.restarts import Budgets
 
     parser = subcommands.add_parser(
         "run",
@@ -97,10 +98,10 @@ def _add_run(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         epilog=arguments.epilog(
             ("keras-distplug run --workers 4 -- python train.py --epochs 10",),
             "0 all workers completed training; 2 wrong usage; 124 a worker did not start in time; "
-            "127 the command was not found; 128 + n ended by signal n, such as ctrl-C; otherwise "
-            "that of the first worker that failed. Workers are started again but where one has "
-            "ended with 93, for something that would come each time, or 130, for ctrl-C; 143, of "
-            "workers that were told to go and have saved, counts as no failure.",
+            "127 the command was not found; 128 + n ended by signal n, such as ctrl-C; 93 it makes "
+            "no progress, or a worker has ended with 93, for something that would come each time; "
+            "otherwise that of the first worker that failed. 130, of ctrl-C to a worker, is never "
+            "started again; 143, of workers that were told to go and have saved, is no failure.",
         ),
     )
     parser.add_argument("--workers", type=int, required=True, metavar="N", help="how many")
@@ -113,9 +114,52 @@ def _add_run(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "--max-restarts",
         type=int,
-        default=Job.max_restarts,
+        default=Budgets.failures,
         metavar="R",
         help="how often a failed group is started again (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-preemptions",
+        type=int,
+        default=Budgets.preemptions,
+        metavar="R",
+        help="how often one that was told to go, and has saved (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-without-progress",
+        type=int,
+        default=Budgets.without_progress,
+        metavar="A",
+        help="so many attempts in a row that made no newer checkpoint are the end, with code 93 "
+        "(default: %(default)s); before each but the first two there is a pause",
+    )
+    parser.add_argument(
+        "--min-workers",
+        type=int,
+        metavar="N",
+        help="when the same worker fails twice in a row, the others go on without it, as long as "
+        "there are so many (default: as many as --workers)",
+    )
+    parser.add_argument(
+        "--warm-spares",
+        action="store_true",
+        help="as many processes as workers run the script up to `import keras_distplug`, and wait "
+        "there to take their places: a restart takes less time, and the memory of as many more "
+        "processes",
+    )
+    parser.add_argument(
+        "--unresponsive-timeout",
+        type=float,
+        default=Limits.silence_secs,
+        metavar="SECS",
+        help="how long a worker may give no sign of life, which it does each second while it can "
+        "run Python (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--log",
+        type=Path,
+        metavar="FILE",
+        help="append a line of JSON for each event to this file",
     )
     parser.add_argument(
         "--startup-timeout",
@@ -150,15 +194,23 @@ def _add_run(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def _run(parsed: argparse.Namespace, command: Sequence[str]) -> int:
     from keras_distplug.core.timeouts import Timeouts
     from keras_distplug.supervisor.attempt import Limits
+    from keras_distplug.supervisor.restarts import Budgets
     from keras_distplug.supervisor.run import Job, run
 
     job = Job(
         command=tuple(command),
         workers=parsed.workers,
         devices_per_worker=parsed.devices_per_worker,
-        max_restarts=parsed.max_restarts,
-        limits=Limits(startup_secs=parsed.startup_timeout, grace_secs=parsed.grace),
+        budgets=Budgets(
+            failures=parsed.max_restarts,
+            preemptions=parsed.max_preemptions,
+            without_progress=parsed.max_without_progress,
+            min_workers=parsed.min_workers,
+        ),
+        warm_spares=parsed.warm_spares,
+        limits=Limits(parsed.startup_timeout, parsed.grace, parsed.unresponsive_timeout),
         timeouts=Timeouts(parsed.heartbeat_timeout, parsed.collective_timeout),
+        log=parsed.log,
     )
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A worker may print what this terminal's encoding does not have.

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from keras_distplug import startup
+from keras_distplug.callbacks import chief_only
 from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
 from keras_distplug.cluster import agreement, peers
 from keras_distplug.compat import context, trainer, versions
@@ -67,7 +68,9 @@ def distributed_fit(
         epochs: As in `Model.fit`: the number at which training ends, over all restarts.
         verbose: As in `Model.fit`. `"auto"` is silent on workers other than the chief.
         callbacks: As in `Model.fit`; those of `defaults(directory)` are added unless a
-            `BackupAndRestore` of ours is among them. All workers run all callbacks.
+            `BackupAndRestore` of ours is among them. All workers run all callbacks; the files of
+            Keras' `ModelCheckpoint`, `CSVLogger` and `TensorBoard` are the chief's, as with
+            `chief_only`.
         validation_split: As in `Model.fit`.
         validation_data: As in `Model.fit`.
         shuffle: As in `Model.fit`; each epoch has an order of its own, the same on every worker and
@@ -79,9 +82,9 @@ def distributed_fit(
         validation_steps: As in `Model.fit`.
         validation_batch_size: As in `Model.fit`.
         validation_freq: As in `Model.fit`.
-        strategy: `"auto"` (TF_CONFIG or a Slurm step with several workers -> `"multi_worker"`,
-            several GPUs -> `"mirrored"`, else `"one_device"`), one of these names,
-            `"central_storage"`, or a `tf.distribute.Strategy`. Defaults to `"auto"`.
+        strategy: `"auto"` (several workers, by TF_CONFIG, Slurm, Vertex AI or SageMaker ->
+            `"multi_worker"`, several GPUs -> `"mirrored"`, else `"one_device"`), one of these
+            names, `"central_storage"`, or a `tf.distribute.Strategy`. Defaults to `"auto"`.
         directory: Folder of this run, or a URL such as `s3://bucket/runs/mnist`. Defaults to that
             of `defaults()`.
         storage_options: As in `BackupAndRestore`.
@@ -140,6 +143,10 @@ def distributed_fit(
     callbacks = _with_backup(
         callbacks, directory=directory, storage_options=storage_options, resume=resume
     )
+    callbacks = [
+        chief_only.for_role(each, role) if chief_only.writes_files(each) else each
+        for each in callbacks
+    ]
     backup = next(each for each in callbacks if isinstance(each, BackupAndRestore))
     run = backup.open_run(strategy)
     feed = data.feed(

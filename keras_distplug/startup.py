@@ -47,8 +47,8 @@ def init(
     Args:
         strategy: `"auto"`, `"one_device"`, `"mirrored"`, `"central_storage"` (every device
             computes, the CPU holds the variables) or `"multi_worker"`. Defaults to `"auto"`:
-            TF_CONFIG or a Slurm step with several workers -> multi_worker; several GPUs ->
-            mirrored; else one device.
+            several workers, by TF_CONFIG, Slurm, Vertex AI or SageMaker -> multi_worker; several
+            GPUs -> mirrored; else one device.
         heartbeat_timeout_secs: After how many seconds without a heartbeat a worker counts as lost,
             at least 1, the same on all workers. Defaults to KERAS_DISTPLUG_HEARTBEAT_TIMEOUT, which
             `keras-distplug run --heartbeat-timeout` sets, and else to TensorFlow's 10.

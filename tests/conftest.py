@@ -22,6 +22,8 @@ LONGEST_FIRST = (
     "tests/scenarios/test_changed_workers.py",
     "tests/scenarios/test_told_to_go.py",
     "tests/scenarios/test_hanging_workers.py",
+    "tests/scenarios/test_ray.py",
+    "tests/scenarios/test_schedulers.py",
     "tests/fit/test_exact_resume.py",
     "tests/storage/test_kills.py",
     "tests/fit/test_two_tiers.py",

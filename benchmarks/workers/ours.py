@@ -1,20 +1,25 @@
-"""`recovery.py` runs this by `keras-distplug run`: FOLDER WORKER FAULT [FAULT ...]"""
+"""`recovery.py` runs this by `keras-distplug run`: FOLDER WORKER EVERY FAULT [FAULT ...]"""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 from events import SAVE_EVERY, SAVE_SECS, STEP_SECS, Events
 
-folder, hit, faults = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
-events = Events(folder)
+folder, hit, every, faults = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
+is_spare = "KERAS_DISTPLUG_SPARE" in os.environ  # which begins when it has a part to play
+if not is_spare:
+    events = Events(folder)
 
 import tensorflow as tf  # noqa: E402
 from recovering import Batches, Harm, build  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
 
+if is_spare:
+    events = Events(folder)
 strategy = kd.init()
 
 
@@ -33,11 +38,11 @@ def lone_collective() -> None:
     )
 
 
-harm = Harm(events, hit, faults, lone_collective)
+harm = Harm(events, hit, every, faults, lone_collective)
 kd.distributed_fit(
     build(),
     Batches(harm),
-    epochs=len(faults) + 1,
+    epochs=every * len(faults) + 1,
     shuffle=False,
     verbose=0,
     callbacks=[

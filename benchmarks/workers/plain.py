@@ -1,4 +1,4 @@
-"""`recovery.py` runs this in a shell's loop: FOLDER WORKER FAULT [FAULT ...]"""
+"""`recovery.py` runs this in a shell's loop: FOLDER WORKER EVERY FAULT [FAULT ...]"""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from pathlib import Path
 
 from events import SAVE_EVERY, Events
 
-folder, hit, faults = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+folder, hit, every, faults = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
 events = Events(folder)
 
 import keras  # noqa: E402
 from recovering import Batches, Harm, build  # noqa: E402
 
-harm = Harm(events, hit, faults)
+harm = Harm(events, hit, every, faults)
 build().fit(
     Batches(harm),
-    epochs=len(faults) + 1,
+    epochs=every * len(faults) + 1,
     shuffle=False,
     verbose=0,
     callbacks=[harm, keras.callbacks.BackupAndRestore(str(folder / "run"), save_freq=SAVE_EVERY)],

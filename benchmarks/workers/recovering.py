@@ -28,12 +28,13 @@ def build() -> keras.Model:
 
 
 class Harm(keras.callbacks.Callback):  # type: ignore[misc]
-    """Notes each batch, and makes the fault of this attempt: the first in the second epoch, each
-    further one an epoch later.
+    """Notes each batch, and makes the fault of this attempt, behind as many epochs as `every` says,
+    and behind as many more for each attempt before.
 
     Args:
         events: Where to note it.
         worker: Who is hit.
+        every: Epochs from one fault to the next.
         faults: What happens in each attempt; nothing in those behind.
         lone_collective: Calls a collective.
     """
@@ -42,6 +43,7 @@ class Harm(keras.callbacks.Callback):  # type: ignore[misc]
         self,
         events: Events,
         worker: int,
+        every: int,
         faults: list[str],
         lone_collective: Callable[[], object] | None = None,
     ) -> None:
@@ -49,6 +51,7 @@ class Harm(keras.callbacks.Callback):  # type: ignore[misc]
         self._events = events
         is_hit = events.worker == worker and events.attempt < len(faults)
         self._fault = faults[events.attempt] if is_hit else None
+        self._fault_epoch = every * (events.attempt + 1)
         self._epoch = -1
         self._how: dict[str, Callable[[], object] | None] = {
             "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -76,7 +79,7 @@ class Harm(keras.callbacks.Callback):  # type: ignore[misc]
             self._make(index)
 
     def _make(self, batches: int) -> None:
-        if self._fault is None or (self._epoch, batches) != (self._events.attempt + 1, FAULT_BATCH):
+        if self._fault is None or (self._epoch, batches) != (self._fault_epoch, FAULT_BATCH):
             return
         how = self._how[self._fault]
         assert how is not None

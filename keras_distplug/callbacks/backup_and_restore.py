@@ -311,6 +311,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
             pace,
             is_chief=self._role.is_chief,
             max_failed_saves=max_failed_saves,
+            on_saved=self._on_saved,
         )
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
@@ -494,6 +495,11 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _where(self, run: str) -> str:
         return self._files.where(run)
+
+    def _on_saved(self, step: int) -> None:
+        """From a thread."""
+        if self._supervised is not None and self._role.is_chief and self._run is not None:
+            self._supervised.saved(self._where(self._run.name), step)
 
     def _report(self, phase: Phase) -> None:
         if self._supervised is not None:

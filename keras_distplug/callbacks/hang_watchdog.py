@@ -23,7 +23,7 @@ from keras_distplug.cluster.hangs import Inquiry, InquiryAlone, InquiryTogether,
 from keras_distplug.cluster.mailbox import close_at_exit
 from keras_distplug.cluster.sentinel import Sentinel
 from keras_distplug.compat import callback_list
-from keras_distplug.compat.whereabouts import is_debugged, stacks, whereabouts
+from keras_distplug.compat.whereabouts import is_debugged, may_be_debugged, stacks, whereabouts
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.exit_codes import ExitCode
 from keras_distplug.core.interactive import is_interactive
@@ -35,8 +35,9 @@ Limit = Literal["auto"] | float
 
 _LOOK_S = 0.5
 _ASKING_S = 5.0
-_SENTINEL_S = 2.0  # for that of a worker that does not answer, which prints its stacks
+_SENTINEL_S = 1.0  # for that of a worker that does not answer, which prints its stacks
 _LAST_WORDS_S = 2.0
+_STACKS_S = 10.0  # whose lines are read from files
 _CLOSING_S = 5.0
 
 
@@ -121,9 +122,14 @@ class HangWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         self.validation_secs = validation_secs
         self.save_secs = save_secs
         self.exit = exit
+        self._is_first = self._is_first_test = True
         self._undo: list[Callable[[], None]] = []
 
     # Keras' hooks, in the order in which they come
+
+    def set_model(self, model: keras.Model) -> None:
+        super().set_model(model)
+        callback_list.move_to_front(self)  # for what others do in `on_train_begin`
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         self.close()
@@ -135,10 +141,11 @@ class HangWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         self._agreement = agreement.among(self._role)
         self._patience = Patience(self._limits())
         self._trains_in = threading.get_ident()
+        self._fit = callback_list.Calling.now()
         self._epoch = 0
         self._is_first = self._is_first_test = True
-        self._stalled_s = 0.0
         self._moment = _Moment(0, Stage.FIRST_STEP, "before the first batch", time.monotonic())
+        self._stood = (self._moment, 0.0)
         self._ending = threading.Lock()
         self._over = threading.Event()
         self._inquiry = self._make_inquiry()
@@ -213,6 +220,8 @@ class HangWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         return InquiryTogether(session, self._role, self._agreement, self._report, self._end)
 
     def _got_on(self, stage: Stage, where: str) -> None:
+        if not self._undo:
+            return  # `evaluate` has been given these callbacks, too
         before, now_s = self._moment, time.monotonic()
         self._patience.took(before.stage, now_s - before.at_s)
         where = f"{where} epoch {self._epoch + 1}"
@@ -221,7 +230,7 @@ class HangWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _report(self) -> Report:
         """From any thread."""
-        moment = self._moment
+        moment, (stood_at, stood_s) = self._moment, self._stood
         is_at = whereabouts(self._trains_in)
         if is_at.awaits is not None:
             awaited = {"input": "its input", "others": "the others"}[is_at.awaits]
@@ -236,7 +245,7 @@ class HangWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
             moments=moment.number,
             doing=doing,
             awaits=is_at.awaits,
-            for_s=self._stalled_s,
+            for_s=stood_s if stood_at is moment else 0.0,  # which the watch has yet to see
             limit_s=self._patience.limit_s(moment.stage),
             silence_s=_SENTINEL_S
             + max(self._patience.limit_s(stage) for stage in (moment.stage, Stage.BETWEEN)),
@@ -249,27 +258,33 @@ class HangWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
             self._end_sentinel()  # which else takes this thread's end for a hang
 
     def _look(self) -> None:
-        seen, looked_s, ask_at_s = self._moment, time.monotonic(), 0.0
+        looked_s, ask_at_s = time.monotonic(), 0.0
         while not self._over.wait(_LOOK_S):
             moment, now_s = self._moment, time.monotonic()
             # Longer than it was to wait it has waited because the process was stopped.
             passed_s, looked_s = min(now_s - looked_s, 2 * _LOOK_S), now_s
             limit_s = self._patience.limit_s(moment.stage)
             self._say(limit_s)
-            if moment is not seen:
-                seen, self._stalled_s, ask_at_s = moment, 0.0, 0.0
+            stood_at, stood_s = self._stood
+            if moment is not stood_at:
+                self._stood, ask_at_s = (moment, 0.0), 0.0
                 continue
-            self._stalled_s += passed_s
             if is_debugged(self._trains_in):
-                self._stalled_s = 0.0
+                # Who looks at local variables further down undoes what `pdb` has changed.
+                self._stood = (moment, 0.0)
+                continue
+            stood_s += passed_s
+            self._stood = (moment, stood_s)
             if not self._is_in_fit():
                 self._inquiry.close()
                 return
-            if self._stalled_s < limit_s or now_s < ask_at_s:
+            if stood_s < limit_s or now_s < ask_at_s:
                 continue
             self._say(limit_s + _ASKING_S)
             verdict = self._inquiry.ask()
-            ask_at_s = time.monotonic() + verdict.look_again_s
+            looked_s = time.monotonic()
+            self._stood = (moment, stood_s + looked_s - now_s)
+            ask_at_s = now_s + verdict.look_again_s
             if verdict.hang is not None and self._moment is moment:
                 self._inquiry.tell(verdict.hang)
                 self._end(verdict.hang)
@@ -277,7 +292,8 @@ class HangWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _is_in_fit(self) -> bool:
         """False if an exception has ended `fit`."""
-        return callback_list.is_called_with(self, sys._current_frames().get(self._trains_in))
+        trains = sys._current_frames().get(self._trains_in)
+        return self._fit is not None and self._fit.is_above(trains)
 
     def _end(self, hang: str) -> None:
         """From any thread."""
@@ -285,27 +301,31 @@ class HangWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
             return
         self._end_sentinel()
         who = f"{self._role.name} on {socket.gethostname()}"
-        told = f"keras_distplug: training hangs: {hang}\n"
-        listed = f"{who}, its threads, the last call last:\n{stacks()}\n"
-        _write(told + listed)
+        told = [f"keras_distplug: training hangs: {hang}\n"]
+        listed = f"{who}, its threads, the last call last:\n"
+        _shortly(lambda: told.append(f"{listed}{stacks()}\n"), _STACKS_S)
+        text = "".join(told)
+        _shortly(lambda: _write(text))
         if self._backup is not None:
             name = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}-{self._role.name}.txt"
-            keep, text = self._backup.keep_text, told + listed
+            keep = self._backup.keep_text
             _shortly(lambda: _write(f"keras_distplug: kept in {keep(f'hangs/{name}', text)}\n"))
         if not self._exits:
             self._ending.release()
             return
         if (supervised := Supervised.from_env()) is not None:
-            supervised.report(self._role.name, Phase.HUNG, hang)
+            report = supervised.report
+            _shortly(lambda: report(self._role.name, Phase.HUNG, hang))
         self._inquiry.leave()
         code = int(ExitCode.HUNG)
-        _write(f"keras_distplug: {who} leaves with code {code}; start the script again to go on\n")
+        last = f"keras_distplug: {who} leaves with code {code}; start the script again to go on\n"
+        _shortly(lambda: _write(last))
         _shortly(_flush)
         os._exit(code)
 
     def _say(self, limit_s: float) -> None:
         if self._sentinel is not None:
-            self._sentinel.say(limit_s)
+            self._sentinel.say(math.inf if may_be_debugged() else limit_s)
 
     def _end_sentinel(self) -> None:
         if self._sentinel is not None:
@@ -331,8 +351,9 @@ def _flush() -> None:
             file.flush()
 
 
-def _shortly(act: Callable[[], object]) -> None:
-    """Whatever keeps it from ending must not keep the process."""
+def _shortly(act: Callable[[], object], limit_s: float = _LAST_WORDS_S) -> None:
+    """Whatever keeps it from ending, such as a pipe that nobody reads, or a store that does not
+    answer, must not keep the process."""
     thread = threading.Thread(target=act, name="keras_distplug-last-words", daemon=True)
     thread.start()
-    thread.join(_LAST_WORDS_S)
+    thread.join(limit_s)

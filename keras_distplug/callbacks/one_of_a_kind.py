@@ -23,9 +23,9 @@ def yielding(callback: Kind) -> Kind:
 def stood_aside(
     callback: keras.callbacks.Callback, others: Sequence[keras.callbacks.Callback]
 ) -> bool:
-    """Takes `callback` out of the list if another of its class does its work: the user's own, or
-    else the last one. To be called from its `on_train_begin`."""
-    rivals = [each for each in others if type(each) is type(callback)]
+    """Takes `callback` out of the list if another of its class, or of one derived from that, does
+    its work: the user's own, or else the last one. To be called from its `on_train_begin`."""
+    rivals = [each for each in others if isinstance(each, type(callback))]
     if not rivals or (not _yields(callback) and all(map(_yields, rivals))):
         return False
     callback_list.leave(callback)

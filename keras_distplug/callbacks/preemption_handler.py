@@ -35,6 +35,7 @@ from keras_distplug.core.log import announce
 from keras_distplug.core.supervised import Phase, Supervised
 from keras_distplug.storage.commit import Writer
 
+_LEAVING_S = 60.0  # for others whose save has failed in another way
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -63,6 +64,8 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
     - Handlers that the script had are called behind the checkpoint, and are there again after
       `fit`. A signal that comes too late to stop training is sent once more when it has ended.
     - The process ends within `fit`: `on_train_end` of other callbacks is not called.
+    - Python hears signals in the main thread only. Where `fit` is called in another one, several
+      workers still stop for a SIGTERM, of which TensorFlow tells; one alone does not.
 
     Args:
         signals: Which signals tell to go. Defaults to SIGTERM, SIGUSR1 and SIGUSR2. One that the
@@ -71,13 +74,14 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
             take longer than what is left of it is not begun; the newest one then is the local one,
             or the one before. Defaults to 30, that of Kubernetes.
         exit: End the process, with code 143. With `False`, `fit` raises `Preempted` instead.
-            Defaults to `True` but where Python is interactive.
+            Defaults to `True` but where Python is interactive, and where `fit` is called in another
+            thread than the main one, as in Ray Train, which starts the workers again for an error.
         cloud: Ask the metadata server of the cloud that this machine belongs to. Defaults to
             `True`. **Not verified on a machine of any cloud.**
         requeue: Under Slurm, put the job into the queue again, behind the checkpoint, by `scontrol
             requeue`; not for ctrl-C. The job must be one that may be (`sbatch --requeue`). Where
             that fails, it is told, and training ends as it would without. Defaults to `False`.
-            **Not verified on a Slurm cluster.**
+            Seen with Slurm 22.05 on one machine; **not verified on a cluster**.
 
     Raises:
         ConfigurationError: For an argument that is not usable, such as `requeue=True` outside a job
@@ -132,6 +136,7 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
         self._agreement = agreement.among(self._role)
         self._where = f"{self._role.name} on {socket.gethostname()}"
         self._received = []
+        self._fit = callback_list.Calling.now()
         self._stop = self._make_stop()
         self._undo.append(self._stop.close)
         if self._role.world_size > 1 and self._role.is_chief:
@@ -168,8 +173,10 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
         return StopTogether(session, self._role, self._agreement, self._on_lost)
 
     def _watch_signals(self) -> SignalWatch | None:
-        if threading.current_thread() is not threading.main_thread():
-            announce("signals are not noticed, because `fit` is not called in the main thread")
+        if not _in_main_thread():
+            if self._role.is_chief:
+                which = "signals" if self._role.world_size == 1 else "signals but SIGTERM"
+                announce(f"{which} are not noticed, because `fit` is not called in the main thread")
             return None
         watch = SignalWatch((*self.signals, signal.SIGINT), self._on_signal, self._is_in_fit)
         watch.install()
@@ -178,7 +185,7 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _is_in_fit(self, frame: FrameType | None) -> bool:
         """False if an exception has ended `fit`."""
-        return callback_list.is_called_with(self, frame)
+        return self._fit is not None and self._fit.is_above(frame)
 
     def _on_signal(self, number: int) -> None:
         """From a thread."""
@@ -226,7 +233,7 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
         told = f"{cause.what} to {cause.worker}"
         try:
             stands = self._save(cause, logs)
-            self._agreement.barrier("leaving")
+            self._agreement.barrier("leaving", _LEAVING_S)
         except DistplugError as error:
             stands = None
             announce(f"{told}: no checkpoint could be made: {error}")
@@ -246,7 +253,7 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
                 handler(number, None)
         if cause.is_user or signal.SIGINT in self._received:
             raise KeyboardInterrupt
-        if self.exit or (self.exit is None and not is_interactive()):
+        if self.exit or (self.exit is None and not is_interactive() and _in_main_thread()):
             if self._role.world_size > 1:
                 leaving.with_code(ExitCode.PREEMPTED)
             sys.exit(ExitCode.PREEMPTED)
@@ -281,3 +288,8 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
     def _end(self) -> None:
         while self._undo:
             self._undo.pop()()
+
+
+def _in_main_thread() -> bool:
+    """In which alone Python handles signals, and a `SystemExit` ends the process."""
+    return threading.current_thread() is threading.main_thread()

@@ -37,6 +37,7 @@ class Saves:
         is_chief: True on the worker that decides.
         max_failed_saves: So many failed saves in a row are an error. None if each worker saves for
             itself, as a help only: it tells its own failures, and they end nothing.
+        on_saved: Called, from a thread, with the step of each checkpoint that is complete.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Saves:
         *,
         is_chief: bool,
         max_failed_saves: int | None,
+        on_saved: Callable[[int], None],
     ) -> None:
         self._writer = writer
         self._agreement = agreement
@@ -54,6 +56,7 @@ class Saves:
         self._is_chief = is_chief
         self._patience = math.inf if max_failed_saves is None else max_failed_saves
         self._is_local = max_failed_saves is None
+        self._on_saved = on_saved
         self._what = "local checkpoint" if self._is_local else "checkpoint"
         self._saver = Saver()
         self._attempts = agreement.from_chief("saves", Writer.new_attempt() if is_chief else None)
@@ -113,7 +116,12 @@ class Saves:
         self._number += 1
         attempt = f"{self._attempts}-{self._number}"
         taken = state()
-        self._saver.start(taken.cursor.step, lambda: self._writer.save(taken, attempt))
+
+        def write() -> None:
+            self._writer.save(taken, attempt)
+            self._on_saved(taken.cursor.step)
+
+        self._saver.start(taken.cursor.step, write)
         self._stall_s = time.monotonic() - begin
 
     def save_before(

@@ -62,7 +62,7 @@ class Alone:
     def first_complaint(self, topic: str, complaint: str | None) -> str | None:
         return complaint
 
-    def barrier(self, topic: str) -> None:
+    def barrier(self, topic: str, within_s: float | None = None) -> None:
         return
 
     def tell(self, topic: str, text: str) -> None:
@@ -83,10 +83,11 @@ class ThroughKeyValues:
     Args:
         role: This worker's place.
         store: The store that all workers see.
-        timeout_s: How long a worker waits for another one.
+        timeout_s: How long a worker waits for another one, which may be in a callback that only
+            it has. A worker that is lost, or hangs, is found by others, and sooner.
     """
 
-    def __init__(self, role: Role, store: KeyValues, timeout_s: float = 600.0) -> None:
+    def __init__(self, role: Role, store: KeyValues, timeout_s: float = 7200.0) -> None:
         self._role = role
         self._store = store
         self._timeout_s = timeout_s
@@ -120,9 +121,10 @@ class ThroughKeyValues:
         said = map(json.loads, self.gather(topic, json.dumps(complaint)))
         return next((each for each in said if each is not None), None)
 
-    def barrier(self, topic: str) -> None:
-        with self._explained(f"all workers at {topic!r}", self._timeout_s):
-            self._store.barrier(self._next_key(topic), self._timeout_s)
+    def barrier(self, topic: str, within_s: float | None = None) -> None:
+        timeout_s = self._timeout_s if within_s is None else within_s
+        with self._explained(f"all workers at {topic!r}", timeout_s):
+            self._store.barrier(self._next_key(topic), timeout_s)
 
     def tell(self, topic: str, text: str) -> None:
         with self._explained(f"telling {topic!r}", self._timeout_s):

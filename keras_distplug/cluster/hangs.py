@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -66,20 +67,32 @@ class Verdict:
     look_again_s: float = 0.0
 
 
-def judge(reports: Mapping[str, Report | None]) -> Verdict:
+def judge(
+    reports: Mapping[str, Report | None], unheard_s: Mapping[str, float] | None = None
+) -> Verdict:
     """Who is waited for, and has that taken too long?
 
     Args:
         reports: Of each worker; None of one that has not answered.
+        unheard_s: How long ago each has answered last. Who has never may have been silent all the
+            time.
     """
     silent = [worker for worker, report in reports.items() if report is None]
     heard = {worker: report for worker, report in reports.items() if report is not None}
     if silent:
-        left_s = min(report.silence_s - report.for_s for report in heard.values())
-        if left_s > 0:
-            return Verdict(None, min(left_s, _LOOK_AGAIN_S))
+        # One answer may be late: of a busy machine, or of C code that keeps Python for a while.
+        lefts_s = {
+            worker: min(
+                report.silence_s - min(report.for_s, (unheard_s or {}).get(worker, math.inf))
+                for report in heard.values()
+            )
+            for worker in silent
+        }
+        overdue = [worker for worker in silent if lefts_s[worker] <= 0]
+        if not overdue:
+            return Verdict(None, min(*lefts_s.values(), _LOOK_AGAIN_S))
         return Verdict(
-            f"{_and(silent)} did not answer: stopped (SIGSTOP), kept from running Python by code "
+            f"{_and(overdue)} did not answer: stopped (SIGSTOP), kept from running Python by code "
             "in C, or without its `fit`"
         )
     least = min(report.moments for report in heard.values())
@@ -159,6 +172,7 @@ class InquiryTogether:
         self._report = report
         self._on_hang = on_hang
         self._silent: list[str] = []
+        self._heard_s: dict[str, float] = {}
         self._rounds = itertools.count()
         # A worker that is lost ends this training by itself.
         self._mailbox = Mailbox(session, role, words, self._on_letter, lambda error: None)
@@ -169,9 +183,17 @@ class InquiryTogether:
             self._send({"ask": round_})
             end_s = time.monotonic() + _ANSWER_S
             answers: list[Report | None] = [
-                self._answer(round_, rank, max(end_s - time.monotonic(), 0.1))
+                self._report()
+                if rank == self._role.rank
+                else self._answer(round_, rank, max(end_s - time.monotonic(), 0.1))
                 for rank in range(self._role.world_size)
             ]
+            heard_s = time.monotonic()
+            self._heard_s |= {
+                worker: heard_s
+                for worker, answer in zip(self._role.workers, answers, strict=True)
+                if answer is not None
+            }
         except TimeoutError:  # of the chief, which keeps the words
             answers = [None] + [self._report()] * (self._role.world_size - 1)
         except AgreementError as error:
@@ -180,7 +202,8 @@ class InquiryTogether:
             return Verdict(found if report.is_overdue else None, _LOOK_AGAIN_S)
         reports = dict(zip(self._role.workers, answers, strict=True))
         self._silent = [worker for worker, report in reports.items() if report is None]
-        return judge(reports)
+        now_s = time.monotonic()
+        return judge(reports, {each: now_s - at_s for each, at_s in self._heard_s.items()})
 
     def tell(self, hang: str) -> None:
         if not self._can_be_heard():

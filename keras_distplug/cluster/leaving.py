@@ -21,7 +21,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from keras_distplug.cluster import roles
 from keras_distplug.core.errors import ClusterError, ConfigurationError, PeerLostError
@@ -39,6 +39,7 @@ class _Ending:
 
     peer_is_lost = False
     code: int | None = None  # once it is known
+    callers: FrameType | None = None
 
 
 def prepare() -> None:
@@ -61,6 +62,9 @@ def is_started_by_others(environ: Mapping[str, str]) -> bool:
 def with_code(code: int) -> None:
     """To be called before a `SystemExit` with this code, which all workers leave with."""
     _Ending.code = code
+    # What the callers hold stays: TensorFlow may take up to a minute to end an iterator
+    # (`RootDataset` misses that it is to end, until it would next look).
+    _Ending.callers = sys._getframe(1)
 
 
 def peer_is_lost() -> None:

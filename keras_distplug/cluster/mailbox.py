@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -58,6 +59,7 @@ class Mailbox:
         self._on_letter = on_letter
         self._on_lost = on_lost
         self._closed = threading.Event()
+        self._free = [0] * role.world_size  # for each, the first number that may be
         self._thread = in_background(self._listen)
 
     def send(self, letter: str) -> None:
@@ -79,9 +81,10 @@ class Mailbox:
             self._thread.join(_CLOSING_S)
 
     def _put(self, rank: int, letter: str) -> None:
-        number = 0
+        number = self._free[rank]
         while not self._words.tell_first(self._topic(rank, number), letter):
             number += 1
+        self._free[rank] = max(self._free[rank], number + 1)
 
     def _listen(self) -> None:
         number, is_lost = 0, False
@@ -133,6 +136,9 @@ def _try(act: Callable[[], object]) -> None:
 def _look_out_for_the_end() -> None:
     register = getattr(threading, "_register_atexit", atexit.register)
     register(_close_all)
+    if hasattr(os, "register_at_fork"):
+        # A child's end would close over the connections of its parent.
+        os.register_at_fork(after_in_child=_open.clear)
 
 
 def _close_all() -> None:

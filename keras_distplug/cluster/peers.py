@@ -83,7 +83,10 @@ def lost(error: BaseException, role: Role, service: Service) -> str | None:
         return None
     if word := next(filter(None, (_WORD.search(str(each)) for each in chain)), None):
         return word[1]
-    end_s = time.monotonic() + service.heartbeat_timeout_s + _MARGIN_S
+    # Who keeps the service has been given that time already where TensorFlow has waited for it.
+    has_waited = any(failures.is_of_a_frozen_service(each) for each in chain)
+    patience_s = 0.0 if has_waited else service.heartbeat_timeout_s
+    end_s = time.monotonic() + patience_s + _MARGIN_S
     while True:
         answer = _answer(service)
         if answer and (word := next(filter(None, map(_word_in, answer)), None)):

@@ -23,6 +23,7 @@ import struct
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 _LOOK_SECS = 0.5
@@ -43,11 +44,16 @@ class Sentinel:
     def __init__(self, worker: str, limit_s: float) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._note: mmap.mmap | None = None
-        if not hasattr(os, "pidfd_open") or not Path("/proc/self/stat").exists():
+        # Where Python is part of another program, its name starts that one, or nothing.
+        if not sys.executable or hasattr(sys, "frozen") or not Path("/proc/self/stat").exists():
+            return
+        try:
+            os.close(os.pidfd_open(os.getpid()))
+            file = os.memfd_create("keras_distplug")
+        except (AttributeError, OSError):  # a system, or a sandbox, without these
             return
         if not faulthandler.is_enabled():
             faulthandler.enable(file=2)
-        file = os.memfd_create("keras_distplug")
         try:
             os.truncate(file, _NOTE.size)
             self._note = mmap.mmap(file, _NOTE.size)
@@ -58,6 +64,8 @@ class Sentinel:
                 stdout=subprocess.DEVNULL,
                 pass_fds=[file],
             )
+        except OSError as error:
+            warnings.warn(f"No sentinel looks after {worker}: {error}", stacklevel=2)
         finally:
             os.close(file)
 

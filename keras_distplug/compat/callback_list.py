@@ -8,9 +8,47 @@ and so does what they know.
 from __future__ import annotations
 
 import sys
+import weakref
+from dataclasses import dataclass
 from types import FrameType
 
 import keras
+
+from keras_distplug.compat import frames
+
+
+@dataclass(frozen=True)
+class Calling:
+    """A `fit` that calls its callbacks, told from others without keeping it alive.
+
+    Its local variables would tell, too. But to look at them from outside (`f_locals`) makes Python
+    3.11 and 3.12 keep them as they are then: the iterator of an epoch lives on, and whoever looks
+    next is the one who waits for its end, be that in the handler of a signal. From another thread
+    it is a segfault where that end lets the function go on, and return.
+    """
+
+    _callbacks: weakref.ref[keras.callbacks.CallbackList]
+    _frame: int
+
+    @classmethod
+    def now(cls) -> Calling | None:
+        """To be called from a callback's `on_train_begin`; None if no list of Keras' calls that."""
+        frame, callbacks = _list_above(sys._getframe(1))
+        if frame is None or callbacks is None:
+            return None
+        code = frame.f_code.co_filename
+        while frame is not None and frame.f_code.co_filename == code:
+            frame = frame.f_back
+        return cls(weakref.ref(callbacks), id(frame))
+
+    def is_above(self, frame: FrameType | None) -> bool:
+        """Whether `frame` is called by that `fit`. From any thread."""
+        # While the list lives, so does the frame that has it, whose number no other one can have.
+        while frame is not None and self._callbacks() is not None:
+            if id(frame) == self._frame:
+                return True
+            frame = frame.f_back
+        return False
 
 
 def move_to_end(callback: keras.callbacks.Callback) -> list[keras.callbacks.Callback]:
@@ -44,21 +82,19 @@ def _others_than(
     callback: keras.callbacks.Callback,
 ) -> tuple[list[keras.callbacks.Callback], keras.callbacks.CallbackList | None]:
     """In a new list, for Keras is iterating over the old one; and that which is calling."""
-    frame: FrameType | None = sys._getframe(2)
+    _, caller = _list_above(sys._getframe(2))
+    if caller is None:
+        return [], None
+    return [each for each in caller.callbacks if each is not callback], caller
+
+
+def _list_above(
+    frame: FrameType | None,
+) -> tuple[FrameType | None, keras.callbacks.CallbackList | None]:
+    """Which list calls, and its frame."""
     while frame is not None:
-        caller = frame.f_locals.get("self")
+        caller = frames.local(frame, "self")
         if isinstance(caller, keras.callbacks.CallbackList):
-            return [each for each in caller.callbacks if each is not callback], caller
+            return frame, caller
         frame = frame.f_back
-    return [], None
-
-
-def is_called_with(callback: keras.callbacks.Callback, frame: FrameType | None) -> bool:
-    """Whether `frame`, or one of its callers, trains with this callback: has it in a
-    `CallbackList` of its own."""
-    while frame is not None:
-        given = frame.f_locals.get("callbacks")
-        if isinstance(given, keras.callbacks.CallbackList) and callback in given.callbacks:
-            return True
-        frame = frame.f_back
-    return False
+    return None, None

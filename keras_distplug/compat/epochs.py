@@ -19,6 +19,7 @@ import tensorflow as tf
 from keras.src.trainers import data_adapters
 from keras.src.trainers.epoch_iterator import EpochIterator
 
+from keras_distplug.compat import frames
 from keras_distplug.compat.context import global_seed
 from keras_distplug.compat.override import override
 
@@ -27,9 +28,10 @@ def of_fit() -> Loop | None:
     """The loop of the innermost `fit` that calls; None if Keras' own `fit` is not among them."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "fit" and "epoch_iterator" in frame.f_locals:
-            found = frame.f_locals["epoch_iterator"]
-            return Loop(found) if isinstance(found, EpochIterator) else None
+        if frame.f_code.co_name == "fit":
+            found = frames.local(frame, "epoch_iterator")
+            if found is not None:
+                return Loop(found) if isinstance(found, EpochIterator) else None
         frame = frame.f_back
     return None
 

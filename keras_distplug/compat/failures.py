@@ -48,6 +48,12 @@ def _explained(stock: Callable[..., Any], explain: Explain) -> Callable[..., Any
     return explained
 
 
+def is_of_a_frozen_service(error: BaseException) -> bool:
+    """Whether TensorFlow's error says that whoever keeps the coordination service has not answered
+    for as long as a heartbeat may take."""
+    return "CoordinationService/Heartbeat" in str(error) and "Deadline Exceeded" in str(error)
+
+
 def may_be_of_a_connection(error: BaseException) -> bool:
     """Whether TensorFlow's error could be for a worker that is gone."""
     return isinstance(error, _OF_A_CONNECTION)

@@ -26,6 +26,26 @@ _ATTRIBUTES = {
 _ROWS = "bytes_of_rows"
 
 
+# Whose work may take all workers, and where it goes.
+_PLACES = {"ModelCheckpoint": "filepath", "CSVLogger": "filename", "TensorBoard": "log_dir"}
+_DECIDING = (
+    *("BackupAndRestore", "EarlyStopping", "LearningRateScheduler", "ReduceLROnPlateau"),
+    *("SwapEMAWeights", "TerminateOnNaN"),
+)
+
+
+def place_of(callback: keras.callbacks.Callback) -> str | None:
+    """The attribute that says where a callback of Keras that writes files, or one derived of it,
+    writes them; None if it is no such callback."""
+    kinds = (name for name in _PLACES if isinstance(callback, getattr(keras.callbacks, name)))
+    return next((_PLACES[name] for name in kinds), None)
+
+
+def decides(callback: keras.callbacks.Callback) -> bool:
+    """Whether a callback of Keras, or one derived of it, has a say in how training goes on."""
+    return isinstance(callback, tuple(getattr(keras.callbacks, name) for name in _DECIDING))
+
+
 def state_of(callback: keras.callbacks.Callback) -> dict[str, Any] | None:
     """What a callback of Keras, or one derived of it, knows; None if it is no such callback."""
     if isinstance(callback, keras.callbacks.CSVLogger):

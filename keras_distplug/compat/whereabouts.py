@@ -62,6 +62,11 @@ def is_debugged(thread: int) -> bool:
     )
 
 
+def may_be_debugged() -> bool:
+    """Whether the debugger of an editor is there, which stops all threads at a breakpoint."""
+    return "pydevd" in sys.modules
+
+
 def stacks() -> str:
     """Of all threads of Python's, the last call last."""
     frames = sys._current_frames()

@@ -21,6 +21,8 @@ ATTEMPT = "KERAS_DISTPLUG_ATTEMPT"
 STATUS_DIR = "KERAS_DISTPLUG_STATUS_DIR"
 DEVICES_PER_WORKER = "KERAS_DISTPLUG_DEVICES_PER_WORKER"
 JOINED_BY = "KERAS_DISTPLUG_JOINED_BY"  # the process that joins; its own subprocesses do not
+SPARE = "KERAS_DISTPLUG_SPARE"  # the pipe that a spare gets its part from
+WARM_UP = "KERAS_DISTPLUG_WARM_UP"  # whether it may use devices before that
 
 
 class Phase(enum.StrEnum):
@@ -104,6 +106,48 @@ class Supervised:
                 f"{worker} could not tell its supervisor that it is {phase}: {error}", stacklevel=2
             )
 
+    def saved(self, run: str, step: int) -> None:
+        """Records that there is a checkpoint. From any thread, of the chief.
+
+        Args:
+            run: Where it is.
+            step: Steps since the run began.
+        """
+        try:
+            self.status_dir.mkdir(parents=True, exist_ok=True)
+            line = json.dumps({"run": run, "step": step}) + "\n"
+            # In one piece: local checkpoints and others may be complete at the same moment.
+            file = os.open(self._saves, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            try:
+                os.write(file, line.encode())
+            finally:
+                os.close(file)
+        except OSError as error:
+            warnings.warn(
+                f"The supervisor could not be told of the checkpoint of step {step}: {error}",
+                stacklevel=2,
+            )
+
+    def newest_saves(self) -> dict[str, int]:
+        """The step of the newest checkpoint that was made in this attempt, for each run."""
+        try:
+            lines = self._saves.read_text().splitlines()
+        except OSError:
+            return {}
+        newest: dict[str, int] = {}
+        for line in lines:
+            try:
+                found = json.loads(line)
+                run, step = str(found["run"]), int(found["step"])
+            except (ValueError, KeyError, TypeError):
+                continue  # the disk was full
+            newest[run] = max(step, newest.get(run, step))
+        return newest
+
+    def pulse_of(self, worker: str) -> Path:
+        """The file that a worker touches while it can run Python; its process's number is in it."""
+        return self.status_dir / f"{worker}.pulse"
+
     def read(self, worker: str) -> Status | None:
         """The last report of `worker`, or None if there is none that can be read."""
         try:
@@ -115,6 +159,10 @@ class Supervised:
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
+
+    @property
+    def _saves(self) -> Path:
+        return self.status_dir / "saves"
 
     def _path(self, worker: str) -> Path:
         return self.status_dir / f"{worker}.json"

@@ -13,11 +13,12 @@ from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.exit_codes import ExitCode
 from keras_distplug.core.supervised import Phase, Status, Supervised
 from keras_distplug.supervisor.group import Ended, Group
+from keras_distplug.supervisor.pulses import Pulses
 
 # After a worker's death the others have nothing to save: they block in a collective that never
 # ends. TensorFlow's preemption notifier swallows SIGTERM besides, so every second given here is a
 # second added to the recovery.
-PEER_GRACE_SECS = 1.0
+PEER_GRACE_SECS = 0.3
 
 _STATUS_POLL_SECS = 0.1
 
@@ -32,12 +33,13 @@ class Cause(enum.Enum):
     FAILED = "failed"
     LEFT = "left"  # exit code 0, but no completed training
     LATE = "late"  # did not join the cluster in time
+    SILENT = "silent"  # gives no sign of life
     PREEMPTED = "was told to go, and has saved"  # whatever it ended with after that
     HUNG = "hung"  # and has said why
     STOPPED = "stopped"  # after the supervisor told it to
 
 
-FAILURES = frozenset({Cause.FAILED, Cause.LEFT, Cause.LATE, Cause.PREEMPTED, Cause.HUNG})
+FAILURES = frozenset(set(Cause) - {Cause.COMPLETED, Cause.STOPPED})
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,10 @@ class Exit:
     Args:
         worker: Its name.
         cause: Why.
-        returncode: As `subprocess` gives it; None for a worker that is late and still runs.
+        returncode: As `subprocess` gives it; None for a worker that is late, or silent, and runs.
         at: `time.time()` when it was noticed.
-        limit_secs: For a late worker, the time it had.
-        why: What a worker has said itself.
+        limit_secs: For a late or a silent worker, the time it had.
+        why: What a worker has said itself; what the kernel says of a silent one.
     """
 
     worker: str
@@ -62,8 +64,8 @@ class Exit:
 
     @property
     def exit_code(self) -> int:
-        """What a shell would give: 128 + n for a signal. 124 for late, 1 for left."""
-        if self.cause is Cause.LATE or self.returncode is None:
+        """What a shell would give: 128 + n for a signal. 124 for late or silent, 1 for left."""
+        if self.returncode is None:
             return 124  # as timeout(1)
         if self.returncode < 0:
             return 128 - self.returncode
@@ -81,6 +83,11 @@ class Exit:
             return (
                 f"{self.worker} has not joined the cluster within {self.limit_secs:g} s "
                 "(--startup-timeout)"
+            )
+        if self.cause is Cause.SILENT:
+            return (
+                f"{self.worker} has given no sign of life for {self.limit_secs:g} s, its process: "
+                f"{self.why} (--unresponsive-timeout)"
             )
         if self.cause is Cause.HUNG:
             return f"{self.worker} ended because training hung: {self.why}"
@@ -108,10 +115,13 @@ class Limits:
     Args:
         startup_secs: For every one of several workers to join the cluster.
         grace_secs: Between the user's own SIGTERM or SIGINT and SIGKILL.
+        silence_secs: For a sign of life of a worker, which it gives each second while it can run
+            Python.
     """
 
     startup_secs: float = 300.0
     grace_secs: float = 30.0  # that of Kubernetes, and of a PreemptionHandler
+    silence_secs: float = 300.0
 
     def __post_init__(self) -> None:
         if not 0 < self.startup_secs < math.inf:
@@ -121,6 +131,11 @@ class Limits:
         if not 0 <= self.grace_secs < math.inf:
             raise ConfigurationError(
                 f"The grace period must be >= 0 s, and finite. Received: {self.grace_secs:g}"
+            )
+        if not 0 < self.silence_secs < math.inf:
+            raise ConfigurationError(
+                "The time-out for signs of life must be > 0 s, and finite. Received: "
+                f"{self.silence_secs:g}"
             )
 
 
@@ -167,34 +182,31 @@ class Listener:
 
 def run_attempt(
     group: Group,
-    command: Sequence[str],
-    environments: Mapping[str, Mapping[str, str]],
+    workers: Sequence[str],
     contract: Supervised,
     limits: Limits,
     listener: Listener,
 ) -> Outcome:
-    """Runs `command` once for each worker until all have completed or one has failed.
+    """Waits until all workers have completed training, or one has failed and all are ended.
 
     Args:
-        group: An empty group.
-        command: What every worker runs.
-        environments: The environment of each worker, by its name.
+        group: The workers, which have been started.
+        workers: Their names.
         contract: Where the workers report.
         limits: How long to wait.
         listener: Hears what happens meanwhile.
     """
-    for worker, environ in environments.items():
-        group.start(worker, command, environ)
     # A single worker has no cluster to join, and may prepare its data for as long as it likes.
-    deadline = time.monotonic() + limits.startup_secs if len(environments) > 1 else None
+    deadline = time.monotonic() + limits.startup_secs if len(workers) > 1 else None
+    pulses = Pulses(contract, workers, limits.silence_secs)
     on_training = listener.on_training
     cause_by = math.inf
     exits: list[Exit] = []
     while group.running:
         due = min(cause_by, math.inf if deadline is None else deadline)
-        timeout = None if due == math.inf else max(0.0, due - time.monotonic())
+        timeout = min(max(0.0, due - time.monotonic()), pulses.look_every_secs)
         if on_training:
-            timeout = _STATUS_POLL_SECS if timeout is None else min(timeout, _STATUS_POLL_SECS)
+            timeout = min(timeout, _STATUS_POLL_SECS)
         happened = group.wait(timeout)
         exits += [judge(ended, contract.read(ended.worker)) for ended in happened.ended]
         if happened.signals:
@@ -204,12 +216,18 @@ def run_attempt(
             group.signal(number)
             rest, _ = await_end(group, grace, hurry=True)
             return _outcome(exits + [_stopped(ended) for ended in rest], number)
-        if on_training and (reports := _all_training(contract, environments)):
+        if on_training and (reports := _all_training(contract, workers)):
             on_training(reports)
             on_training = None
         if deadline is not None and time.monotonic() >= deadline:
-            exits += _late(contract, environments, exits, limits.startup_secs)
+            exits += _late(contract, workers, exits, limits.startup_secs)
             deadline = None
+        gone = {exit_.worker for exit_ in exits}
+        exits += [
+            Exit(found.worker, Cause.SILENT, None, time.time(), limits.silence_secs, found.state)
+            for found in pulses.look()
+            if found.worker not in gone
+        ]
         exits.sort(key=earliest_first)
         failures = [exit_ for exit_ in exits if exit_.cause in FAILURES]
         if failures and all(each.cause is Cause.PREEMPTED for each in failures):
@@ -281,8 +299,8 @@ def _end_after(
     group.drain()  # last words stand before the report
     listener.on_failure(failures)
     ended, signals = await_end(group, PEER_GRACE_SECS, hurry=False)
-    late = {exit_.worker for exit_ in exits if exit_.cause is Cause.LATE}
-    rest = [_stopped(one) for one in ended if one.worker not in late]
+    told = {exit_.worker for exit_ in exits}  # one that is late or silent is ended by this
+    rest = [_stopped(one) for one in ended if one.worker not in told]
     return _outcome(exits + rest, signals[0] if signals else None)
 
 
@@ -307,7 +325,7 @@ def earliest_first(exit_: Exit) -> tuple[bool, float, bool]:
 
 
 def _late(
-    contract: Supervised, workers: Mapping[str, object], exits: Sequence[Exit], limit_secs: float
+    contract: Supervised, workers: Sequence[str], exits: Sequence[Exit], limit_secs: float
 ) -> list[Exit]:
     gone = {exit_.worker for exit_ in exits}
     return [
@@ -317,7 +335,7 @@ def _late(
     ]
 
 
-def _all_training(contract: Supervised, workers: Mapping[str, object]) -> dict[str, Status] | None:
+def _all_training(contract: Supervised, workers: Sequence[str]) -> dict[str, Status] | None:
     reports: dict[str, Status] = {}
     for worker in workers:
         status = contract.read(worker)

@@ -8,14 +8,13 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from keras_distplug.core.errors import SupervisorError
 from keras_distplug.supervisor import guard
-from keras_distplug.supervisor.launch import spawn
+from keras_distplug.supervisor.launch import Started
 from keras_distplug.supervisor.output import Output, pump
 from keras_distplug.supervisor.signals import Interruptions
 
@@ -60,18 +59,17 @@ class Group:
     A context manager: nobody is left when it is closed.
 
     Args:
-        job: The job's name, which is in the environment of all its processes.
         output: Shows what the workers print.
         interruptions: Signals to the supervisor, reported by `wait`.
     """
 
-    def __init__(self, job: str, output: Output, interruptions: Interruptions) -> None:
-        self._job = job
+    def __init__(self, output: Output, interruptions: Interruptions) -> None:
         self._output = output
         self._interruptions = interruptions
         self._selector = selectors.DefaultSelector()
         self._selector.register(interruptions, selectors.EVENT_READ)
         self._running: dict[str, _Process] = {}
+        self._marks: set[str] = set()
         self._readers: dict[str, threading.Thread] = {}
 
     @property
@@ -82,11 +80,12 @@ class Group:
     @property
     def living(self) -> bool:
         """True while a worker, or something that it started, has not ended."""
-        return self.running or guard.living(self._job)
+        return self.running or guard.living(self._marks)
 
-    def start(self, worker: str, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Starts one worker."""
-        handle = spawn(command, environ)
+    def add(self, worker: str, started: Started) -> None:
+        """Takes care of a worker that has been started."""
+        handle = started.handle
+        self._marks.add(started.mark)
         process = _Process(worker, handle, os.pidfd_open(handle.pid))
         self._selector.register(process.pidfd, selectors.EVENT_READ, process)
         self._running[worker] = process
@@ -119,7 +118,7 @@ class Group:
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal to every worker and whatever it started."""
-        guard.signal_all(self._job, number)
+        guard.signal_all(self._marks, number)
 
     def kill(self) -> tuple[Ended, ...]:
         """Kills every worker and whatever it started, and waits until they are dead.

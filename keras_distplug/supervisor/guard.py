@@ -1,7 +1,8 @@
 """Finds every process of a job, and ends them all when the supervisor cannot.
 
-A job's processes are known by the job's name in their environment, which they hand down to whatever
-they start: a process group or a session of its own does not hide a process.
+A job's processes are known by the job's name in their environment, and each worker's by a name of
+its own, which they hand down to whatever they start: a process group or a session of its own does
+not hide a process.
 
 The guard is a small process that waits for the supervisor's farewell. When the pipe between them
 closes without it, the supervisor is dead, and the guard ends the job.
@@ -18,48 +19,54 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-_MARK = "KERAS_DISTPLUG_JOB"  # `core.supervised.JOB`, which cannot be imported here
+_JOB = "KERAS_DISTPLUG_JOB"  # `core.supervised.JOB`, which cannot be imported here
 _FAREWELL = "farewell"
 _POLL_SECS = 0.02
 # A worker that the supervisor was starting when it was killed has no mark until its program runs.
 _QUIET_SECS = 1.0
 
 
-def living(job: str) -> bool:
-    """True while a process of `job` has not ended."""
-    return next(_pids(job), None) is not None
+def mark_of(job: str) -> str:
+    """What all processes of a job have in their environment."""
+    return f"{_JOB}={job}"
 
 
-def signal_all(job: str, number: signal.Signals) -> None:
-    """Sends a signal to every process of `job`."""
-    for pid in _pids(job):
+def living(marks: Collection[str]) -> bool:
+    """True while a process has not ended that has one of these in its environment."""
+    return next(_pids(marks), None) is not None
+
+
+def signal_all(marks: Collection[str], number: signal.Signals) -> None:
+    """Sends a signal to every process that has one of these in its environment."""
+    for pid in _pids(marks):
         with contextlib.suppress(ProcessLookupError):
             pidfd = os.pidfd_open(pid)
             try:
                 # Looked at again: from here on the number cannot come to mean another process.
-                if _is_of(job, pid):
+                if _has(marks, pid):
                     signal.pidfd_send_signal(pidfd, number)
             finally:
                 os.close(pidfd)
 
 
-def _pids(job: str) -> Iterator[int]:
+def _pids(marks: Collection[str]) -> Iterator[int]:
     for entry in os.listdir("/proc"):
-        if entry.isdigit() and _is_of(job, int(entry)):
+        if entry.isdigit() and _has(marks, int(entry)):
             yield int(entry)
 
 
-def _is_of(job: str, pid: int) -> bool:
+def _has(marks: Collection[str], pid: int) -> bool:
     try:
         environ = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return False  # ended, or another user's
-    return f"{_MARK}={job}".encode() in environ.split(b"\0")  # a zombie has none
+    # A zombie has none.
+    return not {mark.encode() for mark in marks}.isdisjoint(environ.split(b"\0"))
 
 
 class Guard:
@@ -100,11 +107,11 @@ def main(job: str, folder: str) -> None:
         signal.signal(ignored, signal.SIG_IGN)
     if sys.stdin.read() == _FAREWELL:
         return
-    last_seen = time.monotonic()
+    last_seen, marks = time.monotonic(), (mark_of(job),)
     while time.monotonic() - last_seen < _QUIET_SECS:
-        if living(job):
+        if living(marks):
             last_seen = time.monotonic()
-            signal_all(job, signal.SIGKILL)
+            signal_all(marks, signal.SIGKILL)
         time.sleep(_POLL_SECS)
     shutil.rmtree(folder, ignore_errors=True)
 

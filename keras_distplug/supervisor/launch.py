@@ -9,13 +9,17 @@ import shutil
 import socket
 import subprocess
 import sys
+import uuid
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from keras_distplug.cluster.roles import Role, from_environment
+from keras_distplug.cluster.roles import VARIABLES, Role, from_environment
 from keras_distplug.core import supervised
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.supervised import Supervised
+
+_MEMBER = "KERAS_DISTPLUG_MEMBER"  # tells what one worker has started from what others have
 
 
 def free_ports(count: int, avoid: Collection[int] = ()) -> tuple[int, ...]:
@@ -100,16 +104,29 @@ def refuse_foreign_cluster(environ: Mapping[str, str]) -> None:
     """A scheduler that starts the workers itself would get as many jobs as it has tasks."""
     role = from_environment(environ)
     if role.world_size > 1:
-        variable = "SLURM_STEP_ID" if role.source == "Slurm" else "TF_CONFIG"
         raise ConfigurationError(
             f"{role.source} says that this process is {role.name} of {role.world_size}: a "
             "scheduler starts the workers here. Let it start the script itself (`python train.py`)"
-            f", or unset {variable} to run a local group."
+            f", or unset {VARIABLES[role.source]} to run a local group."
         )
 
 
+def common_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """What all workers, and their spares, have in their environment.
+
+    Args:
+        base: The supervisor's own, usually `os.environ`.
+    """
+    dropped = {"TF_CONFIG", supervised.DEVICES_PER_WORKER, supervised.JOINED_BY}
+    dropped |= {supervised.SPARE, supervised.WARM_UP}
+    environ = {name: value for name, value in base.items() if name not in dropped}
+    environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    environ["PYTHONUNBUFFERED"] = "1"
+    return environ
+
+
 def worker_environment(
-    base: Mapping[str, str],
+    common: Mapping[str, str],
     role: Role,
     contract: Supervised,
     gpus: Sequence[str] | None = None,
@@ -117,16 +134,12 @@ def worker_environment(
     """The environment of one worker.
 
     Args:
-        base: The supervisor's own, usually `os.environ`.
-        role: The worker's place; without a cluster TF_CONFIG is removed.
+        common: What all workers have.
+        role: The worker's place; without a cluster it has no TF_CONFIG.
         contract: What the worker reports to.
         gpus: Its own GPUs; None leaves `CUDA_VISIBLE_DEVICES` as it is.
     """
-    dropped = {"TF_CONFIG", supervised.DEVICES_PER_WORKER, supervised.JOINED_BY}
-    environ = {name: value for name, value in base.items() if name not in dropped}
-    environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    environ["PYTHONUNBUFFERED"] = "1"
-    environ |= contract.to_env()
+    environ = {**common, **contract.to_env()}
     if role.cluster:
         environ["TF_CONFIG"] = role.to_tf_config()
     if gpus is not None:
@@ -155,12 +168,26 @@ def check_command(command: Sequence[str], environ: Mapping[str, str]) -> None:
     raise CommandNotFoundError(f"The command {name!r} cannot be started. {hint}")
 
 
-def spawn(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+@dataclass(frozen=True)
+class Started:
+    """A process that is a worker, or may become one.
+
+    Args:
+        handle: Of the command.
+        mark: What it, and whatever it starts, has in its environment.
+    """
+
+    handle: subprocess.Popen[bytes]
+    mark: str
+
+
+def spawn(command: Sequence[str], environ: Mapping[str, str]) -> Started:
     """Starts one worker in a session of its own, its output merged into one pipe, without input."""
+    name = uuid.uuid4().hex
     try:
-        return subprocess.Popen(
+        handle = subprocess.Popen(
             command,
-            env=environ,
+            env={**environ, _MEMBER: name},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -173,3 +200,4 @@ def spawn(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Pope
             "executable; a script needs a first line such as `#!/usr/bin/env python` or its "
             f"interpreter: `-- python {command[0]}`."
         ) from error
+    return Started(handle, f"{_MEMBER}={name}")

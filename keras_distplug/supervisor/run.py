@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import select
 import shlex
+import signal
 import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from keras_distplug.core.errors import ConfigurationError
-from keras_distplug.core.exit_codes import ExitCode
 from keras_distplug.core.supervised import Phase, Status, Supervised
 from keras_distplug.core.timeouts import Timeouts
 from keras_distplug.supervisor.attempt import (
@@ -25,10 +25,12 @@ from keras_distplug.supervisor.attempt import (
     Outcome,
     run_attempt,
 )
+from keras_distplug.supervisor.events import EventLog
 from keras_distplug.supervisor.group import Group
 from keras_distplug.supervisor.guard import Guard
 from keras_distplug.supervisor.launch import (
     check_command,
+    common_environment,
     divide_gpus,
     free_ports,
     local_cluster,
@@ -37,13 +39,9 @@ from keras_distplug.supervisor.launch import (
     worker_environment,
 )
 from keras_distplug.supervisor.output import Output
+from keras_distplug.supervisor.restarts import Again, Attempt, Budgets, End, decide
 from keras_distplug.supervisor.signals import Interruptions
-
-# What a worker's exit code tells, whatever else has failed beside it.
-_FINAL = {
-    ExitCode.INTERRUPTED: "it was the user's ctrl-C",
-    ExitCode.DO_NOT_RESTART: "it would fail in the same way",
-}
+from keras_distplug.supervisor.spares import Spares
 
 
 @dataclass(frozen=True)
@@ -54,17 +52,21 @@ class Job:
         command: What every worker runs.
         workers: How many.
         devices_per_worker: Devices for each; None for equal shares of the GPUs.
-        max_restarts: How often a failed group is started again.
+        budgets: How often it is started again.
+        warm_spares: Whether as many processes as workers wait to take their places.
         limits: How long to wait.
         timeouts: Of the workers' cluster.
+        log: The file that events are appended to; None for none.
     """
 
     command: tuple[str, ...]
     workers: int
     devices_per_worker: int | None = None
-    max_restarts: int = 3
+    budgets: Budgets = field(default_factory=Budgets)
+    warm_spares: bool = False
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)
+    log: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -78,8 +80,11 @@ class Job:
             raise ConfigurationError(
                 f"--devices-per-worker must be >= 1. Received: {self.devices_per_worker}"
             )
-        if self.max_restarts < 0:
-            raise ConfigurationError(f"--max-restarts must be >= 0. Received: {self.max_restarts}")
+        least = self.budgets.min_workers
+        if least is not None and least > self.workers:
+            raise ConfigurationError(
+                f"--min-workers must be <= --workers ({self.workers}). Received: {least}"
+            )
 
 
 def run(job: Job, environ: Mapping[str, str]) -> int:
@@ -91,102 +96,156 @@ def run(job: Job, environ: Mapping[str, str]) -> int:
 
     Returns:
         The exit code: 0 once every worker has completed training; 128 + n when signal n ended the
-        supervisor; 130 or 93 when a worker has left with it, which is never started again;
-        otherwise that of the first failure of the last attempt.
+        supervisor; 130 or 93 when a worker has left with it, which is never started again; 93 if
+        too many attempts made no progress; otherwise that of the first failure of the last attempt.
     """
     refuse_foreign_cluster(environ)
     check_command(job.command, environ)
     gpus = divide_gpus(visible_gpus(environ), job.workers, job.devices_per_worker)
     names = [role.name for role in local_cluster(range(job.workers))]
     name_of_job, begun = uuid.uuid4().hex, time.monotonic()
-    history: list[Outcome] = []
-    ports: tuple[int, ...] = ()
     with ExitStack() as stack:
+        log = stack.enter_context(EventLog(job.log, name_of_job))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="keras-distplug-")))
         interruptions = stack.enter_context(Interruptions())
         stack.enter_context(Guard(name_of_job, folder))
+        common = common_environment({**environ, **job.timeouts.to_env()})
+        spares = stack.enter_context(
+            Spares(job.command, common, name_of_job, folder / "spares", has_gpus=bool(gpus))
+        )
         output = stack.enter_context(Output(names, live_worker=names[0]))
         output.note(f"starting {_count(job.workers, 'worker')}: {shlex.join(job.command)}")
+        history: list[Attempt] = []
+        slots, ports = tuple(range(job.workers)), tuple[int, ...]()
         while True:
-            attempt = len(history)
             contract = Supervised(
-                name_of_job, attempt, folder / f"attempt-{attempt}", job.devices_per_worker
+                name_of_job,
+                len(history),
+                folder / f"attempt-{len(history)}",
+                job.devices_per_worker,
             )
             contract.status_dir.mkdir(parents=True)  # something may have tidied up
-            ports = free_ports(job.workers, avoid=ports)
-            environments = {
-                role.name: worker_environment(
-                    {**environ, **job.timeouts.to_env()},
-                    role,
-                    contract,
-                    gpus[role.index] if gpus else None,
-                )
-                for role in local_cluster(ports)
-            }
-            listener = Listener(
-                on_failure=partial(_note_failure, output, job.workers),
-                on_training=partial(_note_recovery, output, history[-1]) if history else None,
-            )
-            with Group(name_of_job, output, interruptions) as group:
-                outcome = run_attempt(
-                    group, job.command, environments, contract, job.limits, listener
-                )
-            history.append(outcome)
-            verdict = _verdict(job, history)
-            if verdict is not None:
-                for line in closing_report(job, history, time.monotonic() - begun):
+            ports = free_ports(len(slots), avoid=ports)
+            reporter = _Reporter(job, output, log, spares, history)
+            with Group(output, interruptions) as group:
+                warm = []
+                for role, slot in zip(local_cluster(ports), slots, strict=True):
+                    own = gpus[slot] if gpus else None
+                    started, is_warm = spares.start(worker_environment(common, role, contract, own))
+                    group.add(role.name, started)
+                    warm += [role.name] * is_warm
+                reporter.started(names[: len(slots)], slots, warm)
+                reporter.tell_of_spares()
+                listener = Listener(reporter.failed, reporter.training)
+                outcome = run_attempt(group, names[: len(slots)], contract, job.limits, listener)
+            history.append(Attempt(slots, outcome, contract.newest_saves()))
+            next_ = decide(history, job.budgets)
+            if isinstance(next_, Again):
+                reporter.again(next_)
+                slots = next_.slots
+                if not (signals := _pause(next_, interruptions)):
+                    continue
+                interrupted = replace(outcome, interrupted_by=signals[0])
+                history[-1] = replace(history[-1], outcome=interrupted)
+                next_ = decide(history, job.budgets)
+            if isinstance(next_, End):
+                log.note("ended", len(history) - 1, exit_code=next_.code, why=next_.why)
+                for line in closing_report(history, next_, time.monotonic() - begun):
                     output.note(line)
-                return verdict
-            failures = sum(not each.is_preempted for each in history)
-            output.note(
-                "starting again"
-                if outcome.is_preempted
-                else f"restart {failures} of {job.max_restarts}"
+                return next_.code
+
+
+def _pause(next_: Again, interruptions: Interruptions) -> list[signal.Signals]:
+    """Signals that cut it short."""
+    select.select([interruptions], [], [], next_.pause_secs)
+    return interruptions.received()
+
+
+class _Reporter:
+    """Tells people and programs what happens in an attempt; prepares spares once it trains."""
+
+    def __init__(
+        self,
+        job: Job,
+        output: Output,
+        log: EventLog,
+        spares: Spares,
+        history: Sequence[Attempt],
+    ) -> None:
+        self._job = job
+        self._output = output
+        self._log = log
+        self._spares = spares
+        self._before = history[-1].outcome if history else None
+        self._number = len(history)
+        self._failures = sum(not each.outcome.is_preempted for each in history)
+
+    def started(self, workers: Sequence[str], slots: Sequence[int], warm: Sequence[str]) -> None:
+        self._workers = workers
+        self._log.note("started", self._number, workers=workers, slots=slots, spares=warm)
+
+    def training(self, reports: Mapping[str, Status]) -> None:
+        told = {}
+        if self._before is not None:
+            report = recovery_report(self._before, reports)
+            failure = self._before.first_failure
+            assert failure is not None
+            reached = max(status.since[Phase.TRAINING] for status in reports.values())
+            told = {"secs": reached - failure.at, "after": str(failure)}
+            self._output.note(report)
+        self._log.note("training", self._number, **told)
+        if self._job.warm_spares:
+            self._spares.prepare(len(self._workers))
+            self.tell_of_spares()
+
+    def tell_of_spares(self) -> None:
+        for what in self._spares.ended():
+            self._output.note(what)
+
+    def failed(self, failures: Sequence[Exit]) -> None:
+        for failure in failures:
+            self._log.note(
+                "failed",
+                self._number,
+                worker=failure.worker,
+                cause=failure.cause.name,
+                exit_code=failure.exit_code,
+                what=str(failure),
             )
+        told = all(failure.cause is Cause.PREEMPTED for failure in failures)
+        stopping = "; stopping all workers" if len(self._workers) > 1 and not told else ""
+        self._output.note("; ".join(str(failure) for failure in failures) + stopping)
+
+    def again(self, next_: Again) -> None:
+        what = "starting again"
+        if not next_.was_preempted:
+            what = f"restart {self._failures + 1} of {self._job.budgets.failures}"
+        if next_.given_up is not None:
+            what += f", with {_count(len(next_.slots), 'worker')}, for the one on place "
+            what += f"{next_.given_up} fails again and again (--min-workers)"
+        if next_.pause_secs:
+            what += f", behind a pause of {next_.pause_secs:g} s"
+        self._output.note(what)
+        self._log.note("again", self._number, pause_secs=next_.pause_secs, slots=next_.slots)
 
 
-def _verdict(job: Job, history: Sequence[Outcome]) -> int | None:
-    """The exit code, or None to try again."""
-    last = history[-1]
-    if last.interrupted_by is not None:
-        return 128 + last.interrupted_by
-    if last.first_failure is None:
-        return 0
-    if (final := _final(last)) is not None:
-        return final
-    failures = [each for each in history if not each.is_preempted]
-    if last.is_preempted or len(failures) <= job.max_restarts:
-        return None
-    return last.first_failure.exit_code
-
-
-def _final(outcome: Outcome) -> ExitCode | None:
-    codes = {exit_.exit_code for exit_ in outcome.exits}
-    return next((code for code in _FINAL if code in codes), None)
-
-
-def closing_report(job: Job, history: Sequence[Outcome], elapsed_secs: float) -> list[str]:
+def closing_report(history: Sequence[Attempt], end: End, elapsed_secs: float) -> list[str]:
     """The last lines of a job: what happened, the earliest cause first."""
-    last = history[-1]
-    restarts = _count(sum(not each.is_preempted for each in history[:-1]), "restart")
+    last = history[-1].outcome
     if last.interrupted_by is not None:
-        ends = "; ".join(str(exit_) for exit_ in last.exits)
-        return [f"ended by {last.interrupted_by.name} to the supervisor: {ends}"]
+        return [f"{end.why}: {'; '.join(str(exit_) for exit_ in last.exits)}"]
     failure = last.first_failure
     if failure is None:
-        everyone = _count(job.workers, "worker")
+        everyone = _count(len(history[-1].slots), "worker")
+        restarts = _count(sum(not each.outcome.is_preempted for each in history[:-1]), "restart")
         return [f"{everyone} completed training in {elapsed_secs:.1f} s, {restarts}"]
-    if (final := _final(last)) is not None:
-        lines = [f"not started again, for {_FINAL[final]}; exit code {final:d}"]
-    else:
-        lines = [f"gave up after {restarts}; exit code {failure.exit_code}"]
-    lines.append(f"first failure: {_dated(failure)}")
+    lines = [f"{end.why}; exit code {end.code}", f"first failure: {_dated(failure)}"]
     for exit_ in last.exits:
         if exit_ is not failure:
             lines.append(f"  then: {_consequence(exit_, failure)}")
-    for number, outcome in enumerate(history[:-1]):
-        if outcome.first_failure:
-            lines.append(f"  in attempt {number} before: {_dated(outcome.first_failure)}")
+    for number, attempt in enumerate(history[:-1]):
+        if attempt.outcome.first_failure:
+            lines.append(f"  in attempt {number} before: {_dated(attempt.outcome.first_failure)}")
     return lines
 
 
@@ -206,16 +265,6 @@ def recovery_report(before: Outcome, reports: Mapping[str, Status]) -> str:
             parts.append(f"{what} {max(moments) - reached:.1f} s")
             reached = max(moments)
     return f"training again {reached - failure.at:.1f} s after {failure.brief}: {', '.join(parts)}"
-
-
-def _note_failure(output: Output, workers: int, failures: Sequence[Exit]) -> None:
-    told = all(failure.cause is Cause.PREEMPTED for failure in failures)
-    stopping = "; stopping all workers" if workers > 1 and not told else ""
-    output.note("; ".join(str(failure) for failure in failures) + stopping)
-
-
-def _note_recovery(output: Output, before: Outcome, reports: Mapping[str, Status]) -> None:
-    output.note(recovery_report(before, reports))
 
 
 def _consequence(exit_: Exit, failure: Exit) -> str:

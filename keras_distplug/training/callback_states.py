@@ -105,7 +105,8 @@ def _named(
     """`EarlyStopping`, `EarlyStopping#2`: the same ones in the next process."""
     counts: Counter[str] = Counter()
     for callback in callbacks:
-        name = type(callback).__name__
+        # What a worker leaves to the chief has its place among those of its class all the same.
+        name = type(getattr(callback, "stands_for", callback)).__name__
         counts[name] += 1
         yield name if counts[name] == 1 else f"{name}#{counts[name]}", callback
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import tensorflow as tf
 
 from keras_distplug.compat import data as compat_data
+from keras_distplug.compat.iterators import end_beside
 from keras_distplug.core.errors import DataError
 
 
@@ -71,6 +73,7 @@ class Positioned(compat_data.LateDistributedDataset):
         self._strategy: tf.distribute.Strategy | None = None
         self._dataset: tf.data.Dataset | None = None
         self._distributed: Any = None
+        self._end_last: Callable[[], object] = lambda: None
 
     def use(self, strategy: tf.distribute.Strategy) -> None:
         """Distributes by `strategy`, instead of that in whose scope it is read.
@@ -108,7 +111,11 @@ class Positioned(compat_data.LateDistributedDataset):
         self._start = self._behind = 0
         self._distribute(dataset)
         self.passes += 1
-        return iter(self._distributed)
+        iterator: Iterator[Any] = iter(self._distributed)
+        self._end_last()
+        self._end_last = weakref.finalize(self, end_beside, iterator)
+        self._end_last.atexit = False
+        return iterator
 
     @property
     def element_spec(self) -> Any:

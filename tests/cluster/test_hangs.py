@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -46,6 +47,13 @@ def test_named(reports: list[Report | None], named: str) -> None:
     assert verdict.hang.startswith(named)
     assert "; " not in verdict.hang
     assert "collectives" not in verdict.hang
+
+
+def test_named_of_the_silent() -> None:
+    """Who has not answered for longer than the others stand still for it, and no other."""
+    verdict = judge({"a": LATE, "b": None, "c": None}, unheard_s={"b": 29.0, "c": 30.0})
+    assert verdict.hang is not None
+    assert verdict.hang.startswith("c did not answer")
 
 
 @pytest.mark.parametrize(
@@ -155,6 +163,52 @@ def test_frozen_worker(clusters: list[Cluster]) -> None:
     cluster.inquiries[0].tell(verdict.hang)
     cluster.inquiries[0].leave()
     assert cluster.memory.values["keras_distplug/told/session/left/0"] == ""
+
+
+def test_answered_before(clusters: list[Cluster]) -> None:
+    """Who has answered lately is not taken for frozen because of one question."""
+    cluster = Cluster([replace(LATE, moments=8), IN_TIME])
+    clusters.append(cluster)
+    assert cluster.inquiries[0].ask().look_again_s == 10
+    cluster.inquiries[1].close()
+    verdict = cluster.inquiries[0].ask()
+    assert verdict.hang is None
+    assert verdict.look_again_s == 10
+
+
+def test_nobody_answers(clusters: list[Cluster]) -> None:
+    """Where no answer comes in time, not even by way of this worker's own letters, the others are
+    the silent ones."""
+    cluster = Cluster([LATE, None])
+    clusters.append(cluster)
+    cluster.inquiries[0].close()
+    verdict = cluster.inquiries[0].ask()
+    assert verdict.hang is not None
+    assert verdict.hang.startswith("worker-1 did not answer")
+
+
+class Counted(Memory):
+    """Counts what is tried to be told, by key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tried: Counter[str] = Counter()
+
+    def put_first(self, key: str, value: str) -> bool:
+        self.tried[key] += 1
+        return super().put_first(key, value)
+
+
+def test_asks_at_the_same_price(clusters: list[Cluster]) -> None:
+    """However often it has been asked before, no letter is tried to be sent in the place of one
+    of this worker's own."""
+    memory = Counted()
+    cluster = Cluster([replace(LATE, moments=8), IN_TIME], memory)
+    clusters.append(cluster)
+    for _ in range(4):
+        cluster.inquiries[0].ask()
+    assert memory.tried["keras_distplug/told/session/letter/1/3"] == 1
+    assert set(memory.tried.values()) == {1}
 
 
 class Frozen(Memory):

@@ -87,6 +87,22 @@ def test_the_machine_of_the_chief(answer: OSError, workers: list[socket.socket])
     assert found.endswith("which does not answer any more")
 
 
+def test_a_chief_that_is_frozen(workers: list[socket.socket]) -> None:
+    """Where TensorFlow has waited for the chief, it is not given the same time once more."""
+    error = tf.errors.DeadlineExceededError(
+        None,
+        None,
+        "Collective ops is aborted by: Deadline Exceeded\nRPC: /tensorflow.CoordinationService/"
+        "Heartbeat",
+    )
+    service = Service(TimeoutError())
+    service.heartbeat_timeout_s = 1e9
+    assert peers.lost(error, role(workers, 1), service) == (
+        f"worker-0 (the chief, 127.0.0.1:{workers[0].getsockname()[1]}), which does not answer any "
+        "more"
+    )
+
+
 def test_what_the_service_knows(workers: list[socket.socket]) -> None:
     """A worker that is there, but sends no heartbeats, is waited for until the service tells."""
     found = peers.lost(CLOSED, role(workers, 0), Service(WELL, WELL, [None, None, STOPPED]))

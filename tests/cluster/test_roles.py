@@ -7,12 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from keras_distplug.cluster.roles import (
-    Role,
-    expand_node_list,
-    expand_task_counts,
-    from_environment,
-)
+from keras_distplug.cluster.roles import Role, from_environment
+from keras_distplug.cluster.roles.slurm import expand_node_list, expand_task_counts
 from keras_distplug.core.errors import ClusterError
 
 ROOT = Path(__file__).resolve().parents[2]

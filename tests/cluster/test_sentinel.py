@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from support.cluster import environment
+
+from keras_distplug.cluster.sentinel import Sentinel
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -84,3 +88,35 @@ def test_killed() -> None:
     # The pipes close when all who have them are gone.
     process.communicate(timeout=20)
     assert process.returncode == -signal.SIGKILL
+
+
+def refuse(*_: Any) -> int:
+    raise OSError(errno.ENOSYS, "Function not implemented")
+
+
+@pytest.mark.parametrize(
+    ("what", "name", "value"),
+    [
+        (os, "pidfd_open", refuse),  # Linux before 5.3, or a sandbox
+        (os, "memfd_create", refuse),
+        (sys, "executable", ""),  # Python within another program
+        (sys, "frozen", True),  # that is this program, which would begin anew
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_none(what: Any, name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there can be no sentinel, there is none, and nothing else changes."""
+    monkeypatch.setattr(what, name, value, raising=False)
+    sentinel = Sentinel("worker-1", 3600.0)
+    sentinel.say(3600.0)
+    assert sentinel._process is None
+    sentinel.close()
+
+
+def test_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that cannot be started is told, and nothing else changes."""
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.warns(UserWarning, match="nowhere"):
+        sentinel = Sentinel("worker-1", 3600.0)
+    sentinel.say(3600.0)
+    sentinel.close()

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import io
+import math
 import pdb
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +20,7 @@ pytestmark = [pytest.mark.tf, pytest.mark.timeout(120)]
 
 import keras  # noqa: E402
 from support import small  # noqa: E402
+from support.cluster import environment  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.callbacks import hang_watchdog  # noqa: E402
@@ -107,6 +112,14 @@ def test_callback(
     assert f", {told}, for " in printed
 
 
+def test_before_the_first_batch(
+    hang: Callable[[], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What others do when `fit` begins, such as restoring, is watched wherever they stand."""
+    fit(watchdog(first_step_secs=LIMIT_S), small.dataset(), Act("on_train_begin", hang))
+    assert f":{line_of_wait()} in hang, before the first batch, for " in capfd.readouterr().err
+
+
 def line_of_wait() -> int:
     """Of what waits in `hang`."""
     lines = Path(__file__).read_text().splitlines()
@@ -149,15 +162,88 @@ def test_debugger(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[
 
 
 def stand(looked: threading.Semaphore) -> None:
-    """At a prompt of `pdb`, until the watchdog has looked for longer than its limit."""
+    """At a prompt of `pdb`, until the watchdog has looked for longer than its limit. What is
+    changed there stays changed."""
+    value, said = 1, iter(["value = 2\n", "continue\n"])
 
     class Prompt(io.StringIO):
         def readline(self, *_: Any) -> str:
             for _look in range(6):
                 assert looked.acquire(timeout=60)
-            return "continue\n"
+            return next(said)
 
     pdb.Pdb(stdin=Prompt(), stdout=io.StringIO(), nosigint=True).set_trace()
+    assert value == 2
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_debugger_of_an_editor(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is one, which stops all threads at once, the sentinel is told to be patient."""
+    told: list[float] = []
+
+    class Told:
+        def __init__(self, worker: str, limit_s: float) -> None: ...
+
+        def say(self, limit_s: float) -> None:
+            told.append(limit_s)
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(hang_watchdog, "Sentinel", Told)
+    if is_there:
+        monkeypatch.setitem(sys.modules, "pydevd", ModuleType("pydevd"))
+    fit(kd.HangWatchdog(exit=True), small.dataset())
+    assert {math.isinf(each) for each in told} == {is_there}
+
+
+def test_gets_on() -> None:
+    """Who has just got on has not stood still, whatever the watch has seen before."""
+    watched, reported = watchdog(), []
+
+    def wait() -> None:
+        while watched._report().for_s < LIMIT_S:
+            threading.Event().wait(0.05)
+
+    acts = Act("on_epoch_begin", wait), Act("on_train_batch_begin", lambda: report())
+
+    def report() -> None:
+        reported.append(watched._report().for_s)
+
+    fit(watched, small.dataset(), *acts)
+    assert reported[0] < LIMIT_S
+
+
+def test_evaluate() -> None:
+    """`evaluate` takes the callbacks of a `fit` that has not been."""
+    small.model().evaluate(small.dataset(), callbacks=[watchdog()], verbose=0)
+
+
+NOBODY_READS = """
+import os
+import keras
+import keras_distplug as kd
+from support import small
+
+class Talks(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        while True:
+            os.write(2, bytes(4096))
+
+watchdog = kd.HangWatchdog(save_secs=1.0)
+small.model().fit(small.dataset(), callbacks=[Talks(), watchdog], verbose=0)
+"""
+
+
+def test_nobody_reads() -> None:
+    """A process whose output nobody reads any more hangs, and is ended, too."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", NOBODY_READS], env=environment(), stderr=subprocess.PIPE
+    )
+    try:
+        assert process.wait(100) == 200
+    finally:
+        process.kill()
+        process.communicate(timeout=20)
 
 
 def test_error_in_fit() -> None:

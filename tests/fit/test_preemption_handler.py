@@ -24,7 +24,8 @@ from support import small  # noqa: E402
 from support.slurm import FakeSlurm  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
-from keras_distplug.callbacks import backup_and_restore  # noqa: E402
+from keras_distplug.callbacks import backup_and_restore, preemption_handler  # noqa: E402
+from keras_distplug.cluster.notices.notice import Notice  # noqa: E402
 from keras_distplug.core.errors import AgreementError, ConfigurationError, Preempted  # noqa: E402
 from keras_distplug.storage import saver  # noqa: E402
 
@@ -85,7 +86,7 @@ def fit(folder: Path, *others: keras.callbacks.Callback, **ours: Any) -> Any:
     model = small.model()
     x, y = small.X, small.Y
     backup = kd.BackupAndRestore(folder, delete_checkpoint=False)
-    handler = kd.PreemptionHandler(cloud=False, **({"exit": False} | ours))
+    handler = kd.PreemptionHandler(**({"cloud": False, "exit": False} | ours))
     history = model.fit(
         x, y, batch_size=8, epochs=3, verbose=0, callbacks=[handler, backup, *others]
     )
@@ -272,6 +273,43 @@ def test_in_another_thread(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     assert "signals are not noticed" in caplog.text
 
 
+def test_told_in_another_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There, where leaving would end a thread only, a cloud's notice makes `fit` raise."""
+    announced = threading.Event()
+
+    def poll() -> Notice:
+        assert announced.wait(60)
+        return Notice("AWS", "spot instance-action terminate", None, is_final=True)
+
+    def tell() -> None:
+        announced.set()
+        assert told.wait(60)
+
+    told = threading.Event()
+    on_notice = kd.PreemptionHandler._on_notice
+
+    def notice_and_tell(self: kd.PreemptionHandler, notice: Notice) -> None:
+        on_notice(self, notice)
+        told.set()
+
+    monkeypatch.setattr(preemption_handler, "detect", lambda: "a cloud")
+    monkeypatch.setattr(preemption_handler, "poller", lambda cloud: poll)
+    monkeypatch.setattr(kd.PreemptionHandler, "_on_notice", notice_and_tell)
+    raised: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            fit(tmp_path, At(1, 0, tell), cloud=True, exit=None)
+        except BaseException as error:  # noqa: BLE001 (a SystemExit would be wrong)
+            raised.append(error)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join(100)
+    assert [type(error) for error in raised] == [Preempted]
+    assert "AWS spot instance-action terminate" in str(raised[0])
+
+
 def test_no_time_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Where a checkpoint would take longer than there is time, the one before stands."""
 
@@ -340,10 +378,17 @@ def test_unusable_arguments(tmp_path: Path) -> None:
         small.model().fit(small.X, small.Y, verbose=0, callbacks=[kd.PreemptionHandler()])
 
 
+class Own(kd.PreemptionHandler):
+    """Of a user's class."""
+
+
 @pytest.mark.parametrize("is_first", [True, False])
-def test_beside_that_of_defaults(is_first: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [kd.PreemptionHandler, Own])
+def test_beside_that_of_defaults(
+    kind: type[kd.PreemptionHandler], is_first: bool, tmp_path: Path
+) -> None:
     """One of the user's own takes the place of that among `defaults()`, wherever it stands."""
-    own = kd.PreemptionHandler(exit=False, cloud=False)
+    own = kind(exit=False, cloud=False)
     callbacks = [own, *kd.defaults(tmp_path)] if is_first else [*kd.defaults(tmp_path), own]
     callbacks.append(At(0, 0, me(signal.SIGTERM)))
     with pytest.raises(Preempted):

@@ -20,8 +20,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from stores import servers
-from stores.servers import Place, missing, running
+from stores.servers import Place, running
 from support.cluster import free_ports
+from support.needed import missing
 
 PROGRAMS = ("ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin")
 HOW = "Run apt-get install --no-install-recommends ceph-mon ceph-osd radosgw."

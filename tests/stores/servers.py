@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from support.cluster import free_ports
+from support.needed import missing
 
 START_TIMEOUT_S = 60
 # Public: https://learn.microsoft.com/azure/storage/common/storage-use-azurite
@@ -44,14 +45,6 @@ class Place:
     def folder(self) -> Place:
         """A new one in it."""
         return Place(f"{self.url}/{uuid.uuid4().hex}", self.options)
-
-
-def missing(what: str, how: str) -> None:
-    """Skips a test that needs `what`; fails it in CI."""
-    message = f"{what} is not there. {how}"
-    if os.environ.get("KERAS_DISTPLUG_TEST_ALL_STORES"):
-        pytest.fail(message)
-    pytest.skip(message)
 
 
 @contextmanager

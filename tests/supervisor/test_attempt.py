@@ -8,10 +8,10 @@ import pytest
 
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.supervised import Phase, Status
-from keras_distplug.supervisor import run
 from keras_distplug.supervisor.attempt import Cause, Exit, Limits, Outcome, earliest_first, judge
 from keras_distplug.supervisor.group import Ended
-from keras_distplug.supervisor.run import Job, closing_report, recovery_report
+from keras_distplug.supervisor.restarts import Attempt, Budgets, End, decide
+from keras_distplug.supervisor.run import closing_report, recovery_report
 
 
 def status(since: Mapping[Phase, float]) -> Status:
@@ -63,7 +63,16 @@ def test_late_worker() -> None:
     assert late.exit_code == 124
 
 
-@pytest.mark.parametrize("name", ["startup_secs", "grace_secs"])
+def test_silent_worker() -> None:
+    """So has one that gives no sign of life, and the kernel's word stands beside it."""
+    silent = Exit("w", Cause.SILENT, None, 5.0, limit_secs=300, why="T (stopped)")
+    assert str(silent) == (
+        "w has given no sign of life for 300 s, its process: T (stopped) (--unresponsive-timeout)"
+    )
+    assert silent.exit_code == 124
+
+
+@pytest.mark.parametrize("name", ["startup_secs", "grace_secs", "silence_secs"])
 @pytest.mark.parametrize("value", [-1.0, inf, nan])
 def test_impossible_limits(name: str, value: float) -> None:
     """A time limit that cannot be is refused."""
@@ -110,9 +119,13 @@ def test_closing_report_of_a_failure() -> None:
     """The report begins with the earliest failure; the others follow as its consequences."""
     before = Outcome((Exit("worker-0", Cause.LEFT, 0, 50.0),), None, 51.0)
     crash = Exit("worker-2", Cause.FAILED, 1, 100.5)
-    lines = closing_report(
-        Job(("x",), 3, max_restarts=1), [before, Outcome((DEAD, crash, PEER), None, 101.0)], 60.0
-    )
+    history = [
+        Attempt((0, 1, 2), outcome, {})
+        for outcome in (before, Outcome((DEAD, crash, PEER), None, 101.0))
+    ]
+    end = decide(history, Budgets(failures=1))
+    assert isinstance(end, End)
+    lines = closing_report(history, end, 60.0)
     assert lines[0] == "gave up after 1 restart; exit code 137"
     assert lines[1].startswith("first failure: worker-1 was killed by SIGKILL at ")
     assert lines[2:4] == [
@@ -122,41 +135,11 @@ def test_closing_report_of_a_failure() -> None:
     assert lines[4].startswith("  in attempt 0 before: worker-0 left without completing")
 
 
-WENT = Exit("worker-0", Cause.PREEMPTED, 143, 100.0)
-NEVER = Exit("worker-1", Cause.FAILED, 93, 101.0)
-LATER = Exit("worker-0", Cause.STOPPED, 93, 101.5)
-CTRL_C = Exit("worker-1", Cause.FAILED, -2, 101.0)
-
-
-@pytest.mark.parametrize(
-    ("history", "verdict"),
-    [
-        ([[WENT, WENT]] * 9, None),
-        ([[WENT, PEER]], None),
-        ([[WENT, DEAD]], 137),
-        ([[WENT, WENT], [DEAD, PEER]], 137),
-        ([[WENT, CTRL_C]], 130),
-        ([[WENT, NEVER]], 93),
-        ([[DEAD, LATER]], 93),
-    ],
-    ids=[
-        *("told often", "told, the rest stopped", "one died", "died later", "ctrl-C"),
-        *("never again", "never again, behind a death"),
-    ],
-)
-def test_verdict(history: list[list[Exit]], verdict: int | None) -> None:
-    """Who leaves because it was told to is started again without end; a death beside it counts, and
-    the user's ctrl-C ends the job, as does who asks not to be started again."""
-    outcomes = [Outcome(tuple(exits), None, 102.0) for exits in history]
-    job = Job(("x",), 2, max_restarts=0)
-    assert run._verdict(job, outcomes) == verdict
-    if verdict is not None:
-        assert closing_report(job, outcomes, 1.0)[0].endswith(f"; exit code {verdict}")
-
-
 def test_closing_report_of_an_interruption() -> None:
     """After a signal to the supervisor the report says how every worker ended."""
-    outcome = Outcome((PEER,), signal.SIGINT, 101.0)
-    assert closing_report(Job(("x",), 1), [outcome], 1.0) == [
+    history = [Attempt((0,), Outcome((PEER,), signal.SIGINT, 101.0), {})]
+    end = decide(history, Budgets())
+    assert end == End(130, "ended by SIGINT to the supervisor")
+    assert closing_report(history, end, 1.0) == [
         "ended by SIGINT to the supervisor: worker-0 was ended by the supervisor (SIGTERM)"
     ]

@@ -5,28 +5,24 @@ import os
 import signal
 import threading
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from supervision import await_until, is_dead
 
-from keras_distplug.core.supervised import JOB
 from keras_distplug.supervisor.attempt import await_end
 from keras_distplug.supervisor.group import Ended, Group
+from keras_distplug.supervisor.launch import spawn
 from keras_distplug.supervisor.output import Output
 from keras_distplug.supervisor.signals import Interruptions
-
-NAME = uuid.uuid4().hex
-ENVIRON = os.environ | {JOB: NAME}
 
 
 @pytest.fixture
 def group() -> Iterator[Group]:
     with (
         Interruptions() as interruptions,
-        Group(NAME, Output(["a", "b"], "a", io.StringIO()), interruptions) as group,
+        Group(Output(["a", "b"], "a", io.StringIO()), interruptions) as group,
     ):
         yield group
 
@@ -47,7 +43,7 @@ def read_pid(path: Path) -> int:
 
 def test_exit_code(group: Group) -> None:
     """The end of a worker is reported once, with its return code."""
-    group.start("a", ["sh", "-c", "exit 3"], ENVIRON)
+    group.add("a", spawn(["sh", "-c", "exit 3"], os.environ))
     ended = wait_for_end(group)
     assert (ended.worker, ended.returncode) == ("a", 3)
     assert not group.running
@@ -56,7 +52,7 @@ def test_exit_code(group: Group) -> None:
 
 def test_what_a_command_leaves_behind(group: Group, tmp_path: Path) -> None:
     """What a worker's command started and left behind lives as long as the group."""
-    group.start("a", ["sh", "-c", f"setsid sleep 60 & echo $! > {tmp_path}/pid"], ENVIRON)
+    group.add("a", spawn(["sh", "-c", f"setsid sleep 60 & echo $! > {tmp_path}/pid"], os.environ))
     pid = read_pid(tmp_path / "pid")
     assert wait_for_end(group).returncode == 0
     assert not group.running
@@ -76,7 +72,7 @@ def test_grace_for_grandchildren(group: Group, hidden: str, tmp_path: Path) -> N
     )
     (tmp_path / "train.py").write_text(script)
     command = f"{hidden}python3 {tmp_path}/train.py {tmp_path}; true"
-    group.start("a", ["sh", "-c", command], ENVIRON)
+    group.add("a", spawn(["sh", "-c", command], os.environ))
     pid = read_pid(tmp_path / "pid")
     group.signal(signal.SIGTERM)
     ended, _ = await_end(group, grace_secs=20.0, hurry=True)
@@ -89,7 +85,7 @@ def test_signals_wake_the_group(group: Group) -> None:
     """A signal to the supervisor ends the wait at once."""
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM))
     timer.start()
-    group.start("a", ["sleep", "60"], ENVIRON)
+    group.add("a", spawn(["sleep", "60"], os.environ))
     begun = time.monotonic()
     assert group.wait(20.0).signals == (signal.SIGTERM,)
     assert time.monotonic() - begun < 10
@@ -100,10 +96,10 @@ def test_closing_kills(tmp_path: Path) -> None:
     """Leaving the group kills whoever still runs."""
     with (
         Interruptions() as interruptions,
-        Group(NAME, Output(["a"], "a", io.StringIO()), interruptions) as group,
+        Group(Output(["a"], "a", io.StringIO()), interruptions) as group,
     ):
         command = f"trap '' TERM; echo $$ > {tmp_path}/pid; sleep 60"
-        group.start("a", ["sh", "-c", command], ENVIRON)
+        group.add("a", spawn(["sh", "-c", command], os.environ))
         pid = read_pid(tmp_path / "pid")
     assert is_dead(pid)
 

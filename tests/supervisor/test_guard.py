@@ -30,7 +30,7 @@ time.sleep(60)
 def job() -> Iterator[str]:
     name = uuid.uuid4().hex
     yield name
-    guard.signal_all(name, signal.SIGKILL)
+    guard.signal_all([guard.mark_of(name)], signal.SIGKILL)
 
 
 def start(job: str, *command: str) -> subprocess.Popen[bytes]:
@@ -47,19 +47,20 @@ def wander(job: str, folder: Path) -> list[int]:
 
 def test_the_mark() -> None:
     """The guard knows processes by the variable that the contract sets."""
-    assert guard._MARK == supervised.JOB
+    assert guard.mark_of("a") == f"{supervised.JOB}=a"
 
 
 def test_nobody_hides(job: str, tmp_path: Path) -> None:
     """A process belongs to its job in whatever session it is, and to no other job."""
     pids = wander(job, tmp_path)
-    assert guard.living(job)
-    guard.signal_all(job[:-1], signal.SIGKILL)
-    guard.signal_all("", signal.SIGKILL)
+    assert guard.living([guard.mark_of(job)])
+    guard.signal_all([guard.mark_of(job[:-1])], signal.SIGKILL)
+    guard.signal_all([guard.mark_of("")], signal.SIGKILL)
+    guard.signal_all([], signal.SIGKILL)
     assert not any(is_dead(pid) for pid in pids)
-    guard.signal_all(job, signal.SIGKILL)
+    guard.signal_all([guard.mark_of(job)], signal.SIGKILL)
     await_until(lambda: all(is_dead(pid) for pid in pids), "all are dead")
-    assert not guard.living(job)
+    assert not guard.living([guard.mark_of(job)])
 
 
 def test_end_without_farewell(job: str, tmp_path: Path) -> None:

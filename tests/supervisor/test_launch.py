@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from keras_distplug.core import supervised
 from keras_distplug.core.errors import ClusterError, ConfigurationError
 from keras_distplug.core.supervised import Supervised
 from keras_distplug.supervisor.launch import (
     CommandNotFoundError,
     check_command,
+    common_environment,
     divide_gpus,
     free_ports,
     local_cluster,
@@ -45,7 +47,9 @@ def test_local_cluster() -> None:
 def test_worker_environment() -> None:
     """A worker gets its TF_CONFIG, the contract, unbuffered output and its GPUs."""
     role = local_cluster([1001, 1002])[1]
-    environ = worker_environment({"HOME": "/h"}, role, CONTRACT, gpus=("2", "3"))
+    common = common_environment({"HOME": "/h", supervised.SPARE: "/somebody/elses"})
+    assert supervised.SPARE not in common
+    environ = worker_environment(common, role, CONTRACT, gpus=("2", "3"))
     assert json.loads(environ["TF_CONFIG"])["task"] == {"type": "worker", "index": 1}
     assert Supervised.from_env(environ) == CONTRACT
     assert (environ["HOME"], environ["PYTHONUNBUFFERED"]) == ("/h", "1")
@@ -56,7 +60,7 @@ def test_single_worker_has_no_tf_config() -> None:
     """One worker alone forms no cluster: a TF_CONFIG of before is removed."""
     base = {"TF_CONFIG": "{}", "TF_CPP_MIN_LOG_LEVEL": "0", "CUDA_VISIBLE_DEVICES": ""}
     base["KERAS_DISTPLUG_DEVICES_PER_WORKER"] = "4"
-    environ = worker_environment(base, local_cluster([1001])[0], CONTRACT)
+    environ = worker_environment(common_environment(base), local_cluster([1001])[0], CONTRACT)
     assert "TF_CONFIG" not in environ
     assert (environ["TF_CPP_MIN_LOG_LEVEL"], environ["CUDA_VISIBLE_DEVICES"]) == ("0", "")
     assert Supervised.from_env(environ) == CONTRACT
@@ -107,6 +111,38 @@ def test_foreign_cluster() -> None:
     with pytest.raises(ClusterError, match="not valid JSON"):
         refuse_foreign_cluster({"TF_CONFIG": "{"})
     refuse_foreign_cluster({"TF_CONFIG": "{}"})
+
+
+@pytest.mark.parametrize(
+    ("variable", "environ"),
+    [
+        (
+            "SLURM_STEP_ID",
+            {
+                "SLURM_JOB_ID": "1000",
+                "SLURM_STEP_ID": "0",
+                "SLURM_PROCID": "0",
+                "SLURM_STEP_NUM_TASKS": "2",
+                "SLURM_STEP_NODELIST": "node1",
+                "SLURM_STEP_TASKS_PER_NODE": "2",
+            },
+        ),
+        (
+            "CLUSTER_SPEC",
+            {
+                "CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a:1"], "workerpool1": ["b:1"]}, '
+                '"task": {"type": "workerpool0", "index": 0}}'
+            },
+        ),
+        ("SM_HOSTS", {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-1"}),
+    ],
+)
+def test_foreign_cluster_of_other_sources(variable: str, environ: dict[str, str]) -> None:
+    """The error names what to unset, and that helps."""
+    with pytest.raises(ConfigurationError, match=f"0 of 2: a scheduler.*unset {variable} to run"):
+        refuse_foreign_cluster(environ)
+    del environ[variable]
+    refuse_foreign_cluster(environ)
 
 
 def test_command_hints(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -70,7 +71,7 @@ complete()
     assert seen[0, 0] == seen[0, 1]
     assert len({*seen[0, 0][1:], *seen[1, 0][1:]}) == 4
     assert "worker-1 was killed by SIGKILL" in printed
-    assert "restart 1 of 3" in printed
+    assert "restart 1 of 10" in printed
     assert "2 workers completed training" in printed
     recovery = [line for line in printed.splitlines() if "training again" in line]
     assert len(recovery) == 1
@@ -499,6 +500,11 @@ def test_no_tensorflow() -> None:
         (("run", "--workers", "1", "--grace", "nan", "--", "true"), "must be >= 0 s"),
         (("run", "--workers", "1", "--heartbeat-timeout", "0.5", "--", "true"), "at least 1 s"),
         (("run", "--workers", "1", "--collective-timeout", "inf", "--", "true"), "and finite"),
+        (("run", "--workers", "1", "--unresponsive-timeout", "0", "--", "true"), "must be > 0 s"),
+        (("run", "--workers", "1", "--max-preemptions", "-1", "--", "true"), "must be >= 0"),
+        (("run", "--workers", "1", "--max-without-progress", "0", "--", "true"), "must be >= 1"),
+        (("run", "--workers", "1", "--min-workers", "2", "--", "true"), "must be <= --workers (1)"),
+        (("run", "--workers", "1", "--log", "/no/such/folder/log", "--", "true"), "Give --log a"),
     ],
 )
 def test_bad_usage(arguments: tuple[str, ...], complaint: str) -> None:
@@ -549,3 +555,169 @@ def test_a_command_with_dashes(start: Start) -> None:
     assert code == 1
     assert "[worker-0] args ['--', '--workers']" in printed
     assert os.sep in printed
+
+
+def test_crash_loop(start: Start) -> None:
+    """Attempts that make no newer checkpoint are given up with 93, and the first cause is told. A
+    signal is heard in the pause before the last one."""
+    body = """
+train()
+if index == 0:
+    contract.saved("run-0001", 20)
+    sleep()
+await_training("worker-0")
+mark("fault")
+sys.exit(7)
+"""
+    job = start(body)
+    code, printed = job.finish()
+    assert code == 93, printed
+    assert job.marks() == ["fault"] * 4
+    assert "restart 3 of 10, behind a pause of 1 s" in printed
+    assert "gave up: 3 attempts in a row made no newer checkpoint" in printed
+    assert "first failure: worker-1 exited with code 7 at " in printed
+    assert "in attempt 0 before: worker-1 exited with code 7 at " in printed
+
+
+def test_signal_in_a_pause(start: Start) -> None:
+    """A signal to the supervisor ends the job also when no worker runs."""
+    job = start("mark(attempt); sys.exit(3)", "--max-without-progress=99", workers=1)
+    await_until(lambda: job.marks()[-1:] == ["4"], "the fifth attempt")
+    assert job.process.stdout is not None
+    while "pause of 8 s" not in job.process.stdout.readline():
+        pass
+    job.process.terminate()
+    code, printed = job.finish()
+    assert code == 143, printed
+    assert "ended by SIGTERM to the supervisor: worker-0 exited with code 3" in printed
+    assert job.marks()[-1] == "4"
+
+
+def test_worker_without_a_sign_of_life(start: Start) -> None:
+    """A worker that is stopped is found, also when it is the only one, and started again."""
+    job = start(
+        """
+from keras_distplug.cluster import pulse
+pulse.begin()
+train()
+if attempt == 0:
+    while not contract.pulse_of(name).exists():
+        time.sleep(0.01)
+    mark("fault")
+    os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(5)
+complete()
+""",
+        "--unresponsive-timeout=3",
+        workers=1,
+    )
+    code, printed = job.finish()
+    assert code == 0, printed
+    assert job.marks() == ["fault"]
+    assert "worker-0 has given no sign of life for 3 s, its process: T (stopped)" in printed
+    assert "1 restart\n" in printed
+
+
+def test_fewer_workers(start: Start) -> None:
+    """A worker that fails twice in a row is left out; the last one alone has no TF_CONFIG."""
+    job = start(
+        """
+mark(f"{attempt} {name} of {len(tf_config['cluster']['worker']) if tf_config else 1}")
+train()
+if attempt < 2:
+    if index == 0:
+        sleep()
+    await_training("worker-0")
+    sys.exit(3)
+complete()
+""",
+        "--min-workers=1",
+    )
+    code, printed = job.finish()
+    assert code == 0, printed
+    assert sorted(job.marks()) == [
+        *("0 worker-0 of 2", "0 worker-1 of 2", "1 worker-0 of 2", "1 worker-1 of 2"),
+        "2 worker-0 of 1",
+    ]
+    assert "restart 2 of 10, with 1 worker, for the one on place 1 fails again and again" in printed
+    assert "1 worker completed training" in printed
+
+
+def test_spares(start: Start) -> None:
+    """Spares wait until a worker has failed, and take the places of all: with the environment of a
+    worker, and what they have done before. Nothing is left of those that were not needed."""
+    job = start(
+        """
+from keras_distplug.cluster import spare
+if spare.is_here():
+    mark(f"{os.getpid()} waits")
+    spare.wait_for_part()
+    contract = Supervised.from_env()
+    attempt, tf_config = contract.attempt, json.loads(os.environ["TF_CONFIG"])
+    index = tf_config["task"]["index"]
+    name = f"worker-{index}"
+mark(f"{attempt} {name} {'KERAS_DISTPLUG_SPARE' in os.environ}")
+train()
+if attempt < 2:
+    if index == 0:
+        sleep()
+    deadline = time.monotonic() + 20
+    waiting = 2 * (attempt + 1)
+    while Path(__file__).with_name("marks").read_text().count("waits") < waiting:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    mark("fault")
+    os.kill(os.getpid(), signal.SIGKILL)
+while Path(__file__).with_name("marks").read_text().count("waits") < 6:
+    time.sleep(0.01)
+complete()
+""",
+        "--warm-spares",
+        "--log=events",
+    )
+    code, printed = job.finish()
+    assert code == 0, printed
+    marks = job.marks()
+    assert marks.count("fault") == 2
+    pids = [int(mark.split()[0]) for mark in marks if mark.endswith("waits")]
+    assert len(pids) == 6
+    assert all(is_dead(pid) for pid in pids)
+    workers = [mark for mark in marks if "worker" in mark]
+    assert sorted(workers) == [
+        f"{attempt} worker-{index} False" for attempt in range(3) for index in range(2)
+    ]
+    assert "restart 2 of 10" in printed
+    events = [json.loads(line) for line in (job.folder / "events").read_text().splitlines()]
+    assert [each["event"] for each in events] == [
+        *["started", "training", "failed", "again"] * 2,
+        *["started", "training", "ended"],
+    ]
+    started = [each for each in events if each["event"] == "started"]
+    assert [each["spares"] for each in started] == [[], *[["worker-0", "worker-1"]] * 2]
+    [failed, _] = [each for each in events if each["event"] == "failed"]
+    assert (failed["worker"], failed["cause"], failed["exit_code"]) == ("worker-1", "FAILED", 137)
+    assert events[-1]["exit_code"] == 0
+    assert len({each["job"] for each in events}) == 1
+
+
+def test_spare_that_ends(start: Start) -> None:
+    """A spare that ends before it is needed is told of, and the worker is started without."""
+    job = start(
+        """
+if os.environ.get("KERAS_DISTPLUG_SPARE"):
+    mark("spare")
+    sys.exit("no such file")
+train()
+while attempt < 2 and Path(__file__).with_name("marks").read_text().count("spare") <= attempt:
+    time.sleep(0.01)
+if attempt == 2:
+    complete()
+sys.exit(0)
+""",
+        "--warm-spares",
+        workers=1,
+    )
+    (job.folder / "marks").touch()
+    code, printed = job.finish()
+    assert code == 0, printed
+    assert "a spare has ended with code 1 before it was needed: no such file" in printed

@@ -173,7 +173,7 @@ callbacks = [
         "loss" if seed % 2 else "val_loss", patience=EPOCHS - 1, restore_best_weights=True
     ),
     *([] if seed % 2 else [keras.callbacks.ReduceLROnPlateau("loss", patience=1)]),
-    keras.callbacks.CSVLogger(folder / f"log-{worker}.csv"),
+    keras.callbacks.CSVLogger(folder / "log.csv"),
     Killer(),
     kd.BackupAndRestore(folder / "runs", save_freq=2, delete_checkpoint=False, on_busy="wait"),
 ]
@@ -195,6 +195,6 @@ state |= {
     f"early/{name}": np.array(getattr(early, name)) for name in ("wait", "best", "best_epoch")
 }
 state |= {f"best/{i:03}": np.asarray(w) for i, w in enumerate(early.best_weights or ())}
-state["csv"] = np.array((folder / f"log-{worker}.csv").read_text())
+state["csv"] = np.array((folder / "log.csv").read_text())
 state["epochs"] = np.array(history.epoch)
 np.savez(folder / f"outcome-{worker}.npz", **state)

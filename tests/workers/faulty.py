@@ -4,9 +4,11 @@
 
 WAY: distributed_fit, plain_fit, in_epoch or plain_in_epoch for the same with a checkpoint behind
 each batch, or local_tier for a distributed_fit with local checkpoints at each epoch's end and no
-others. FAULT: `attempt:worker:epoch:batch:what`, all counted from 0; what is
-`kill` (SIGKILL), `leave` (sys.exit(0)), or `lose` (as kill, and this worker's local checkpoints are
-lost). Each fault is noted in FOLDER/faults as it happens, and an attempt is what follows a fault.
+others. FAULT: `attempt:worker:epoch:batch:what`, all counted from 0; what is `kill` (SIGKILL),
+`segv` (SIGSEGV), `abort`, `raise` (an exception), `leave` (sys.exit(0)), or `lose` (as kill, and
+this worker's local checkpoints are lost). `attempt:worker:begin:what` comes before training goes
+on, and with `any` for the attempt a fault comes each time. Each fault is noted in FOLDER/faults as
+it happens, and an attempt is what follows a fault.
 KERAS_DISTPLUG_TEST_STORE: where the checkpoints go, as JSON: a URL and its storage options.
 """
 
@@ -42,35 +44,61 @@ KNOWING = [
     keras.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True),
     keras.callbacks.ReduceLROnPlateau("accuracy", mode="max", patience=2),
 ]
+# And these write files, which are the chief's.
+WRITING = [
+    keras.callbacks.CSVLogger(folder / "log.csv"),
+    keras.callbacks.ModelCheckpoint(
+        folder / "best.weights.h5", "loss", save_best_only=True, save_weights_only=True
+    ),
+    keras.callbacks.TensorBoard(folder / "logs", histogram_freq=1),
+]
 directory, storage_options = json.loads(
     os.environ.get("KERAS_DISTPLUG_TEST_STORE", json.dumps([str(folder / "runs"), None]))
 )
 
 
+def do(what):
+    if what == "leave":
+        sys.exit(0)
+    if what == "raise":
+        raise RuntimeError("so it was told")
+    if what == "abort":
+        os.abort()
+    if what == "segv":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if what == "lose":
+        saver.wait_for_all()
+        shutil.rmtree(own_folder)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Harm(keras.callbacks.Callback):
+    def on_train_begin(self, logs=None):
+        self.harm("begin")
+
     def on_epoch_begin(self, epoch, logs=None):
         self.epoch = epoch
 
     def on_train_batch_end(self, batch, logs=None):
-        for what in ("kill", "leave", "lose"):
-            fault = f"{attempt}:{worker}:{self.epoch}:{batch}:{what}"
-            if fault in faults:
+        self.harm(f"{self.epoch}:{batch}")
+
+    def harm(self, where):
+        for fault in faults:
+            when_and_where, _, what = fault.rpartition(":")
+            if when_and_where in (f"{attempt}:{worker}:{where}", f"any:{worker}:{where}"):
                 with open(noted, "a") as file:
                     file.write(f"{fault}\n")
-                if what == "leave":
-                    sys.exit(0)
-                if what == "lose":
-                    saver.wait_for_all()
-                    shutil.rmtree(own_folder)
-                os.kill(os.getpid(), signal.SIGKILL)
+                do(what)
 
 
+with open(folder / f"pids-{worker}", "a") as file:
+    file.write(f"{os.getpid()}\n")
 x, y, sample_weight = case.arrays()
 each_batch = {"save_freq": 1, "on_busy": "wait", "delete_checkpoint": False}
 if not way.startswith("plain"):
     model = case.build()
     place = {"directory": directory, "storage_options": storage_options}
-    callbacks = [*KNOWING, Harm()]
+    callbacks = [*KNOWING, *WRITING, Harm()]
     if way == "local_tier":
         local = {"local_tier": own_folder, "local_freq": "epoch", "save_freq": "2h"}
         callbacks.append(kd.BackupAndRestore(directory, delete_checkpoint=False, **local))
@@ -100,7 +128,7 @@ else:
     history = model.fit(
         data,
         epochs=EPOCHS,
-        callbacks=[*ours, *KNOWING, Harm()],
+        callbacks=[*ours, *KNOWING, *map(kd.chief_only, WRITING), Harm()],
         validation_data=case.dataset(70),
         verbose=2,
     )

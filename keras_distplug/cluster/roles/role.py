@@ -1,0 +1,122 @@
+"""A process's place among the others, as a value."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from keras_distplug.core.errors import ClusterError
+
+TASK_TYPES = ("chief", "worker", "ps", "evaluator")
+
+_PLAIN = re.compile(r"[\w.:\[\]-]{1,80}")
+
+
+@dataclass(frozen=True)
+class Role:
+    """What this process is among the others.
+
+    Args:
+        task_type: `"chief"`, `"worker"`, `"ps"` or `"evaluator"`.
+        index: The place among the tasks of this type.
+        cluster: For each task type its addresses, `"host:port"`. Empty for a single process.
+        source: Where this was read: `"TF_CONFIG"`, `"Slurm"`, `"Vertex AI"`, `"SageMaker"` or
+            `"single process"`.
+    """
+
+    task_type: str
+    index: int
+    cluster: Mapping[str, tuple[str, ...]]
+    source: str
+
+    def __post_init__(self) -> None:
+        _check_task(self.task_type, self.index, self.cluster)
+
+    @property
+    def is_chief(self) -> bool:
+        """True for the chief task, or for worker 0 of a cluster that has no chief."""
+        if "chief" in self.cluster:
+            return self.task_type == "chief"
+        return self.task_type == "worker" and self.index == 0
+
+    @property
+    def rank(self) -> int:
+        """The place among the processes that train; 0 for the chief."""
+        return self.index + ("chief" in self.cluster and self.task_type == "worker")
+
+    @property
+    def name(self) -> str:
+        """For people and file names: `"worker-1"`."""
+        return f"{self.task_type}-{self.index}"
+
+    @property
+    def world_size(self) -> int:
+        """How many processes train, the chief included; 1 for a single process."""
+        return len(self.cluster.get("chief", ())) + len(self.cluster.get("worker", ())) or 1
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """The names of all processes that train, in the order of their ranks."""
+        if not self.cluster:
+            return (self.name,)
+        tasks = [(task, n) for task in ("chief", "worker") for n in self._tasks(task)]
+        return tuple(f"{task}-{n}" for task, n in tasks)
+
+    def _tasks(self, task_type: str) -> range:
+        return range(len(self.cluster.get(task_type, ())))
+
+    def to_tf_config(self) -> str:
+        """The value of `TF_CONFIG` that says the same; `"{}"` for a single process."""
+        if not self.cluster:
+            return "{}"
+        cluster = {task_type: list(addresses) for task_type, addresses in self.cluster.items()}
+        return json.dumps(
+            {"cluster": cluster, "task": {"type": self.task_type, "index": self.index}}
+        )
+
+
+def single_process() -> Role:
+    """The role of a process that trains alone."""
+    return Role(task_type="worker", index=0, cluster={}, source="single process")
+
+
+def _check_task(task_type: Any, index: Any, cluster: Mapping[str, tuple[str, ...]]) -> None:
+    if task_type not in TASK_TYPES:
+        raise ClusterError(
+            f"Unknown task type {shown(task_type)}. Expected: {', '.join(TASK_TYPES)}."
+        )
+    if not isinstance(index, int) or isinstance(index, bool) or index < 0:
+        raise ClusterError(f"The task's index must be an int >= 0. Received: {shown(index)}.")
+    # By TensorFlow's convention the evaluator stands outside the cluster that it watches.
+    if not cluster or (task_type == "evaluator" and task_type not in cluster):
+        return
+    if task_type not in cluster:
+        raise ClusterError(
+            f"This task is a {task_type!r}, but the cluster has only: {', '.join(cluster)}. "
+            "The task must be one of the cluster's."
+        )
+    if index >= len(cluster[task_type]):
+        raise ClusterError(
+            f"This task is {task_type} {index}, but the cluster lists {len(cluster[task_type])} "
+            f"of that type. Expected an index from 0 to {len(cluster[task_type]) - 1}."
+        )
+
+
+# For the errors of all sources.
+
+
+def shown(value: Any) -> str:
+    """A value in an error. A mistyped variable may carry a token or a URL with a password."""
+    if isinstance(value, str) and not _PLAIN.fullmatch(value):
+        return f"a string of {len(value)} characters that is not shown"
+    if isinstance(value, str | int | float | None):
+        return repr(value)
+    return f"a JSON {json_type(value)}"
+
+
+def json_type(value: Any) -> str:
+    names = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")

@@ -1,0 +1,160 @@
+"""The role of a task that Slurm's `srun` started."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from keras_distplug.cluster.roles.role import Role, shown
+from keras_distplug.core.errors import ClusterError
+
+# Slurm numbers the steps that it starts itself (batch script, interactive shell, extern, pending)
+# from the top of 32 bits; slurm.h: SLURM_INTERACTIVE_STEP 0xfffffffa ... SLURM_PENDING_STEP
+# 0xfffffffd. No step of srun's reaches them.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+# Slurm jobs without reserved ports meet in 20000..31999: below Linux' ephemeral range (32768),
+# where an outgoing connection may take a port at any time. Each step has a slot of 16 ports, so
+# that neighbouring jobs on a shared node do not collide.
+_FIRST_PORT, _SLOTS, _SLOT_SIZE = 20000, 750, 16
+
+
+def is_step(environ: Mapping[str, str]) -> bool:
+    """Whether this is one of several tasks of a step. Inside `sbatch` or `salloc` alone one process
+    runs, however many tasks the job has."""
+    step = environ.get("SLURM_STEP_ID", "")
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
+    return (
+        step.isdecimal()
+        and int(step) < _FIRST_SPECIAL_STEP
+        and "SLURM_PROCID" in environ
+        and tasks.isdecimal()
+        and int(tasks) > 1
+    )
+
+
+def from_step(environ: Mapping[str, str]) -> Role:
+    """The tasks of a step are the workers, in blocks over its nodes."""
+    nodes = expand_node_list(_variable(environ, "SLURM_STEP_NODELIST"))
+    tasks = expand_task_counts(_variable(environ, "SLURM_STEP_TASKS_PER_NODE"))
+    rank, total = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_STEP_NUM_TASKS")
+    if len(nodes) != len(tasks) or sum(tasks) != total:
+        raise ClusterError(
+            f"Slurm's variables disagree: SLURM_STEP_NUM_TASKS is {total}, SLURM_STEP_NODELIST "
+            f"names {len(nodes)} nodes and SLURM_STEP_TASKS_PER_NODE {sum(tasks)} tasks on "
+            f"{len(tasks)} nodes. Start the script with srun itself, or set TF_CONFIG."
+        )
+    places = [(node, local) for node, count in enumerate(tasks) for local in range(count)]
+    if rank >= total:
+        raise ClusterError(f"SLURM_PROCID is {rank}. Expected a number below {total}.")
+    _check_block_layout(environ, rank, places[rank])
+    ports = _slurm_ports(environ, max(tasks))
+    addresses = tuple(f"{nodes[node]}:{ports[local]}" for node, local in places)
+    return Role(task_type="worker", index=rank, cluster={"worker": addresses}, source="Slurm")
+
+
+def _check_block_layout(environ: Mapping[str, str], rank: int, place: tuple[int, int]) -> None:
+    # Only blocks let every task work out on which node the others run.
+    variables = ("SLURM_NODEID", "SLURM_LOCALID")
+    for variable, expected in zip(variables, place, strict=True):
+        if variable in environ and _number(environ, variable) != expected:
+            raise ClusterError(
+                f"Slurm task {rank} has {variable}={environ[variable]}, but with tasks in blocks "
+                f"it would be {expected}. Start the step with `srun --distribution=block`."
+            )
+
+
+def _slurm_ports(environ: Mapping[str, str], count: int) -> list[int]:
+    """A port for each local rank: those that `srun --resv-ports` reserved, or else a range that
+    follows from the job's and the step's number, so that all tasks arrive at the same one.
+    """
+    reserved = environ.get("SLURM_STEP_RESV_PORTS")
+    if reserved:
+        ports = [int(port) for port in _expand_ranges(reserved, "SLURM_STEP_RESV_PORTS")]
+        if len(ports) < count:
+            raise ClusterError(
+                f"SLURM_STEP_RESV_PORTS reserves {len(ports)} ports, but {count} tasks share a "
+                f"node. Start the step with `srun --resv-ports={count}`."
+            )
+        return ports[:count]
+    job = _number(environ, "SLURM_JOB_ID")
+    slot = (job + 97 * _number(environ, "SLURM_STEP_ID")) % _SLOTS
+    first = _FIRST_PORT + slot * _SLOT_SIZE
+    return list(range(first, first + count))
+
+
+def expand_node_list(text: str) -> list[str]:
+    """`"node[01-03,07],gpu5"` -> `["node01", "node02", "node03", "node07", "gpu5"]`."""
+    return [name for part in _split_outside_brackets(text) for name in _expand_name(part)]
+
+
+def expand_task_counts(text: str) -> list[int]:
+    """`"2(x3),1"` -> `[2, 2, 2, 1]`."""
+    counts: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if not found:
+            raise ClusterError(
+                "SLURM_STEP_TASKS_PER_NODE must look like '2(x3),1'. "
+                f"Received: {shown(text.replace('(', '').replace(')', ''))}."
+            )
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
+
+
+def _split_outside_brackets(text: str) -> list[str]:
+    return re.split(r",(?![^\[]*\])", text)
+
+
+def _expand_name(text: str) -> Iterator[str]:
+    before, bracket, rest = text.partition("[")
+    if not bracket:
+        if not text or "]" in text:
+            raise _bad_node_list(text)
+        yield text
+        return
+    inside, closed, after = rest.partition("]")
+    if not closed:
+        raise _bad_node_list(text)
+    tails = list(_expand_name(after)) if after else [""]
+    for number in _expand_ranges(inside, "SLURM_STEP_NODELIST"):
+        for tail in tails:
+            yield f"{before}{number}{tail}"
+
+
+def _expand_ranges(text: str, variable: str) -> list[str]:
+    numbers: list[str] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        if not found or int(found[2] or found[1]) < int(found[1]):
+            raise ClusterError(
+                f"{variable} has a range that cannot be read. Expected such as '01-03,07'. "
+                f"Received: {shown(part)}."
+            )
+        width = len(found[1])
+        last = int(found[2] or found[1])
+        numbers += [f"{number:0{width}d}" for number in range(int(found[1]), last + 1)]
+    return numbers
+
+
+def _bad_node_list(text: str) -> ClusterError:
+    return ClusterError(
+        "SLURM_STEP_NODELIST must look like 'node[01-03,07],gpu5'. The part that cannot be read: "
+        f"{shown(text)}."
+    )
+
+
+def _variable(environ: Mapping[str, str], name: str) -> str:
+    if not environ.get(name):
+        raise ClusterError(
+            f"This is a Slurm step of several tasks, but {name} is not set. Start the script with "
+            "srun itself, or set TF_CONFIG."
+        )
+    return environ[name]
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = _variable(environ, name)
+    if not text.isdecimal():
+        raise ClusterError(f"{name} must be a number. Received: {shown(text)}.")
+    return int(text)

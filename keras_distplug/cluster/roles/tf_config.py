@@ -1,0 +1,146 @@
+"""The role that TF_CONFIG describes, and other variables in its form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keras_distplug.cluster.roles.role import TASK_TYPES, Role, json_type, shown, single_process
+from keras_distplug.core.errors import ClusterError
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a variable says who is who.
+
+    Args:
+        variable: Its name.
+        task_types: TensorFlow's names of tasks by those of the variable.
+        source: What `Role.source` then says.
+    """
+
+    variable: str
+    task_types: Mapping[str, str]
+    source: str
+
+
+TF_CONFIG = Form("TF_CONFIG", {name: name for name in TASK_TYPES}, "TF_CONFIG")
+
+
+def from_tf_config(text: str) -> Role:
+    """Empty or `{}`, it says "single process"."""
+    config = parse(text, TF_CONFIG) if text.strip() else {}
+    return from_config(config, TF_CONFIG) if config else single_process()
+
+
+def parse(text: str, form: Form) -> dict[str, Any]:
+    """The variable's JSON object."""
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        first, second = list(form.task_types)[:2]
+        example = {
+            "cluster": {first: ["host0:2222"], second: ["host1:2222"]},
+            "task": {"type": first, "index": 0},
+        }
+        raise ClusterError(
+            f"{form.variable} is not valid JSON: {error.msg} at line {error.lineno}, column "
+            f"{error.colno}. Expected an object such as {json.dumps(example)}. Unset it to train "
+            "in a single process."
+        ) from None
+    if not isinstance(config, dict):
+        raise ClusterError(
+            f"{form.variable} must be a JSON object with 'cluster' and 'task'. Received: a JSON "
+            f"{json_type(config)}."
+        )
+    return config
+
+
+def from_config(config: Mapping[str, Any], form: Form) -> Role:
+    """The role by the members 'cluster' and 'task'; what else there is says nothing about it."""
+    cluster = _read_cluster(_member(config, "cluster", form.variable, form), form)
+    task = _member(config, "task", form.variable, form)
+    where = f"{form.variable}['task']"
+    if not isinstance(task, dict):
+        raise ClusterError(
+            f"{where} must be an object with 'type' and 'index'. Received: a JSON "
+            f"{json_type(task)}."
+        )
+    task_type = _member(task, "type", where, form)
+    index = _member(task, "index", where, form)
+    if isinstance(index, str) and index.isdecimal():
+        index = int(index)  # TensorFlow takes "1" for 1, and so do some schedulers.
+    if isinstance(task_type, str):
+        task_type = form.task_types.get(task_type, task_type)
+    return Role(task_type=task_type, index=index, cluster=cluster, source=form.source)
+
+
+def _member(found: Mapping[str, Any], key: str, where: str, form: Form) -> Any:
+    if key not in found:
+        raise ClusterError(
+            f"{where} has no {key!r}. Every process needs the whole cluster and its own task: set "
+            f"{key!r}, or unset {form.variable} to train in a single process."
+        )
+    return found[key]
+
+
+def _read_cluster(found: Any, form: Form) -> dict[str, tuple[str, ...]]:
+    where = f"{form.variable}['cluster']"
+    if not isinstance(found, dict) or not found:
+        received = f"a JSON {json_type(found)}" if not isinstance(found, dict) else "{}"
+        raise ClusterError(
+            f"{where} must be an object of task types, each with its addresses. "
+            f"Received: {received}. Unset {form.variable} to train in a single process."
+        )
+    for task_type, addresses in found.items():
+        if task_type not in form.task_types:
+            raise ClusterError(
+                f"{where} has the unknown task type {shown(task_type)}. "
+                f"Expected: {', '.join(form.task_types)}."
+            )
+        if not isinstance(addresses, list) or not addresses:
+            received = "[]" if addresses == [] else f"a JSON {json_type(addresses)}"
+            raise ClusterError(
+                f"{where}[{task_type!r}] must be a list of at least one 'host:port'. "
+                f"Received: {received}. Leave {task_type!r} out if the cluster has none."
+            )
+    _check_addresses(found, where)
+    cluster = {form.task_types[name]: tuple(addresses) for name, addresses in found.items()}
+    if len(cluster.get("chief", ())) > 1:
+        raise ClusterError(
+            f"{where} has {len(cluster['chief'])} chiefs. Expected one at most: list the others "
+            "as workers."
+        )
+    if not {"chief", "worker"} & cluster.keys():
+        raise ClusterError(
+            f"{where} has neither a chief nor a worker, so nobody trains. Received task types: "
+            f"{', '.join(found)}."
+        )
+    return cluster
+
+
+def _check_addresses(cluster: Mapping[str, Sequence[Any]], where: str) -> None:
+    owners: dict[str, str] = {}
+    for task_type, addresses in cluster.items():
+        for index, address in enumerate(addresses):
+            here = f"{task_type}[{index}]"
+            if not _is_address(address):
+                raise ClusterError(
+                    f"{where}: {here} has no valid address. Expected 'host:port' with a port from "
+                    f"1 to 65535. Received: {shown(address)}."
+                )
+            if address in owners:
+                raise ClusterError(
+                    f"{where}: {owners[address]} and {here} have the same address "
+                    f"{shown(address)}. Give every task its own port."
+                )
+            owners[address] = here
+
+
+def _is_address(address: Any) -> bool:
+    if not isinstance(address, str):
+        return False
+    host, _, port = address.rpartition(":")
+    return bool(host.strip()) and port.isdecimal() and 0 < int(port) < 65536

@@ -1,0 +1,93 @@
+"""What our callbacks see of the `fit` that calls them."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import weakref
+
+import keras
+import numpy as np
+import pytest
+
+from keras_distplug.compat import epochs, frames
+from keras_distplug.compat.callback_list import Calling, move_to_end
+
+pytestmark = [pytest.mark.tf, pytest.mark.timeout(120)]
+
+
+class Thing:
+    pass
+
+
+def look() -> Thing:
+    caller = sys._getframe(1)
+    found: Thing = frames.local(caller, "thing")
+    assert frames.local(caller, "nothing") is None
+    return found
+
+
+def test_a_local_variable_is_not_kept() -> None:
+    """What a function lets go is gone, though somebody has looked at it."""
+    thing = Thing()
+    before = weakref.ref(thing)
+    assert look() is thing
+    thing = Thing()
+    gc.collect()
+    assert before() is None
+    assert look() is thing
+
+
+class Looks(keras.callbacks.Callback):
+    """Asks, in all ways that we have, who calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calling: Calling | None = None
+        self.inside: list[bool] = []
+
+    def on_train_begin(self, logs=None):
+        self.calling = Calling.now()
+        move_to_end(self)
+
+    def on_train_batch_end(self, batch, logs=None):
+        assert self.calling is not None
+        self.inside.append(self.calling.is_above(sys._getframe()))
+        assert epochs.of_fit() is not None
+
+    def on_epoch_end(self, epoch, logs=None):
+        if logs and epoch == 2:
+            raise KeyError("enough")
+
+
+def model() -> keras.Model:
+    made = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    made.compile("sgd", "mse")
+    return made
+
+
+def test_the_fit_that_calls() -> None:
+    """It is known from within until an exception ends it, and to no other thread and no other `fit`
+    after that."""
+    looks, other = Looks(), Looks()
+    x = np.zeros((6, 2))
+    with pytest.raises(KeyError, match="enough"):
+        model().fit(x, x[:, :1], batch_size=2, epochs=5, verbose=0, callbacks=[looks])
+    assert looks.inside == [True] * 9
+    assert looks.calling is not None
+    assert not looks.calling.is_above(sys._getframe())
+    thread = threading.Thread(target=lambda: seen.append(looks.calling.is_above(main)))
+    seen, main = [], sys._current_frames()[threading.get_ident()]
+    thread.start()
+    thread.join(10)
+    assert seen == [False]
+
+    class Nested(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            assert other.calling is not None
+            seen.append(other.calling.is_above(sys._getframe()))
+
+    model().fit(x, x[:, :1], epochs=1, verbose=0, callbacks=[other])
+    model().fit(x, x[:, :1], epochs=1, verbose=0, callbacks=[Nested()])
+    assert seen == [False, False]

@@ -1,0 +1,244 @@
+"""The examples for Slurm and Kubernetes, with stand-ins for both: neither is here.
+
+srun, scontrol, Kubeflow's operator and the kubelet are played as their documents describe them. The
+scripts, the processes, the signals and the exit codes are real.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cluster import ROOT, environment, run_workers
+from support.needed import missing
+from support.slurm import FakeSlurm
+from support.tfjob import FakeOperator
+from support.watched import Watched
+
+pytestmark = pytest.mark.timeout(1000)
+
+EXAMPLES = ROOT / "examples"
+SBATCH = EXAMPLES / "slurm" / "train.sbatch"
+TFJOB = EXAMPLES / "kubernetes" / "tfjob.yaml"
+CHECKSUM = re.compile(r"sha256 ([0-9a-f]{64})")
+RESUMED = "resuming at epoch"
+HOW = "Run pip install 'keras-distplug[test-schedulers]'."
+IN_TRAINING = "Epoch 3/10"
+
+
+@pytest.fixture(scope="module")
+def checksum(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of weights and optimizer, behind an undisturbed training by two workers."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    command = [str(EXAMPLES / "train.py"), "--directory", str(folder)]
+    ended = run_workers(command, 2, timeout_s=300)
+    assert [each.returncode for each in ended] == [0, 0], ended[0].output
+    [found] = {sha for each in ended for sha in CHECKSUM.findall(each.output)}
+    return found
+
+
+# Slurm
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> FakeSlurm:
+    return FakeSlurm(tmp_path / "bin")
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def directives(script: Path) -> dict[str, str]:
+    """What it asks `sbatch` for."""
+    found = re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", script.read_text(), re.MULTILINE)
+    return dict(found)
+
+
+class Batch:
+    """One run of the batch script, as Slurm starts it on the first node."""
+
+    def __init__(self, slurm: FakeSlurm, folder: Path, restarts: int = 0) -> None:
+        asked = directives(SBATCH)
+        self._tasks = folder / "tasks"
+        self._tasks.unlink(missing_ok=True)
+        programs = folder / "bin"
+        program(programs, "python", f'exec "{sys.executable}" "$@"')
+        program(programs, "srun", f'exec "{sys.executable}" -m support.srun "$@"')
+        env = environment(slurm.env) | {
+            "SLURM_NTASKS": str(int(asked["nodes"]) * int(asked["ntasks-per-node"])),
+            "RUNS": str(folder / "runs"),
+            "FAKE_SRUN_TASKS": str(self._tasks),
+        }
+        if restarts:
+            env["SLURM_RESTART_COUNT"] = str(restarts)
+        self.script = Watched(["bash", str(SBATCH)], env, ROOT)
+
+    def tasks(self) -> list[int]:
+        return json.loads(self._tasks.read_text())
+
+
+@pytest.fixture
+def batches() -> Iterator[list[Batch]]:
+    started: list[Batch] = []
+    yield started
+    for batch in started:
+        batch.script.kill()
+
+
+def test_batch_script() -> None:
+    """The script is one that bash can read, and asks Slurm for what going on takes."""
+    subprocess.run(["bash", "-n", str(SBATCH)], check=True, timeout=60)
+    asked = directives(SBATCH)
+    first_command = SBATCH.read_text().index("\nsrun ")
+    assert SBATCH.read_text().rindex("#SBATCH") < first_command  # sbatch reads no further
+    name, _, before_s = asked["signal"].partition("@")
+    assert name == "USR1"  # without "B:", which would be for the shell instead of the workers
+    assert f"--grace-secs {before_s} " in SBATCH.read_text()
+    assert "requeue" in asked
+    assert asked["open-mode"] == "append"  # else each run deletes what the one before has printed
+
+
+def test_shellcheck() -> None:
+    """Nor has shellcheck anything against it."""
+    if shutil.which("shellcheck") is None:
+        missing("shellcheck", HOW)
+    subprocess.run(["shellcheck", str(SBATCH)], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "is_requeued"),
+    [
+        *[(code, 0, False) for code in (0, 1, 93, 130, 143)],
+        *[(code, 9, True) for code in (134, 137, 200, 201)],
+        (201, 10, False),
+    ],
+)
+def test_codes_of_srun(
+    code: int, restarts: int, is_requeued: bool, slurm: FakeSlurm, tmp_path: Path
+) -> None:
+    """What nobody announced puts the job into the queue, not for ever; what would come again does
+    not; who was told to go has done it already. The job's code is that of srun."""
+    program(tmp_path / "bin", "srun", f"exit {code}")
+    env = environment(slurm.env) | {"SLURM_RESTART_COUNT": str(restarts)}
+    done = subprocess.run(["bash", str(SBATCH)], env=env, cwd=ROOT, timeout=60)
+    assert done.returncode == code
+    assert slurm.asked() == ["requeue 1234"] * is_requeued
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(("told", "code"), [("USR1", 143), ("KILL", 137)])
+def test_slurm(
+    told: str,
+    code: int,
+    checksum: str,
+    slurm: FakeSlurm,
+    batches: list[Batch],
+    tmp_path: Path,
+) -> None:
+    """The signal that the script asks for, to all tasks; or SIGKILL of one: the job is in the queue
+    again, once, and its next run ends with the bits of an undisturbed training."""
+    batches.append(Batch(slurm, tmp_path))
+    first = batches[0]
+    first.script.wait_for(IN_TRAINING, 300)
+    for task in first.tasks() if told == "USR1" else first.tasks()[1:]:
+        os.kill(task, signal.Signals[f"SIG{told}"])
+    assert first.script.code(200) == code, first.script.output
+    assert slurm.asked() == ["requeue 1234"], first.script.output
+    assert "sha256" not in first.script.output
+
+    batches.append(Batch(slurm, tmp_path, restarts=1))
+    second = batches[1]
+    assert second.script.code(300) == 0, second.script.output
+    assert RESUMED in second.script.output
+    assert CHECKSUM.findall(second.script.output) == [checksum] * 2
+    assert slurm.asked() == ["requeue 1234"]
+
+
+# Kubernetes
+
+
+@pytest.fixture
+def tfjob() -> dict[str, Any]:
+    if importlib.util.find_spec("yaml") is None:
+        missing("PyYAML", HOW)
+    return importlib.import_module("yaml").safe_load(TFJOB.read_text())
+
+
+def test_tfjob(tfjob: dict[str, Any]) -> None:
+    """The job has the fields that Kubeflow's TFJob of version v1 has, where it has them."""
+    assert (tfjob["apiVersion"], tfjob["kind"]) == ("kubeflow.org/v1", "TFJob")
+    assert set(tfjob) == {"apiVersion", "kind", "metadata", "spec"}
+    assert set(tfjob["spec"]) <= {
+        *("enableDynamicWorker", "runPolicy", "successPolicy", "tfReplicaSpecs")
+    }
+    assert tfjob["spec"]["successPolicy"] in ("", "AllWorkers")
+    assert tfjob["spec"]["runPolicy"]["cleanPodPolicy"] in ("All", "Running", "None")
+    assert set(tfjob["spec"]["tfReplicaSpecs"]) == {"Worker"}
+    worker = tfjob["spec"]["tfReplicaSpecs"]["Worker"]
+    assert set(worker) == {"replicas", "restartPolicy", "template"}
+    assert worker["restartPolicy"] == "ExitCode"
+    assert "restartPolicy" not in worker["template"]["spec"]  # the operator's own
+    pod = worker["template"]["spec"]
+    [container] = pod["containers"]
+    assert container["name"] == "tensorflow"
+    assert {"name": "tfjob-port", "containerPort": 2222} in container["ports"]
+    volumes = {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+    arguments = container["args"]
+    assert all(isinstance(word, str) for word in [*container["command"], *arguments])
+    directory = arguments[arguments.index("--directory") + 1]
+    assert any(directory.startswith(mount["mountPath"]) for mount in container["volumeMounts"])
+    grace_s = float(arguments[arguments.index("--grace-secs") + 1])
+    assert grace_s < pod["terminationGracePeriodSeconds"]
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("told", "codes"),
+    [("TERM", {(0, 143), (1, 143)}), ("KILL", {(0, 201), (1, 137)})],
+    ids=["SIGTERM", "SIGKILL"],
+)
+def test_kubernetes(
+    told: str, codes: set[tuple[int, int]], checksum: str, tfjob: dict[str, Any], tmp_path: Path
+) -> None:
+    """A kubelet's SIGTERM to one pod, or SIGKILL of it: pods are started again by their codes, and
+    the job succeeds with the bits of an undisturbed training."""
+    operator = FakeOperator(tfjob, EXAMPLES, {"runs": tmp_path}, more=[])
+    try:
+        operator.pods[0].wait_for(IN_TRAINING, 300)
+        os.kill(operator.pods[1].pid, signal.Signals[f"SIG{told}"])
+        outcome = operator.run(400)
+    finally:
+        operator.close()
+    assert outcome == "Succeeded", "\n".join(operator.printed)
+    assert codes <= set(operator.ended)
+    assert {code for _, code in operator.ended} <= {0, 137, 143, 201}
+    assert RESUMED in operator.printed[0]
+    assert [CHECKSUM.findall(printed) for printed in operator.printed] == [[checksum]] * 2
+
+
+@pytest.mark.cluster
+def test_kubernetes_does_not_repeat_what_would_come_again(
+    tfjob: dict[str, Any], tmp_path: Path
+) -> None:
+    """A worker that cannot be configured ends with a code for which no pod is started again."""
+    operator = FakeOperator(tfjob, EXAMPLES, {"runs": tmp_path}, more=["--grace-secs", "-1"])
+    try:
+        outcome = operator.run(200)
+    finally:
+        operator.close()
+    assert outcome == "Failed"
+    assert [code for _, code in operator.ended] == [93], operator.printed

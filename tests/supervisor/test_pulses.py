@@ -1,0 +1,86 @@
+"""Signs of life, with a clock that does not run by itself."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from supervision import await_until
+
+from keras_distplug.core.supervised import Supervised
+from keras_distplug.supervisor.pulses import Pulses, Silence
+
+_PTRACE_SEIZE = 0x4206
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def sleeper() -> Iterator[int]:
+    with subprocess.Popen(["sleep", "100"]) as process:
+        state = Path(f"/proc/{process.pid}/status")
+        await_until(lambda: "S (sleeping)" in state.read_text(), "it sleeps")
+        yield process.pid
+        process.kill()
+
+
+def beat(contract: Supervised, pid: int, at: float) -> None:
+    pulse = contract.pulse_of("w")
+    pulse.write_text(str(pid))
+    os.utime(pulse, (at, at))
+
+
+def test_silence(tmp_path: Path, sleeper: int) -> None:
+    """A worker is silent once it has given no sign of life for as long as it may; each one begins
+    that time anew, and none before the first one counts."""
+    contract, clock = Supervised("j", 0, tmp_path), Clock()
+    pulses = Pulses(contract, ["w"], 10.0, clock)
+
+    def after(secs: float) -> list[Silence]:
+        found = pulses.look()
+        for _ in range(round(secs / pulses.look_every_secs)):
+            clock.now += pulses.look_every_secs
+            found = pulses.look()
+        return found
+
+    assert after(99) == []
+    beat(contract, sleeper, 1.0)
+    assert after(9) == []
+    beat(contract, sleeper, 2.0)
+    assert after(9) == []
+    assert after(3) == [Silence("w", "S (sleeping)")]
+    beat(contract, sleeper, 3.0)
+    assert after(9) == []
+
+
+def test_time_of_the_supervisor(tmp_path: Path, sleeper: int) -> None:
+    """Time in which nobody has looked is not held against a worker."""
+    contract, clock = Supervised("j", 0, tmp_path), Clock()
+    pulses = Pulses(contract, ["w"], 10.0, clock)
+    beat(contract, sleeper, 1.0)
+    pulses.look()
+    clock.now += 1e6
+    assert pulses.look() == []
+
+
+def test_processes_that_need_give_none(tmp_path: Path, sleeper: int) -> None:
+    """A process that has ended, or that is traced, is not waited for."""
+    contract, clock = Supervised("j", 0, tmp_path), Clock()
+    pulses = Pulses(contract, ["w"], 1.0, clock)
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    assert ctypes.CDLL(None).ptrace(_PTRACE_SEIZE, sleeper, None, None) == 0
+    for pid in (gone.pid, sleeper):
+        beat(contract, pid, float(pid))
+        for _ in range(30):
+            clock.now += pulses.look_every_secs
+            assert pulses.look() == []
