@@ -13,38 +13,45 @@ from __future__ import annotations
 import atexit
 import functools
 import queue
-import sys
 import threading
-import time
+import weakref
 from typing import Any
-
-_LOOK_S = 0.02
-_HELD_S = 10.0  # by somebody else, who may keep it for ever
 
 
 def end_beside(iterator: Any) -> None:
-    """Drops an iterator in a thread, once nobody else has it. Never waits."""
+    """Has a thread end what `iterator` is made of, once `iterator` itself is gone.
+
+    Whoever drops it never waits. The end of the process does.
+    """
     _thread()
-    _dropped.put(iterator)
+    weakref.finalize(iterator, _hand_over, list(vars(iterator).values()))
 
 
-_dropped: queue.Queue[Any] = queue.Queue()
+_parts: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
 
 
 @functools.cache
 def _thread() -> threading.Thread:
-    # What has not ended when the interpreter does would end together with what it uses.
-    getattr(threading, "_register_atexit", atexit.register)(_dropped.join)
-    thread = threading.Thread(target=_drop, name="keras_distplug-iterators", daemon=True)
+    thread = threading.Thread(target=_end, name="keras_distplug-iterators", daemon=True)
     thread.start()
+
+    def end_all() -> None:
+        _parts.put(None)
+        thread.join()
+
+    atexit.register(end_all)
     return thread
 
 
-def _drop() -> None:
-    while True:
-        iterator = _dropped.get()
-        end_s = time.monotonic() + _HELD_S
-        while sys.getrefcount(iterator) > 2 and time.monotonic() < end_s:
-            time.sleep(_LOOK_S)
-        del iterator
-        _dropped.task_done()
+def _hand_over(parts: list[Any]) -> None:
+    # The list goes along, for whoever lets go of what is in it last is the one who waits. The
+    # garbage collector may come here from anywhere: nothing may be asked that has a lock.
+    if _thread().is_alive():
+        _parts.put(parts)
+    else:  # the process ends, or is a fork
+        parts.clear()
+
+
+def _end() -> None:
+    while (parts := _parts.get()) is not None:
+        parts.clear()

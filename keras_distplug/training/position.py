@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -73,7 +72,6 @@ class Positioned(compat_data.LateDistributedDataset):
         self._strategy: tf.distribute.Strategy | None = None
         self._dataset: tf.data.Dataset | None = None
         self._distributed: Any = None
-        self._end_last: Callable[[], object] = lambda: None
 
     def use(self, strategy: tf.distribute.Strategy) -> None:
         """Distributes by `strategy`, instead of that in whose scope it is read.
@@ -112,9 +110,7 @@ class Positioned(compat_data.LateDistributedDataset):
         self._distribute(dataset)
         self.passes += 1
         iterator: Iterator[Any] = iter(self._distributed)
-        self._end_last()
-        self._end_last = weakref.finalize(self, end_beside, iterator)
-        self._end_last.atexit = False
+        end_beside(iterator)
         return iterator
 
     @property

@@ -77,6 +77,7 @@ def saves(
         Pace(cadence, 0, 0.0, wait_if_busy=wait_if_busy),
         is_chief=is_chief,
         max_failed_saves=max_failed_saves,
+        on_saved=lambda step: None,
     )
 
 

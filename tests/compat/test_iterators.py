@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import subprocess
 import sys
 import threading
@@ -22,61 +24,135 @@ class Slow:
 
     def __init__(self) -> None:
         self.may_end, self.ended = threading.Event(), threading.Event()
-        self.thread = [""]
+        self.thread = ""
 
     def as_iterator(self) -> Any:
         slow = self
 
-        class Iterator:
+        class Resource:
             def __del__(self) -> None:
-                slow.thread[0] = threading.current_thread().name
+                slow.thread = threading.current_thread().name
                 assert slow.may_end.wait(60)
                 slow.ended.set()
+
+        class Iterator:
+            def __init__(self) -> None:
+                self.resource = Resource()
 
         return Iterator()
 
 
 def test_nobody_waits() -> None:
-    """Who drops an iterator does not wait for its end, which comes once nobody has it any more."""
-    slow = Slow()
-    iterator = slow.as_iterator()
+    """Who drops an iterator does not wait for its end, which comes once nobody has it any more,
+    whatever others there are that somebody has."""
+    kept, slow = Slow(), Slow()
+    another, iterator = kept.as_iterator(), slow.as_iterator()
+    iterators.end_beside(another)
     iterators.end_beside(iterator)
     slow.may_end.set()
     assert not slow.ended.wait(0.2)
     del iterator
     assert slow.ended.wait(60)
-    assert slow.thread == ["keras_distplug-iterators"]
+    assert slow.thread == "keras_distplug-iterators"
+    assert not kept.ended.is_set()
+    kept.may_end.set()
+    del another
+    assert kept.ended.wait(60)
 
 
-def test_passes_over_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each iterator over the data of a `fit` is dropped in this way, when the next one is made or
-    the data goes."""
-    dropped: list[str] = []
-    monkeypatch.setattr(
-        "keras_distplug.training.position.end_beside", lambda each: dropped.append(str(next(each)))
-    )
-    data = Positioned(TfData(tf.data.Dataset.range(9), seed=0))
+def test_dropped_by_the_garbage_collector() -> None:
+    slow = Slow()
+    iterator = slow.as_iterator()
+    iterators.end_beside(iterator)
+    iterator.itself = [iterator]
+    slow.may_end.set()
+    del iterator
+    gc.collect()
+    assert slow.ended.wait(60)
+    assert slow.thread == "keras_distplug-iterators"
+
+
+def dropped(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
+    """What is handed over from now on."""
+    handed_over: list[list[Any]] = []
+    monkeypatch.setattr(iterators, "_hand_over", handed_over.append)
+    return handed_over
+
+
+@pytest.mark.parametrize("strategy", ["default", "mirrored"])
+def test_passes_over_data(monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
+    """Each iterator over the data of a `fit` ends in this way, be it ours or one of a strategy; and
+    TensorFlow's own is among what is handed over."""
+    handed_over = dropped(monkeypatch)
+    data = Positioned(TfData(tf.data.Dataset.range(9).batch(2), seed=0))
+    if strategy == "mirrored":
+        data.use(tf.distribute.MirroredStrategy(["CPU:0"]))
     first = iter(data)
-    assert int(next(first)) == 0
-    assert dropped == []
-    iter(data)
-    assert len(dropped) == 1
-    del data
-    assert len(dropped) == 2
-    assert int(next(first)) == 2
+    next(first)
+    assert handed_over == []
+    second = iter(data)
+    assert handed_over == []
+    del first
+    assert len(handed_over) == 1
+    assert resources(handed_over[0])
+    del data, second
+    assert len(handed_over) == 2
+
+
+def resources(parts: Any) -> list[tf.Tensor]:
+    """The handles of TensorFlow's iterators, however deep in what is handed over."""
+    if isinstance(parts, tf.Tensor):
+        return [parts] if parts.dtype in (tf.resource, tf.variant) else []
+    if isinstance(parts, (list, tuple)):
+        return [found for part in parts for found in resources(part)]
+    if type(parts).__module__.startswith("tensorflow.python.d") and hasattr(parts, "__dict__"):
+        owned = {key: each for key, each in vars(parts).items() if "iterator" in key}
+        return resources(list(owned.values()))
+    return []
+
+
+def test_fork() -> None:
+    """A forked process, which has no such thread, does not wait for one."""
+    slow, after = Slow(), Slow()
+    iterator, late = slow.as_iterator(), after.as_iterator()
+    iterators.end_beside(iterator)
+    iterators.end_beside(late)
+    del iterator
+    after.may_end.set()
+    child = os.fork()
+    if child == 0:
+        del late
+        os._exit(0 if after.ended.is_set() and after.thread == "MainThread" else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    slow.may_end.set()
+    assert slow.ended.wait(60)
+
+
+SLOW = """
+import time
+from keras_distplug.compat import iterators
+
+class Resource:
+    def __del__(self):
+        time.sleep(1)
+        print("ended", flush=True)
+
+class Iterator:
+    def __init__(self):
+        self.resource = Resource()
+
+dropped, kept = Iterator(), Iterator()
+iterators.end_beside(dropped)
+iterators.end_beside(kept)
+"""
 
 
 def test_end_of_the_process() -> None:
-    """The interpreter does not end before they have."""
-    script = (
-        "import time\n"
-        "from keras_distplug.compat import iterators\n"
-        "class Slow:\n"
-        "    def __del__(self): time.sleep(1); print('ended', flush=True)\n"
-        "iterators.end_beside(Slow())\n"
-        "print('over', flush=True)\n"
-    )
+    """The interpreter does not end before they have, nor does it wait for what is still held."""
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", SLOW + "del dropped\nprint('over', flush=True)\n"],
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
-    assert (done.returncode, done.stdout) == (0, "over\nended\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "over\nended\nended\n"), done.stderr

@@ -21,8 +21,8 @@ def findings(case: str, workers: int) -> dict[str, Any]:
     ended = run_workers(
         [str(SCRIPT), case], workers, env={"KERAS_DISTPLUG_AUTO_INIT": "0"}, timeout_s=240
     )
-    for one in ended:
-        assert one.returncode == 0, one.output
+    outputs = "\n".join(f"{each.returncode}:\n{each.output}" for each in ended)
+    assert [each.returncode for each in ended] == [0] * workers, outputs
     found: dict[str, Any] = {}
     for line in ended[0].output.splitlines():
         if line.startswith("FOUND "):

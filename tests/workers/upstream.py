@@ -73,8 +73,7 @@ def predict_from_files(strategy: tf.distribute.Strategy) -> list[float]:
         double.compile()
     kd.adapt(double)
     object.__delattr__(double, "predict")
-    folder = Path(tempfile.gettempdir()) / f"files-{os.getpid()}"
-    folder.mkdir()
+    folder = Path(tempfile.mkdtemp())
     for number in range(4):
         (folder / f"{number}.txt").write_text(f"{2 * number}\n{2 * number + 1}\n")
     names = sorted(str(path) for path in folder.iterdir())
