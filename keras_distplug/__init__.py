@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
     from keras_distplug.callbacks.chief_only import chief_only
     from keras_distplug.callbacks.hang_watchdog import HangWatchdog
+    from keras_distplug.callbacks.nan_watchdog import NaNWatchdog
     from keras_distplug.callbacks.preemption_handler import PreemptionHandler
     from keras_distplug.compat.trainer import adapt
     from keras_distplug.core import errors
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BackupAndRestore",
     "HangWatchdog",
+    "NaNWatchdog",
     "PreemptionHandler",
     "__version__",
     "adapt",
@@ -49,6 +51,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "BackupAndRestore": "keras_distplug.callbacks.backup_and_restore",
     "HangWatchdog": "keras_distplug.callbacks.hang_watchdog",
+    "NaNWatchdog": "keras_distplug.callbacks.nan_watchdog",
     "PreemptionHandler": "keras_distplug.callbacks.preemption_handler",
     "adapt": "keras_distplug.compat.trainer",
     "chief_only": "keras_distplug.callbacks.chief_only",

@@ -406,6 +406,30 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         steps = [saves.saved_step for saves in self._all_saves()]
         return max((step for step in steps if step is not None), default=None)
 
+    def roll_back(self) -> int | None:
+        """Gives the model the values of the newest checkpoint, and `fit` goes on with the batch that
+        comes next: what was trained since counts for nothing, and is not trained again.
+
+        All workers call it together, from another callback's `on_train_batch_end`. A save under way
+        is waited for. What other callbacks know stays, and so does `History`.
+
+        Returns:
+            The step of the checkpoint; None if there is none.
+
+        Raises:
+            CheckpointError: If one cannot be read, or all are damaged.
+        """
+        for saves in self._all_saves():
+            saves.wait()
+        self._agreement.barrier("roll back")
+        candidates = self._candidates()
+        while (found := candidates.newest()) is not None:
+            damage = self._state.roll_back(found)
+            if damage is None:
+                return found.stored.manifest.cursor.step
+            candidates.reject(found, damage)
+        return None
+
     # How
 
     def keep_text(self, name: str, text: str) -> str:
@@ -430,13 +454,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         A checkpoint is read once: what is not yet verified goes into the model. What was there is
         kept, by reference, and put back if the checkpoint turns out to be damaged.
         """
-        candidates = Candidates(
-            self._store,
-            self._local,
-            self._agreement,
-            is_chief=self._role.is_chief,
-            epochs=self._epochs,
-        )
+        candidates = self._candidates()
         while (found := candidates.newest()) is not None:
             self._make_ready_for(found, run)
             damage = self._state.read(found)
@@ -445,6 +463,15 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
                 return True
             candidates.reject(found, damage)
         return False
+
+    def _candidates(self) -> Candidates:
+        return Candidates(
+            self._store,
+            self._local,
+            self._agreement,
+            is_chief=self._role.is_chief,
+            epochs=self._epochs,
+        )
 
     def _make_ready_for(self, found: Found, run: runs.Run) -> None:
         if found.ends and run.record.run_id in _finished_here:

@@ -209,6 +209,25 @@ class FitState:
     def read(self, found: Found) -> CheckpointError | None:
         """Reads the values into the model and the callbacks. Tells what keeps any worker from that;
         then the model is as it was on all of them."""
+        manifest = found.stored.manifest
+        damage = self._read_values(found)
+        if damage is None:
+            goes_on = manifest.stop_training and not found.ends and not manifest.cursor.batch
+            self.restored = self._restore_callbacks(manifest, is_anew=goes_on)
+        return damage
+
+    def roll_back(self, found: Found) -> CheckpointError | None:
+        """As `read`, while training goes on with the batch that comes next. The metrics of the epoch
+        go on from those of the checkpoint if that is from the same epoch."""
+        damage = self._read_values(found)
+        if damage is None:
+            there = found.stored.manifest.cursor
+            self._restore_own(in_epoch=bool(there.batch))
+            if there.epoch != self.cursor.epoch or not there.batch:
+                self._model.reset_metrics()
+        return damage
+
+    def _read_values(self, found: Found) -> CheckpointError | None:
         before = capture.capture(self._model)
         stored, manifest = found.stored, found.stored.manifest
         failure, word = None, None
@@ -222,8 +241,6 @@ class FitState:
             word = json.dumps([isinstance(error, CorruptCheckpointError), f"{who}{error}"])
         first = self._agreement.first_complaint("restored", word)
         if first is None:
-            goes_on = manifest.stop_training and not found.ends and not manifest.cursor.batch
-            self.restored = self._restore_callbacks(manifest, is_anew=goes_on)
             return None
         if failure is None:
             capture.put_back(self._model, before)

@@ -173,6 +173,10 @@ class Saves:
         self._look_after_ended()
         return None
 
+    def wait(self) -> None:
+        """Waits for a save under way."""
+        self._wait_until(None)
+
     def finish(self) -> None:
         """Waits for the last save.
 

@@ -57,6 +57,15 @@ def deserialize(config: Mapping[str, Any]) -> keras.Model:
         return keras.saving.deserialize_keras_object(dict(config), safe_mode=True)
 
 
+def seeds_of(model: keras.Model) -> list[keras.Variable]:
+    """The states of the seed generators of `model` and its layers, and of that behind them."""
+    owners = (model, *layers_of(model))
+    generators = [generator for owner in owners for generator in owner._seed_generators]
+    if (of_all := global_seed_generator()) is not None:
+        generators.append(of_all)
+    return [generator.state for generator in generators]
+
+
 def layers_of(model: keras.Model) -> list[keras.Layer]:
     """All layers of `model`, at any depth."""
     return list(model._flatten_layers(include_self=False))

@@ -17,6 +17,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_distplug.compat import gates
+from keras_distplug.compat.gates import cond_over_replicas
 from keras_distplug.compat.override import mark, override
 from keras_distplug.compat.share import current
 
@@ -42,11 +44,12 @@ def see_global_gradients(optimizer: keras.optimizers.Optimizer) -> None:
 
     def apply(self: Any, grads: Iterable[Any], trainable_variables: Any = None) -> Any:
         context = tf.distribute.get_replica_context()
+        own = summed = list(grads)
         if context is not None:
             share = current()
             weight = None if share is None or id(self) in share.in_loss else share.weight
-            grads = _summed(list(grads), weight, context)
-        return stock_apply(grads, trainable_variables)
+            summed = _summed(gates.marked(self, own), weight, context)
+        return gates.apply(self, stock_apply, own, summed, trainable_variables)
 
     def _all_reduce_sum_gradients(self: Any, grads_and_vars: Iterable[Any]) -> list[Any]:
         return list(grads_and_vars)
@@ -58,6 +61,20 @@ def see_global_gradients(optimizer: keras.optimizers.Optimizer) -> None:
     ):
         override(target, method.__name__, types.MethodType(method, target))
     override(inner, "_backend_apply_gradients", _apply_over_replicas(inner))
+
+
+def give_gate(optimizer: keras.optimizers.Optimizer) -> None:
+    """Lets an optimizer of a single replica ask its gate."""
+    if not mark(optimizer):
+        return
+    stock = optimizer.apply
+
+    def apply(self: Any, grads: Iterable[Any], trainable_variables: Any = None) -> Any:
+        own = list(grads)
+        marked = gates.marked(self, own)
+        return gates.apply(self, stock, own, marked, trainable_variables)
+
+    override(optimizer, "apply", types.MethodType(apply, optimizer))
 
 
 def _apply_over_replicas(optimizer: Any) -> Callable[..., None]:
@@ -91,7 +108,7 @@ def _apply_over_replicas(optimizer: Any) -> Callable[..., None]:
                 optimizer._backend_increment_gradient_accumulators(grads, held)
 
             due = (optimizer._iterations + 1) % every == 0
-            _cond_over_replicas(context, due, update_with_held, hold, grads)
+            cond_over_replicas(context, due, update_with_held, hold, grads)
         else:
             update(grads)
         if optimizer.use_ema:
@@ -114,24 +131,6 @@ def _overwriting(optimizer: Any) -> int | None:
     return steps if optimizer.use_ema else None
 
 
-def _cond_over_replicas(
-    context: tf.distribute.ReplicaContext,
-    condition: tf.Tensor,
-    if_true: Callable[[Any], None],
-    if_false: Callable[[Any], None],
-    arguments: Any,
-) -> None:
-    """Runs one of two functions on all replicas."""
-
-    def merged(strategy: tf.distribute.Strategy, condition: Any, arguments: Any) -> None:
-        def on_all(function: Callable[[Any], None]) -> Callable[[], None]:
-            return lambda: strategy.extended.call_for_each_replica(function, args=(arguments,))
-
-        tf.cond(_of_first(strategy, condition), on_all(if_true), on_all(if_false))
-
-    context.merge_call(merged, args=(condition, arguments))
-
-
 def _overwrite_with_average(
     context: tf.distribute.ReplicaContext, condition: tf.Tensor, optimizer: Any
 ) -> None:
@@ -139,14 +138,10 @@ def _overwrite_with_average(
         optimizer._overwrite_model_variables_with_average_value(optimizer._trainable_variables)
 
     def merged(strategy: tf.distribute.Strategy, condition: Any) -> None:
-        tf.cond(_of_first(strategy, condition), overwrite, lambda: None)
+        first = strategy.experimental_local_results(condition)[0]  # the same on all
+        tf.cond(first, overwrite, lambda: None)
 
     context.merge_call(merged, args=(condition,))
-
-
-def _of_first(strategy: tf.distribute.Strategy, value: Any) -> Any:
-    """The first local replica's `value`, where it is the same on all."""
-    return strategy.experimental_local_results(value)[0]
 
 
 def _summed(

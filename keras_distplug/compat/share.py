@@ -10,7 +10,7 @@ divided by it before (`compat/losses.py`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +33,7 @@ class Share:
         self.touched: dict[int, keras.Variable] = {}  # statistics that this step has assigned
         self.results: list[Any] = []  # of metrics, which the step may log
         self.losses: list[Any] = []  # which it may log, too, or update a metric with
+        self.at_end: list[Callable[[], None]] = []  # behind all that is brought together
         self.added_losses: dict[int, list[Any]] = {}  # by the layer that has added them
         self._context = tf.distribute.get_replica_context()
         # Here, because a collective lets the next replica's thread run, and inside a condition

@@ -34,6 +34,8 @@ def maker(model: keras.Model, logged: logs.Logged) -> Callable[[OnData], OnData]
                 logged.note(found, share.results)
                 found = keras.tree.map_structure(losses.of_all_replicas, found)
                 replica_state.bring_together(share)
+                for finish in share.at_end:
+                    finish()
             return found if total is not None else logs.mean_over_workers(found)
 
         def step(batch: Any) -> Any:

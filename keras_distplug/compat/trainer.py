@@ -92,6 +92,8 @@ def adapt(model: keras.Model) -> keras.Model:
         return model
     if not has_several_replicas(model.distribute_strategy):
         override(model, "train_step", steps.only_with_data(model))
+        for optimizer in optimizers_of(model).values():
+            optimizers.give_gate(optimizer)
     else:
         collectives.separate(model.distribute_strategy)
         logged = logs.Logged()

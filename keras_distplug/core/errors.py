@@ -14,6 +14,7 @@
     ├── AgreementError                      a worker did not answer in time
     ├── PeerLostError                       another worker is gone, and training with it
     ├── MetadataError                       a cloud's metadata server did not answer properly
+    ├── NonFiniteError                      training does not get on for NaN or Inf
     ├── Preempted                           training was told to go, and has saved
     └── SupervisorError                     the workers could not be brought to their end
 
@@ -82,6 +83,10 @@ class PeerLostError(DistplugError):
 
 class MetadataError(DistplugError):
     """The metadata server of a cloud did not answer, or not as that cloud's does."""
+
+
+class NonFiniteError(DistplugError):
+    """Training does not get on: one update after another is not finite."""
 
 
 class Preempted(DistplugError):

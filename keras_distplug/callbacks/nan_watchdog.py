@@ -1,0 +1,300 @@
+"""Keeping NaN out of a training, and saying where it came from."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import keras
+
+from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
+from keras_distplug.callbacks.one_of_a_kind import stood_aside
+from keras_distplug.cluster import agreement
+from keras_distplug.compat import callback_list, trainer
+from keras_distplug.core.errors import CheckpointError, ConfigurationError, NonFiniteError
+from keras_distplug.core.log import announce
+from keras_distplug.training.guard import Fault, Guard
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """A replica whose own gradients or loss were not finite.
+
+    Args:
+        replica: Its number among all replicas.
+        where: Its worker, and that one's machine.
+        loss: Its loss; None if the step does not tell.
+        variables: Paths of those whose gradients are not finite, in the model's order.
+    """
+
+    replica: int
+    where: str
+    loss: float | None
+    variables: tuple[str, ...]
+
+    def __str__(self) -> str:
+        what = []
+        if self.loss is not None and not math.isfinite(self.loss):
+            what.append(f"a loss of {self.loss}")
+        if self.variables:
+            others = f" and {len(self.variables) - 1} more" if len(self.variables) > 1 else ""
+            what.append(f"gradients of {self.variables[0]}{others} that are not finite")
+        return f"replica {self.replica} ({self.where}) has {' and '.join(what)}"
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """An update that was not applied.
+
+    Args:
+        epoch: Counted from 0, as Keras does.
+        batch: In the epoch, counted from 0; None if it is one of an execution of several steps and
+            it is not known which.
+        culprits: The replicas it came from. None of them if only the sum of all is not finite.
+        replicas: How many there are.
+        in_a_row: How many updates in a row were not applied, with this one.
+    """
+
+    epoch: int
+    batch: int | None
+    culprits: tuple[Culprit, ...]
+    replicas: int
+    in_a_row: int
+
+    def __str__(self) -> str:
+        batch = "a batch" if self.batch is None else f"batch {self.batch + 1}"
+        if not self.culprits:
+            why = "the gradients of all replicas together are not finite, those of each are"
+        elif len(self.culprits) == self.replicas > 1:
+            why = f"each of the {self.replicas} replicas met it; {self.culprits[0]}"
+        else:
+            why = "; ".join(str(each) for each in self.culprits)
+        return f"epoch {self.epoch + 1}, {batch}: {why}"
+
+
+class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
+    """Keeps updates that are not finite out of the model, and says which replica they came from.
+
+    One NaN in the data of one replica makes all weights NaN on all of them. Here, an update whose
+    gradients or loss are not finite on any replica is not applied on any, which is decided within
+    the step; metrics and the statistics of BatchNormalization stay as they were, too. The training
+    goes on as if that batch had not been there (but for what random layers have drawn for it).
+
+    Where that does not help, the model is given the values of the newest checkpoint and training
+    goes on with the batch that comes next: what came since the checkpoint is left out, as Chowdhery
+    et al. (2022), "PaLM: Scaling Language Modeling with Pathways", section 5.1, do it by hand. If
+    it happens again, training ends with an error.
+
+    Example:
+
+    ```python
+    watchdog = kd.NaNWatchdog(max_skips=20, on_fault=lambda fault: print(fault.culprits))
+    model.fit(ds, epochs=10, callbacks=[*kd.defaults("runs/mnist"), watchdog])
+    ```
+
+    - It is among `defaults()`; one of your own takes its place.
+    - What a `LossScaleOptimizer` leaves out for its own scale is not a fault; there, a loss that is
+      not finite is one.
+    - It sees what goes through `optimizer.apply` or `apply_gradients`, also of a `train_step` of
+      your own, and losses from `compute_loss`. It says so if there is nothing of that.
+    - Variables other than Keras' own, in layers of yours, are not put back.
+    - With `jit_compile=True` XLA compiles a step with this in it to other instructions, whose last
+      bits differ from those without. **Not verified on GPU.**
+
+    Args:
+        max_skips: So many updates in a row are left out. Defaults to 5.
+        max_rollbacks: So often, in one training, the model is given the values of a checkpoint
+            then. It takes a `BackupAndRestore`. Defaults to 1.
+        on_fault: Called with each `NonFinite`, on every worker. Defaults to `None`.
+
+    Raises:
+        ConfigurationError: For an argument that is not usable.
+        NonFiniteError: In `fit`, if nothing of this helps.
+    """
+
+    def __init__(
+        self,
+        max_skips: int = 5,
+        max_rollbacks: int = 1,
+        *,
+        on_fault: Callable[[NonFinite], None] | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value in {"max_skips": max_skips, "max_rollbacks": max_rollbacks}.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ConfigurationError(
+                    f"Expected `{name}` to be an int >= 0. Received: {value!r}"
+                )
+        self.max_skips = max_skips
+        self.max_rollbacks = max_rollbacks
+        self.on_fault = on_fault
+        self._in_a_row = 0
+        self._rollbacks = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"in_a_row": self._in_a_row, "rollbacks": self._rollbacks}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._in_a_row, self._rollbacks = state["in_a_row"], state["rollbacks"]
+
+    # Keras' hooks, in the order in which they come
+
+    def set_model(self, model: keras.Model) -> None:
+        super().set_model(model)
+        trainer.adapt(model)
+        self._guard = Guard.of(model)
+        self._guard.want()
+
+    def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        others = callback_list.move_to_front(self)
+        if stood_aside(self, others):
+            return
+        self._backups = [each for each in others if isinstance(each, BackupAndRestore)]
+        self._role = agreement.role_under(self.model.distribute_strategy)
+        self._agreement = agreement.among(self._role)
+        self._replicas = self.model.distribute_strategy.num_replicas_in_sync
+        self._where = f"{self._role.name} on {socket.gethostname()}"
+        self._in_a_row = self._rollbacks = 0
+        self._is_new = True
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        self._epoch = epoch
+        self._has_trained = False
+
+    def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        self._batch = batch
+        self._updates: int | None = None
+        several = self.model.steps_per_execution > 1
+        # A `LossScaleOptimizer` does not count what it leaves out itself.
+        if several and not isinstance(self.model.optimizer, keras.optimizers.LossScaleOptimizer):
+            self._updates = int(self.model.optimizer.iterations)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._is_new:
+            self._say_what_is_not_seen()
+        steps = _of_steps(self._guard.faults())
+        if not steps:
+            self._in_a_row, self._has_trained = 0, True
+            return
+        self._look_at(steps, logs)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if not self._has_trained and logs is not None:
+            # Metrics of no batch are 0, which would be the best loss that there ever was.
+            logs.update(
+                {name: math.nan for name in self.model.get_metrics_result() if name in logs}
+            )
+
+    # How
+
+    def _say_what_is_not_seen(self) -> None:
+        self._is_new = False
+        if not self._guard.sees_updates and self._role.is_chief:
+            warnings.warn(
+                "NaNWatchdog sees no update of this model: its `train_step` calls neither "
+                "`optimizer.apply` nor `optimizer.apply_gradients` of an optimizer that the model "
+                "was compiled with or has as an attribute. What is not finite is not kept out.",
+                stacklevel=2,
+            )
+
+    def _look_at(self, steps: list[list[Fault]], logs: dict[str, Any] | None) -> None:
+        said = self._agreement.gather("non-finite", json.dumps([self._culprits(s) for s in steps]))
+        of_workers = [json.loads(text) for text in said]
+        places = self._places(steps)
+        expected = 0
+        for number, place in enumerate(places):
+            if place is not None and place != expected:
+                self._in_a_row = 0
+            self._in_a_row += 1
+            expected = self._in_a_row if place is None else place + 1
+            culprits = [Culprit(**each) for worker in of_workers for each in worker[number]]
+            self._tell(place, culprits)
+        in_one = self.model.steps_per_execution
+        if in_one > 1 and places[-1] not in (None, in_one - 1):
+            self._in_a_row, self._has_trained = 0, True
+        if self._in_a_row > self.max_skips:
+            self._climb()
+        if self._has_trained and logs is not None:
+            # Taken before the metrics were put back.
+            results = self.model.get_metrics_result()
+            logs.update({name: results[name] for name in logs if name in results})
+
+    def _culprits(self, step: list[Fault]) -> list[dict[str, Any]]:
+        return [
+            asdict(Culprit(fault.replica, self._where, fault.loss, fault.variables))
+            for fault in sorted(step, key=lambda fault: fault.replica)
+            if fault.is_own
+        ]
+
+    def _places(self, steps: list[list[Fault]]) -> list[int | None]:
+        """Which steps of an execution they are."""
+        if self.model.steps_per_execution == 1:
+            return [0]
+        return [
+            first.updates - self._updates + number if self._updates is not None else None
+            for number, (first, *_) in enumerate(steps)
+        ]
+
+    def _tell(self, place: int | None, culprits: list[Culprit]) -> None:
+        fault = NonFinite(
+            self._epoch,
+            None if place is None else self._batch + place,
+            tuple(culprits),
+            self._replicas,
+            self._in_a_row,
+        )
+        if self._role.is_chief:
+            announce(f"an update is left out, {self._in_a_row} in a row now. {fault}")
+        if self.on_fault is not None:
+            self.on_fault(fault)
+
+    def _climb(self) -> None:
+        trouble = f"{self._in_a_row} updates in a row were not finite"
+        if self._rollbacks >= self.max_rollbacks:
+            again = f", after {self._rollbacks} times of going back" if self._rollbacks else ""
+            raise NonFiniteError(f"{trouble}{again}. {_REMEDY}")
+        if not self._backups:
+            raise NonFiniteError(
+                f"{trouble}, and there is no keras_distplug.BackupAndRestore among the callbacks to "
+                f"go back with. {_REMEDY}"
+            )
+        try:
+            step = self._backups[0].roll_back()
+        except CheckpointError as error:
+            raise NonFiniteError(f"{trouble}, and going back failed. {_REMEDY}") from error
+        if step is None:
+            raise NonFiniteError(
+                f"{trouble}, and there is no checkpoint yet to go back to. {_REMEDY}"
+            )
+        self._in_a_row = 0
+        self._rollbacks += 1
+        if self._role.is_chief:
+            announce(
+                f"{trouble}: the model is as it was at step {step} again, and what came since is "
+                f"left out ({self._rollbacks} of {self.max_rollbacks} times that this is done)"
+            )
+
+
+_REMEDY = (
+    "The lines above name the replicas and variables. Look at the data of these batches; a smaller "
+    "learning rate, `clipnorm` or a warm-up help where it is the training that diverges."
+)
+
+
+def _of_steps(faults: list[Fault]) -> list[list[Fault]]:
+    """Those of the same step together, in the order of the steps."""
+    steps: list[list[Fault]] = []
+    counts: Counter[tuple[int, str]] = Counter()
+    for fault in faults:
+        number = counts[fault.replica, fault.optimizer]
+        counts[fault.replica, fault.optimizer] += 1
+        if number == len(steps):
+            steps.append([])
+        steps[number].append(fault)
+    return steps

@@ -1,0 +1,353 @@
+"""A step that leaves the model as it is where its gradients or loss are not finite."""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_distplug.compat import gates, optimizers, share
+from keras_distplug.compat import model as compat_model
+from keras_distplug.compat.override import override
+
+_Seen = tuple[tf.Tensor, tf.Tensor, tf.Tensor]  # updates, loss, and which gradients are finite
+
+
+_GUARD = "_distplug_guard"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What one replica had in a step whose update was not applied.
+
+    Args:
+        replica: Its number among all replicas of all workers.
+        optimizer: The name of that whose update it was.
+        updates: How many that one had applied before.
+        loss: Its own; None where the step does not take it from `compute_loss`.
+        variables: Paths of those whose gradients, of this replica alone, are not finite.
+        batch: Its part of the batch, as the step got it.
+    """
+
+    replica: int
+    optimizer: str
+    updates: int
+    loss: float | None
+    variables: tuple[str, ...]
+    batch: Any
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it came from this replica. Else it has only been told of it."""
+        return bool(self.variables) or (self.loss is not None and not math.isfinite(self.loss))
+
+
+class Guard:
+    """Stands before the optimizers of a model while that is trained by `fit`.
+
+    An update whose gradients, summed over all replicas, or whose loss on any replica, are not
+    finite is not applied anywhere; what else such a step assigned (metrics, the statistics of
+    BatchNormalization) is put back. That is decided in the step, with no collective of its own: a
+    replica whose loss is not finite sends NaN as one of its gradients. The draws of random layers,
+    and the batch, are used up.
+
+    A `LossScaleOptimizer` leaves out by itself what its scale makes overflow; there, the loss alone
+    decides.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+        self._faults: list[Fault] = []
+        self._is_wanted = False
+        self._is_in_place = False
+        self.sees_updates = False  # once traced: whether an optimizer has been asked to apply
+        self._traced: dict[str, _Traced] = {}
+        self._stock: dict[str, Any] = {}
+
+    def faults(self) -> list[Fault]:
+        """Those of this process's replicas since the last call."""
+        told, self._faults = self._faults, []
+        return told
+
+    @classmethod
+    def of(cls, model: keras.Model) -> Guard:
+        """That of `model`, which has one."""
+        guard: Guard | None = vars(model).get(_GUARD)
+        if guard is None:
+            guard = cls(model)
+            override(model, _GUARD, guard)
+        return guard
+
+    # Being there, for one `fit`
+
+    def want(self) -> None:
+        """To be called before each `fit` that shall be guarded, from a callback's `set_model`."""
+        self._is_wanted = True
+        self._faults = []
+        for optimizer in compat_model.optimizers_of(self._model).values():
+            optimizers.give_gate(optimizer)
+            gates.put_before(optimizer, self)
+        model = self._model
+        gates.never_note_assignments(compat_model.seeds_of(model))
+        gates.note_assignments([*model.non_trainable_variables, *model.metrics_variables])
+        if not self._is_in_place:
+            self._put_in_place()
+
+    def _put_in_place(self) -> None:
+        model = self._model
+        for name in ("train_step", "compute_loss", "make_train_function"):
+            self._stock[name] = getattr(model, name)
+        override(model, "train_step", self._train_step)
+        override(model, "compute_loss", self._compute_loss)
+        override(model, "make_train_function", self._make_train_function)
+        model.train_function = None
+        self._is_in_place = True
+
+    def _take_away(self) -> None:
+        for name, stock in self._stock.items():
+            override(self._model, name, stock)
+        for optimizer in compat_model.optimizers_of(self._model).values():
+            gates.put_before(optimizer, None)
+        self._model.train_function = None
+        self._is_in_place = False
+
+    def _make_train_function(self, force: bool = False) -> Any:
+        """Keras calls it in each `fit`, behind the callbacks' `set_model`."""
+        wanted, self._is_wanted = self._is_wanted, False
+        if not wanted:
+            self._take_away()
+            return self._model.make_train_function(force)
+        with _not_compiled(self._model):
+            return self._stock["make_train_function"](force)
+
+    # The step
+
+    def _train_step(self, data: Any) -> Any:
+        stock = self._stock["train_step"]
+        if not self._model.jit_compile:
+            found, _ = self._guarded(stock, data, is_compiled=False)
+            return found
+        # XLA cannot call Python. So it compiles what is inside of a step that can.
+        compiled = tf.function(
+            functools.partial(self._guarded, stock, is_compiled=True),
+            jit_compile=True,
+            reduce_retracing=True,
+            autograph=False,
+        )
+        found, told = compiled(data)
+        for name, (ok, seen) in told.items():
+            self._tell_unless(ok, name, functools.partial(tuple, seen), data)
+        return found
+
+    def _guarded(self, stock: Callable[[Any], Any], data: Any, *, is_compiled: bool) -> Any:
+        with _replica(data, is_compiled) as replica, gates.assignments_noted() as assigned:
+            found = stock(data)
+            if replica.oks:
+                self.sees_updates = True
+                finish = functools.partial(assigned.keep_if, tf.reduce_all(tf.stack(replica.oks)))
+                together = share.current()
+                if together is None:
+                    finish()
+                else:
+                    together.at_end.append(finish)
+        return found, replica.told
+
+    def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = self._stock["compute_loss"](*args, **kwargs)
+        if _current.replica is not None and loss is not None:
+            _current.replica.losses.append(loss)
+        return loss
+
+    # The gate of optimizers
+
+    def mark(self, optimizer: keras.optimizers.Optimizer, own: Sequence[Any]) -> Sequence[Any]:
+        replica = _current.replica
+        if replica is None or not replica.losses or _scales(optimizer):
+            return own
+        present = [i for i, gradient in enumerate(own) if gradient is not None]
+        if not present:
+            return own
+        place = min(present, key=lambda i: _size(own[i]))
+        return [
+            *own[:place],
+            _spoiled_unless(replica.has_sound_loss(), own[place]),
+            *own[place + 1 :],
+        ]
+
+    def opens(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        own: Sequence[Any],
+        summed: Sequence[Any],
+        variables: Sequence[keras.Variable],
+    ) -> tf.Tensor | None:
+        replica = _current.replica
+        if replica is None or all(gradient is None for gradient in summed):
+            return None
+        if _scales(optimizer):
+            if not replica.losses:
+                return None
+            ok = _on_all(replica.has_sound_loss())
+        else:
+            ok = tf.math.is_finite(_sum_of_squares(summed))
+        replica.oks.append(ok)
+        pairs = [(v, g) for v, g in zip(variables, own, strict=True) if g is not None]
+        self._traced[optimizer.name] = _Traced(
+            tuple(variable.path for variable, _ in pairs), bool(replica.losses)
+        )
+
+        updates = tf.identity(optimizer.iterations)
+
+        def seen() -> _Seen:
+            soundness = tf.stack([_is_sound(gradient) for _, gradient in pairs])
+            return updates, replica.loss(), soundness
+
+        if replica.is_compiled:
+            replica.told[optimizer.name] = (ok, seen())
+        else:
+            self._tell_unless(ok, optimizer.name, seen, replica.data)
+        return ok
+
+    def _tell_unless(
+        self,
+        ok: tf.Tensor,
+        optimizer: str,
+        seen: Callable[[], _Seen],
+        data: Any,
+    ) -> None:
+        """Has the host told what this replica has, unless all is well."""
+        context = tf.distribute.get_replica_context()
+        number = context.replica_id_in_sync_group
+        traced = self._traced[optimizer]
+
+        def note(number: Any, updates: Any, loss: Any, soundness: Any, *flat: Any) -> np.ndarray:
+            self._faults.append(
+                Fault(
+                    int(number),
+                    optimizer,
+                    int(updates),
+                    float(loss) if traced.has_loss else None,
+                    tuple(v for v, ok in zip(traced.variables, soundness, strict=True) if not ok),
+                    _packed(data, flat),
+                )
+            )
+            return np.zeros([], np.int32)
+
+        def tell() -> tf.Tensor:
+            flat = tf.nest.flatten(data, expand_composites=True)
+            given = [number, *seen(), *(each for each in flat if each is not None)]
+            return tf.reshape(tf.numpy_function(note, given, tf.int32), [])
+
+        tf.cond(ok, lambda: tf.zeros([], tf.int32), tell)
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """What is known of an optimizer's updates when a step is traced."""
+
+    variables: tuple[str, ...]
+    has_loss: bool
+
+
+class _Replica:
+    """A step as one replica takes it, as tensors of its trace."""
+
+    def __init__(self, data: Any, is_compiled: bool) -> None:
+        self.data = data
+        self.is_compiled = is_compiled
+        self.losses: list[tf.Tensor] = []
+        self.oks: list[tf.Tensor] = []
+        self.told: dict[str, tuple[tf.Tensor, _Seen]] = {}
+
+    def loss(self) -> tf.Tensor:
+        if not self.losses:
+            return tf.zeros([])
+        together = share.current()
+        # Keras divides a replica's loss by their number.
+        replicas = 1 if together is None else together.replicas
+        return tf.reduce_sum([tf.cast(loss, tf.float32) * replicas for loss in self.losses])
+
+    def has_sound_loss(self) -> tf.Tensor:
+        sound = tf.math.is_finite(self.loss())
+        together = share.current()
+        return sound if together is None else sound | ~together.has_samples
+
+
+class _Current(threading.local):
+    replica: _Replica | None = None  # replicas are traced in threads
+
+
+_current = _Current()
+
+
+@contextmanager
+def _replica(data: Any, is_compiled: bool) -> Iterator[_Replica]:
+    before, _current.replica = _current.replica, _Replica(data, is_compiled)
+    try:
+        yield _current.replica
+    finally:
+        _current.replica = before
+
+
+@contextmanager
+def _not_compiled(model: keras.Model) -> Iterator[None]:
+    before = model.jit_compile
+    model.jit_compile = False
+    try:
+        yield
+    finally:
+        model.jit_compile = before
+
+
+def _scales(optimizer: keras.optimizers.Optimizer) -> bool:
+    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+
+
+def _dense(gradient: Any) -> tf.Tensor:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _size(gradient: Any) -> float:
+    shape = _dense(gradient).shape
+    return math.inf if shape.rank is None or None in shape else math.prod(shape)
+
+
+def _sum_of_squares(gradients: Sequence[Any]) -> tf.Tensor:
+    dense = [_dense(gradient) for gradient in gradients if gradient is not None]
+    return tf.add_n([tf.nn.l2_loss(tf.cast(each, tf.float32)) for each in dense])
+
+
+def _is_sound(gradient: Any) -> tf.Tensor:
+    return tf.reduce_all(tf.math.is_finite(_dense(gradient)))
+
+
+def _spoiled_unless(sound: tf.Tensor, gradient: Any) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        values = _spoiled_unless(sound, gradient.values)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return tf.where(sound, gradient, tf.cast(math.nan, gradient.dtype))
+
+
+def _on_all(sound: tf.Tensor) -> tf.Tensor:
+    """Whether it is so on all replicas."""
+    context = tf.distribute.get_replica_context()
+    if context.num_replicas_in_sync == 1:
+        return sound
+    unsound = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(~sound, tf.float32))
+    return tf.equal(unsound, 0)
+
+
+def _packed(data: Any, flat: Sequence[Any]) -> Any:
+    """The values of `data`, in its structure."""
+    values = iter(flat)
+    structure = tf.nest.flatten(data, expand_composites=True)
+    filled = [None if each is None else next(values) for each in structure]
+    return tf.nest.pack_sequence_as(data, filled, expand_composites=True)
