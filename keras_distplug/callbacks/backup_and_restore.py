@@ -407,8 +407,8 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         return max((step for step in steps if step is not None), default=None)
 
     def roll_back(self) -> int | None:
-        """Gives the model the values of the newest checkpoint, and `fit` goes on with the batch that
-        comes next: what was trained since counts for nothing, and is not trained again.
+        """Gives the model the values of the newest checkpoint; `fit` goes on with the batch that
+        comes next. What was trained since counts for nothing, and is not trained again.
 
         All workers call it together, from another callback's `on_train_batch_end`. A save under way
         is waited for. What other callbacks know stays, and so does `History`.

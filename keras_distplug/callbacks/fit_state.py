@@ -217,8 +217,8 @@ class FitState:
         return damage
 
     def roll_back(self, found: Found) -> CheckpointError | None:
-        """As `read`, while training goes on with the batch that comes next. The metrics of the epoch
-        go on from those of the checkpoint if that is from the same epoch."""
+        """As `read`, while training goes on with the batch that comes next. The metrics of the
+        epoch go on from those of the checkpoint if that is from the same epoch."""
         damage = self._read_values(found)
         if damage is None:
             there = found.stored.manifest.cursor

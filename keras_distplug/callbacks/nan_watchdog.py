@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import socket
+import statistics
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -17,65 +19,104 @@ from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
 from keras_distplug.callbacks.one_of_a_kind import stood_aside
 from keras_distplug.cluster import agreement
 from keras_distplug.compat import callback_list, trainer
-from keras_distplug.core.errors import CheckpointError, ConfigurationError, NonFiniteError
+from keras_distplug.core.errors import (
+    AgreementError,
+    CheckpointError,
+    ConfigurationError,
+    NonFiniteError,
+)
 from keras_distplug.core.log import announce
 from keras_distplug.training.guard import Fault, Guard
 
+_ENDING_S = 60.0
+
 
 @dataclass(frozen=True)
-class Culprit:
-    """A replica whose own gradients or loss were not finite.
+class OfReplica:
+    """What one replica had, by itself, in a step whose update was not applied.
 
     Args:
         replica: Its number among all replicas.
         where: Its worker, and that one's machine.
         loss: Its loss; None if the step does not tell.
+        norm: Of its gradients.
         variables: Paths of those whose gradients are not finite, in the model's order.
     """
 
     replica: int
     where: str
     loss: float | None
+    norm: float
     variables: tuple[str, ...]
+
+    @property
+    def is_finite(self) -> bool:
+        return not self.variables and (self.loss is None or math.isfinite(self.loss))
 
     def __str__(self) -> str:
         what = []
-        if self.loss is not None and not math.isfinite(self.loss):
-            what.append(f"a loss of {self.loss}")
+        if self.loss is not None and not (math.isfinite(self.loss) and self.variables):
+            what.append(f"a loss of {self.loss:.4g}")
         if self.variables:
             others = f" and {len(self.variables) - 1} more" if len(self.variables) > 1 else ""
             what.append(f"gradients of {self.variables[0]}{others} that are not finite")
+        elif math.isfinite(self.norm):
+            what.append(f"gradients with a norm of {self.norm:.4g}")
         return f"replica {self.replica} ({self.where}) has {' and '.join(what)}"
 
 
 @dataclass(frozen=True)
-class NonFinite:
+class LeftOut:
     """An update that was not applied.
 
     Args:
         epoch: Counted from 0, as Keras does.
         batch: In the epoch, counted from 0; None if it is one of an execution of several steps and
             it is not known which.
-        culprits: The replicas it came from. None of them if only the sum of all is not finite.
+        culprits: The replicas it came from. None of them if only the sum of all is not finite; all
+            of them if they met the same.
         replicas: How many there are.
+        score: How far the norm of the gradients is from those before, where it is finite.
         in_a_row: How many updates in a row were not applied, with this one.
     """
 
     epoch: int
     batch: int | None
-    culprits: tuple[Culprit, ...]
+    culprits: tuple[OfReplica, ...]
     replicas: int
+    score: float | None
     in_a_row: int
 
     def __str__(self) -> str:
         batch = "a batch" if self.batch is None else f"batch {self.batch + 1}"
+        what = ""
+        if self.score is not None:
+            what = f"the norm of the gradients is {self.score:.1f} spreads above that of others; "
         if not self.culprits:
             why = "the gradients of all replicas together are not finite, those of each are"
         elif len(self.culprits) == self.replicas > 1:
             why = f"each of the {self.replicas} replicas met it; {self.culprits[0]}"
         else:
             why = "; ".join(str(each) for each in self.culprits)
-        return f"epoch {self.epoch + 1}, {batch}: {why}"
+        return f"epoch {self.epoch + 1}, {batch}: {what}{why}"
+
+
+def culprits_of(replicas: Sequence[OfReplica]) -> tuple[OfReplica, ...]:
+    """Those of a step's replicas that a fault came from.
+
+    Of gradients that are all finite, those whose norm is three times that of most others: the
+    median of them. All, if there is no such difference.
+    """
+    if not all(each.is_finite for each in replicas):
+        return tuple(each for each in replicas if not each.is_finite)
+    if len(replicas) == 1:
+        return tuple(replicas)
+    large = [
+        each
+        for each in replicas
+        if each.norm > 3 * statistics.median(o.norm for o in replicas if o is not each)
+    ]
+    return tuple(large or replicas)
 
 
 class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
@@ -111,7 +152,12 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         max_skips: So many updates in a row are left out. Defaults to 5.
         max_rollbacks: So often, in one training, the model is given the values of a checkpoint
             then. It takes a `BackupAndRestore`. Defaults to 1.
-        on_fault: Called with each `NonFinite`, on every worker. Defaults to `None`.
+        max_score: An update is left out, too, if the norm of its gradients is farther than this
+            from those of the last 128: a robust z-score of its logarithm, by their median and
+            median absolute deviation, which those that were left out are not among. 10 finds what
+            is far outside. The first 32 are not looked at, nor are those of a
+            `LossScaleOptimizer`. Defaults to `None`, which looks at none.
+        on_fault: Called with each `LeftOut`, on every worker. Defaults to `None`.
 
     Raises:
         ConfigurationError: For an argument that is not usable.
@@ -123,7 +169,8 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         max_skips: int = 5,
         max_rollbacks: int = 1,
         *,
-        on_fault: Callable[[NonFinite], None] | None = None,
+        max_score: float | None = None,
+        on_fault: Callable[[LeftOut], None] | None = None,
     ) -> None:
         super().__init__()
         for name, value in {"max_skips": max_skips, "max_rollbacks": max_rollbacks}.items():
@@ -133,15 +180,25 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
                 )
         self.max_skips = max_skips
         self.max_rollbacks = max_rollbacks
+        if max_score is not None and not max_score > 0:
+            raise ConfigurationError(
+                f"Expected `max_score` to be a number > 0, or None. Received: {max_score!r}"
+            )
+        self.max_score = max_score
         self.on_fault = on_fault
         self._in_a_row = 0
         self._rollbacks = 0
 
-    def state_dict(self) -> dict[str, int]:
-        return {"in_a_row": self._in_a_row, "rollbacks": self._rollbacks}
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "in_a_row": self._in_a_row,
+            "rollbacks": self._rollbacks,
+            "norms": self._guard.norms(),
+        }
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._in_a_row, self._rollbacks = state["in_a_row"], state["rollbacks"]
+        self._guard.set_norms(state["norms"])
 
     # Keras' hooks, in the order in which they come
 
@@ -149,7 +206,7 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         super().set_model(model)
         trainer.adapt(model)
         self._guard = Guard.of(model)
-        self._guard.want()
+        self._guard.want(self.max_score)
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         others = callback_list.move_to_front(self)
@@ -161,6 +218,7 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         self._replicas = self.model.distribute_strategy.num_replicas_in_sync
         self._where = f"{self._role.name} on {socket.gethostname()}"
         self._in_a_row = self._rollbacks = 0
+        self._guard.set_norms({})
         self._is_new = True
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
@@ -204,7 +262,7 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
             )
 
     def _look_at(self, steps: list[list[Fault]], logs: dict[str, Any] | None) -> None:
-        said = self._agreement.gather("non-finite", json.dumps([self._culprits(s) for s in steps]))
+        said = self._agreement.gather("left out", json.dumps([self._told(s) for s in steps]))
         of_workers = [json.loads(text) for text in said]
         places = self._places(steps)
         expected = 0
@@ -213,8 +271,15 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
                 self._in_a_row = 0
             self._in_a_row += 1
             expected = self._in_a_row if place is None else place + 1
-            culprits = [Culprit(**each) for worker in of_workers for each in worker[number]]
-            self._tell(place, culprits)
+            replicas = [
+                OfReplica(**each, variables=tuple(variables))
+                for worker in of_workers
+                for each, variables in worker[number]
+            ]
+            score = steps[number][0].score
+            # Only the sum has overflowed, where no score says more.
+            is_of_sum = score is None and all(each.is_finite for each in replicas)
+            self._tell(place, () if is_of_sum else culprits_of(replicas), score)
         in_one = self.model.steps_per_execution
         if in_one > 1 and places[-1] not in (None, in_one - 1):
             self._in_a_row, self._has_trained = 0, True
@@ -225,11 +290,18 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
             results = self.model.get_metrics_result()
             logs.update({name: results[name] for name in logs if name in results})
 
-    def _culprits(self, step: list[Fault]) -> list[dict[str, Any]]:
+    def _told(self, step: list[Fault]) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
         return [
-            asdict(Culprit(fault.replica, self._where, fault.loss, fault.variables))
-            for fault in sorted(step, key=lambda fault: fault.replica)
-            if fault.is_own
+            (
+                {
+                    "replica": each.replica,
+                    "where": self._where,
+                    "loss": each.loss,
+                    "norm": each.norm,
+                },
+                each.variables,
+            )
+            for each in sorted(step, key=lambda each: each.replica)
         ]
 
     def _places(self, steps: list[list[Fault]]) -> list[int | None]:
@@ -241,12 +313,15 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
             for number, (first, *_) in enumerate(steps)
         ]
 
-    def _tell(self, place: int | None, culprits: list[Culprit]) -> None:
-        fault = NonFinite(
+    def _tell(
+        self, place: int | None, culprits: tuple[OfReplica, ...], score: float | None
+    ) -> None:
+        fault = LeftOut(
             self._epoch,
             None if place is None else self._batch + place,
-            tuple(culprits),
+            culprits,
             self._replicas,
+            score,
             self._in_a_row,
         )
         if self._role.is_chief:
@@ -255,23 +330,21 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
             self.on_fault(fault)
 
     def _climb(self) -> None:
-        trouble = f"{self._in_a_row} updates in a row were not finite"
+        trouble = f"{self._in_a_row} updates in a row were not finite, or far from others"
         if self._rollbacks >= self.max_rollbacks:
             again = f", after {self._rollbacks} times of going back" if self._rollbacks else ""
-            raise NonFiniteError(f"{trouble}{again}. {_REMEDY}")
+            raise self._end(f"{trouble}{again}")
         if not self._backups:
-            raise NonFiniteError(
-                f"{trouble}, and there is no keras_distplug.BackupAndRestore among the callbacks to "
-                f"go back with. {_REMEDY}"
+            raise self._end(
+                f"{trouble}, and there is no keras_distplug.BackupAndRestore among the callbacks "
+                "to go back with"
             )
         try:
             step = self._backups[0].roll_back()
         except CheckpointError as error:
-            raise NonFiniteError(f"{trouble}, and going back failed. {_REMEDY}") from error
+            raise self._end(f"{trouble}, and going back failed: {error}") from error
         if step is None:
-            raise NonFiniteError(
-                f"{trouble}, and there is no checkpoint yet to go back to. {_REMEDY}"
-            )
+            raise self._end(f"{trouble}, and there is no checkpoint yet to go back to")
         self._in_a_row = 0
         self._rollbacks += 1
         if self._role.is_chief:
@@ -279,6 +352,12 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
                 f"{trouble}: the model is as it was at step {step} again, and what came since is "
                 f"left out ({self._rollbacks} of {self.max_rollbacks} times that this is done)"
             )
+
+    def _end(self, why: str) -> NonFiniteError:
+        # Who ends takes the service with it by which others still hear of it.
+        with contextlib.suppress(AgreementError):
+            self._agreement.barrier("end for NaN", within_s=_ENDING_S)
+        return NonFiniteError(f"{why}. {_REMEDY}")
 
 
 _REMEDY = (

@@ -12,3 +12,8 @@ def is_multi_worker(strategy: tf.distribute.Strategy) -> bool:
 
 def has_several_replicas(strategy: tf.distribute.Strategy) -> bool:
     return strategy.num_replicas_in_sync > 1 or is_multi_worker(strategy)
+
+
+def replicas_here(strategy: tf.distribute.Strategy) -> int:
+    """How many of the replicas are in this process."""
+    return len(strategy.extended.worker_devices) if has_several_replicas(strategy) else 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +17,10 @@ import tensorflow as tf
 from keras_distplug.compat import gates, optimizers, share
 from keras_distplug.compat import model as compat_model
 from keras_distplug.compat.override import override
+from keras_distplug.compat.workers import replicas_here
+from keras_distplug.training.spikes import Norms
 
-_Seen = tuple[tf.Tensor, tf.Tensor, tf.Tensor]  # updates, loss, and which gradients are finite
+_Seen = tuple[tf.Tensor, ...]  # updates, loss, norm, score, and which gradients are finite
 
 
 _GUARD = "_distplug_guard"
@@ -33,6 +35,9 @@ class Fault:
         optimizer: The name of that whose update it was.
         updates: How many that one had applied before.
         loss: Its own; None where the step does not take it from `compute_loss`.
+        norm: Of its own gradients.
+        score: How far the norm of the sum of all replicas' gradients is from those before it, by
+            `Norms`; None where that is not finite.
         variables: Paths of those whose gradients, of this replica alone, are not finite.
         batch: Its part of the batch, as the step got it.
     """
@@ -41,13 +46,15 @@ class Fault:
     optimizer: str
     updates: int
     loss: float | None
+    norm: float
+    score: float | None
     variables: tuple[str, ...]
     batch: Any
 
     @property
-    def is_own(self) -> bool:
-        """Whether it came from this replica. Else it has only been told of it."""
-        return bool(self.variables) or (self.loss is not None and not math.isfinite(self.loss))
+    def is_finite(self) -> bool:
+        """Whether what this replica has itself is."""
+        return not self.variables and (self.loss is None or math.isfinite(self.loss))
 
 
 class Guard:
@@ -64,6 +71,8 @@ class Guard:
     """
 
     def __init__(self, model: keras.Model) -> None:
+        self.max_score: float | None = None
+        self._norms: dict[str, list[Norms]] = {}
         self._model = model
         self._faults: list[Fault] = []
         self._is_wanted = False
@@ -86,16 +95,43 @@ class Guard:
             override(model, _GUARD, guard)
         return guard
 
+    def norms(self) -> dict[str, list[float]]:
+        """What is known of the norms of each optimizer's gradients."""
+        return {name: replicas[0].state() for name, replicas in self._norms.items()}
+
+    def set_norms(self, known: Mapping[str, Sequence[float]]) -> None:
+        for name, replicas in self._norms.items():
+            for norms in replicas:
+                norms.set_state(known.get(name, []))
+
+    def _norms_of(self, optimizer: keras.optimizers.Optimizer) -> Norms:
+        """Those of this replica: each keeps its own, which are the same."""
+        own = compat_model.optimizers_of(self._model)
+        name = next(name for name, each in own.items() if each is optimizer)
+        replicas = self._norms[name]
+        number = tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)
+        return replicas[int(number) % len(replicas)]
+
     # Being there, for one `fit`
 
-    def want(self) -> None:
-        """To be called before each `fit` that shall be guarded, from a callback's `set_model`."""
+    def want(self, max_score: float | None = None) -> None:
+        """To be called before each `fit` that shall be guarded, from a callback's `set_model`.
+
+        Args:
+            max_score: An update whose gradients' norm is farther from those before, by the score of
+                `Norms`, is not applied either.
+        """
         self._is_wanted = True
         self._faults = []
-        for optimizer in compat_model.optimizers_of(self._model).values():
+        if max_score != self.max_score:
+            self.max_score, self._model.train_function = max_score, None
+        model = self._model
+        here = replicas_here(model.distribute_strategy)
+        for name, optimizer in compat_model.optimizers_of(model).items():
             optimizers.give_gate(optimizer)
             gates.put_before(optimizer, self)
-        model = self._model
+            if max_score is not None and name not in self._norms:
+                self._norms[name] = [Norms() for _ in range(here)]
         gates.never_note_assignments(compat_model.seeds_of(model))
         gates.note_assignments([*model.non_trainable_variables, *model.metrics_variables])
         if not self._is_in_place:
@@ -192,12 +228,19 @@ class Guard:
         replica = _current.replica
         if replica is None or all(gradient is None for gradient in summed):
             return None
+        norm = tf.sqrt(2 * _half_sum_of_squares(summed))
+        score = tf.constant(math.nan)
         if _scales(optimizer):
-            if not replica.losses:
-                return None
-            ok = _on_all(replica.has_sound_loss())
+            # A finite loss whose gradients are not is mostly due to the scale. But some kernels
+            # make numbers of the NaN they are given.
+            ok = _on_all(replica.has_sound_loss() & replica.has_sound_data())
         else:
-            ok = tf.math.is_finite(_sum_of_squares(summed))
+            ok = tf.math.is_finite(norm)
+        if self.max_score is not None and not _scales(optimizer):
+            norms = self._norms_of(optimizer)
+            score = norms.score(norm)
+            ok &= score <= self.max_score
+            norms.learn_if(ok, norm)
         replica.oks.append(ok)
         pairs = [(v, g) for v, g in zip(variables, own, strict=True) if g is not None]
         self._traced[optimizer.name] = _Traced(
@@ -207,8 +250,9 @@ class Guard:
         updates = tf.identity(optimizer.iterations)
 
         def seen() -> _Seen:
+            norm = tf.sqrt(2 * _half_sum_of_squares(own))
             soundness = tf.stack([_is_sound(gradient) for _, gradient in pairs])
-            return updates, replica.loss(), soundness
+            return updates, replica.loss(), norm, score, soundness
 
         if replica.is_compiled:
             replica.told[optimizer.name] = (ok, seen())
@@ -228,13 +272,16 @@ class Guard:
         number = context.replica_id_in_sync_group
         traced = self._traced[optimizer]
 
-        def note(number: Any, updates: Any, loss: Any, soundness: Any, *flat: Any) -> np.ndarray:
+        def note(number: Any, updates: Any, *told: Any) -> np.ndarray:
+            loss, norm, score, soundness, *flat = told
             self._faults.append(
                 Fault(
                     int(number),
                     optimizer,
                     int(updates),
                     float(loss) if traced.has_loss else None,
+                    float(norm),
+                    float(score) if np.isfinite(score) else None,
                     tuple(v for v, ok in zip(traced.variables, soundness, strict=True) if not ok),
                     _packed(data, flat),
                 )
@@ -274,6 +321,11 @@ class _Replica:
         # Keras divides a replica's loss by their number.
         replicas = 1 if together is None else together.replicas
         return tf.reduce_sum([tf.cast(loss, tf.float32) * replicas for loss in self.losses])
+
+    def has_sound_data(self) -> tf.Tensor:
+        flat = tf.nest.flatten(self.data, expand_composites=True)
+        floats = [each for each in flat if each is not None and each.dtype.is_floating]
+        return tf.reduce_all([_is_sound(each) for each in floats] or [True])
 
     def has_sound_loss(self) -> tf.Tensor:
         sound = tf.math.is_finite(self.loss())
@@ -320,7 +372,7 @@ def _size(gradient: Any) -> float:
     return math.inf if shape.rank is None or None in shape else math.prod(shape)
 
 
-def _sum_of_squares(gradients: Sequence[Any]) -> tf.Tensor:
+def _half_sum_of_squares(gradients: Sequence[Any]) -> tf.Tensor:
     dense = [_dense(gradient) for gradient in gradients if gradient is not None]
     return tf.add_n([tf.nn.l2_loss(tf.cast(each, tf.float32)) for each in dense])
 

@@ -115,6 +115,7 @@ def test_waits_for_a_frozen_worker(
         cluster.stops[0].tell(cause(0))
         assert cluster.memory.wait_for("keras_distplug/told/session/moment/0")
         assert not cluster.memory.wait_for("keras_distplug/told/session/stop", 0.3)
+    assert cluster.memory.wait_for("keras_distplug/told/session/stop")
     cluster.train()
     assert cluster.stopped == [(1, cause(0))] * 2
 

@@ -1,0 +1,66 @@
+"""NaN in the data of one worker of several."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cluster import run_workers
+
+pytest.importorskip("tensorflow")
+pytestmark = pytest.mark.cluster
+
+SCRIPT = Path(__file__).parents[1] / "workers" / "nan.py"
+WORKERS = 2
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each worker has to say."""
+    shared = tmp_path_factory.mktemp("runs")
+    ended = run_workers([str(SCRIPT), str(shared)], WORKERS, timeout_s=240)
+    outputs = "\n".join(each.output for each in ended)
+    assert [each.returncode for each in ended] == [0] * WORKERS, outputs
+    lines = [line for each in ended for line in each.output.splitlines() if "FOUND " in line]
+    return [json.loads(line.partition("FOUND ")[2]) for line in lines]
+
+
+def test_all_say_the_same(found: list[dict[str, Any]]) -> None:
+    assert len(found) == WORKERS
+    assert found[0] == found[1]
+
+
+def test_no_fault(found: list[dict[str, Any]]) -> None:
+    """The watchdog changes not a bit of a training without a fault."""
+    bare, watched = found[0]["bare"], found[0]["watched"]
+    assert watched["told"] == []
+    assert (watched["bits"], watched["history"]) == (bare["bits"], bare["history"])
+
+
+def test_left_out(found: list[dict[str, Any]]) -> None:
+    """NaN in the samples of one worker is named there, and the training is that without the
+    batch."""
+    skip, absent = found[0]["skip"], found[0]["absent"]
+    assert skip["culprits"] == [[WORKERS - 1]]
+    assert "batch 4: replica 1 (worker-1 on " in skip["told"][0]
+    assert (skip["bits"], skip["history"]) == (absent["bits"], absent["history"])
+
+
+def test_back_to_a_checkpoint(found: list[dict[str, Any]]) -> None:
+    """Behind too many in a row, training goes on from the checkpoint, without what came since."""
+    back, absent = found[0]["back"], found[0]["absent since"]
+    assert [each.partition(":")[0] for each in back["told"]] == [
+        f"epoch 1, batch {batch}" for batch in (6, 7)
+    ]
+    assert (back["bits"], back["history"]) == (absent["bits"], absent["history"])
+
+
+def test_no_end_of_it(found: list[dict[str, Any]]) -> None:
+    """Where that does not help, all workers end training."""
+    ended = found[0]["no more"]
+    assert ended["error"].startswith(
+        "2 updates in a row were not finite, or far from others, and there is no che"
+    )
+    assert len(ended["told"]) == 2
