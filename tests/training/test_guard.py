@@ -1,0 +1,355 @@
+"""Updates that are not finite are not applied."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_distplug.compat import trainer
+from keras_distplug.training.guard import Fault, Guard
+
+pytestmark = [pytest.mark.tf, pytest.mark.timeout(120)]
+
+BATCH, BATCHES, BAD = 8, 6, 3
+
+Optimizer = Callable[[], keras.optimizers.Optimizer]
+
+
+class Guarded(keras.callbacks.Callback):
+    """Puts a guard there, and keeps what it tells, by the batch behind which it was told."""
+
+    def __init__(self, max_score: float | None = None) -> None:
+        super().__init__()
+        self.max_score = max_score
+        self.faults: list[tuple[int, Fault]] = []
+
+    def set_model(self, model):
+        super().set_model(model)
+        trainer.adapt(model)
+        self.guard = Guard.of(model)
+        self.guard.want(self.max_score)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.faults += [(batch, fault) for fault in self.guard.faults()]
+
+
+def strategy_of(name: str) -> tf.distribute.Strategy:
+    devices = ["CPU:0", "CPU:1"]
+    if name == "mirrored":
+        return tf.distribute.MirroredStrategy(devices)
+    if name == "central":
+        return tf.distribute.experimental.CentralStorageStrategy(devices, "CPU:0")
+    return tf.distribute.get_strategy()
+
+
+def model_under(
+    strategy: str = "one",
+    optimizer: Optimizer = lambda: keras.optimizers.Adam(0.01),
+    layers: tuple[keras.Layer, ...] = (),
+    **compiled: Any,
+) -> keras.Model:
+    with strategy_of(strategy).scope():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential(
+            [
+                keras.Input((5,)),
+                keras.layers.Dense(7, activation="tanh"),
+                keras.layers.BatchNormalization(),
+                *layers,
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile(optimizer(), "mse", metrics=["mae"], **compiled)
+    return trainer.adapt(model)
+
+
+def data(
+    spoil: Callable[[np.ndarray, np.ndarray], None] = lambda x, y: None, absent: bool = False
+) -> tf.data.Dataset:
+    """Batches, of which one may be spoiled, or not there."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(BATCHES, BATCH, 5)).astype("float32")
+    y = x[..., :1] * 3
+    spoil(x[BAD], y[BAD])
+    if absent:
+        x, y = (np.delete(each, BAD, axis=0) for each in (x, y))
+    x, y = (each.reshape(-1, each.shape[-1]) for each in (x, y))
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+
+
+def nan_in_x(x: np.ndarray, y: np.ndarray) -> None:
+    x[1, 2] = np.nan
+
+
+def bits(model: keras.Model) -> list[bytes]:
+    variables = [*model.variables, *model.optimizer.variables]
+    return [np.asarray(v.value).tobytes() for v in variables if v.synchronization != "on_read"]
+
+
+def trained(model: keras.Model, x: tf.data.Dataset, *callbacks: Any) -> tuple[list[bytes], Any]:
+    history = model.fit(x, epochs=2, verbose=0, callbacks=list(callbacks)).history
+    return bits(model), history
+
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "accumulating": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
+    "clipping": lambda: keras.optimizers.SGD(
+        0.01, momentum=0.9, global_clipnorm=1.0, use_ema=True, ema_overwrite_frequency=3
+    ),
+    "scaling": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01)),
+}
+CASES = [
+    *[("one", name, {}) for name in OPTIMIZERS],
+    ("one", "adam", {"run_eagerly": True}),
+    ("one", "adam", {"steps_per_execution": 2}),
+    *[("mirrored", name, {}) for name in OPTIMIZERS],
+    ("mirrored", "adam", {"steps_per_execution": 2}),
+    ("central", "adam", {}),
+    ("central", "accumulating", {}),
+]
+
+
+@pytest.mark.parametrize(("strategy", "optimizer", "compiled"), CASES)
+def test_left_out(strategy: str, optimizer: str, compiled: dict[str, Any]) -> None:
+    """Without a fault, not a bit changes. With one, the training is that without the batch: its
+    weights, the statistics of BatchNormalization, the optimizer's state, the metrics."""
+
+    def model() -> keras.Model:
+        return model_under(strategy, OPTIMIZERS[optimizer], **compiled)
+
+    well = Guarded()
+    assert trained(model(), data(), well) == trained(model(), data())
+    assert well.faults == []
+
+    guarded = Guarded()
+    assert trained(model(), data(nan_in_x), guarded) == trained(model(), data(absent=True))
+    replicas = 1 if strategy == "one" else 2
+    assert [fault.replica for _, fault in guarded.faults] == 2 * list(range(replicas))
+    assert [fault.is_finite for _, fault in guarded.faults] == 2 * [False, True][:replicas]
+    first = guarded.faults[0][1]
+    assert first.batch[0].shape == (BATCH // replicas, 5)
+    assert np.isnan(first.batch[0][1, 2])
+
+
+def test_compiled_by_xla() -> None:
+    """XLA's step is told of, too, and left out. (Its last bits are others than without a guard.)"""
+    model, guarded = model_under(jit_compile=True), Guarded()
+    found = trained(model, data(nan_in_x), guarded)
+    assert model.jit_compile
+    assert [(batch, fault.replica) for batch, fault in guarded.faults] == [(BAD, 0)] * 2
+    assert guarded.faults[0][1].variables[0] == model.layers[0].kernel.path
+    assert found == trained(model_under(jit_compile=True), data(absent=True), Guarded())
+
+
+class SpoilsGradients(keras.layers.Layer):
+    """Finite itself, but not its gradient where the input is large."""
+
+    def call(self, x):
+        @tf.custom_gradient
+        def spoiled(x):
+            def grad(upstream):
+                return tf.where(tf.reduce_any(tf.abs(x) > 1e6), math.nan, upstream)
+
+            return tf.identity(x), grad
+
+        return spoiled(x)
+
+
+def large_x(x: np.ndarray, y: np.ndarray) -> None:
+    x[1] = 1e9
+
+
+def nan_in_y(x: np.ndarray, y: np.ndarray) -> None:
+    y[1] = np.nan
+
+
+def inf_in_y(x: np.ndarray, y: np.ndarray) -> None:
+    y[1] = np.inf
+
+
+@pytest.mark.parametrize("strategy", ["one", "mirrored"])
+@pytest.mark.parametrize("spoil", [nan_in_y, inf_in_y])
+def test_labels(strategy: str, spoil: Any) -> None:
+    """A label that is not finite makes a loss that is not, which is told."""
+    guarded = Guarded()
+    found = trained(model_under(strategy), data(spoil), guarded)
+    assert found == trained(model_under(strategy), data(absent=True))
+    assert not math.isfinite(guarded.faults[0][1].loss)
+
+
+@pytest.mark.parametrize("strategy", ["one", "mirrored"])
+def test_gradient_only(strategy: str) -> None:
+    """Where the loss is finite and a gradient is not, the variables below are named, and no
+    other one."""
+    guarded = Guarded()
+    model = large_model(strategy)
+    trained(model, data(large_x), guarded)
+    assert len(guarded.faults) == (2 if strategy == "one" else 4)
+    fault = guarded.faults[0][1]
+    assert math.isfinite(fault.loss)
+    assert {path.split("/")[-2] for path in fault.variables} == {"below"}
+    assert all(np.isfinite(each).all() for each in model.get_weights())
+
+
+def large_model(strategy: str) -> keras.Model:
+    with strategy_of(strategy).scope():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential(
+            [
+                keras.Input((5,)),
+                keras.layers.Dense(3, name="below"),
+                SpoilsGradients(),
+                keras.layers.Dense(1, name="above"),
+            ]
+        )
+        model.compile(keras.optimizers.SGD(1e-30), "mae")
+    return trainer.adapt(model)
+
+
+def test_loss_only() -> None:
+    """A loss that is not finite though all gradients are is left out, too, on all replicas."""
+
+    class Overflows(keras.losses.Loss):
+        def call(self, y_true, y_pred):
+            return tf.abs(y_pred[:, 0]) + tf.stop_gradient(tf.where(y_true[:, 0] > 90, math.inf, 0))
+
+    def large_y(x: np.ndarray, y: np.ndarray) -> None:
+        y[1] = 100
+
+    for strategy in ("one", "mirrored"):
+
+        def model(strategy: str = strategy) -> keras.Model:
+            made = model_under(strategy)
+            with made.distribute_strategy.scope():
+                made.compile(keras.optimizers.Adam(0.01), Overflows())
+            return trainer.adapt(made)
+
+        guarded = Guarded()
+        found = trained(model(), data(large_y), guarded)
+        assert found == trained(model(), data(absent=True))
+        assert guarded.faults[0][1].variables == ()
+        assert guarded.faults[0][1].loss == math.inf
+
+
+class TwoOptimizers(keras.Model):
+    """A step of its own, without `compute_loss`, with an optimizer for each of two layers, one of
+    which is not built before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = keras.layers.Dense(1), keras.layers.Dense(1)
+        self.second = keras.optimizers.SGD(0.01)
+
+    def call(self, x):
+        return self.one(x) + self.other(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = tf.reduce_mean(keras.losses.mean_squared_error(y, self(x)))
+        for layer, optimizer in ((self.one, self.optimizer), (self.other, self.second)):
+            weights = layer.trainable_weights
+            optimizer.apply_gradients(
+                zip(tape.gradient(loss, weights), weights, strict=True)
+            )
+        return {"loss": loss}
+
+
+def test_own_step() -> None:
+    """A `train_step` of the user's, with several optimizers."""
+
+    def model() -> keras.Model:
+        keras.utils.set_random_seed(1)
+        made = TwoOptimizers()
+        made.compile(keras.optimizers.SGD(0.01))
+        return made
+
+    guarded = Guarded()
+    made, plain = model(), model()
+    made.fit(data(nan_in_x), verbose=0, callbacks=[guarded])
+    plain.fit(data(absent=True), verbose=0)
+    assert [w.tobytes() for w in made.get_weights()] == [w.tobytes() for w in plain.get_weights()]
+    assert len(guarded.faults) == 2
+    assert {fault.optimizer for _, fault in guarded.faults} == {
+        made.optimizer.name,
+        made.second.name,
+    }
+    assert guarded.guard.sees_updates
+
+
+def test_nothing_to_see() -> None:
+    """A step that goes past all optimizers is known to be one."""
+
+    class Past(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.layer(x)
+
+        def train_step(self, data):
+            self(data[0])
+            return {"loss": tf.constant(0.0)}
+
+    model, guarded = Past(), Guarded()
+    model.compile("sgd")
+    model.fit(data(), verbose=0, callbacks=[guarded])
+    assert not guarded.guard.sees_updates
+
+
+def test_for_one_fit() -> None:
+    """A `fit` without a callback that wants it has no guard, though one before had; a second one
+    that wants it traces nothing anew."""
+    model = model_under()
+    model.fit(data(), verbose=0, callbacks=[Guarded()])
+    traced = model.train_function
+    model.fit(data(), verbose=0, callbacks=[Guarded()])
+    assert model.train_function is traced
+    model.fit(data(nan_in_x), verbose=0)
+    assert np.isnan(model.get_weights()[0]).all()
+
+
+def test_draws_are_used_up() -> None:
+    """What random layers have drawn for a batch that is left out is not drawn again."""
+    made = [model_under(layers=(keras.layers.Dropout(0.5, seed=3),)) for _ in range(2)]
+    trained(made[0], data(nan_in_x), Guarded())
+    trained(made[1], data(), Guarded())
+    states = [model.layers[2].seed_generator.state.numpy().tolist() for model in made]
+    assert states[0] == states[1]
+
+
+def test_far_from_others() -> None:
+    """An update whose norm is far from those before is left out where that is asked for."""
+
+    def samples(factor: float, absent: bool = False) -> tf.data.Dataset:
+        rng = np.random.default_rng(0)
+        x = rng.normal(size=(60, BATCH, 5)).astype("float32")
+        y = x[..., :1] * 3 + rng.normal(size=(60, BATCH, 1)).astype("float32")
+        y[50] *= factor
+        if absent:
+            x, y = (np.delete(each, 50, axis=0) for each in (x, y))
+        x, y = (each.reshape(-1, each.shape[-1]) for each in (x, y))
+        return tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+
+    for strategy in ("one", "mirrored"):
+        well, guarded = Guarded(10.0), Guarded(10.0)
+        bare = model_under(strategy).fit(samples(1), verbose=0).model
+        assert bits(model_under(strategy).fit(samples(1), verbose=0, callbacks=[well]).model) == (
+            bits(bare)
+        )
+        assert well.faults == []
+        spiked = model_under(strategy).fit(samples(100), verbose=0, callbacks=[guarded]).model
+        absent = model_under(strategy).fit(samples(1, absent=True), verbose=0).model
+        assert bits(spiked) == bits(absent)
+        assert {batch for batch, _ in guarded.faults} == {50}
+        assert all(fault.score > 10 and fault.is_finite for _, fault in guarded.faults)
+        known = guarded.guard.norms()["optimizer"]
+        assert len(known) == 59
