@@ -13,6 +13,7 @@ import keras
 
 from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
 from keras_distplug.callbacks.hang_watchdog import HangWatchdog
+from keras_distplug.callbacks.nan_watchdog import NaNWatchdog
 from keras_distplug.callbacks.one_of_a_kind import yielding
 from keras_distplug.callbacks.preemption_handler import PreemptionHandler
 from keras_distplug.cluster import peers
@@ -30,8 +31,9 @@ def defaults(
     """Callbacks that make `model.fit` survive: pass them, start the script again, and it goes on.
 
     `BackupAndRestore` makes checkpoints, `PreemptionHandler` one more when the process is told to
-    go, and `HangWatchdog` ends a training that does not get on. Give one of your own beside these,
-    and it takes the place of that here.
+    go, `HangWatchdog` ends a training that does not get on, and `NaNWatchdog` keeps updates that
+    are not finite out of it. Give one of your own beside these, and it takes the place of that
+    here.
 
     Example:
 
@@ -71,6 +73,7 @@ def defaults(
         ),
         yielding(PreemptionHandler()),
         yielding(HangWatchdog()),
+        yielding(NaNWatchdog()),
     ]
 
 

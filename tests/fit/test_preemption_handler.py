@@ -66,6 +66,8 @@ class Heard:
 def heard() -> Iterator[Heard]:
     own = Heard()
     before = {number: signal.signal(number, own) for number in TOLD}
+    # A shell that runs the tests in the background makes them ignore it.
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield own
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -59,7 +59,7 @@ def compare(train: Train, setup: str, seed: int) -> None:
 
 
 # What the seed changes but the kills is known by its being odd or even: one undisturbed run each.
-SEEDS = {"single": (1, 3, 5), "mirrored": (1, 5), "2 workers": (2, 6), "2 workers x 2": (2, 8)}
+SEEDS = {"single": (1, 4), "mirrored": (1,), "2 workers": (2,), "2 workers x 2": (8,)}
 
 
 @pytest.mark.parametrize(

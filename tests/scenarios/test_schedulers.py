@@ -113,9 +113,11 @@ def test_batch_script() -> None:
 
 def test_shellcheck() -> None:
     """Nor has shellcheck anything against it."""
-    if shutil.which("shellcheck") is None:
+    beside = str(Path(sys.executable).parent)
+    shellcheck = shutil.which("shellcheck", path=os.pathsep.join([beside, os.environ["PATH"]]))
+    if shellcheck is None:
         missing("shellcheck", HOW)
-    subprocess.run(["shellcheck", str(SBATCH)], check=True, timeout=60)
+    subprocess.run([shellcheck, str(SBATCH)], check=True, timeout=60)
 
 
 @pytest.mark.parametrize(

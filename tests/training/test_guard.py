@@ -256,9 +256,7 @@ class TwoOptimizers(keras.Model):
             loss = tf.reduce_mean(keras.losses.mean_squared_error(y, self(x)))
         for layer, optimizer in ((self.one, self.optimizer), (self.other, self.second)):
             weights = layer.trainable_weights
-            optimizer.apply_gradients(
-                zip(tape.gradient(loss, weights), weights, strict=True)
-            )
+            optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
         return {"loss": loss}
 
 

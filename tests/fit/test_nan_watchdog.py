@@ -1,0 +1,246 @@
+"""NaN on the way through a training, in one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tensorflow")
+pytestmark = [pytest.mark.tf, pytest.mark.timeout(120)]
+
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+from support import small  # noqa: E402
+
+import keras_distplug as kd  # noqa: E402
+from keras_distplug.callbacks.nan_watchdog import LeftOut, OfReplica, culprits_of  # noqa: E402
+from keras_distplug.core.errors import ConfigurationError, NonFiniteError  # noqa: E402
+
+BATCHES = 10
+
+
+def data(nan_in: Sequence[int] = (), absent: Sequence[int] = ()) -> tf.data.Dataset:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(BATCHES, 8, 4)).astype("float32")
+    y = x[..., :1] * 2
+    x[list(nan_in), 3] = np.nan
+    x, y = (np.delete(each, list(absent), axis=0).reshape(-1, each.shape[-1]) for each in (x, y))
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+
+
+def model(**compiled: Any) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    made = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(6, activation="tanh"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dense(1),
+        ]
+    )
+    made.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"], **compiled)
+    return made
+
+
+class Waits(keras.callbacks.Callback):
+    """Has each save ended before the next batch: which ones there are does not hang on luck."""
+
+    def __init__(self, backup: kd.BackupAndRestore) -> None:
+        super().__init__()
+        self.backup = backup
+
+    def on_train_batch_begin(self, batch, logs=None):
+        for saves in self.backup._all_saves():
+            saves.wait()
+
+
+def trained(
+    x: tf.data.Dataset,
+    *callbacks: keras.callbacks.Callback,
+    folder: Path | None = None,
+    save_freq: Any = "epoch",
+    epochs: int = 1,
+    **compiled: Any,
+) -> tuple[list[bytes], dict[str, list[float]]]:
+    """Bits and History."""
+    made = model(**compiled)
+    if folder is not None:
+        backup = kd.BackupAndRestore(folder, save_freq=save_freq, delete_checkpoint=False)
+        callbacks = (backup, Waits(backup), *callbacks)
+    history = made.fit(x, epochs=epochs, verbose=0, callbacks=list(callbacks)).history
+    return small.state(made), history
+
+
+class Heard(list[LeftOut]):
+    def watchdog(self, **arguments: Any) -> kd.NaNWatchdog:
+        return kd.NaNWatchdog(on_fault=self.append, **arguments)
+
+    @property
+    def places(self) -> list[tuple[int, int | None, int]]:
+        return [(each.epoch, each.batch, each.in_a_row) for each in self]
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_told(steps: int) -> None:
+    """Each update that is left out is told with its batch, and how many there were in a row, in
+    executions of several steps, too."""
+    heard = Heard()
+    bad = [1, 3, 4, 7, 8]
+    found = trained(data(nan_in=bad), heard.watchdog(), epochs=2, steps_per_execution=steps)
+    one_epoch = [(1, 1), (3, 1), (4, 2), (7, 1), (8, 2)]
+    assert heard.places == [(epoch, *each) for epoch in range(2) for each in one_epoch]
+    assert {each.culprits[0].replica for each in heard} == {0}
+    assert found == trained(data(absent=bad), epochs=2)
+
+
+def test_logs() -> None:
+    """What other callbacks see behind a batch that is left out are the metrics without it."""
+    seen: list[float] = []
+
+    class Sees(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(logs["loss"])
+
+    trained(data(nan_in=[3]), Sees(), kd.NaNWatchdog())
+    assert np.isfinite(seen).all()
+    assert seen[3] == seen[2]
+
+
+def test_nothing_but_faults(tmp_path: Path) -> None:
+    """An epoch without any update has no loss, instead of one of 0, and no checkpoint."""
+    heard = Heard()
+    _, history = trained(data(nan_in=range(BATCHES)), heard.watchdog(max_skips=99), folder=tmp_path)
+    assert math.isnan(history["loss"][0])
+    assert math.isnan(history["mae"][0])
+    assert not list(tmp_path.rglob("step-*"))
+
+
+def test_back_in_the_epoch(tmp_path: Path) -> None:
+    """Too many in a row: the training is that without what came since the checkpoint, metrics
+    included."""
+    heard = Heard()
+    found = trained(
+        data(nan_in=[5, 6]), heard.watchdog(max_skips=1), folder=tmp_path, save_freq=4, epochs=1
+    )
+    assert heard.places == [(0, 5, 1), (0, 6, 2)]
+    assert found == trained(data(absent=[4, 5, 6]))
+
+
+def test_back_before_the_epoch(tmp_path: Path) -> None:
+    """As before, from a checkpoint of the end of another epoch."""
+    both = data().concatenate(data(nan_in=[2, 3]))
+    made = model()
+    backup = kd.BackupAndRestore(tmp_path, delete_checkpoint=False)
+    history = made.fit(
+        both.repeat(),
+        epochs=2,
+        steps_per_epoch=BATCHES,
+        verbose=0,
+        callbacks=[backup, Waits(backup), kd.NaNWatchdog(max_skips=1)],
+    ).history
+    expected = model()
+    epochs = [expected.fit(x, verbose=0).history for x in (data(), data(absent=[0, 1, 2, 3]))]
+    assert small.state(made) == small.state(expected)
+    assert history["loss"] == [epoch["loss"][0] for epoch in epochs]
+
+
+def test_ends(tmp_path: Path) -> None:
+    """There is an end, which says why: nothing to go back with, no checkpoint, NaN again."""
+    bad = data(nan_in=range(3, BATCHES))
+    with pytest.raises(NonFiniteError, match=r"there is no keras_distplug\.Backup"):
+        trained(bad, kd.NaNWatchdog(max_skips=1))
+    with pytest.raises(NonFiniteError, match="there is no checkpoint yet"):
+        trained(bad, kd.NaNWatchdog(max_skips=1), folder=tmp_path / "a")
+    heard = Heard()
+    with pytest.raises(NonFiniteError, match=r"2 updates in a row .* after 1 times of going back"):
+        trained(bad, heard.watchdog(max_skips=1), folder=tmp_path / "b", save_freq=2)
+    assert heard.places == [(0, 3, 1), (0, 4, 2), (0, 5, 1), (0, 6, 2)]
+    heard = Heard()
+    with pytest.raises(NonFiniteError, match="1 updates in a row"):
+        trained(bad, heard.watchdog(max_skips=0, max_rollbacks=0), folder=tmp_path / "c")
+    assert heard.places == [(0, 3, 1)]
+
+
+@pytest.mark.parametrize("at", [2, 3, 6])
+def test_goes_on(at: int, tmp_path: Path) -> None:
+    """A training that is interrupted around what is left out ends as one that is not: bits,
+    History, and how many there were in a row."""
+
+    def fit(folder: Path, stop: small.Stop, heard: Heard) -> Any:
+        return trained(
+            data(nan_in=[2, 3, 4]),
+            stop,
+            heard.watchdog(max_skips=3),
+            folder=folder,
+            save_freq=1,
+            epochs=2,
+        )
+
+    whole, first, second = Heard(), Heard(), Heard()
+    expected = fit(tmp_path / "whole", small.Stop(), whole)
+    with pytest.raises(small.Interrupted):
+        fit(tmp_path / "two", small.Stop(0, at), first)
+    assert fit(tmp_path / "two", small.Stop(), second) == expected
+    # The batch behind which it was interrupted was not saved, and comes again.
+    again = [place for place in first.places if place[:2] != (0, at)]
+    assert again + second.places == whole.places
+
+
+def test_one_is_enough(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """The user's own takes the place of that of `defaults()`."""
+    heard = Heard()
+    callbacks = [*kd.defaults(tmp_path), heard.watchdog()]
+    trained(data(nan_in=[3]), *callbacks)
+    assert heard.places == [(0, 3, 1)]
+    assert sum("an update is left out" in each for each in caplog.messages) == 1
+
+
+def test_says_what_it_does_not_see() -> None:
+    """A step that goes past the optimizers is warned of."""
+
+    class Past(keras.Model):
+        def call(self, x):
+            return x
+
+        def train_step(self, data):
+            return {"loss": tf.constant(0.0)}
+
+    made = Past()
+    made.compile("sgd")
+    with pytest.warns(UserWarning, match="NaNWatchdog sees no update"):
+        made.fit(data(), verbose=0, callbacks=[kd.NaNWatchdog()])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"max_skips": -1}, {"max_skips": 1.5}, {"max_rollbacks": True}, {"max_score": 0}],
+)
+def test_arguments(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(arguments))):
+        kd.NaNWatchdog(**arguments)
+
+
+def of(replica: int, norm: float, *variables: str, loss: float = 1.0) -> OfReplica:
+    return OfReplica(replica, "worker-0 on here", loss, norm, variables)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "blamed"),
+    [
+        ([of(0, math.nan, "a"), of(1, 1.0)], [0]),
+        ([of(0, 1.0), of(1, 1.0, loss=math.inf)], [1]),
+        ([of(0, math.nan, "a"), of(1, math.nan, "a")], [0, 1]),
+        ([of(0, 1.0), of(1, 90.0), of(2, 1.5)], [1]),
+        ([of(0, 90.0), of(1, 91.0), of(2, 89.0)], [0, 1, 2]),
+        ([of(0, 90.0)], [0]),
+    ],
+)
+def test_who(replicas: list[OfReplica], blamed: list[int]) -> None:
+    """Whose gradients or loss are not finite, or else who is far from the others; all, if they met
+    the same."""
+    assert [each.replica for each in culprits_of(replicas)] == blamed
