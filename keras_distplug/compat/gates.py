@@ -49,11 +49,13 @@ def put_before(optimizer: keras.optimizers.Optimizer, gate: Gate | None) -> None
     override(optimizer, _GATE, gate)
 
 
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def marked(optimizer: keras.optimizers.Optimizer, own: Sequence[Any]) -> Sequence[Any]:
     gate: Gate | None = vars(optimizer).get(_GATE)
     return own if gate is None else gate.mark(optimizer, own)
 
 
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def apply(
     optimizer: keras.optimizers.Optimizer,
     stock: Callable[[Any, Any], Any],
@@ -131,7 +133,19 @@ class Assigned:
     def keep_if(self, condition: tf.Tensor) -> None:
         """Puts the values back where `condition` is false."""
         for own, before in self._before.values():
+            if not is_here(before):
+                continue
             own.assign(tf.where(condition, own.read_value(), before))
+
+
+def is_here(tensor: tf.Tensor) -> bool:
+    """Whether it is of the function that is being traced.
+
+    One that the user made a `tf.function`, within a step, may be traced once and called in others:
+    what it took from this step would be out of scope there.
+    """
+    here: bool = tf.executing_eagerly() or tensor.graph is tf.compat.v1.get_default_graph()
+    return here
 
 
 class _Current(threading.local):

@@ -39,7 +39,8 @@ class Fault:
         score: How far the norm of the sum of all replicas' gradients is from those before it, by
             `Norms`; None where that is not finite.
         variables: Paths of those whose gradients, of this replica alone, are not finite.
-        batch: Its part of the batch, as the step got it.
+        batch: Its part of the batch, as the step got it; None where a function within the step
+            applies the update.
     """
 
     replica: int
@@ -186,9 +187,9 @@ class Guard:
     def _guarded(self, stock: Callable[[Any], Any], data: Any, *, is_compiled: bool) -> Any:
         with _replica(data, is_compiled) as replica, gates.assignments_noted() as assigned:
             found = stock(data)
-            if replica.oks:
-                self.sees_updates = True
-                finish = functools.partial(assigned.keep_if, tf.reduce_all(tf.stack(replica.oks)))
+            oks = [ok for ok in replica.oks if gates.is_here(ok)]
+            if oks:
+                finish = functools.partial(assigned.keep_if, tf.reduce_all(tf.stack(oks)))
                 together = share.current()
                 if together is None:
                     finish()
@@ -199,7 +200,7 @@ class Guard:
     def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         loss = self._stock["compute_loss"](*args, **kwargs)
         if _current.replica is not None and loss is not None:
-            _current.replica.losses.append(loss)
+            _current.replica.note_loss(loss)
         return loss
 
     # The gate of optimizers
@@ -242,22 +243,25 @@ class Guard:
             ok &= score <= self.max_score
             norms.learn_if(ok, norm)
         replica.oks.append(ok)
+        self.sees_updates = True
         pairs = [(v, g) for v, g in zip(variables, own, strict=True) if g is not None]
         self._traced[optimizer.name] = _Traced(
             tuple(variable.path for variable, _ in pairs), bool(replica.losses)
         )
 
-        updates = tf.identity(optimizer.iterations)
+        updates, loss = tf.identity(optimizer.iterations), replica.loss()
 
         def seen() -> _Seen:
-            norm = tf.sqrt(2 * _half_sum_of_squares(own))
+            own_norm = tf.sqrt(2 * _half_sum_of_squares(own))
             soundness = tf.stack([_is_sound(gradient) for _, gradient in pairs])
-            return updates, replica.loss(), norm, score, soundness
+            return updates, loss, own_norm, score, soundness
 
         if replica.is_compiled:
             replica.told[optimizer.name] = (ok, seen())
         else:
-            self._tell_unless(ok, optimizer.name, seen, replica.data)
+            flat = tf.nest.flatten(replica.data, expand_composites=True)
+            is_here = all(each is None or gates.is_here(each) for each in flat)
+            self._tell_unless(ok, optimizer.name, seen, replica.data if is_here else None)
         return ok
 
     def _tell_unless(
@@ -310,9 +314,16 @@ class _Replica:
     def __init__(self, data: Any, is_compiled: bool) -> None:
         self.data = data
         self.is_compiled = is_compiled
-        self.losses: list[tf.Tensor] = []
+        self._losses: list[tf.Tensor] = []
         self.oks: list[tf.Tensor] = []
         self.told: dict[str, tuple[tf.Tensor, _Seen]] = {}
+
+    @property
+    def losses(self) -> list[tf.Tensor]:
+        return [loss for loss in self._losses if gates.is_here(loss)]
+
+    def note_loss(self, loss: tf.Tensor) -> None:
+        self._losses.append(loss)
 
     def loss(self) -> tf.Tensor:
         if not self.losses:

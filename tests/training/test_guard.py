@@ -282,6 +282,46 @@ def test_own_step() -> None:
     assert guarded.guard.sees_updates
 
 
+@pytest.mark.parametrize("traced", ["step", "update"])
+def test_functions_in_a_step(traced: str) -> None:
+    """A step, or a part of it, that is a `tf.function` of its own has the gate, too."""
+
+    class Traced(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = keras.layers.Dense(1)
+            self.seen = keras.metrics.Mean()
+
+        def call(self, x):
+            return self.layer(x)
+
+        def update(self, gradients):
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x))
+            self.seen.update_state(loss)
+            self.update(tape.gradient(loss, self.trainable_weights))
+            return {"seen": self.seen.result()}
+
+    def model() -> keras.Model:
+        keras.utils.set_random_seed(1)
+        made = Traced()
+        name = {"step": "train_step", "update": "update"}[traced]
+        object.__setattr__(made, name, tf.function(getattr(made, name)))
+        made.compile(keras.optimizers.SGD(0.01), "mse")
+        return made
+
+    guarded = Guarded()
+    made, plain = model(), model()
+    made.fit(data(nan_in_x), verbose=0, callbacks=[guarded])
+    plain.fit(data(absent=True), verbose=0)
+    assert [w.tobytes() for w in made.get_weights()] == [w.tobytes() for w in plain.get_weights()]
+    assert [fault.is_finite for _, fault in guarded.faults] == [False]
+
+
 def test_nothing_to_see() -> None:
     """A step that goes past all optimizers is known to be one."""
 
