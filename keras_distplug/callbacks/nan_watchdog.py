@@ -188,30 +188,40 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         self.on_fault = on_fault
         self._in_a_row = 0
         self._rollbacks = 0
+        self._has_guard = False  # not where another one does the work
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "in_a_row": self._in_a_row,
             "rollbacks": self._rollbacks,
-            "norms": self._guard.norms(),
+            "norms": self._guard.norms() if self._has_guard else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._in_a_row, self._rollbacks = state["in_a_row"], state["rollbacks"]
-        self._guard.set_norms(state["norms"])
+        if self._has_guard:
+            self._guard.set_norms(state["norms"])
 
     # Keras' hooks, in the order in which they come
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         trainer.adapt(model)
+        # Here, because Keras makes the step before `on_train_begin`.
+        if stood_aside(self, callback_list.move_to_front(self)):
+            return
+        self._has_guard = True
         self._guard = Guard.of(model)
         self._guard.want(self.max_score)
 
+    def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        self._guard.unwant()
+
+    def on_predict_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        self._guard.unwant()
+
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         others = callback_list.move_to_front(self)
-        if stood_aside(self, others):
-            return
         self._backups = [each for each in others if isinstance(each, BackupAndRestore)]
         self._role = agreement.role_under(self.model.distribute_strategy)
         self._agreement = agreement.among(self._role)
@@ -228,10 +238,11 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         self._batch = batch
         self._updates: int | None = None
-        several = self.model.steps_per_execution > 1
+        optimizer = self.model.optimizer
         # A `LossScaleOptimizer` does not count what it leaves out itself.
-        if several and not isinstance(self.model.optimizer, keras.optimizers.LossScaleOptimizer):
-            self._updates = int(self.model.optimizer.iterations)
+        counts = not isinstance(optimizer, keras.optimizers.LossScaleOptimizer | None)
+        if counts and self.model.steps_per_execution > 1:
+            self._updates = int(optimizer.iterations)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if self._is_new:
@@ -309,7 +320,9 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         if self.model.steps_per_execution == 1:
             return [0]
         return [
-            first.updates - self._updates + number if self._updates is not None else None
+            None
+            if self._updates is None or first.optimizer != "optimizer"
+            else first.updates - self._updates + number
             for number, (first, *_) in enumerate(steps)
         ]
 

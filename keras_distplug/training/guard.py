@@ -22,7 +22,6 @@ from keras_distplug.training.spikes import Norms
 
 _Seen = tuple[tf.Tensor, ...]  # updates, loss, norm, score, and which gradients are finite
 
-
 _GUARD = "_distplug_guard"
 
 
@@ -32,7 +31,7 @@ class Fault:
 
     Args:
         replica: Its number among all replicas of all workers.
-        optimizer: The name of that whose update it was.
+        optimizer: That whose update it was, as the model's attribute.
         updates: How many that one had applied before.
         loss: Its own; None where the step does not take it from `compute_loss`.
         norm: Of its own gradients.
@@ -40,7 +39,7 @@ class Fault:
             `Norms`; None where that is not finite.
         variables: Paths of those whose gradients, of this replica alone, are not finite.
         batch: Its part of the batch, as the step got it; None where a function within the step
-            applies the update.
+            applies the update, or where it has sparse or ragged tensors.
     """
 
     replica: int
@@ -67,8 +66,8 @@ class Guard:
     replica whose loss is not finite sends NaN as one of its gradients. The draws of random layers,
     and the batch, are used up.
 
-    A `LossScaleOptimizer` leaves out by itself what its scale makes overflow; there, the loss alone
-    decides.
+    A `LossScaleOptimizer` leaves out by itself what its scale makes overflow; there, the loss
+    decides, or data that are not finite.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -107,11 +106,13 @@ class Guard:
 
     def _norms_of(self, optimizer: keras.optimizers.Optimizer) -> Norms:
         """Those of this replica: each keeps its own, which are the same."""
-        own = compat_model.optimizers_of(self._model)
-        name = next(name for name, each in own.items() if each is optimizer)
-        replicas = self._norms[name]
+        replicas = self._norms[self._name_of(optimizer)]
         number = tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)
         return replicas[int(number) % len(replicas)]
+
+    def _name_of(self, optimizer: keras.optimizers.Optimizer) -> str:
+        named = compat_model.optimizers_of(self._model)
+        return next(name for name, each in named.items() if each is optimizer)
 
     # Being there, for one `fit`
 
@@ -137,6 +138,10 @@ class Guard:
         gates.note_assignments([*model.non_trainable_variables, *model.metrics_variables])
         if not self._is_in_place:
             self._put_in_place()
+
+    def unwant(self) -> None:
+        """To be called where it was not `fit` that called `set_model`."""
+        self._is_wanted = False
 
     def _put_in_place(self) -> None:
         model = self._model
@@ -234,7 +239,8 @@ class Guard:
         if _scales(optimizer):
             # A finite loss whose gradients are not is mostly due to the scale. But some kernels
             # make numbers of the NaN they are given.
-            ok = _on_all(replica.has_sound_loss() & replica.has_sound_data())
+            due_to_data = ~replica.has_sound_data() & ~tf.math.is_finite(norm)
+            ok = _on_all(replica.has_sound_loss() & ~due_to_data)
         else:
             ok = tf.math.is_finite(norm)
         if self.max_score is not None and not _scales(optimizer):
@@ -245,10 +251,10 @@ class Guard:
         replica.oks.append(ok)
         self.sees_updates = True
         pairs = [(v, g) for v, g in zip(variables, own, strict=True) if g is not None]
-        self._traced[optimizer.name] = _Traced(
+        name = self._name_of(optimizer)
+        self._traced[name] = _Traced(
             tuple(variable.path for variable, _ in pairs), bool(replica.losses)
         )
-
         updates, loss = tf.identity(optimizer.iterations), replica.loss()
 
         def seen() -> _Seen:
@@ -257,11 +263,9 @@ class Guard:
             return updates, loss, own_norm, score, soundness
 
         if replica.is_compiled:
-            replica.told[optimizer.name] = (ok, seen())
+            replica.told[name] = (ok, seen())
         else:
-            flat = tf.nest.flatten(replica.data, expand_composites=True)
-            is_here = all(each is None or gates.is_here(each) for each in flat)
-            self._tell_unless(ok, optimizer.name, seen, replica.data if is_here else None)
+            self._tell_unless(ok, name, seen, replica.data)
         return ok
 
     def _tell_unless(
@@ -272,9 +276,11 @@ class Guard:
         data: Any,
     ) -> None:
         """Has the host told what this replica has, unless all is well."""
-        context = tf.distribute.get_replica_context()
-        number = context.replica_id_in_sync_group
+        number = tf.distribute.get_replica_context().replica_id_in_sync_group
         traced = self._traced[optimizer]
+        flat = tf.nest.flatten(data)
+        if not all(each is None or (_is_plain(each) and gates.is_here(each)) for each in flat):
+            data = None
 
         def note(number: Any, updates: Any, *told: Any) -> np.ndarray:
             loss, norm, score, soundness, *flat = told
@@ -293,7 +299,7 @@ class Guard:
             return np.zeros([], np.int32)
 
         def tell() -> tf.Tensor:
-            flat = tf.nest.flatten(data, expand_composites=True)
+            flat = tf.nest.flatten(data)
             given = [number, *seen(), *(each for each in flat if each is not None)]
             return tf.reshape(tf.numpy_function(note, given, tf.int32), [])
 
@@ -411,6 +417,9 @@ def _on_all(sound: tf.Tensor) -> tf.Tensor:
 def _packed(data: Any, flat: Sequence[Any]) -> Any:
     """The values of `data`, in its structure."""
     values = iter(flat)
-    structure = tf.nest.flatten(data, expand_composites=True)
-    filled = [None if each is None else next(values) for each in structure]
-    return tf.nest.pack_sequence_as(data, filled, expand_composites=True)
+    filled = [None if each is None else next(values) for each in tf.nest.flatten(data)]
+    return tf.nest.pack_sequence_as(data, filled)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, tf.Tensor)

@@ -197,7 +197,27 @@ def test_one_is_enough(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None
     callbacks = [*kd.defaults(tmp_path), heard.watchdog()]
     trained(data(nan_in=[3]), *callbacks)
     assert heard.places == [(0, 3, 1)]
-    assert sum("an update is left out" in each for each in caplog.messages) == 1
+    assert len({each for each in caplog.messages if "an update is left out" in each}) == 1
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_own_comes_first_or_last(is_first: bool, tmp_path: Path) -> None:
+    """What the user's own was told holds, wherever it stands."""
+    own, ours = kd.NaNWatchdog(max_score=1e-9), kd.defaults(tmp_path)
+    made = model()
+    many = data().repeat(5)
+    made.fit(many, verbose=0, callbacks=[own, *ours] if is_first else [*ours, own])
+    assert own._guard.max_score == 1e-9
+    assert len(own._guard.norms()["optimizer"]) < 50
+
+
+def test_evaluate() -> None:
+    """`evaluate` with it leaves nothing behind for a `fit` without it."""
+    made = model()
+    made.evaluate(data(), verbose=0, callbacks=[kd.NaNWatchdog()])
+    made.predict(data(), verbose=0, callbacks=[kd.NaNWatchdog()])
+    made.fit(data(nan_in=[3]), verbose=0)
+    assert np.isnan(made.get_weights()[0]).all()
 
 
 def test_says_what_it_does_not_see() -> None:
