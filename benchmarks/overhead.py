@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import platform
 import statistics
@@ -125,6 +126,7 @@ def main() -> None:
     parser.add_argument("--each", action="store_true", help="each callback alone, too")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     arguments = parser.parse_args()
+    logging.getLogger("keras_distplug").setLevel(logging.WARNING)
     cpu = tf.config.list_physical_devices("CPU")[0]
     each = tf.config.LogicalDeviceConfiguration()
     tf.config.set_logical_device_configuration(cpu, [each] * 2)
