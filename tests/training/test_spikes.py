@@ -1,0 +1,66 @@
+"""How far a norm is from those before it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tensorflow")
+pytestmark = [pytest.mark.tf, pytest.mark.timeout(60)]
+
+import tensorflow as tf  # noqa: E402
+
+from keras_distplug.training.spikes import WINDOW, Norms  # noqa: E402
+
+
+def learned(norms: list[float]) -> Norms:
+    known = Norms()
+    for norm in norms:
+        known.learn_if(tf.constant(True), tf.constant(norm))
+    return known
+
+
+def test_score() -> None:
+    """It is the distance of logarithms from their median, in robust standard deviations."""
+    draws = np.exp(np.random.default_rng(0).normal(1.0, 0.5, 101)).astype("float32").tolist()
+    logs = np.log(draws)
+    spread = 1.4826 * np.median(np.abs(logs - np.median(logs)))
+    found = float(learned(draws).score(tf.constant(100.0)))
+    assert found == pytest.approx((math.log(100.0) - np.median(logs)) / spread, rel=1e-4)
+
+
+def test_not_enough() -> None:
+    """Of the first 32 nothing is said."""
+    assert float(learned([1.0] * 31).score(tf.constant(1e9))) == 0.0
+    assert float(learned([1.0] * 32).score(tf.constant(1e9))) > 100
+
+
+def test_small_differences() -> None:
+    """Where all are the same, a little more is not far."""
+    assert float(learned([1.0] * 50).score(tf.constant(1.1))) < 1
+
+
+def test_what_is_not_finite() -> None:
+    """NaN and infinity have a score that no limit lets through, and are not learned."""
+    known = learned([1.0] * 40)
+    for norm in (math.nan, math.inf):
+        score = known.score(tf.constant(norm))
+        assert not bool(score <= 1e30)
+        known.learn_if(score <= 1e30, tf.constant(norm))
+    assert known.state() == [0.0] * 40
+
+
+@pytest.mark.parametrize("many", [3, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 7])
+def test_state(many: int) -> None:
+    """What is known goes on from its state as it would have without."""
+    norms = [float(number) for number in range(1, many + 1)]
+    known, other = learned(norms), Norms()
+    assert known.state() == pytest.approx([math.log(norm) for norm in norms][-WINDOW:], rel=1e-6)
+    other.set_state(known.state())
+    for each in (known, other):
+        for norm in (5.0, 6.0, 7.0):
+            each.learn_if(tf.constant(True), tf.constant(norm))
+    assert other.state() == known.state()
+    assert float(other.score(tf.constant(9.0))) == float(known.score(tf.constant(9.0)))
