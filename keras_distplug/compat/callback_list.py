@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from dataclasses import dataclass
-from types import FrameType
+from types import CodeType, FrameType
 
 import keras
 
@@ -29,6 +29,7 @@ class Calling:
 
     _callbacks: weakref.ref[keras.callbacks.CallbackList]
     _frame: int
+    _code: CodeType
 
     @classmethod
     def now(cls) -> Calling | None:
@@ -39,13 +40,14 @@ class Calling:
         code = frame.f_code.co_filename
         while frame is not None and frame.f_code.co_filename == code:
             frame = frame.f_back
-        return cls(weakref.ref(callbacks), id(frame))
+        return None if frame is None else cls(weakref.ref(callbacks), id(frame), frame.f_code)
 
     def is_above(self, frame: FrameType | None) -> bool:
         """Whether `frame` is called by that `fit`. From any thread."""
-        # While the list lives, so does the frame that has it, whose number no other one can have.
+        # While the list lives, so does the frame that has it, whose number no other one can have;
+        # but an error may leave the list to somebody else.
         while frame is not None and self._callbacks() is not None:
-            if id(frame) == self._frame:
+            if id(frame) == self._frame and frame.f_code is self._code:
                 return True
             frame = frame.f_back
         return False
