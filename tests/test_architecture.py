@@ -98,6 +98,12 @@ def test_who_may_load_what(path: Path) -> None:
         assert "fsspec" not in loaded
 
 
+def test_names_of_tests() -> None:
+    """Of two test modules of one name, pytest takes one for the other."""
+    names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
 @pytest.mark.tf
 def test_public_names() -> None:
     """`__all__` is what there is, each name can be had, and no other one."""

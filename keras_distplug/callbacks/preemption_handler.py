@@ -203,9 +203,7 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
             # The main thread may wait for another worker, for ever.
             os._exit(ExitCode.INTERRUPTED)
         if self._watch is not None:
-            self._watch.stand_aside()
-        # A real signal, which also ends a wait for a lock.
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            self._watch.hand_over(signal.SIGINT)
 
     def _on_notice(self, notice: Notice) -> None:
         """From a thread."""

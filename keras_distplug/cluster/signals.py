@@ -16,10 +16,13 @@ import signal
 import socket
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
+
+_AGAIN_S = 0.5
 
 
 class SignalWatch:
@@ -82,9 +85,17 @@ class SignalWatch:
             signal.set_wakeup_fd(self._fd_before if now == self._sender.fileno() else now)
         self._close()
 
-    def stand_aside(self) -> None:
-        """From any thread. The next signal is for who was there before."""
+    def hand_over(self, number: int) -> None:
+        """Gives a signal to who was there before, in the main thread, whatever that waits for. From
+        another thread."""
         self._stands_aside = True
+        main = threading.main_thread().ident or 0
+        is_ours = True
+        while is_ours:
+            # A real signal, which also ends a wait for a lock, unless it comes just before that.
+            signal.pthread_kill(main, number)
+            time.sleep(_AGAIN_S)
+            is_ours = not self._is_removed and signal.getsignal(number) == self._handle
 
     def handler_before(self, number: int) -> Any:
         """As `signal.signal` takes it. One that was not Python's, TensorFlow's, is the default."""
