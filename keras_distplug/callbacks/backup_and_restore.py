@@ -6,7 +6,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import keras
@@ -432,14 +432,21 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
 
     # How
 
-    def keep_text(self, name: str, text: str) -> str:
+    def keep_file(self, name: str, parts: Iterable[bytes | memoryview]) -> str:
         """Makes a file beside the runs, and says where it is. From any thread.
 
         Raises:
             OSError: If that fails.
         """
-        self._files.create(name, [text.encode(errors="replace")])
+        self._files.create(name, parts)
         return self._files.where(name)
+
+    @property
+    def run_name(self) -> str:
+        """That of the run under way."""
+        if self._run is None:
+            raise RuntimeError("no run is under way")
+        return self._run.name
 
     def _all_saves(self) -> list[Saves]:
         return [self._saves, *([self._local_saves] if self._local_saves is not None else [])]

@@ -308,8 +308,8 @@ class HangWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         _shortly(lambda: _write(text))
         if self._backup is not None:
             name = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}-{self._role.name}.txt"
-            keep = self._backup.keep_text
-            _shortly(lambda: _write(f"keras_distplug: kept in {keep(f'hangs/{name}', text)}\n"))
+            keep, kept = self._backup.keep_file, [text.encode(errors="replace")]
+            _shortly(lambda: _write(f"keras_distplug: kept in {keep(f'hangs/{name}', kept)}\n"))
         if not self._exits:
             self._ending.release()
             return

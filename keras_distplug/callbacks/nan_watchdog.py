@@ -10,12 +10,13 @@ import statistics
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import keras
 
 from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
+from keras_distplug.callbacks.incidents import Incidents
 from keras_distplug.callbacks.one_of_a_kind import stood_aside
 from keras_distplug.cluster import agreement
 from keras_distplug.compat import callback_list, trainer
@@ -41,6 +42,9 @@ class OfReplica:
         loss: Its loss; None if the step does not tell.
         norm: Of its gradients.
         variables: Paths of those whose gradients are not finite, in the model's order.
+        origin: What is not finite first when its batch is computed once more, by itself: an array
+            of the batch, a variable, what a layer makes of finite inputs, the loss, or a gradient.
+        is_transient: Whether all is finite then.
     """
 
     replica: int
@@ -48,6 +52,8 @@ class OfReplica:
     loss: float | None
     norm: float
     variables: tuple[str, ...]
+    origin: str | None = None
+    is_transient: bool = False
 
     @property
     def is_finite(self) -> bool:
@@ -62,7 +68,10 @@ class OfReplica:
             what.append(f"gradients of {self.variables[0]}{others} that are not finite")
         elif math.isfinite(self.norm):
             what.append(f"gradients with a norm of {self.norm:.4g}")
-        return f"replica {self.replica} ({self.where}) has {' and '.join(what)}"
+        told = f"replica {self.replica} ({self.where}) has {' and '.join(what)}"
+        if self.is_transient:
+            return f"{told}; computed once more, by itself, all is finite"
+        return told if self.origin is None else f"{told}; it begins with {self.origin}"
 
 
 @dataclass(frozen=True)
@@ -157,6 +166,11 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
             median absolute deviation, which those that were left out are not among. 10 finds what
             is far outside. The first 32 are not looked at, nor are those of a
             `LossScaleOptimizer`. Defaults to `None`, which looks at none.
+        max_incidents: So many batches whose update was left out are looked into by each worker in
+            one training: computed once more, operation by operation, to say what is not finite
+            first, or that this time all is; and kept as safetensors files in the folder
+            `incidents` of the `BackupAndRestore`'s directory, for `keras-distplug replay`. They
+            hold your data; 0 keeps none. Defaults to 8.
         on_fault: Called with each `LeftOut`, on every worker. Defaults to `None`.
 
     Raises:
@@ -170,16 +184,23 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         max_rollbacks: int = 1,
         *,
         max_score: float | None = None,
+        max_incidents: int = 8,
         on_fault: Callable[[LeftOut], None] | None = None,
     ) -> None:
         super().__init__()
-        for name, value in {"max_skips": max_skips, "max_rollbacks": max_rollbacks}.items():
+        counts = {
+            "max_skips": max_skips,
+            "max_rollbacks": max_rollbacks,
+            "max_incidents": max_incidents,
+        }
+        for name, value in counts.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigurationError(
                     f"Expected `{name}` to be an int >= 0. Received: {value!r}"
                 )
         self.max_skips = max_skips
         self.max_rollbacks = max_rollbacks
+        self.max_incidents = max_incidents
         if max_score is not None and not max_score > 0:
             raise ConfigurationError(
                 f"Expected `max_score` to be a number > 0, or None. Received: {max_score!r}"
@@ -229,6 +250,9 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         self._where = f"{self._role.name} on {socket.gethostname()}"
         self._in_a_row = self._rollbacks = 0
         self._guard.set_norms({})
+        self._incidents = Incidents(
+            self._guard, self._backups[0] if self._backups else None, self.max_incidents
+        )
         self._is_new = True
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
@@ -247,6 +271,7 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if self._is_new:
             self._say_what_is_not_seen()
+        self._incidents.look_after()
         steps = _of_steps(self._guard.faults())
         if not steps:
             self._in_a_row, self._has_trained = 0, True
@@ -259,6 +284,9 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
             logs.update(
                 {name: math.nan for name in self.model.get_metrics_result() if name in logs}
             )
+
+    def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
+        self._incidents.end()
 
     # How
 
@@ -273,9 +301,12 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
             )
 
     def _look_at(self, steps: list[list[Fault]], logs: dict[str, Any] | None) -> None:
-        said = self._agreement.gather("left out", json.dumps([self._told(s) for s in steps]))
-        of_workers = [json.loads(text) for text in said]
         places = self._places(steps)
+        own = [self._looked_into(*each) for each in zip(steps, places, strict=True)]
+        said = self._agreement.gather(
+            "left out", json.dumps([[asdict(each) for each in step] for step in own])
+        )
+        of_workers = [json.loads(text) for text in said]
         expected = 0
         for number, place in enumerate(places):
             if place is not None and place != expected:
@@ -283,14 +314,16 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
             self._in_a_row += 1
             expected = self._in_a_row if place is None else place + 1
             replicas = [
-                OfReplica(**each, variables=tuple(variables))
+                OfReplica(**{**each, "variables": tuple(each["variables"])})
                 for worker in of_workers
-                for each, variables in worker[number]
+                for each in worker[number]
             ]
             score = steps[number][0].score
             # Only the sum has overflowed, where no score says more.
             is_of_sum = score is None and all(each.is_finite for each in replicas)
-            self._tell(place, () if is_of_sum else culprits_of(replicas), score)
+            culprits = () if is_of_sum else culprits_of(replicas)
+            self._keep_finite(steps[number], place, culprits)
+            self._tell(place, culprits, score)
         in_one = self.model.steps_per_execution
         if in_one > 1 and places[-1] not in (None, in_one - 1):
             self._in_a_row, self._has_trained = 0, True
@@ -301,19 +334,37 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
             results = self.model.get_metrics_result()
             logs.update({name: results[name] for name in logs if name in results})
 
-    def _told(self, step: list[Fault]) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
-        return [
-            (
-                {
-                    "replica": each.replica,
-                    "where": self._where,
-                    "loss": each.loss,
-                    "norm": each.norm,
-                },
-                each.variables,
+    def _looked_into(self, step: list[Fault], place: int | None) -> list[OfReplica]:
+        """What the replicas of this process had in a step."""
+        looked_into = []
+        for fault in sorted(step, key=lambda each: each.replica):
+            looks = not fault.is_finite and self._incidents.takes(fault)
+            diagnosis = self._incidents.diagnosis(fault) if looks else None
+            replica = OfReplica(
+                fault.replica,
+                self._where,
+                fault.loss,
+                fault.norm,
+                fault.variables,
+                origin=None if diagnosis is None else diagnosis.origin,
+                is_transient=diagnosis is not None and diagnosis.is_finite,
             )
-            for each in sorted(step, key=lambda each: each.replica)
-        ]
+            looked_into.append(replica)
+            if looks:
+                self._keep(fault, place, replica)
+        return looked_into
+
+    def _keep_finite(
+        self, step: list[Fault], place: int | None, culprits: Sequence[OfReplica]
+    ) -> None:
+        """Those with finite gradients: who they came from takes all workers to know."""
+        named = {each.replica: each for each in culprits}
+        for fault in step:
+            if fault.is_finite and fault.replica in named and self._incidents.takes(fault):
+                self._keep(fault, place, named[fault.replica])
+
+    def _keep(self, fault: Fault, place: int | None, replica: OfReplica) -> None:
+        self._incidents.keep(fault, self._epoch, self._batch + (place or 0), str(replica))
 
     def _places(self, steps: list[list[Fault]]) -> list[int | None]:
         """Which steps of an execution they are."""
@@ -367,6 +418,7 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
             )
 
     def _end(self, why: str) -> NonFiniteError:
+        self._incidents.end()
         # Who ends takes the service with it by which others still hear of it.
         with contextlib.suppress(AgreementError):
             self._agreement.barrier("end for NaN", within_s=_ENDING_S)

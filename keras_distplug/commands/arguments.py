@@ -27,6 +27,7 @@ def add(subcommands: Subcommands) -> None:
     _add_verify(subcommands)
     _add_prune(subcommands)
     _add_export(subcommands)
+    _add_replay(subcommands)
 
 
 def _add_ls(subcommands: Subcommands) -> None:
@@ -150,16 +151,38 @@ def _add_export(subcommands: Subcommands) -> None:
         help="default: what OUT ends with",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
-    parser.add_argument(
-        "--import",
-        dest="modules",
-        action="append",
-        default=[],
-        metavar="MODULE",
-        help="import this module, which registers classes of the model "
-        "(@keras.saving.register_keras_serializable()); may be given several times",
-    )
+    _add_import(parser)
     _add_run(parser, "the one that training goes on with")
+    _add_json(parser)
+
+
+def _add_replay(subcommands: Subcommands) -> None:
+    parser = _command(
+        subcommands,
+        "replay",
+        "compute a batch once more whose update was left out",
+        "Makes the model anew, gives it the values of the newest checkpoint from before the "
+        "incident, computes a step of the batch that a NaNWatchdog has kept, operation by "
+        "operation, and tells what is not finite first: an array of the batch, a variable, what a "
+        "layer makes of finite inputs, the loss, or a gradient. Changes nothing.",
+        "keras-distplug replay runs/mnist",
+        "0 all is finite; 1 it is not, or that failed; 2 wrong usage; 3 nothing there.",
+    )
+    parser.add_argument(
+        "incident",
+        nargs="?",
+        metavar="INCIDENT",
+        help="the name of a file in DIRECTORY/incidents (default: the newest)",
+    )
+    parser.add_argument(
+        "--step",
+        type=_step,
+        metavar="N",
+        help="a checkpoint's step or name (default: the newest from before the incident, or the "
+        "oldest there is)",
+    )
+    _add_import(parser)
+    _add_run(parser, "that of the incident")
     _add_json(parser)
 
 
@@ -195,6 +218,18 @@ def _command(
 
 def _add_run(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument("--run", metavar="RUN", help=f"such as run-0001 (default: {default})")
+
+
+def _add_import(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--import",
+        dest="modules",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="import this module, which registers classes of the model "
+        "(@keras.saving.register_keras_serializable()); may be given several times",
+    )
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:

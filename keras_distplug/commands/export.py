@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from keras_distplug.commands import tables
+from keras_distplug.commands import modules, tables
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.storage import architecture, export
 from keras_distplug.storage.export import Export
@@ -52,30 +50,11 @@ def _best_by(parsed: argparse.Namespace) -> tuple[str, Mode] | None:
     return (parsed.metric, parsed.mode) if given else None
 
 
-def _save_model(files: Files, run: str, stored: Stored, path: Path, modules: Iterable[str]) -> None:
+def _save_model(files: Files, run: str, stored: Stored, path: Path, names: Iterable[str]) -> None:
     made = architecture.recall(files, run, stored.manifest.cursor.step)
 
-    from keras_distplug.compat import versions
-
-    versions.check()
-    _import(modules)
+    modules.load(names)
 
     from keras_distplug.training.export import save_rebuilt
 
     save_rebuilt(made.model, stored.manifest, stored.values, path)
-
-
-def _import(modules: Iterable[str]) -> None:
-    # A command that pip has installed does not look into the working folder.
-    sys.path.insert(0, "")
-    try:
-        for module in modules:
-            try:
-                importlib.import_module(module)
-            except ImportError as error:
-                raise ConfigurationError(
-                    f"--import {module} failed: {error}. Run the command in the folder of your "
-                    "script, or set PYTHONPATH."
-                ) from error
-    finally:
-        sys.path.remove("")

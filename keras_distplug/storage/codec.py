@@ -117,7 +117,11 @@ def share(variables: Sequence[VariableSpec], number: int, count: int) -> list[Pi
     return pieces
 
 
-def encode(pieces: Sequence[Piece], arrays: Mapping[str, Any]) -> Iterator[memoryview]:
+def encode(
+    pieces: Sequence[Piece],
+    arrays: Mapping[str, Any],
+    metadata: Mapping[str, str] | None = None,
+) -> Iterator[memoryview]:
     """The parts of a safetensors file that holds `pieces`.
 
     A type that safetensors does not know (complex numbers) is stored as its bytes, in a row.
@@ -125,11 +129,12 @@ def encode(pieces: Sequence[Piece], arrays: Mapping[str, Any]) -> Iterator[memor
     Args:
         pieces: From `share`.
         arrays: The value of each variable by key: anything `numpy.asarray` takes.
+        metadata: Anything else to say. `read` takes no file that has some.
 
     Raises:
         ValueError: If a value is not what its spec says.
     """
-    yield memoryview(header(pieces))
+    yield memoryview(header(pieces, metadata))
     for piece in pieces:
         flat = _flat(piece.variable, arrays[piece.variable.key])[piece.start : piece.stop]
         data = flat.view(np.uint8).data

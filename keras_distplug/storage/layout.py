@@ -13,6 +13,8 @@
         step-00000042-2/                    another one of the same step
         final-00000210/                     one of a run that has reached its end
       hangs/20261122T101112Z-worker-1.txt   stacks of a process that a HangWatchdog has ended
+      incidents/20261122T101112Z-epoch-1-batch-4-replica-0.safetensors
+                                            a batch whose update a NaNWatchdog has left out
 
 No file is ever changed. A save that is cut off leaves a folder without a manifest, which does not
 count and goes with a later cleaning. A checkpoint whose bytes are not those that were committed

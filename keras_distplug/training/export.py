@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +64,30 @@ def save_rebuilt(
         OtherRunError: If the checkpoint does not fit it.
         CorruptCheckpointError: If the checkpoint is damaged.
     """
+    with rebuilt(architecture, manifest, values) as model:
+        _save(model, path)
+
+
+@contextmanager
+def rebuilt(
+    architecture: Mapping[str, Any], manifest: Manifest, values: Values
+) -> Iterator[keras.Model]:
+    """Makes a model that is not there, and fills it from a checkpoint.
+
+    Args:
+        architecture: From `architecture_of`.
+        manifest: The checkpoint's.
+        values: Reads its values.
+
+    Raises:
+        DistplugError: As `save_rebuilt` does.
+    """
     if tf.distribute.has_strategy():
         raise ConfigurationError("Export outside the scope of any strategy.")
     with compat_model.random_state_kept():
         model = _rebuilt(architecture, manifest)
         _fill(model, manifest, values, by_path=False)
-        _save(model, path)
+        yield model
 
 
 def save_through(model: keras.Model, manifest: Manifest, values: Values, path: Path) -> None:

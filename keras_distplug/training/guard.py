@@ -18,6 +18,7 @@ from keras_distplug.compat import gates, optimizers, share
 from keras_distplug.compat import model as compat_model
 from keras_distplug.compat.override import override
 from keras_distplug.compat.workers import replicas_here
+from keras_distplug.training.diagnosis import Diagnosis, diagnose
 from keras_distplug.training.spikes import Norms
 
 _Seen = tuple[tf.Tensor, ...]  # updates, loss, norm, score, and which gradients are finite
@@ -85,6 +86,10 @@ class Guard:
         """Those of this process's replicas since the last call."""
         told, self._faults = self._faults, []
         return told
+
+    def diagnose(self, batch: Any) -> Diagnosis:
+        """Computes a step of a fault's batch once more, by itself."""
+        return diagnose(self._model, batch, self._stock["train_step"])
 
     @classmethod
     def of(cls, model: keras.Model) -> Guard:

@@ -1,0 +1,64 @@
+"""A batch of data as named arrays, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_PARTS = ("x", "y", "sample_weight")
+
+
+def taken_apart(batch: Any) -> tuple[Any, dict[str, Any]]:
+    """The arrays of `batch`, and how it is made of them.
+
+    Their names are those that Keras' steps have for them, `x`, `y` and `sample_weight`, or paths
+    that begin so, such as `x/image`.
+
+    Args:
+        batch: Arrays, and None, in tuples, lists and dictionaries with keys of text.
+
+    Returns:
+        What `put_together` takes, JSON-able, and the arrays by name.
+
+    Raises:
+        TypeError: For another kind of structure.
+    """
+    arrays: dict[str, Any] = {}
+    if isinstance(batch, tuple) and 1 <= len(batch) <= len(_PARTS):
+        parts = zip(_PARTS, batch, strict=False)
+        return {"tuple": [_part(each, name, arrays) for name, each in parts]}, arrays
+    return _part(batch, _PARTS[0], arrays), arrays
+
+
+def _part(value: Any, name: str, arrays: dict[str, Any]) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        if strange := [key for key in value if not isinstance(key, str)]:
+            raise TypeError(f"Expected keys of text in `{name}`. Received: {strange[0]!r}")
+        return {"dict": {key: _part(each, f"{name}/{key}", arrays) for key, each in value.items()}}
+    if type(value) in (tuple, list):
+        parts = [_part(each, f"{name}/{place}", arrays) for place, each in enumerate(value)]
+        return {type(value).__name__: parts}
+    if not hasattr(value, "dtype"):
+        raise TypeError(
+            f"Expected `{name}` to be an array, or a tuple, list or dictionary of arrays. "
+            f"Received: a {type(value).__name__}"
+        )
+    while name in arrays:  # keys may have the same text, `/` included
+        name += "'"
+    arrays[name] = value
+    return {"array": name}
+
+
+def put_together(structure: Any, arrays: Mapping[str, Any]) -> Any:
+    """The inverse of `taken_apart`."""
+    if structure is None:
+        return None
+    ((kind, parts),) = structure.items()
+    if kind == "array":
+        return arrays[parts]
+    if kind == "dict":
+        return {key: put_together(each, arrays) for key, each in parts.items()}
+    made = [put_together(each, arrays) for each in parts]
+    return tuple(made) if kind == "tuple" else made
