@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 
 from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
 from keras_distplug.core.log import announce
+from keras_distplug.core.threads import in_daemon
 from keras_distplug.storage import incidents, layout
 from keras_distplug.training.diagnosis import Diagnosis
 from keras_distplug.training.guard import Fault, Guard
+
+_ENDING_S = 60.0
 
 
 class Incidents:
@@ -25,7 +29,6 @@ class Incidents:
         self._guard = guard
         self._backup = backup
         self._left = limit
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="keras_distplug-incidents")
         self._writing: list[tuple[str, Future[str]]] = []
 
     def takes(self, fault: Fault) -> bool:
@@ -66,8 +69,8 @@ class Incidents:
         except TypeError as error:
             _warn(incident.name, error)
             return
-        future = self._thread.submit(self._backup.keep_file, incident.path, parts)
-        self._writing.append((incident.name, future))
+        write = functools.partial(self._backup.keep_file, incident.path, parts)
+        self._writing.append((incident.name, in_daemon(write, "keras_distplug-incident")))
 
     def look_after(self) -> None:
         """Says what has become of those that were written."""
@@ -79,10 +82,12 @@ class Incidents:
                 announce(f"the batch is kept in {future.result()}; `keras-distplug replay` it")
 
     def end(self) -> None:
-        """Waits for those that are being written."""
-        wait([future for _, future in self._writing])
+        """Waits for those that are being written, but not for ever."""
+        wait([future for _, future in self._writing], _ENDING_S)
         self.look_after()
-        self._thread.shutdown()
+        for name, _ in self._writing:
+            _warn(name, TimeoutError(f"it is not written after {_ENDING_S:g} s"))
+        self._writing.clear()
 
 
 def _warn(name: str, error: BaseException) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import shutil
-import threading
 import uuid
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, wait
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.core.threads import in_daemon
 
 _BUFFER_BYTES = 2**18  # for small parts; larger ones pass it by
 _FLUSH_BYTES = 16 * 2**20
@@ -229,22 +229,12 @@ def _write(file: BinaryIO, parts: Iterable[bytes | memoryview]) -> None:
 
 
 def _flush_in_thread(descriptor: int) -> Future[None]:
-    flushed: Future[None] = Future()
-
-    def flush() -> None:
-        try:
-            os.fsync(descriptor)
-        except OSError as error:
-            flushed.set_exception(error)
-        else:
-            flushed.set_result(None)
-
     try:
-        # A daemon, because a disk that hangs must not keep the process from its end.
-        threading.Thread(target=flush, name=_FLUSH_THREAD, daemon=True).start()
+        return in_daemon(lambda: os.fsync(descriptor), _FLUSH_THREAD)
     except RuntimeError:  # a process that has begun to end starts none: the last flush does it all
+        flushed: Future[None] = Future()
         flushed.set_result(None)
-    return flushed
+        return flushed
 
 
 def publish(temporary: Path, target: Path) -> None:

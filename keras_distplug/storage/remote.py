@@ -17,7 +17,6 @@ import re
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -27,6 +26,7 @@ import fsspec
 import stamina
 
 from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.core.threads import in_daemon
 from keras_distplug.storage.files import Traits
 
 REQUEST_TIMEOUT_S = 120.0
@@ -419,16 +419,7 @@ def open_remote(url: str, options: Mapping[str, Any]) -> RemoteFiles:
 
 def _within(timeout_s: float, action: Callable[[], T], left_behind: threading.Event) -> T:
     """What `action` gives, if it does so in time; else it is left behind, and can see that."""
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(action())
-        except BaseException as error:  # noqa: BLE001 (handed over)
-            done.set_exception(error)
-
-    # A daemon, because a store that hangs must not keep the process from its end.
-    threading.Thread(target=run, name="keras_distplug-request", daemon=True).start()
+    done = in_daemon(action, "keras_distplug-request")
     try:
         return done.result(timeout_s)
     except TimeoutError:

@@ -20,6 +20,8 @@ from support import small  # noqa: E402
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.callbacks.nan_watchdog import LeftOut, OfReplica, culprits_of  # noqa: E402
 from keras_distplug.core.errors import ConfigurationError, NonFiniteError  # noqa: E402
+from keras_distplug.storage import incidents  # noqa: E402
+from keras_distplug.storage.files import open_files  # noqa: E402
 
 BATCHES = 10
 
@@ -236,9 +238,132 @@ def test_says_what_it_does_not_see() -> None:
         made.fit(data(), verbose=0, callbacks=[kd.NaNWatchdog()])
 
 
+def kept_in(folder: Path) -> list[tuple[incidents.Incident, Any]]:
+    files = open_files(folder)
+    return [incidents.read(files, name) for name in incidents.names(files)]
+
+
+def test_looked_into(tmp_path: Path) -> None:
+    """A batch that is left out is computed once more, told with what is not finite first, and kept
+    as it was; the training is none the wiser."""
+    heard = Heard()
+    found = trained(data(nan_in=[3, 7]), heard.watchdog(), folder=tmp_path)
+    assert found == trained(data(absent=[3, 7]))
+    origin = "the batch: 4 of 32 values in `x` are not finite, first in sample 4 of 8"
+    assert [each.culprits[0].origin for each in heard] == [origin] * 2
+    assert str(heard[0]).endswith(f"; it begins with {origin}")
+    kept = kept_in(tmp_path)
+    assert [(each.epoch, each.batch, each.replica) for each, _ in kept] == [(0, 3, 0), (0, 7, 0)]
+    assert [each.told for each, _ in kept] == [str(each.culprits[0]) for each in heard]
+    for (each, batch), expected in zip(kept, (3, 7), strict=True):
+        x, y = list(data(nan_in=[3, 7]))[expected]
+        assert np.array_equal(batch[0], x, equal_nan=True)
+        assert np.array_equal(batch[1], y)
+        assert each.run == "run-0001"
+
+
+class OnceInTheGraph(keras.layers.Layer):
+    """What a broken chip does: NaN in one step of the graph, and never again."""
+
+    def build(self, shape):
+        self.calls = tf.Variable(0, trainable=False)
+
+    def call(self, inputs):
+        if tf.executing_eagerly():
+            return inputs
+        spoils = tf.equal(self.calls.assign_add(1), 4)
+        return tf.where(spoils, inputs * math.nan, inputs)
+
+
+def test_transient(tmp_path: Path) -> None:
+    """What is finite when it is computed once more is told from what stays."""
+    heard = Heard()
+    made = model()
+    made = keras.Sequential([keras.Input((4,)), OnceInTheGraph(), *made.layers])
+    made.compile("adam", "mse")
+    made.fit(data(), verbose=0, callbacks=[kd.BackupAndRestore(tmp_path), heard.watchdog()])
+    assert heard.places == [(0, 3, 1)]
+    assert heard[0].culprits[0].is_transient
+    assert str(heard[0]).endswith("computed once more, by itself, all is finite")
+    assert len(kept_in(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(0, 0), (2, 2)])
+def test_limit(limit: int, kept: int, tmp_path: Path) -> None:
+    """So many are looked into, the first ones."""
+    heard = Heard()
+    trained(data(nan_in=[1, 3, 5]), heard.watchdog(max_incidents=limit), folder=tmp_path)
+    assert [each.culprits[0].origin is not None for each in heard] == [
+        number < limit for number in range(3)
+    ]
+    assert len(kept_in(tmp_path)) == kept
+
+
+def test_nowhere_to_keep_it() -> None:
+    """Without a BackupAndRestore, what there is to say is said."""
+    heard = Heard()
+    trained(data(nan_in=[1]), heard.watchdog())
+    assert heard[0].culprits[0].origin is not None
+
+
+def test_spike_is_kept(tmp_path: Path) -> None:
+    """A batch whose gradients are far from others, but finite, is kept, too."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(50 * 8, 4)).astype("float32")
+    y = x[:, :1] * 2
+    y[42 * 8] *= 1e6
+    heard = Heard()
+    made = model()
+    made.fit(
+        tf.data.Dataset.from_tensor_slices((x, y)).batch(8),
+        verbose=0,
+        callbacks=[kd.BackupAndRestore(tmp_path), heard.watchdog(max_score=20)],
+    )
+    assert heard.places == [(0, 42, 1)]
+    [(incident, batch)] = kept_in(tmp_path)
+    assert incident.batch == 42
+    assert np.array_equal(batch[1], y[42 * 8 : 43 * 8])
+
+
+def test_storage_that_fails(tmp_path: Path) -> None:
+    """Training goes on, with a warning that names the batch."""
+    (tmp_path / "incidents").write_text("in the way")
+    heard = Heard()
+    with pytest.warns(UserWarning, match="epoch-1-batch-4-replica-0.* could not be kept"):
+        found = trained(data(nan_in=[3]), heard.watchdog(), folder=tmp_path)
+    assert found == trained(data(absent=[3]))
+
+
+class Refuses(keras.layers.Layer):
+    """Cannot be called outside of a graph."""
+
+    def call(self, inputs):
+        if tf.executing_eagerly():
+            raise ValueError("not eagerly")
+        return inputs
+
+
+def test_step_that_cannot_be_computed_again() -> None:
+    """That is told, and training goes on."""
+    heard = Heard()
+    made = keras.Sequential([keras.Input((4,)), Refuses(), keras.layers.Dense(1)])
+    made.compile("sgd", "mse")
+    with pytest.warns(UserWarning, match="could not be computed once more: ValueError"):
+        made.fit(data(nan_in=[3]), verbose=0, callbacks=[heard.watchdog()])
+    assert heard.places == [(0, 3, 1)]
+    assert heard[0].culprits[0].origin is None
+    assert not heard[0].culprits[0].is_transient
+
+
 @pytest.mark.parametrize(
     "arguments",
-    [{"max_skips": -1}, {"max_skips": 1.5}, {"max_rollbacks": True}, {"max_score": 0}],
+    [
+        {"max_skips": -1},
+        {"max_skips": 1.5},
+        {"max_rollbacks": True},
+        {"max_incidents": -1},
+        {"max_score": 0},
+    ],
 )
 def test_arguments(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(arguments))):

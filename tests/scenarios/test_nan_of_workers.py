@@ -6,8 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.cluster import run_workers
+
+from keras_distplug.storage import incidents
+from keras_distplug.storage.files import open_files
 
 pytest.importorskip("tensorflow")
 pytestmark = pytest.mark.cluster
@@ -17,9 +21,13 @@ WORKERS = 2
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def found(shared: Path) -> list[dict[str, Any]]:
     """What each worker has to say."""
-    shared = tmp_path_factory.mktemp("runs")
     ended = run_workers([str(SCRIPT), str(shared)], WORKERS, timeout_s=240)
     outputs = "\n".join(each.output for each in ended)
     assert [each.returncode for each in ended] == [0] * WORKERS, outputs
@@ -46,6 +54,18 @@ def test_left_out(found: list[dict[str, Any]]) -> None:
     assert skip["culprits"] == [[WORKERS - 1]]
     assert "batch 4: replica 1 (worker-1 on " in skip["told"][0]
     assert (skip["bits"], skip["history"]) == (absent["bits"], absent["history"])
+
+
+def test_looked_into(found: list[dict[str, Any]], shared: Path) -> None:
+    """The worker that had the batch computes it once more, alone, and keeps its part."""
+    told = found[0]["skip"]["told"][0]
+    origin = "the batch: 1 of 36 values in `x` are not finite, first in sample 6 of 6"
+    assert told.endswith(f"; it begins with {origin}")
+    files = open_files(shared / "skip")
+    [name] = incidents.names(files)
+    incident, (x, _) = incidents.read(files, name)
+    assert (incident.epoch, incident.batch, incident.replica) == (0, 3, 1)
+    assert (x.shape, np.isnan(x).sum()) == ((6, 6), 1)
 
 
 def test_back_to_a_checkpoint(found: list[dict[str, Any]]) -> None:

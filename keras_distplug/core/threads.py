@@ -1,0 +1,29 @@
+"""Threads for what may hang."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def in_daemon(action: Callable[[], T], name: str) -> Future[T]:
+    """Runs `action` in a thread that does not keep the process from its end, as one of
+    `concurrent.futures` does, be it that a storage hangs.
+
+    Raises:
+        RuntimeError: In a process that has begun to end.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(action())
+        except BaseException as error:  # noqa: BLE001 (handed over)
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done

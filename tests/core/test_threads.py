@@ -1,0 +1,32 @@
+"""Threads for what may hang."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from keras_distplug.core.threads import in_daemon
+
+
+def test_what_it_gives() -> None:
+    assert in_daemon(lambda: 42, "named").result(60) == 42
+
+
+def test_error() -> None:
+    def fails() -> None:
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        in_daemon(fails, "named").result(60)
+
+
+def test_end_of_the_process() -> None:
+    """It waits for no such thread."""
+    script = (
+        "import threading\n"
+        "from keras_distplug.core.threads import in_daemon\n"
+        "in_daemon(threading.Event().wait, 'hangs')\n"
+    )
+    subprocess.run([sys.executable, "-c", script], timeout=60, check=True)

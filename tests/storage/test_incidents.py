@@ -1,0 +1,128 @@
+"""Files of batches whose update was left out."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError
+from keras_distplug.storage import incidents
+from keras_distplug.storage.files import Files, open_files
+from keras_distplug.storage.incidents import Incident
+
+RNG = np.random.default_rng(0)
+BATCH = RNG.normal(size=(2, 3))
+
+
+def incident(**changes: Any) -> Incident:
+    told = "replica 1 (worker-1 on h) has a loss of nan"
+    return Incident(
+        **{
+            "run": "run-0001",
+            "epoch": 0,
+            "batch": 3,
+            "replica": 1,
+            "told": told,
+            "created_utc": "2026-11-22T10:11:12+00:00",
+            **changes,
+        }
+    )
+
+
+@pytest.fixture(params=["local", "memory"])
+def files(request: pytest.FixtureRequest, tmp_path: Path) -> Files:
+    return open_files(tmp_path if request.param == "local" else f"memory://{uuid.uuid4().hex}")
+
+
+def kept(files: Files, batch: Any = BATCH, **changes: Any) -> Incident:
+    made = incident(**changes)
+    files.create(made.path, incidents.encode(made, batch))
+    return made
+
+
+def bits(batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return {key: bits(each) for key, each in batch.items()}
+    if isinstance(batch, tuple | list):
+        return type(batch)(map(bits, batch))
+    return None if batch is None else (batch.dtype, batch.shape, batch.tobytes())
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (np.array([[np.nan, -0.0, np.inf]], "float32"), np.arange(3)),
+        ({"a": RNG.normal(size=(2, 3)), "b": [np.array(True), np.zeros((0, 4), "int8")]}, None),
+        (RNG.normal(size=4).astype(ml_dtypes.bfloat16), RNG.normal(size=4) + 1j),
+        RNG.normal(size=(4, 3)).T,
+    ],
+    ids=["usual", "nested", "other types", "not contiguous"],
+)
+def test_there_and_back(files: Files, batch: Any) -> None:
+    """What is read is what was written, to the bit."""
+    made = kept(files, batch)
+    read, again = incidents.read(files)
+    assert read == made
+    assert bits(again) == bits(batch)
+
+
+def test_for_others(tmp_path: Path) -> None:
+    """It is a file that the library of safetensors reads."""
+    x = RNG.normal(size=(2, 3))
+    made = kept(open_files(tmp_path), (x, np.arange(2)))
+    loaded = safetensors.numpy.load_file(tmp_path / made.path)
+    assert sorted(loaded) == ["x", "y"]
+    assert np.array_equal(loaded["x"], x)
+    with safetensors.safe_open(tmp_path / made.path, "numpy") as file:
+        assert json.loads(file.metadata()["incident"])["replica"] == 1
+
+
+def test_names(files: Files) -> None:
+    """The newest is taken, if none is asked for; what is something else is no incident."""
+    older = kept(files, replica=9)
+    newer = kept(files, created_utc="2026-11-22T10:11:13+00:00")
+    assert older.name == "20261122T101112Z-epoch-1-batch-4-replica-9.safetensors"
+    files.create("incidents/notes.txt", [b"of a person"])
+    assert incidents.names(files) == [older.name, newer.name]
+    assert incidents.read(files)[0] == newer
+    assert incidents.read(files, older.name)[0] == older
+
+
+def test_nothing_there(files: Files) -> None:
+    with pytest.raises(NoCheckpointError, match="holds no incident\\. Those there: none"):
+        incidents.read(files)
+    made = kept(files)
+    with pytest.raises(NoCheckpointError, match=f"no incident 'it'. Those there: {made.name}"):
+        incidents.read(files, "it")
+
+
+@pytest.mark.parametrize("length", [0, 4, 100, -1])
+def test_damaged(files: Files, length: int) -> None:
+    made = incident()
+    whole = b"".join(incidents.encode(made, np.arange(4)))
+    files.create(made.path, [whole[:length]])
+    with pytest.raises(CorruptCheckpointError, match=f"{made.name} is no file of an incident"):
+        incidents.read(files)
+
+
+def test_not_read(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept(files)
+
+    def fails(path: str) -> bytes:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(files, "read", fails)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        incidents.read(files)
+
+
+def test_other_things_than_numbers(files: Files) -> None:
+    with pytest.raises(TypeError, match="Expected numbers in the variable `y`"):
+        incidents.encode(incident(), (np.arange(2), np.array(["a", "b"])))
