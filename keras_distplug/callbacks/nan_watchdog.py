@@ -266,7 +266,7 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         # A `LossScaleOptimizer` does not count what it leaves out itself.
         counts = not isinstance(optimizer, keras.optimizers.LossScaleOptimizer | None)
         if counts and self.model.steps_per_execution > 1:
-            self._updates = int(optimizer.iterations)
+            self._updates = int(keras.ops.convert_to_numpy(optimizer.iterations))
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if self._is_new:

@@ -100,6 +100,21 @@ def test_told(steps: int) -> None:
     assert found == trained(data(absent=bad), epochs=2)
 
 
+@pytest.mark.parametrize("strategy", ["mirrored", "central"])
+def test_told_in_executions_of_two_replicas(strategy: str) -> None:
+    devices = ["CPU:0", "CPU:1"]
+    if strategy == "mirrored":
+        scope = tf.distribute.MirroredStrategy(devices).scope()
+    else:
+        scope = tf.distribute.experimental.CentralStorageStrategy(devices, "CPU:0").scope()
+    heard = Heard()
+    with scope:
+        made = model(steps_per_execution=4)
+    kd.adapt(made).fit(data(nan_in=[1, 5, 6]), verbose=0, callbacks=[heard.watchdog()])
+    assert heard.places == [(0, 1, 1), (0, 5, 1), (0, 6, 2)]
+    assert np.isfinite(made.get_weights()[0]).all()
+
+
 def test_logs() -> None:
     """What other callbacks see behind a batch that is left out are the metrics without it."""
     seen: list[float] = []
