@@ -18,6 +18,9 @@ import weakref
 from typing import Any
 
 
+_NAME = "keras_distplug-iterators"
+
+
 def end_beside(iterator: Any) -> None:
     """Has a thread end what `iterator` is made of, once `iterator` itself is gone.
 
@@ -32,7 +35,7 @@ _parts: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
 
 @functools.cache
 def _thread() -> threading.Thread:
-    thread = threading.Thread(target=_end, name="keras_distplug-iterators", daemon=True)
+    thread = threading.Thread(target=_end, name=_NAME, daemon=True)
     thread.start()
 
     def end_all() -> None:
@@ -53,5 +56,14 @@ def _hand_over(parts: list[Any]) -> None:
 
 
 def _end() -> None:
+    ending: list[threading.Thread] = []
     while (parts := _parts.get()) is not None:
-        parts.clear()
+        # One that takes its minute keeps no other one.
+        thread = threading.Thread(target=parts.clear, name=_NAME, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the process has begun to end
+            parts.clear()
+        ending = [each for each in (*ending, thread) if each.is_alive()]
+    for thread in ending:
+        thread.join()

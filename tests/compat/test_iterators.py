@@ -60,6 +60,18 @@ def test_nobody_waits() -> None:
     assert kept.ended.wait(60)
 
 
+def test_one_that_takes_long() -> None:
+    """Others end meanwhile."""
+    long, short = Slow(), Slow()
+    for each in (long, short):
+        iterators.end_beside(each.as_iterator())
+    short.may_end.set()
+    assert short.ended.wait(60)
+    assert not long.ended.is_set()
+    long.may_end.set()
+    assert long.ended.wait(60)
+
+
 def test_dropped_by_the_garbage_collector() -> None:
     slow = Slow()
     iterator = slow.as_iterator()
