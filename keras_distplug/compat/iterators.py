@@ -17,7 +17,6 @@ import threading
 import weakref
 from typing import Any
 
-
 _NAME = "keras_distplug-iterators"
 
 
