@@ -14,16 +14,18 @@ import atexit
 import functools
 import queue
 import threading
+import time
 import weakref
 from typing import Any
 
 _NAME = "keras_distplug-iterators"
+_ENDING_S = 90.0  # more than the minute that TensorFlow may take
 
 
 def end_beside(iterator: Any) -> None:
     """Has a thread end what `iterator` is made of, once `iterator` itself is gone.
 
-    Whoever drops it never waits. The end of the process does.
+    Whoever drops it never waits. The end of the process does, for as long as that makes sense.
     """
     _thread()
     weakref.finalize(iterator, _hand_over, list(vars(iterator).values()))
@@ -64,5 +66,7 @@ def _end() -> None:
         except RuntimeError:  # the process has begun to end
             parts.clear()
         ending = [each for each in (*ending, thread) if each.is_alive()]
+    # What comes later has no end: data that hang.
+    until_s = time.monotonic() + _ENDING_S
     for thread in ending:
-        thread.join()
+        thread.join(max(0.0, until_s - time.monotonic()))

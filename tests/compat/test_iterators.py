@@ -159,6 +159,16 @@ iterators.end_beside(kept)
 """
 
 
+def test_one_that_never_ends() -> None:
+    """It does not keep the process for ever."""
+    script = (
+        SLOW.replace("time.sleep(1)", "time.sleep(9999)") + "iterators._ENDING_S = 1\ndel dropped\n"
+    )
+    subprocess.run(
+        [sys.executable, "-c", script + "kept.resource = None\n"], timeout=100, check=True
+    )
+
+
 def test_end_of_the_process() -> None:
     """The interpreter does not end before they have, nor does it wait for what is still held."""
     done = subprocess.run(
