@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from keras_distplug.callbacks.hang_watchdog import HangWatchdog
     from keras_distplug.callbacks.nan_watchdog import NaNWatchdog
     from keras_distplug.callbacks.preemption_handler import PreemptionHandler
+    from keras_distplug.callbacks.straggler_watchdog import StragglerWatchdog
     from keras_distplug.compat.trainer import adapt
     from keras_distplug.core import errors
     from keras_distplug.default_callbacks import defaults
@@ -34,6 +35,7 @@ __all__ = [
     "HangWatchdog",
     "NaNWatchdog",
     "PreemptionHandler",
+    "StragglerWatchdog",
     "__version__",
     "adapt",
     "chief_only",
@@ -53,6 +55,7 @@ _HOMES = {
     "HangWatchdog": "keras_distplug.callbacks.hang_watchdog",
     "NaNWatchdog": "keras_distplug.callbacks.nan_watchdog",
     "PreemptionHandler": "keras_distplug.callbacks.preemption_handler",
+    "StragglerWatchdog": "keras_distplug.callbacks.straggler_watchdog",
     "adapt": "keras_distplug.compat.trainer",
     "chief_only": "keras_distplug.callbacks.chief_only",
     "defaults": "keras_distplug.default_callbacks",

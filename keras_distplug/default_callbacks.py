@@ -16,6 +16,7 @@ from keras_distplug.callbacks.hang_watchdog import HangWatchdog
 from keras_distplug.callbacks.nan_watchdog import NaNWatchdog
 from keras_distplug.callbacks.one_of_a_kind import yielding
 from keras_distplug.callbacks.preemption_handler import PreemptionHandler
+from keras_distplug.callbacks.straggler_watchdog import StragglerWatchdog
 from keras_distplug.cluster import peers
 from keras_distplug.compat import trainer, versions
 from keras_distplug.core.cadence import SaveFreq
@@ -31,9 +32,9 @@ def defaults(
     """Callbacks that make `model.fit` survive: pass them, start the script again, and it goes on.
 
     `BackupAndRestore` makes checkpoints, `PreemptionHandler` one more when the process is told to
-    go, `HangWatchdog` ends a training that does not get on, and `NaNWatchdog` keeps updates that
-    are not finite out of it. Give one of your own beside these, and it takes the place of that
-    here.
+    go, `HangWatchdog` ends a training that does not get on, `NaNWatchdog` keeps updates that
+    are not finite out of it, and `StragglerWatchdog` names the replica that others wait for. Give
+    one of your own beside these, and it takes the place of that here.
 
     Example:
 
@@ -74,6 +75,7 @@ def defaults(
         yielding(PreemptionHandler()),
         yielding(HangWatchdog()),
         yielding(NaNWatchdog()),
+        yielding(StragglerWatchdog()),
     ]
 
 

@@ -74,6 +74,9 @@ class Alone:
     def hear(self, topic: str, timeout_s: float | None) -> str:
         raise AgreementError(f"{topic!r}: there is no other worker to hear it from.")
 
+    def forget(self, topic: str) -> None:
+        return
+
 
 class ThroughKeyValues:
     """Agreement of several workers through a key-value store.
@@ -137,6 +140,10 @@ class ThroughKeyValues:
     def hear(self, topic: str, timeout_s: float | None) -> str:
         with self._explained(f"{topic!r} from another worker", timeout_s):
             return self._store.get(f"keras_distplug/told/{topic}", timeout_s)
+
+    def forget(self, topic: str) -> None:
+        with self._explained(f"the store to forget {topic!r}", self._timeout_s):
+            self._store.delete(f"keras_distplug/told/{topic}")
 
     @contextmanager
     def _explained(self, awaited: str, timeout_s: float | None) -> Iterator[None]:

@@ -7,6 +7,7 @@ Keras 3.10 to 3.15 and TensorFlow 2.18 to 2.21: what is wrong with Keras' own is
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager as ContextManager
 from functools import partial
@@ -16,10 +17,13 @@ import keras
 import tensorflow as tf
 
 from keras_distplug.compat import empty_batches, logs, losses, replica_state
+from keras_distplug.compat.override import mark, override
 from keras_distplug.compat.share import first_of, samples_of, share_of
 from keras_distplug.compat.workers import is_multi_worker
 
 OnData = Callable[[Any], Any]
+
+_ON_FETCH = "_distplug_on_fetch"
 
 
 def maker(model: keras.Model, logged: logs.Logged) -> Callable[[OnData], OnData]:
@@ -51,7 +55,9 @@ def maker(model: keras.Model, logged: logs.Logged) -> Callable[[OnData], OnData]
         # An error in a function that workers run together leaves no collective working.
         stepwise = model.run_eagerly or is_multi_worker(strategy)
         on_next = (
-            partial(_fetched, on_batch) if stepwise else _in_one_call(strategy, on_data, on_batch)
+            partial(_fetched, model, on_batch)
+            if stepwise
+            else _in_one_call(strategy, on_data, on_batch)
         )
 
         def function(iterator: Any) -> Any:
@@ -184,11 +190,34 @@ def _spec_of_any_size(value: Any) -> Any:
     return NotImplemented
 
 
-def _fetched(on_batch: OnData, iterator: Any) -> Any:
+def hear_of_fetches(model: keras.Model, on_fetch: Callable[[float], None] | None) -> None:
+    """Has `on_fetch` called with how many seconds this worker has waited for its own data, where
+    the workers of `model` then wait for each other to have some."""
+    override(model, _ON_FETCH, on_fetch)
+
+
+def _fetched(model: keras.Model, on_batch: OnData, iterator: Any) -> Any:
+    on_fetch = vars(model).get(_ON_FETCH)
+    for own in getattr(iterator, "_iterators", ()):
+        override(own, _ON_FETCH, on_fetch)
+        if mark(own):
+            for name in ("get_next_as_list", "get_next_as_optional_list"):
+                override(own, name, _timed(own, getattr(own, name)))
     batch = iterator.get_next_as_optional()
     if not batch.has_value():
         raise tf.errors.OutOfRangeError(None, None, "End of sequence")
     return on_batch(batch.get_value())
+
+
+def _timed(own: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
+    def get_next(*args: Any, **kwargs: Any) -> Any:
+        begun_s = time.perf_counter()
+        found = stock(*args, **kwargs)
+        if (on_fetch := vars(own).get(_ON_FETCH)) is not None:
+            on_fetch(time.perf_counter() - begun_s)
+        return found
+
+    return get_next
 
 
 def _in_one_call(strategy: tf.distribute.Strategy, step: OnData, on_batch: OnData) -> OnData:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 import keras
@@ -19,11 +21,20 @@ from keras_distplug.compat import model as compat_model
 from keras_distplug.compat.override import override
 from keras_distplug.compat.workers import replicas_here
 from keras_distplug.training.diagnosis import Diagnosis, diagnose
+from keras_distplug.training.gradients import dense, size_of
 from keras_distplug.training.spikes import Norms
+from keras_distplug.training.stopwatch import Lap, Stopwatch
 
 _Seen = tuple[tf.Tensor, ...]  # updates, loss, norm, score, and which gradients are finite
 
 _GUARD = "_distplug_guard"
+
+
+class _Part(Enum):
+    """What a guard may be wanted for."""
+
+    GATE = auto()
+    STOPWATCH = auto()
 
 
 @dataclass(frozen=True)
@@ -76,7 +87,9 @@ class Guard:
         self._norms: dict[str, list[Norms]] = {}
         self._model = model
         self._faults: list[Fault] = []
-        self._is_wanted = False
+        self.stopwatch = Stopwatch()
+        self._wanted: set[_Part] = set()
+        self._there: set[_Part] = set()
         self._is_in_place = False
         self.sees_updates = False  # once traced: whether an optimizer has been asked to apply
         self._traced: dict[str, _Traced] = {}
@@ -128,28 +141,42 @@ class Guard:
             max_score: An update whose gradients' norm is farther from those before, by the score of
                 `Norms`, is not applied either.
         """
-        self._is_wanted = True
+        self._wanted.add(_Part.GATE)
         self._faults = []
         if max_score != self.max_score:
             self.max_score, self._model.train_function = max_score, None
         model = self._model
         here = replicas_here(model.distribute_strategy)
-        for name, optimizer in compat_model.optimizers_of(model).items():
-            optimizers.give_gate(optimizer)
-            gates.put_before(optimizer, self)
+        for name in compat_model.optimizers_of(model):
             if max_score is not None and name not in self._norms:
                 self._norms[name] = [Norms() for _ in range(here)]
         gates.never_note_assignments(compat_model.seeds_of(model))
         gates.note_assignments([*model.non_trainable_variables, *model.metrics_variables])
-        if not self._is_in_place:
-            self._put_in_place()
+        self._put_in_place()
+
+    def want_times(self) -> deque[Lap]:
+        """As `want`, for the times that replicas take.
+
+        Returns:
+            Where they come to stand.
+        """
+        if _Part.STOPWATCH not in self._wanted:
+            self.stopwatch.forget_listeners()
+        self._wanted.add(_Part.STOPWATCH)
+        self._put_in_place()
+        return self.stopwatch.listen()
 
     def unwant(self) -> None:
         """To be called where it was not `fit` that called `set_model`."""
-        self._is_wanted = False
+        self._wanted = set()
 
     def _put_in_place(self) -> None:
         model = self._model
+        for optimizer in compat_model.optimizers_of(model).values():
+            optimizers.give_gate(optimizer)
+            gates.put_before(optimizer, self)
+        if self._is_in_place:
+            return
         for name in ("train_step", "compute_loss", "make_train_function"):
             self._stock[name] = getattr(model, name)
         override(model, "train_step", self._train_step)
@@ -168,10 +195,12 @@ class Guard:
 
     def _make_train_function(self, force: bool = False) -> Any:
         """Keras calls it in each `fit`, behind the callbacks' `set_model`."""
-        wanted, self._is_wanted = self._is_wanted, False
+        wanted, self._wanted = self._wanted, set()
         if not wanted:
             self._take_away()
             return self._model.make_train_function(force)
+        if wanted != self._there:
+            self._there, force = wanted, True
         with _not_compiled(self._model):
             return self._stock["make_train_function"](force)
 
@@ -195,7 +224,11 @@ class Guard:
         return found
 
     def _guarded(self, stock: Callable[[Any], Any], data: Any, *, is_compiled: bool) -> Any:
+        begun = None
+        if _Part.STOPWATCH in self._there and not is_compiled:
+            data, begun = self.stopwatch.begun(data)
         with _replica(data, is_compiled) as replica, gates.assignments_noted() as assigned:
+            replica.begun = begun
             found = stock(data)
             oks = [ok for ok in replica.oks if gates.is_here(ok)]
             if oks:
@@ -217,12 +250,15 @@ class Guard:
 
     def mark(self, optimizer: keras.optimizers.Optimizer, own: Sequence[Any]) -> Sequence[Any]:
         replica = _current.replica
-        if replica is None or not replica.losses or _scales(optimizer):
+        if replica is None or all(gradient is None for gradient in own):
+            return own
+        if replica.begun is not None and gates.is_here(replica.begun):
+            own = self.stopwatch.computed(replica.begun, own)
+            replica.begun = None  # the first optimizer's gradients are the ones
+        if _Part.GATE not in self._there or not replica.losses or _scales(optimizer):
             return own
         present = [i for i, gradient in enumerate(own) if gradient is not None]
-        if not present:
-            return own
-        place = min(present, key=lambda i: _size(own[i]))
+        place = min(present, key=lambda i: size_of(own[i]))
         return [
             *own[:place],
             _spoiled_unless(replica.has_sound_loss(), own[place]),
@@ -237,7 +273,8 @@ class Guard:
         variables: Sequence[keras.Variable],
     ) -> tf.Tensor | None:
         replica = _current.replica
-        if replica is None or all(gradient is None for gradient in summed):
+        is_gate = _Part.GATE in self._there
+        if replica is None or not is_gate or all(gradient is None for gradient in summed):
             return None
         norm = tf.sqrt(2 * _half_sum_of_squares(summed))
         score = tf.constant(math.nan)
@@ -327,6 +364,7 @@ class _Replica:
         self.is_compiled = is_compiled
         self._losses: list[tf.Tensor] = []
         self.oks: list[tf.Tensor] = []
+        self.begun: tf.Tensor | None = None
         self.told: dict[str, tuple[tf.Tensor, _Seen]] = {}
 
     @property
@@ -385,22 +423,13 @@ def _scales(optimizer: keras.optimizers.Optimizer) -> bool:
     return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
 
 
-def _dense(gradient: Any) -> tf.Tensor:
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-
-
-def _size(gradient: Any) -> float:
-    shape = _dense(gradient).shape
-    return math.inf if shape.rank is None or None in shape else math.prod(shape)
-
-
 def _half_sum_of_squares(gradients: Sequence[Any]) -> tf.Tensor:
-    dense = [_dense(gradient) for gradient in gradients if gradient is not None]
-    return tf.add_n([tf.nn.l2_loss(tf.cast(each, tf.float32)) for each in dense])
+    present = [dense(gradient) for gradient in gradients if gradient is not None]
+    return tf.add_n([tf.nn.l2_loss(tf.cast(each, tf.float32)) for each in present])
 
 
 def _is_sound(gradient: Any) -> tf.Tensor:
-    return tf.reduce_all(tf.math.is_finite(_dense(gradient)))
+    return tf.reduce_all(tf.math.is_finite(dense(gradient)))
 
 
 def _spoiled_unless(sound: tf.Tensor, gradient: Any) -> Any:

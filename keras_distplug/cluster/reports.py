@@ -1,0 +1,120 @@
+"""What all workers report to the chief, again and again, past the thread that trains."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Protocol
+
+from keras_distplug.cluster.mailbox import close_at_exit, in_background
+from keras_distplug.cluster.roles import Role
+from keras_distplug.core.errors import AgreementError
+
+_CLOSING_S = 5.0
+_CLOSED = "closed"
+
+
+class Words(Protocol):
+    """What workers say to each other, from any thread."""
+
+    def tell_first(self, topic: str, text: str) -> bool:
+        """False if somebody has told it before."""
+        ...
+
+    def hear(self, topic: str, timeout_s: float | None) -> str:
+        """Raises AgreementError."""
+        ...
+
+    def forget(self, topic: str) -> None:
+        """Makes room."""
+        ...
+
+
+class Reports:
+    """Brings the n-th reports of all workers together, on the chief, until it is closed.
+
+    Nobody waits for them. If words are lost, there are no more reports, which is told.
+
+    Args:
+        session: The same on all workers, and no other one's.
+        role: This worker's place.
+        words: Between the workers.
+        on_all: Called on the chief, from a thread, with the reports of all, by rank.
+        on_lost: Called, from a thread, with what keeps the workers from hearing each other.
+    """
+
+    def __init__(
+        self,
+        session: str,
+        role: Role,
+        words: Words,
+        on_all: Callable[[list[str]], None],
+        on_lost: Callable[[AgreementError], None],
+    ) -> None:
+        self._session = session
+        self._role = role
+        self._words = words
+        self._on_all = on_all
+        self._on_lost = on_lost
+        self._own: SimpleQueue[str | None] = SimpleQueue()
+        self._awaited: str | None = None
+        self._closed = threading.Event()
+        self._thread = in_background(self._run)
+        close_at_exit(self)
+
+    def send(self, report: str) -> None:
+        """Never waits."""
+        self._own.put(report)
+
+    def close(self) -> None:
+        """Ends what is under way: reports that are not together yet are of no use any more."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._own.put(None)
+        if (awaited := self._awaited) is not None:
+            in_background(lambda: self._try_to_tell(awaited))
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_CLOSING_S)
+
+    def _run(self) -> None:
+        number = 0
+        try:
+            while (report := self._own.get()) is not None:
+                if self._role.is_chief:
+                    self._bring_together(report, number)
+                else:
+                    self._words.tell_first(self._topic(self._role.rank, number), report)
+                number += 1
+        except AgreementError as error:
+            if not self._closed.is_set():
+                self._on_lost(error)
+
+    def _bring_together(self, own: str, number: int) -> None:
+        reports = []
+        for rank in range(self._role.world_size):
+            topic = self._topic(rank, number)
+            reports.append(own if rank == self._role.rank else self._heard(topic))
+            if self._closed.is_set():
+                return
+        self._on_all(reports)
+
+    def _heard(self, topic: str) -> str:
+        self._awaited = topic
+        if self._closed.is_set():
+            return _CLOSED
+        report = self._words.hear(topic, None)
+        self._awaited = None
+        # The store lives as long as the job.
+        self._words.forget(topic)
+        return report
+
+    def _try_to_tell(self, awaited: str) -> None:
+        try:
+            self._words.tell_first(awaited, _CLOSED)
+        except AgreementError:
+            return
+
+    def _topic(self, rank: int, number: int) -> str:
+        return f"{self._session}/report/{rank}/{number}"

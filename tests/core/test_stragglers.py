@@ -1,0 +1,127 @@
+"""Who is slow, and who only now and then."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from keras_distplug.core.stragglers import Judge, Pace, Straggler
+
+STEP_S = 0.1
+
+
+def paces(
+    compute_s: Sequence[float | Mapping[int, float]], input_s: Sequence[float] = ()
+) -> list[Pace]:
+    """A window of as many workers, of one replica each or of some."""
+    return [
+        Pace(
+            rank,
+            f"worker-{rank} on h",
+            STEP_S,
+            each if isinstance(each, Mapping) else {rank: each},
+            input_s[rank] if input_s else None,
+        )
+        for rank, each in enumerate(compute_s)
+    ]
+
+
+def judged(*windows: list[Pace], threshold: float = 0.75, needed: int = 3) -> list[list[Straggler]]:
+    judge = Judge(threshold, needed)
+    return [judge.hear(each) for each in windows]
+
+
+FINE = paces([0.05, 0.05, 0.05])
+SLOW = paces([0.05, 0.10, 0.05])
+
+
+def test_slow_in_each_window() -> None:
+    """Told once, in the window that makes it sure, with the times of that and its own past."""
+    told = judged(FINE, FINE, *[SLOW] * 5)
+    assert [len(each) for each in told] == [0, 0, 0, 0, 1, 0, 0]
+    [found] = told[4]
+    assert found == Straggler("compute", 1, "worker-1 on h", 1, 0.10, 0.05, 0.05)
+    assert found.score == 0.5
+    assert str(found) == (
+        "replica 1 (worker-1 on h) takes 100 ms to compute its gradients in each step, others "
+        "50 ms, and wait for it; before, it took 50 ms"
+    )
+
+
+def test_slow_from_the_beginning() -> None:
+    told = judged(*[SLOW] * 3)
+    assert told[2][0].past_s is None
+    assert "before" not in str(told[2][0])
+
+
+def test_over() -> None:
+    """That it is as fast as others again takes as many windows, and then it may come again."""
+    told = judged(*[SLOW] * 3, FINE, FINE, SLOW, *[FINE] * 4, *[SLOW] * 3)
+    ends = [(number, each.is_over) for number, found in enumerate(told) for each in found]
+    assert ends == [(2, False), (8, True), (12, False)]
+    assert str(told[8][0]) == (
+        "replica 1 (worker-1 on h) takes no longer than others any more to compute its gradients"
+    )
+
+
+def test_now_and_then() -> None:
+    assert not any(judged(*[SLOW, SLOW, FINE] * 20))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_wandering(seed: int) -> None:
+    """Slowness that goes from one to the next is nobody's, for all that somebody is always slow."""
+    draws = random.Random(seed)
+    windows, last = [], -1
+    for _ in range(30):
+        last = draws.choice([rank for rank in range(3) if rank != last])
+        each = [0.12 if rank == last else 0.05 for rank in range(3)]
+        windows += [paces(each)] * draws.randint(1, 2)
+    assert not any(judged(*windows))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise(seed: int) -> None:
+    """A quarter more or less, for each by itself, is nobody's."""
+    draws = random.Random(seed)
+    assert not any(
+        judged(*[paces([0.05 * draws.uniform(0.88, 1.12) for _ in range(3)]) for _ in range(200)])
+    )
+
+
+def test_what_does_not_matter() -> None:
+    """Ten times as long as others, but a hundredth of the step."""
+    assert not any(judged(*[paces([0.0001, 0.001])] * 9))
+
+
+def test_two() -> None:
+    """Of two, the other one is the median."""
+    told = judged(*[paces([0.09, 0.05])] * 3)
+    assert [(each.cause, each.worker) for each in told[2]] == [("compute", 0)]
+
+
+def test_replicas_of_a_worker() -> None:
+    """One of several devices of a machine."""
+    told = judged(*[paces([{0: 0.05, 1: 0.05}, {2: 0.05, 3: 0.08}])] * 3)
+    assert [(each.worker, each.replica) for each in told[2]] == [(1, 3)]
+
+
+def test_input() -> None:
+    """Waiting for data is a worker's, and told from computing."""
+    told = judged(*[paces([0.02, 0.02, 0.02], [0.0, 0.0, 0.06])] * 3)
+    [found] = told[2]
+    assert (found.cause, found.worker, found.replica) == ("input", 2, None)
+    assert str(found).startswith("worker-2 on h takes 60 ms for its data in each step, others 0 ms")
+
+
+def test_both() -> None:
+    told = judged(*[paces([0.02, 0.02, 0.05], [0.05, 0.0, 0.0])] * 3)
+    assert {(each.cause, each.worker) for each in told[2]} == {("compute", 2), ("input", 0)}
+
+
+def test_alone() -> None:
+    """One replica has nobody to be compared with; devices of one process have one input."""
+    assert not any(judged(*[paces([0.05], [0.05])] * 5))
+    assert not any(judged(*[paces([{0: 0.05, 1: 0.05}], [0.05])] * 5))

@@ -1,0 +1,190 @@
+"""Times within a step: of each replica, before it waits for the others."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tensorflow")
+pytestmark = [pytest.mark.tf, pytest.mark.timeout(120)]
+
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+from support import small  # noqa: E402
+
+import keras_distplug as kd  # noqa: E402
+from keras_distplug.compat import trainer  # noqa: E402
+from keras_distplug.training.guard import Guard  # noqa: E402
+from keras_distplug.training.stopwatch import Lap  # noqa: E402
+
+STRATEGIES = ("one", "mirrored", "central")
+BATCHES = 6
+SLOW_S = 0.05
+
+
+class Sleeps(keras.layers.Layer):
+    """Takes its time on one replica."""
+
+    def __init__(self, replica: int) -> None:
+        super().__init__()
+        self.replica = replica
+
+    def call(self, inputs):
+        context = tf.distribute.get_replica_context()
+        if context is None or isinstance(inputs, keras.KerasTensor):
+            return inputs
+
+        def wait(value: Any, replica: Any) -> Any:
+            time.sleep(SLOW_S if replica == self.replica else 0)
+            return value
+
+        given = [inputs, context.replica_id_in_sync_group]
+        later = tf.numpy_function(wait, given, tf.float32, stateful=False)
+        later.set_shape(inputs.shape)
+        return inputs + tf.stop_gradient(later - inputs)
+
+
+class Watches(keras.callbacks.Callback):
+    def set_model(self, model):
+        super().set_model(model)
+        trainer.adapt(model)
+        self.laps = Guard.of(model).want_times()
+
+
+def strategy_of(name: str) -> tf.distribute.Strategy:
+    devices = ["CPU:0", "CPU:1"]
+    if name == "mirrored":
+        return tf.distribute.MirroredStrategy(devices)
+    if name == "central":
+        return tf.distribute.experimental.CentralStorageStrategy(devices, "CPU:0")
+    return tf.distribute.get_strategy()
+
+
+def model(
+    strategy: str = "one", *layers: keras.layers.Layer, kind: type = keras.Model, **compiled: Any
+) -> keras.Model:
+    with strategy_of(strategy).scope():
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((4,))
+        outputs = inputs
+        for layer in (*layers, keras.layers.Dense(6, activation="relu"), keras.layers.Dense(1)):
+            outputs = layer(outputs)
+        made = kind(inputs, outputs)
+        make = compiled.pop("optimizer", lambda: keras.optimizers.Adam(0.01))
+        made.compile(make(), "mse", metrics=["mae"], **compiled)
+    return trainer.adapt(made)
+
+
+def data() -> tf.data.Dataset:
+    x = np.random.default_rng(0).normal(size=(BATCHES * 8, 4)).astype("float32")
+    return tf.data.Dataset.from_tensor_slices((x, x[:, :1] * 2)).batch(8)
+
+
+def laps_of(made: keras.Model, *callbacks: keras.callbacks.Callback) -> list[Lap]:
+    watches = Watches()
+    made.fit(data(), verbose=0, callbacks=[watches, *callbacks])
+    return list(watches.laps)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_laps(strategy: str) -> None:
+    """Each replica tells of each step; their times are of this process's clock."""
+    made = model(strategy)
+    begun_s = time.perf_counter()
+    laps = laps_of(made)
+    ended_s = time.perf_counter()
+    replicas = made.distribute_strategy.num_replicas_in_sync
+    assert sorted(each.replica for each in laps) == sorted(list(range(replicas)) * BATCHES)
+    for each in laps:
+        assert begun_s < each.begun_s < ended_s
+        assert each.compute_s > 0
+        assert each.begun_s + each.compute_s < ended_s
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "central"])
+def test_slow_replica(strategy: str) -> None:
+    """What one takes longer is its own time, and none of the others'."""
+    laps = laps_of(model(strategy, Sleeps(1)))
+    slow, other = ([each for each in laps if each.replica == replica] for replica in (1, 0))
+    assert min(each.compute_s for each in slow) >= SLOW_S
+    assert np.median([each.compute_s for each in other]) < SLOW_S
+
+
+class Own(keras.Model):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+class InAFunction(Own):
+    def train_step(self, data):
+        if not hasattr(self, "whole"):
+            self.whole = tf.function(super().train_step)
+        return self.whole(data)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"steps_per_execution": 3},
+        {"run_eagerly": True},
+        {"optimizer": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)},
+        {"optimizer": lambda: keras.optimizers.Adam(0.01, clipnorm=0.1, use_ema=True)},
+        {"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01))},
+        {"kind": Own},
+    ],
+    ids=["plain", "executions", "eager", "accumulation", "clipping", "loss scale", "own step"],
+)
+def test_same_bits(strategy: str, arguments: dict[str, Any]) -> None:
+    """Not a bit changes, with the gate of NaNWatchdog or without, and each step is told of."""
+    bare, watched, both = (model(strategy, **arguments) for _ in range(3))
+    expected = bare.fit(data(), verbose=0).history
+    for each, others in ((watched, []), (both, [kd.NaNWatchdog()])):
+        watches = Watches()
+        history = each.fit(data(), verbose=0, callbacks=[watches, *others]).history
+        assert history == expected
+        assert small.state(each) == small.state(bare)
+        assert len(watches.laps) == BATCHES * bare.distribute_strategy.num_replicas_in_sync
+
+
+def test_step_in_a_function() -> None:
+    """What cannot be seen from within does no harm."""
+    bare, watched = model(kind=InAFunction), model(kind=InAFunction)
+    bare.fit(data(), verbose=0)
+    laps_of(watched)
+    assert small.state(watched) == small.state(bare)
+
+
+def test_for_one_fit() -> None:
+    """The next `fit`, without it, takes no times, and NaN is kept out only where that is wanted."""
+    made = model()
+    watches = Watches()
+    made.fit(data(), verbose=0, callbacks=[watches])
+    assert len(watches.laps) == BATCHES
+    made.fit(data(), verbose=0, callbacks=[kd.NaNWatchdog()])
+    made.fit(data(), verbose=0)
+    assert len(watches.laps) == BATCHES
+    x = np.full((8, 4), np.nan, "float32")
+    made.fit(x, x[:, :1], verbose=0, callbacks=[Watches()])
+    assert not np.isfinite(made.get_weights()[0]).any()
+
+
+def test_several_listeners() -> None:
+    made, one, other = model(), Watches(), Watches()
+    made.fit(data(), verbose=0, callbacks=[one, other])
+    assert list(one.laps) == list(other.laps)
+    assert len(one.laps) == BATCHES
+
+
+def test_compiled_by_xla() -> None:
+    """There are no times of what XLA has compiled."""
+    assert laps_of(model(jit_compile=True)) == []

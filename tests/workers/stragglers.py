@@ -1,0 +1,125 @@
+"""Trains with one worker slower than the others, and says whom the watchdog has named."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import keras_distplug as kd
+
+STRATEGY = kd.init()
+
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+
+BATCH = 12
+EACH_S = 0.02  # what a step takes of everybody, so that other work on the machine is little beside
+SLOW_S = 0.06
+WINDOW = 5
+RANK = STRATEGY.cluster_resolver.task_id
+
+
+def sleeping(value: Any, seconds: Any, *, stateful: bool = False) -> Any:
+    """`value`, later. In a pipeline, what is `stateful` is not done for several batches at once."""
+
+    def wait(value: Any, seconds: Any) -> Any:
+        time.sleep(float(seconds))
+        return value
+
+    later = tf.numpy_function(wait, [value, seconds], value.dtype, stateful=stateful)
+    later.set_shape(value.shape)
+    return later
+
+
+class Takes(keras.layers.Layer):
+    """Takes its time, which a callback changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = tf.Variable(EACH_S, trainable=False, dtype=tf.float32)
+
+    def call(self, inputs):
+        if tf.executing_eagerly() or isinstance(inputs, keras.KerasTensor):
+            return inputs
+        return inputs + tf.stop_gradient(sleeping(inputs, self.seconds) - inputs)
+
+
+class Varies(keras.callbacks.Callback):
+    """Makes each step of this worker slow, or none, or those of a worker that changes."""
+
+    def __init__(self, case: str, slow: int, takes: Takes) -> None:
+        super().__init__()
+        self.case, self.slow, self.takes = case, slow, takes
+        self.step = 0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        workers = STRATEGY.num_replicas_in_sync
+        wandering = self.case == "wandering" and self.step // (2 * WINDOW) % workers == RANK
+        is_slow = wandering or (self.case == "compute" and self.slow == RANK)
+        self.takes.seconds.assign(SLOW_S if is_slow else EACH_S)
+        self.step += 1
+
+
+def samples(case: str, slow: int, batches: int) -> tf.data.Dataset:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(batches * BATCH, 6)).astype("float32")
+    made = tf.data.Dataset.from_tensor_slices((x, x[:, :1] * 2)).batch(BATCH)
+    if case != "input":
+        return made
+    seconds = 2 * SLOW_S if slow == RANK else 0.0
+    return made.map(lambda x, y: (sleeping(x, seconds, stateful=True), y))
+
+
+def trained(case: str, slow: int, windows: int, *, is_watched: bool = True) -> dict[str, Any]:
+    found: list[dict[str, Any]] = []
+    with STRATEGY.scope():
+        keras.utils.set_random_seed(1)
+        takes = Takes()
+        made = keras.Sequential(
+            [keras.Input((6,)), takes, keras.layers.Dense(8), keras.layers.Dense(1)]
+        )
+        made.compile(keras.optimizers.Adam(0.01), "mse")
+    varies = Varies(case, slow, takes)
+
+    def note(each: Any) -> None:
+        found.append(
+            {
+                "cause": each.cause,
+                "worker": each.worker,
+                "replica": each.replica,
+                "score": each.score,
+                "is_over": each.is_over,
+                "windows": varies.step // WINDOW,
+                "told": str(each),
+            }
+        )
+
+    callbacks: list[keras.callbacks.Callback] = [varies]
+    if is_watched:
+        callbacks.append(kd.StragglerWatchdog(every_steps=WINDOW, on_straggler=note))
+    history = kd.adapt(made).fit(
+        samples(case, slow, WINDOW * windows), verbose=0, callbacks=callbacks
+    )
+    weights = b"".join(np.asarray(v.value).tobytes() for v in made.weights)
+    return {
+        "found": found,
+        "history": history.history,
+        "bits": hashlib.sha256(weights).hexdigest(),
+    }
+
+
+def main() -> None:
+    cases = json.loads(sys.argv[1])
+    print(
+        "FOUND " + json.dumps({name: trained(**each) for name, each in cases.items()}), flush=True
+    )
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)
