@@ -74,7 +74,8 @@ def model(
             outputs = layer(outputs)
         made = kind(inputs, outputs)
         make = compiled.pop("optimizer", lambda: keras.optimizers.Adam(0.01))
-        made.compile(make(), "mse", metrics=["mae"], **compiled)
+        metrics = ["mae"] if kind is keras.Model else None  # a step of its own updates none
+        made.compile(make(), "mse", metrics=metrics, **compiled)
     return trainer.adapt(made)
 
 

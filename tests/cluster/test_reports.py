@@ -1,0 +1,112 @@
+"""Reports of all workers, brought together by the chief."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from cluster.key_values import Memory
+
+from keras_distplug.cluster.agreement import ThroughKeyValues
+from keras_distplug.cluster.reports import Reports
+from keras_distplug.cluster.roles import Role
+from keras_distplug.core.errors import AgreementError
+
+pytestmark = pytest.mark.timeout(60)
+
+WORKERS = 3
+CLUSTER = {"worker": tuple(f"127.0.0.1:{port}" for port in range(WORKERS))}
+
+
+@dataclass
+class Heard:
+    """What the chief is told."""
+
+    together: list[list[str]] = field(default_factory=list)
+    lost: list[AgreementError] = field(default_factory=list)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def note(self, reports: list[str]) -> None:
+        with self.changed:
+            self.together.append(reports)
+            self.changed.notify_all()
+
+    def note_loss(self, error: AgreementError) -> None:
+        with self.changed:
+            self.lost.append(error)
+            self.changed.notify_all()
+
+    def wait_for(self, *, together: int = 0, lost: int = 0) -> None:
+        with self.changed:
+            assert self.changed.wait_for(
+                lambda: len(self.together) >= together and len(self.lost) >= lost, 30
+            )
+
+
+class Workers:
+    def __init__(self) -> None:
+        self.store = Memory()
+        self.heard = Heard()
+        self.others = Heard()
+        self.all = []
+        for rank in range(WORKERS):
+            role = Role("worker", rank, CLUSTER, source="a test")
+            heard = self.others if rank else self.heard
+            words = ThroughKeyValues(role, self.store)
+            self.all.append(Reports("a session", role, words, heard.note, heard.note_loss))
+
+
+@pytest.fixture
+def workers() -> Iterator[Workers]:
+    made = Workers()
+    yield made
+    for each in made.all:
+        each.close()
+
+
+def test_together(workers: Workers) -> None:
+    """The n-th ones of all, by rank, whoever is first; the store keeps none of them."""
+    for number in range(5):
+        for rank in (2, 0, 1):
+            workers.all[rank].send(f"{rank} says {number}")
+    workers.heard.wait_for(together=5)
+    assert workers.heard.together == [
+        [f"{rank} says {number}" for rank in range(WORKERS)] for number in range(5)
+    ]
+    assert workers.others.together == []
+    for each in workers.all:
+        each.close()
+    assert workers.store.values == {}
+
+
+def test_one_is_missing(workers: Workers) -> None:
+    """Nothing is told before all have reported."""
+    workers.all[1].send("1")
+    workers.all[0].send("0")
+    assert workers.heard.together == []
+    workers.all[2].send("2")
+    workers.heard.wait_for(together=1)
+
+
+def test_end_with_one_missing(workers: Workers) -> None:
+    """The chief does not wait for what will never come."""
+    workers.all[0].send("0")
+    for each in workers.all:
+        each.close()
+        assert not each._thread.is_alive()
+    assert workers.heard.together == []
+    assert workers.heard.lost == []
+
+
+def test_words_are_lost(workers: Workers) -> None:
+    """That is told once, and nobody is kept."""
+    workers.store.breaks_at = "keras_distplug/told/a session/report/1/0"
+    workers.all[0].send("0")
+    workers.all[0].send("0")
+    workers.heard.wait_for(lost=1)
+    workers.all[1].send("1")
+    workers.others.wait_for(lost=1)
+    assert "lost another worker" in str(workers.heard.lost[0])
+    assert workers.heard.together == []
