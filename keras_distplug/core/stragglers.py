@@ -68,9 +68,15 @@ class Straggler:
         what = "for its data" if self.cause == "input" else "to compute its gradients"
         if self.is_over:
             return f"{who} takes no longer than others any more {what}"
-        own, others = (f"{1000 * each:.3g} ms" for each in (self.own_s, self.others_s))
-        past = "" if self.past_s is None else f"; before, it took {1000 * self.past_s:.3g} ms"
-        return f"{who} takes {own} {what} in each step, others {others}, and wait for it{past}"
+        past = "" if self.past_s is None else f"; before, it took {_time(self.past_s)}"
+        return (
+            f"{who} takes {_time(self.own_s)} {what} in each step, others {_time(self.others_s)}, "
+            f"and wait for it{past}"
+        )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
 class Judge:

@@ -55,7 +55,7 @@ def slow_from(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_told(steps: int, slow_from: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_told(steps: int, slow_from: list[int], caplog: pytest.LogCaptureFixture) -> None:
     """Behind as many windows in a row as it takes, in a line and to whoever asks."""
     slow_from[0] = 3 * WINDOW
     heard: list[tuple[int, Straggler]] = []
@@ -66,7 +66,7 @@ def test_told(steps: int, slow_from: list[int], capsys: pytest.CaptureFixture[st
     [(step, found)] = heard
     assert step == 6 * WINDOW
     assert (found.cause, found.replica, found.score, found.past_s) == ("compute", 1, 0.5, 10.0)
-    assert "straggler: replica 1 (worker-0 on " in capsys.readouterr().out
+    assert "straggler: replica 1 (worker-0 on " in caplog.text
 
 
 def test_second_fit(slow_from: list[int]) -> None:
