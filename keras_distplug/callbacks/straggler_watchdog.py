@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 import statistics
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import keras
+import numpy as np
 
 from keras_distplug.callbacks.one_of_a_kind import stood_aside
 from keras_distplug.cluster import agreement
 from keras_distplug.cluster.reports import Reports
+from keras_distplug.cluster.round_trips import RoundTrips
 from keras_distplug.compat import callback_list, steps, trainer
 from keras_distplug.core.errors import AgreementError, ConfigurationError
 from keras_distplug.core.log import announce
@@ -24,15 +27,18 @@ from keras_distplug.core.stragglers import Judge, Pace, Straggler
 from keras_distplug.storage.commit import Writer
 from keras_distplug.training.guard import Guard
 
+_EVERY_SECS = 1.0
+
 
 class StragglerWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
-    """Says which replica, or whose input, all others wait for.
+    """Says which replica, or whose input or network, all others wait for.
 
     In synchronous training every worker's step takes as long as that of the slowest, so that from
     outside all look the same. Here each replica takes the time from its data to its gradients,
-    before those are summed, and each worker that for which it waits for its own data. The chief
-    compares them, in a thread: one that is slower than the median of the others, in several windows
-    of steps in a row, is told of in a line, and again when it is over.
+    before those are summed, and each worker that for which it waits for its own data, and, in a
+    thread, that of messages to the chief and back. The chief compares them, in a thread: one that
+    is slower than the median of the others, in several windows of steps in a row, is told of in a
+    line, and again when it is over.
 
     Example:
 
@@ -44,8 +50,9 @@ class StragglerWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
     - It is among `defaults()`; one of your own takes its place. A single replica has nobody to
       compare it with.
     - A layer that talks to other replicas within the step, such as a synchronized
-      `BatchNormalization`, makes all as slow as the slowest: that is not seen. Nor is a slow
-      network, which all wait for alike.
+      `BatchNormalization`, makes all as slow as the slowest: that is not seen.
+    - A slow network of the chief is one of all others. One of the only other worker is found by its
+      own past, so that it has to become slow.
     - Replicas that are logical devices of one CPU share its cores, which makes their times noisy.
       **Not verified on GPU**, where a gradient is there for Python when it has been copied.
 
@@ -124,6 +131,14 @@ class StragglerWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
             words = agreement.among(self._role)
             session = Writer.new_attempt() if self._role.is_chief else None
             session = words.from_chief("stragglers", session)
+            self._gradient_bytes = sum(
+                math.prod(each.shape) * np.dtype(each.dtype).itemsize
+                for each in self.model.trainable_variables
+            )
+            self._round_trips = None
+            if not self._role.is_chief:
+                topic = f"{session}/round/{self._role.rank}"
+                self._round_trips = RoundTrips(topic, words, _EVERY_SECS)
             self._reports = Reports(session, self._role, words, self._compare, self._on_lost)
             steps.hear_of_fetches(self.model, self._waits_s.append)
 
@@ -177,7 +192,13 @@ class StragglerWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         if self._reports is None:
             self._found += self._judge.hear([pace])
         else:
-            self._reports.send(json.dumps(asdict(pace)))
+            self._reports.send(lambda: json.dumps(asdict(self._with_network(pace))))
+
+    def _with_network(self, pace: Pace) -> Pace:
+        """From a thread."""
+        if self._round_trips is None:
+            return pace
+        return replace(pace, network_s=self._round_trips.seconds_for(self._gradient_bytes))
 
     def _compare(self, reports: list[str]) -> None:
         """From a thread."""

@@ -57,15 +57,15 @@ class Reports:
         self._words = words
         self._on_all = on_all
         self._on_lost = on_lost
-        self._own: SimpleQueue[str | None] = SimpleQueue()
+        self._own: SimpleQueue[Callable[[], str] | None] = SimpleQueue()
         self._awaited: str | None = None
         self._closed = threading.Event()
         self._thread = in_background(self._run)
         close_at_exit(self)
 
-    def send(self, report: str) -> None:
-        """Never waits."""
-        self._own.put(report)
+    def send(self, make: Callable[[], str]) -> None:
+        """Never waits: `make` makes the report in a thread, and may raise AgreementError."""
+        self._own.put(make)
 
     def close(self) -> None:
         """Ends what is under way: reports that are not together yet are of no use any more."""
@@ -81,7 +81,8 @@ class Reports:
     def _run(self) -> None:
         number = 0
         try:
-            while (report := self._own.get()) is not None:
+            while (make := self._own.get()) is not None and not self._closed.is_set():
+                report = make()
                 if self._role.is_chief:
                     self._bring_together(report, number)
                 else:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Cause = Literal["compute", "input"]
+Cause = Literal["compute", "input", "network"]
 Unit = tuple[Cause, int]
 
 _PAST = 128  # windows
@@ -24,6 +24,8 @@ class Pace:
         step_s: A whole step.
         compute_s: For each of its replicas, by number, from its data to its gradients.
         input_s: How long it waited for its own data in a step; None if that is not known.
+        network_s: How long it would take to bring a step's gradients to the chief and back; None
+            for the chief, or if that is not known.
     """
 
     worker: int
@@ -31,6 +33,7 @@ class Pace:
     step_s: float
     compute_s: Mapping[int, float]
     input_s: float | None = None
+    network_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -38,13 +41,14 @@ class Straggler:
     """One that is slower than the others, window after window, or is so no more.
 
     Args:
-        cause: What takes it longer: `"compute"`, from its data to its gradients, or `"input"`, to
-            have its data.
+        cause: What takes it longer: `"compute"`, from its data to its gradients; `"input"`, to
+            have its data; or `"network"`, to bring a step's gradients to the chief and back.
         worker: The rank of its worker.
         where: That one's name and machine.
-        replica: Its number among all replicas; None where the input is slow, which is a worker's.
+        replica: Its number among all replicas; None where it is the worker's.
         own_s: How long it takes, in a step.
-        others_s: How long others take: the median of them.
+        others_s: How long others take: the median of them; None if there are none to compare with,
+            as for the network of the only worker beside the chief.
         past_s: How long it took itself before; None if it was never fast enough to know.
         is_over: Whether it is as fast as others again.
     """
@@ -54,25 +58,34 @@ class Straggler:
     where: str
     replica: int | None
     own_s: float
-    others_s: float
+    others_s: float | None
     past_s: float | None
     is_over: bool = False
 
     @property
     def score(self) -> float:
-        """1 for one that is as fast as others, 0.5 for one that takes twice as long."""
-        return self.others_s / self.own_s if self.own_s else 1.0
+        """1 for one that is as fast as others, or as itself before where there are none; 0.5 for
+        one that takes twice as long."""
+        reference_s = self.past_s if self.others_s is None else self.others_s
+        return 1.0 if reference_s is None or not self.own_s else reference_s / self.own_s
 
     def __str__(self) -> str:
         who = self.where if self.replica is None else f"replica {self.replica} ({self.where})"
-        what = "for its data" if self.cause == "input" else "to compute its gradients"
         if self.is_over:
-            return f"{who} takes no longer than others any more {what}"
+            return f"{who} takes no longer than others any more {_WHAT[self.cause]}"
+        others = "" if self.others_s is None else f", others {_time(self.others_s)}"
         past = "" if self.past_s is None else f"; before, it took {_time(self.past_s)}"
         return (
-            f"{who} takes {_time(self.own_s)} {what} in each step, others {_time(self.others_s)}, "
-            f"and wait for it{past}"
+            f"{who} takes {_time(self.own_s)} {_WHAT[self.cause]} in each step{others}; all wait "
+            f"for it{past}"
         )
+
+
+_WHAT: Mapping[Cause, str] = {
+    "compute": "to compute its gradients",
+    "input": "for its data",
+    "network": "to bring its gradients to the chief and back",
+}
 
 
 def _time(seconds: float) -> str:
@@ -104,14 +117,15 @@ class Judge:
         """Takes a window of all workers, and gives whom there is to tell of, by now."""
         step_s = statistics.median(each.step_s for each in paces)
         told = []
-        for unit, found in _compared(paces):
-            longer_s = found.own_s - found.others_s
+        for unit, compared in _compared(paces):
+            past = self._past[unit]
+            found = replace(compared, past_s=statistics.median(past) if past else None)
+            longer_s = (1 - found.score) * found.own_s
             is_slow = found.score < self._threshold and longer_s >= self._least_share * step_s
             self._count(unit, is_slow)
-            past = self._past[unit]
             if self._in_a_row[unit] == self._windows and unit not in self._known:
                 self._known.add(unit)
-                told.append(replace(found, past_s=statistics.median(past) if past else None))
+                told.append(found)
             elif self._in_a_row[unit] == -self._windows and unit in self._known:
                 self._known.remove(unit)
                 told.append(replace(found, is_over=True))
@@ -125,18 +139,18 @@ class Judge:
 
 
 def _compared(paces: Sequence[Pace]) -> Iterator[tuple[Unit, Straggler]]:
-    """Each replica and each worker's input, beside the median of the others."""
-    replicas = [(each, number, s) for each in paces for number, s in each.compute_s.items()]
-    for pace, number, own_s in replicas if len(replicas) > 1 else ():
-        others_s = statistics.median(s for _, other, s in replicas if other != number)
-        yield (
-            ("compute", number),
-            Straggler("compute", pace.worker, pace.where, number, own_s, others_s, None),
-        )
-    inputs = [(each, each.input_s) for each in paces if each.input_s is not None]
-    for pace, own_s in inputs if len(inputs) > 1 else ():
-        others_s = statistics.median(s for other, s in inputs if other is not pace)
-        yield (
-            ("input", pace.worker),
-            Straggler("input", pace.worker, pace.where, None, own_s, others_s, None),
-        )
+    """Each replica, and each worker's input and network, beside the median of the others."""
+    taken: dict[Cause, list[tuple[Pace, int | None, float | None]]] = {
+        "compute": [(each, number, s) for each in paces for number, s in each.compute_s.items()],
+        "input": [(each, None, each.input_s) for each in paces],
+        "network": [(each, None, each.network_s) for each in paces],
+    }
+    for cause, each in taken.items():
+        known = [(pace, number, s) for pace, number, s in each if s is not None]
+        for place, (pace, number, own_s) in enumerate(known):
+            others = [s for _, _, s in known[:place] + known[place + 1 :]]
+            if others or cause == "network":
+                others_s = statistics.median(others) if others else None
+                unit = pace.worker if number is None else number
+                found = Straggler(cause, pace.worker, pace.where, number, own_s, others_s, None)
+                yield (cause, unit), found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 from cluster.key_values import Memory
@@ -70,7 +71,7 @@ def test_together(workers: Workers) -> None:
     """The n-th ones of all, by rank, whoever is first; the store keeps none of them."""
     for number in range(5):
         for rank in (2, 0, 1):
-            workers.all[rank].send(f"{rank} says {number}")
+            workers.all[rank].send(partial(str, f"{rank} says {number}"))
     workers.heard.wait_for(together=5)
     assert workers.heard.together == [
         [f"{rank} says {number}" for rank in range(WORKERS)] for number in range(5)
@@ -83,16 +84,16 @@ def test_together(workers: Workers) -> None:
 
 def test_one_is_missing(workers: Workers) -> None:
     """Nothing is told before all have reported."""
-    workers.all[1].send("1")
-    workers.all[0].send("0")
+    workers.all[1].send(lambda: "1")
+    workers.all[0].send(lambda: "0")
     assert workers.heard.together == []
-    workers.all[2].send("2")
+    workers.all[2].send(lambda: "2")
     workers.heard.wait_for(together=1)
 
 
 def test_end_with_one_missing(workers: Workers) -> None:
     """The chief does not wait for what will never come."""
-    workers.all[0].send("0")
+    workers.all[0].send(lambda: "0")
     for each in workers.all:
         each.close()
         assert not each._thread.is_alive()
@@ -103,10 +104,19 @@ def test_end_with_one_missing(workers: Workers) -> None:
 def test_words_are_lost(workers: Workers) -> None:
     """That is told once, and nobody is kept."""
     workers.store.breaks_at = "keras_distplug/told/a session/report/1/0"
-    workers.all[0].send("0")
-    workers.all[0].send("0")
+    workers.all[0].send(lambda: "0")
+    workers.all[0].send(lambda: "0")
     workers.heard.wait_for(lost=1)
-    workers.all[1].send("1")
+    workers.all[1].send(lambda: "1")
     workers.others.wait_for(lost=1)
     assert "lost another worker" in str(workers.heard.lost[0])
     assert workers.heard.together == []
+
+
+def test_report_that_cannot_be_made(workers: Workers) -> None:
+    def make() -> str:
+        raise AgreementError("no answer")
+
+    workers.all[1].send(make)
+    workers.others.wait_for(lost=1)
+    assert str(workers.others.lost[0]) == "no answer"

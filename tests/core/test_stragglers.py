@@ -13,7 +13,9 @@ STEP_S = 0.1
 
 
 def paces(
-    compute_s: Sequence[float | Mapping[int, float]], input_s: Sequence[float] = ()
+    compute_s: Sequence[float | Mapping[int, float]],
+    input_s: Sequence[float] = (),
+    network_s: Sequence[float | None] = (),
 ) -> list[Pace]:
     """A window of as many workers, of one replica each or of some."""
     return [
@@ -23,6 +25,7 @@ def paces(
             STEP_S,
             each if isinstance(each, Mapping) else {rank: each},
             input_s[rank] if input_s else None,
+            network_s[rank] if network_s else None,
         )
         for rank, each in enumerate(compute_s)
     ]
@@ -46,7 +49,7 @@ def test_slow_in_each_window() -> None:
     assert found.score == 0.5
     assert str(found) == (
         "replica 1 (worker-1 on h) takes 100 ms to compute its gradients in each step, others "
-        "50 ms, and wait for it; before, it took 50 ms"
+        "50 ms; all wait for it; before, it took 50 ms"
     )
 
 
@@ -114,6 +117,31 @@ def test_input() -> None:
     [found] = told[2]
     assert (found.cause, found.worker, found.replica) == ("input", 2, None)
     assert str(found).startswith("worker-2 on h takes 60 ms for its data in each step, others 0 ms")
+
+
+def test_network() -> None:
+    """That of one worker, beside those of the others; the chief has none."""
+    told = judged(*[paces([0.02] * 4, network_s=[None, 0.01, 0.01, 0.06])] * 3)
+    [found] = told[2]
+    assert (found.cause, found.worker, found.replica) == ("network", 3, None)
+    assert str(found).startswith(
+        "worker-3 on h takes 60 ms to bring its gradients to the chief and back in each step, "
+        "others 10 ms; all wait for it"
+    )
+
+
+def test_network_of_the_only_other_worker() -> None:
+    """Beside its own past, if there is one."""
+    fine, slow = (paces([0.02] * 2, network_s=[None, s]) for s in (0.01, 0.06))
+    assert not any(judged(*[slow] * 9))
+    told = judged(fine, fine, *[slow] * 4, *[fine] * 3)
+    assert [len(each) for each in told] == [0, 0, 0, 0, 1, 0, 0, 0, 1]
+    [found] = told[4]
+    assert (found.cause, found.worker, found.others_s, found.past_s) == ("network", 1, None, 0.01)
+    assert str(found) == (
+        "worker-1 on h takes 60 ms to bring its gradients to the chief and back in each step; all "
+        "wait for it; before, it took 10 ms"
+    )
 
 
 def test_both() -> None:

@@ -24,6 +24,19 @@ class Ended:
     output: str
 
 
+@dataclass(frozen=True)
+class Host:
+    """Where a worker runs.
+
+    Args:
+        address: That the others reach it at.
+        prefix: What a command begins with to run there.
+    """
+
+    address: str = "127.0.0.1"
+    prefix: Sequence[str] = ()
+
+
 def free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
@@ -44,14 +57,21 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def run_workers(
-    command: Sequence[str], workers: int, *, env: Mapping[str, str] | None = None, timeout_s: float
+    command: Sequence[str],
+    workers: int,
+    *,
+    env: Mapping[str, str] | None = None,
+    hosts: Sequence[Host] | None = None,
+    timeout_s: float,
 ) -> list[Ended]:
     """Runs `command` once per worker with a fresh TF_CONFIG (none for a single worker).
 
     All processes are killed when `timeout_s` is over, which fails the test that called.
     """
     ports = free_ports(workers)
-    cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
+    hosts = [Host()] * workers if hosts is None else hosts
+    addresses = [host.address for host in hosts]
+    cluster = {"worker": [f"{a}:{port}" for a, port in zip(addresses, ports, strict=True)]}
     processes = []
     for index in range(workers):
         own = environment(env)
@@ -60,7 +80,7 @@ def run_workers(
             own["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
         processes.append(
             subprocess.Popen(
-                [sys.executable, *command],
+                [*hosts[index].prefix, sys.executable, *command],
                 env=own,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
 import sys
 import time
 from typing import Any
@@ -16,11 +17,13 @@ STRATEGY = kd.init()
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
+from support.networks import DEVICE  # noqa: E402
 
 BATCH = 12
 EACH_S = 0.02  # what a step takes of everybody, so that other work on the machine is little beside
 SLOW_S = 0.06
 WINDOW = 5
+FINE = 5  # windows, before a network becomes slow
 RANK = STRATEGY.cluster_resolver.task_id
 
 
@@ -63,6 +66,9 @@ class Varies(keras.callbacks.Callback):
         is_slow = wandering or (self.case == "compute" and self.slow == RANK)
         self.takes.seconds.assign(SLOW_S if is_slow else EACH_S)
         self.step += 1
+        if self.case == "network" and self.slow == RANK and self.step == FINE * WINDOW:
+            rate = f"tc qdisc add dev {DEVICE} root tbf rate 50mbit burst 64kb latency 1s"
+            subprocess.run(rate.split(), timeout=30, check=True)
 
 
 def samples(case: str, slow: int, batches: int) -> tf.data.Dataset:
@@ -79,9 +85,10 @@ def trained(case: str, slow: int, windows: int, *, is_watched: bool = True) -> d
     found: list[dict[str, Any]] = []
     with STRATEGY.scope():
         keras.utils.set_random_seed(1)
+        width = 50_000 if case == "network" else 8  # 1.6 MB of gradients
         takes = Takes()
         made = keras.Sequential(
-            [keras.Input((6,)), takes, keras.layers.Dense(8), keras.layers.Dense(1)]
+            [keras.Input((6,)), takes, keras.layers.Dense(width), keras.layers.Dense(1)]
         )
         made.compile(keras.optimizers.Adam(0.01), "mse")
     varies = Varies(case, slow, takes)

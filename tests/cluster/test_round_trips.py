@@ -1,0 +1,64 @@
+"""How long messages take to the chief and back."""
+
+from __future__ import annotations
+
+import pytest
+
+from keras_distplug.cluster.round_trips import PAYLOAD_BYTES, RoundTrips
+
+EMPTY_S, BYTE_S = 0.002, 1e-6
+
+
+class Line:
+    """A network of which each message takes its time, which is noted and does not pass."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.byte_s = BYTE_S
+        self.kept: dict[str, str] = {}
+        self.heard = 0
+        self.noise_s = 0.0
+
+    def tell_first(self, topic: str, text: str) -> bool:
+        assert topic not in self.kept
+        self.kept[topic] = text
+        self.now_s += len(text) * self.byte_s
+        return True
+
+    def hear(self, topic: str, timeout_s: float | None) -> str:
+        self.heard += 1
+        self.now_s += EMPTY_S + (self.noise_s if self.heard % 3 else 0)
+        return self.kept[topic]
+
+    def forget(self, topic: str) -> None:
+        del self.kept[topic]
+
+
+@pytest.fixture
+def line() -> Line:
+    return Line()
+
+
+def trips(line: Line) -> RoundTrips:
+    return RoundTrips("a topic", line, every_secs=1, now_s=lambda: line.now_s)
+
+
+@pytest.mark.parametrize("size", [0, 1000, PAYLOAD_BYTES, 10**8])
+@pytest.mark.parametrize("noise_s", [0.0, 0.3])
+def test_reckoned(size: int, noise_s: float, line: Line) -> None:
+    """From what two sizes take, whatever else keeps some of the messages."""
+    line.noise_s = noise_s
+    assert trips(line).seconds_for(size) == pytest.approx(EMPTY_S + size * BYTE_S, rel=1e-2)
+    assert line.kept == {}
+
+
+def test_known_for_a_while(line: Line) -> None:
+    """What is known is not asked for again at once."""
+    made = trips(line)
+    first = made.seconds_for(1000)
+    heard = line.heard
+    line.byte_s *= 10
+    assert made.seconds_for(1000) == first
+    assert line.heard == heard
+    line.now_s += 1
+    assert made.seconds_for(1000) > 3 * first

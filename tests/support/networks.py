@@ -1,0 +1,54 @@
+"""Workers whose network can be made slow: each in a network namespace of its own, on one bridge."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from support.cluster import Host
+
+DEVICE = "net0"  # in each namespace
+
+
+@contextmanager
+def hosts(count: int) -> Iterator[list[Host]]:
+    """So many of them, with addresses of their own. Skips the test where that is not permitted."""
+    if not (shutil.which("ip") and shutil.which("tc")):
+        pytest.skip("no `ip` and `tc`: apt install iproute2")
+    number = os.getpid() % 2**14
+    subnet, name = f"10.{64 + number // 256}.{number % 256}", f"kd{number}"
+    made: list[list[str]] = []
+
+    def make(undo: str, *commands: str) -> None:
+        for command in commands:
+            done = subprocess.run(command.split(), capture_output=True, text=True, timeout=30)
+            if done.returncode:
+                pytest.skip(f"no right to make a network: {command}: {done.stderr.strip()}")
+            if undo and command == commands[0]:
+                made.append(undo.split())
+
+    try:
+        make(f"ip link del {name}", f"ip link add {name} type bridge", f"ip link set {name} up")
+        found = []
+        for each in range(count):
+            space, end = f"{name}-{each}", f"{name}.{each}"
+            inside = f"ip -n {space}"
+            address = f"{subnet}.{each + 1}"
+            make(f"ip netns del {space}", f"ip netns add {space}")
+            make(
+                "",
+                f"ip link add {end} type veth peer name {DEVICE} netns {space}",
+                f"ip link set {end} master {name} up",
+                f"{inside} addr add {address}/24 dev {DEVICE}",
+                f"{inside} link set {DEVICE} up",
+                f"{inside} link set lo up",
+            )
+            found.append(Host(address, ("ip", "netns", "exec", space)))
+        yield found
+    finally:
+        for undo in reversed(made):
+            subprocess.run(undo, capture_output=True, timeout=30, check=False)
