@@ -27,7 +27,7 @@ from keras_distplug.core.stragglers import Judge, Pace, Straggler
 from keras_distplug.storage.commit import Writer
 from keras_distplug.training.guard import Guard
 
-_EVERY_SECS = 1.0
+_EVERY_SECS = 1.0  # of a measurement of the network, for each worker that there is beside the chief
 
 
 class StragglerWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
@@ -137,8 +137,9 @@ class StragglerWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
             )
             self._round_trips = None
             if not self._role.is_chief:
+                others = self._role.world_size - 1
                 topic = f"{session}/round/{self._role.rank}"
-                self._round_trips = RoundTrips(topic, words, _EVERY_SECS)
+                self._round_trips = RoundTrips(topic, words, _EVERY_SECS * others)
             self._reports = Reports(session, self._role, words, self._compare, self._on_lost)
             steps.hear_of_fetches(self.model, self._waits_s.append)
 
@@ -198,7 +199,8 @@ class StragglerWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         """From a thread."""
         if self._round_trips is None:
             return pace
-        return replace(pace, network_s=self._round_trips.seconds_for(self._gradient_bytes))
+        network_s, is_new = self._round_trips.seconds_for(self._gradient_bytes)
+        return replace(pace, network_s=network_s, is_network_new=is_new)
 
     def _compare(self, reports: list[str]) -> None:
         """From a thread."""

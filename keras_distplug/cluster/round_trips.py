@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from keras_distplug.cluster.reports import Words
 
-PAYLOAD_BYTES = 2**16
+PAYLOAD_BYTES = 2**18  # more than what a slow line may let pass at once
 _TRIES = 3
 _ANSWER_S = 60.0
 
@@ -39,19 +39,20 @@ class RoundTrips:
         self._number = 0
         self._known: tuple[float, float, float] | None = None  # when, for none, for each byte
 
-    def seconds_for(self, message_bytes: int) -> float:
-        """How long a message of that size takes.
+    def seconds_for(self, message_bytes: int) -> tuple[float, bool]:
+        """How long a message of that size takes, and whether that was measured just now.
 
         Raises:
             AgreementError: If none comes back.
         """
-        if self._known is None or self._now_s() - self._known[0] >= self._every_secs:
+        is_due = self._known is None or self._now_s() - self._known[0] >= self._every_secs
+        if self._known is None or is_due:
             empty_s, full_s = (
                 min(self._taken_s(size) for _ in range(_TRIES)) for size in (1, PAYLOAD_BYTES)
             )
             self._known = self._now_s(), empty_s, max(0.0, full_s - empty_s) / PAYLOAD_BYTES
         _, empty_s, byte_s = self._known
-        return empty_s + message_bytes * byte_s
+        return empty_s + message_bytes * byte_s, is_due
 
     def _taken_s(self, message_bytes: int) -> float:
         topic = f"{self._topic}/{self._number}"

@@ -26,6 +26,7 @@ class Pace:
         input_s: How long it waited for its own data in a step; None if that is not known.
         network_s: How long it would take to bring a step's gradients to the chief and back; None
             for the chief, or if that is not known.
+        is_network_new: Whether that was measured in this window.
     """
 
     worker: int
@@ -34,6 +35,7 @@ class Pace:
     compute_s: Mapping[int, float]
     input_s: float | None = None
     network_s: float | None = None
+    is_network_new: bool = True
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,11 @@ class Judge:
     def hear(self, paces: Sequence[Pace]) -> list[Straggler]:
         """Takes a window of all workers, and gives whom there is to tell of, by now."""
         step_s = statistics.median(each.step_s for each in paces)
+        stale = {("network", each.worker) for each in paces if not each.is_network_new}
         told = []
         for unit, compared in _compared(paces):
+            if unit in stale:
+                continue  # one measurement counts once
             past = self._past[unit]
             found = replace(compared, past_s=statistics.median(past) if past else None)
             longer_s = (1 - found.score) * found.own_s

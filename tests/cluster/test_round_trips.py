@@ -48,17 +48,21 @@ def trips(line: Line) -> RoundTrips:
 def test_reckoned(size: int, noise_s: float, line: Line) -> None:
     """From what two sizes take, whatever else keeps some of the messages."""
     line.noise_s = noise_s
-    assert trips(line).seconds_for(size) == pytest.approx(EMPTY_S + size * BYTE_S, rel=1e-2)
+    found_s, is_new = trips(line).seconds_for(size)
+    assert found_s == pytest.approx(EMPTY_S + size * BYTE_S, rel=1e-2)
+    assert is_new
     assert line.kept == {}
 
 
 def test_known_for_a_while(line: Line) -> None:
     """What is known is not asked for again at once."""
     made = trips(line)
-    first = made.seconds_for(1000)
+    first_s, _ = made.seconds_for(10**6)
     heard = line.heard
     line.byte_s *= 10
-    assert made.seconds_for(1000) == first
+    assert made.seconds_for(10**6) == (first_s, False)
     assert line.heard == heard
     line.now_s += 1
-    assert made.seconds_for(1000) > 3 * first
+    second_s, is_new = made.seconds_for(10**6)
+    assert second_s > 3 * first_s
+    assert is_new

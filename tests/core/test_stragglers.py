@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -128,6 +129,14 @@ def test_network() -> None:
         "worker-3 on h takes 60 ms to bring its gradients to the chief and back in each step, "
         "others 10 ms; all wait for it"
     )
+
+
+def test_network_measured_now_and_then() -> None:
+    """One measurement counts once, in however many windows it is the newest."""
+    new = paces([0.02] * 3, network_s=[None, 0.01, 0.06])
+    old = [replace(each, is_network_new=False) for each in new]
+    told = judged(new, *[old] * 9, new, *[old] * 9, new)
+    assert [number for number, each in enumerate(told) if each] == [20]
 
 
 def test_network_of_the_only_other_worker() -> None:

@@ -67,7 +67,7 @@ class Varies(keras.callbacks.Callback):
         self.takes.seconds.assign(SLOW_S if is_slow else EACH_S)
         self.step += 1
         if self.case == "network" and self.slow == RANK and self.step == FINE * WINDOW:
-            rate = f"tc qdisc add dev {DEVICE} root tbf rate 50mbit burst 64kb latency 1s"
+            rate = f"tc qdisc add dev {DEVICE} root tbf rate 50mbit burst 32kb latency 1s"
             subprocess.run(rate.split(), timeout=30, check=True)
 
 
