@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,8 +19,8 @@ def hosts(count: int) -> Iterator[list[Host]]:
     """So many of them, with addresses of their own. Skips the test where that is not permitted."""
     if not (shutil.which("ip") and shutil.which("tc")):
         pytest.skip("no `ip` and `tc`: apt install iproute2")
-    number = os.getpid() % 2**14
-    subnet, name = f"10.{64 + number // 256}.{number % 256}", f"kd{number}"
+    token = uuid.uuid4()  # what another test has left goes when the kernel likes
+    subnet, name = f"10.{64 + token.bytes[0] % 64}.{token.bytes[1]}", f"kd{token.hex[:8]}"
     made: list[list[str]] = []
 
     def make(undo: str, *commands: str) -> None:
