@@ -134,6 +134,8 @@ def main() -> None:
     if arguments.each:
         sets |= {
             "NaNWatchdog": lambda folder: [kd.NaNWatchdog()],
+            "StragglerWatchdog": lambda folder: [kd.StragglerWatchdog()],
+            "ReplicaMetrics": lambda folder: [kd.ReplicaMetrics(folder)],
             "HangWatchdog": lambda folder: [kd.HangWatchdog()],
             "BackupAndRestore": lambda folder: [kd.BackupAndRestore(folder)],
         }

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from keras_distplug.callbacks.hang_watchdog import HangWatchdog
     from keras_distplug.callbacks.nan_watchdog import NaNWatchdog
     from keras_distplug.callbacks.preemption_handler import PreemptionHandler
+    from keras_distplug.callbacks.replica_metrics import ReplicaMetrics
     from keras_distplug.callbacks.straggler_watchdog import StragglerWatchdog
     from keras_distplug.compat.trainer import adapt
     from keras_distplug.core import errors
@@ -35,6 +36,7 @@ __all__ = [
     "HangWatchdog",
     "NaNWatchdog",
     "PreemptionHandler",
+    "ReplicaMetrics",
     "StragglerWatchdog",
     "__version__",
     "adapt",
@@ -55,6 +57,7 @@ _HOMES = {
     "HangWatchdog": "keras_distplug.callbacks.hang_watchdog",
     "NaNWatchdog": "keras_distplug.callbacks.nan_watchdog",
     "PreemptionHandler": "keras_distplug.callbacks.preemption_handler",
+    "ReplicaMetrics": "keras_distplug.callbacks.replica_metrics",
     "StragglerWatchdog": "keras_distplug.callbacks.straggler_watchdog",
     "adapt": "keras_distplug.compat.trainer",
     "chief_only": "keras_distplug.callbacks.chief_only",

@@ -67,12 +67,19 @@ class Reports:
         """Never waits: `make` makes the report in a thread, and may raise AgreementError."""
         self._own.put(make)
 
-    def close(self) -> None:
-        """Ends what is under way: reports that are not together yet are of no use any more."""
+    def close(self, last_secs: float = 0.0) -> None:
+        """Ends what is under way.
+
+        Args:
+            last_secs: How long to wait for reports that are not together yet, which are of no use
+                any more then.
+        """
         if self._closed.is_set():
             return
-        self._closed.set()
         self._own.put(None)
+        if last_secs and threading.current_thread() is not self._thread:
+            self._thread.join(last_secs)
+        self._closed.set()
         if (awaited := self._awaited) is not None:
             in_background(lambda: self._try_to_tell(awaited))
         if threading.current_thread() is not self._thread:

@@ -32,6 +32,12 @@ class Gate(Protocol):
         """The gradients of this replica as the others shall get them."""
         ...
 
+    def received(
+        self, optimizer: keras.optimizers.Optimizer, summed: Sequence[Any]
+    ) -> Sequence[Any]:
+        """The gradients of all replicas together as the optimizer shall get them."""
+        ...
+
     def opens(
         self,
         optimizer: keras.optimizers.Optimizer,
@@ -72,6 +78,7 @@ def apply(
         variables = list(variables)
         _build(optimizer, variables)
     trained = _inner(optimizer)._trainable_variables if variables is None else variables
+    summed = gate.received(optimizer, summed)
     opens = gate.opens(optimizer, own, summed, trained)
     if opens is None:
         return stock(summed, variables)

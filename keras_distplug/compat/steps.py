@@ -190,16 +190,24 @@ def _spec_of_any_size(value: Any) -> Any:
     return NotImplemented
 
 
-def hear_of_fetches(model: keras.Model, on_fetch: Callable[[float], None] | None) -> None:
+def hear_of_fetches(model: keras.Model, on_fetch: Callable[[float], None]) -> None:
     """Has `on_fetch` called with how many seconds this worker has waited for its own data, where
     the workers of `model` then wait for each other to have some."""
-    override(model, _ON_FETCH, on_fetch)
+    listeners = vars(model).get(_ON_FETCH)
+    if listeners is None:
+        listeners = []
+        override(model, _ON_FETCH, listeners)
+    listeners.append(on_fetch)
+
+
+def hear_no_more_of_fetches(model: keras.Model, on_fetch: Callable[[float], None]) -> None:
+    vars(model)[_ON_FETCH].remove(on_fetch)
 
 
 def _fetched(model: keras.Model, on_batch: OnData, iterator: Any) -> Any:
-    on_fetch = vars(model).get(_ON_FETCH)
+    listeners = vars(model).get(_ON_FETCH, ())
     for own in getattr(iterator, "_iterators", ()):
-        override(own, _ON_FETCH, on_fetch)
+        override(own, _ON_FETCH, listeners)
         if mark(own):
             for name in ("get_next_as_list", "get_next_as_optional_list"):
                 override(own, name, _timed(own, getattr(own, name)))
@@ -213,8 +221,9 @@ def _timed(own: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
     def get_next(*args: Any, **kwargs: Any) -> Any:
         begun_s = time.perf_counter()
         found = stock(*args, **kwargs)
-        if (on_fetch := vars(own).get(_ON_FETCH)) is not None:
-            on_fetch(time.perf_counter() - begun_s)
+        taken_s = time.perf_counter() - begun_s
+        for on_fetch in list(vars(own)[_ON_FETCH]):
+            on_fetch(taken_s)
         return found
 
     return get_next

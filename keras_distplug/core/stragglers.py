@@ -8,34 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from keras_distplug.core.step_reports import StepReport
+
 Cause = Literal["compute", "input", "network"]
 Unit = tuple[Cause, int]
 
 _PAST = 128  # windows
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How fast a worker was in a window of steps.
-
-    Args:
-        worker: Its rank.
-        where: Its name, and its machine.
-        step_s: A whole step.
-        compute_s: For each of its replicas, by number, from its data to its gradients.
-        input_s: How long it waited for its own data in a step; None if that is not known.
-        network_s: How long it would take to bring a step's gradients to the chief and back; None
-            for the chief, or if that is not known.
-        is_network_new: Whether that was measured in this window.
-    """
-
-    worker: int
-    where: str
-    step_s: float
-    compute_s: Mapping[int, float]
-    input_s: float | None = None
-    network_s: float | None = None
-    is_network_new: bool = True
 
 
 @dataclass(frozen=True)
@@ -115,12 +93,12 @@ class Judge:
         self._known: set[Unit] = set()
         self._past: dict[Unit, deque[float]] = defaultdict(lambda: deque(maxlen=_PAST))
 
-    def hear(self, paces: Sequence[Pace]) -> list[Straggler]:
+    def hear(self, reports: Sequence[StepReport]) -> list[Straggler]:
         """Takes a window of all workers, and gives whom there is to tell of, by now."""
-        step_s = statistics.median(each.step_s for each in paces)
-        stale = {("network", each.worker) for each in paces if not each.is_network_new}
+        step_s = statistics.median(each.step_s for each in reports)
+        stale = {("network", each.worker) for each in reports if not each.is_network_new}
         told = []
-        for unit, compared in _compared(paces):
+        for unit, compared in _compared(reports):
             if unit in stale:
                 continue  # one measurement counts once
             past = self._past[unit]
@@ -143,19 +121,21 @@ class Judge:
         self._in_a_row[unit] = max(before, 0) + 1 if is_slow else min(before, 0) - 1
 
 
-def _compared(paces: Sequence[Pace]) -> Iterator[tuple[Unit, Straggler]]:
+def _compared(reports: Sequence[StepReport]) -> Iterator[tuple[Unit, Straggler]]:
     """Each replica, and each worker's input and network, beside the median of the others."""
-    taken: dict[Cause, list[tuple[Pace, int | None, float | None]]] = {
-        "compute": [(each, number, s) for each in paces for number, s in each.compute_s.items()],
-        "input": [(each, None, each.input_s) for each in paces],
-        "network": [(each, None, each.network_s) for each in paces],
+    taken: dict[Cause, list[tuple[StepReport, int | None, float | None]]] = {
+        "compute": [
+            (each, own.replica, own.compute_s) for each in reports for own in each.replicas
+        ],
+        "input": [(each, None, each.input_s) for each in reports],
+        "network": [(each, None, each.network_s) for each in reports],
     }
     for cause, each in taken.items():
-        known = [(pace, number, s) for pace, number, s in each if s is not None]
-        for place, (pace, number, own_s) in enumerate(known):
+        known = [(report, number, s) for report, number, s in each if s is not None]
+        for place, (report, number, own_s) in enumerate(known):
             others = [s for _, _, s in known[:place] + known[place + 1 :]]
             if others or cause == "network":
                 others_s = statistics.median(others) if others else None
-                unit = pace.worker if number is None else number
-                found = Straggler(cause, pace.worker, pace.where, number, own_s, others_s, None)
+                unit = report.worker if number is None else number
+                found = Straggler(cause, report.worker, report.where, number, own_s, others_s, None)
                 yield (cause, unit), found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from keras_distplug.compat.workers import replicas_here
 from keras_distplug.training.diagnosis import Diagnosis, diagnose
 from keras_distplug.training.gradients import dense, size_of
 from keras_distplug.training.spikes import Norms
-from keras_distplug.training.stopwatch import Lap, Stopwatch
+from keras_distplug.training.stopwatch import Heard, Stopwatch
 
 _Seen = tuple[tf.Tensor, ...]  # updates, loss, norm, score, and which gradients are finite
 
@@ -35,6 +34,8 @@ class _Part(Enum):
 
     GATE = auto()
     STOPWATCH = auto()
+    READINGS = auto()
+    FINGERPRINTS = auto()
 
 
 @dataclass(frozen=True)
@@ -154,15 +155,20 @@ class Guard:
         gates.note_assignments([*model.non_trainable_variables, *model.metrics_variables])
         self._put_in_place()
 
-    def want_times(self) -> deque[Lap]:
+    def want_times(self, *, readings: bool = False, fingerprints: bool = False) -> Heard:
         """As `want`, for the times that replicas take.
 
-        Returns:
-            Where they come to stand.
+        Args:
+            readings: Whether laps have a `Reading`, too.
+            fingerprints: Whether they have a fingerprint of the replica's part of the batch.
         """
         if _Part.STOPWATCH not in self._wanted:
             self.stopwatch.forget_listeners()
         self._wanted.add(_Part.STOPWATCH)
+        if readings:
+            self._wanted.add(_Part.READINGS)
+        if fingerprints:
+            self._wanted.add(_Part.FINGERPRINTS)
         self._put_in_place()
         return self.stopwatch.listen()
 
@@ -253,8 +259,12 @@ class Guard:
         if replica is None or all(gradient is None for gradient in own):
             return own
         if replica.begun is not None and gates.is_here(replica.begun):
-            own = self.stopwatch.computed(replica.begun, own)
+            reading = self._reading(replica, optimizer, own)
+            fingerprinted = replica.plain_data() if _Part.FINGERPRINTS in self._there else ()
+            own, computed = self.stopwatch.computed(replica.begun, own, reading, fingerprinted)
             replica.begun = None  # the first optimizer's gradients are the ones
+            if _Part.READINGS in self._there and _is_one_of_several():
+                replica.computed[id(optimizer)] = computed
         if _Part.GATE not in self._there or not replica.losses or _scales(optimizer):
             return own
         present = [i for i, gradient in enumerate(own) if gradient is not None]
@@ -264,6 +274,32 @@ class Guard:
             _spoiled_unless(replica.has_sound_loss(), own[place]),
             *own[place + 1 :],
         ]
+
+    def _reading(
+        self, replica: _Replica, optimizer: keras.optimizers.Optimizer, own: Sequence[Any]
+    ) -> tuple[tf.Tensor, ...]:
+        if _Part.READINGS not in self._there:
+            return ()
+        together = share.current()
+        factor = tf.ones([])
+        if together is not None:  # from this one's part in the mean over all samples to its own
+            factor *= together.replicas
+            if id(optimizer) in together.in_loss:
+                factor = tf.math.divide_no_nan(factor, together.weight)
+        if _scales(optimizer) and optimizer.built:
+            factor /= tf.cast(optimizer.dynamic_scale, tf.float32)
+        norm = factor * tf.sqrt(2 * _half_sum_of_squares(own))
+        loss = replica.loss() if replica.losses else tf.constant(math.nan)
+        return replica.samples(), loss, norm
+
+    def received(
+        self, optimizer: keras.optimizers.Optimizer, summed: Sequence[Any]
+    ) -> Sequence[Any]:
+        replica = _current.replica
+        computed = None if replica is None else replica.computed.pop(id(optimizer), None)
+        if computed is None or not gates.is_here(computed):
+            return summed
+        return self.stopwatch.summed(computed, summed)
 
     def opens(
         self,
@@ -365,6 +401,7 @@ class _Replica:
         self._losses: list[tf.Tensor] = []
         self.oks: list[tf.Tensor] = []
         self.begun: tf.Tensor | None = None
+        self.computed: dict[int, tf.Tensor] = {}  # by optimizer: when its gradients were there
         self.told: dict[str, tuple[tf.Tensor, _Seen]] = {}
 
     @property
@@ -381,6 +418,14 @@ class _Replica:
         # Keras divides a replica's loss by their number.
         replicas = 1 if together is None else together.replicas
         return tf.reduce_sum([tf.cast(loss, tf.float32) * replicas for loss in self.losses])
+
+    def samples(self) -> tf.Tensor:
+        together = share.current()
+        return share.samples_of(self.data) if together is None else together.samples
+
+    def plain_data(self) -> list[tf.Tensor]:
+        flat = tf.nest.flatten(self.data)
+        return [each for each in flat if _is_plain(each) and gates.is_here(each)]
 
     def has_sound_data(self) -> tf.Tensor:
         flat = tf.nest.flatten(self.data, expand_composites=True)
@@ -417,6 +462,10 @@ def _not_compiled(model: keras.Model) -> Iterator[None]:
         yield
     finally:
         model.jit_compile = before
+
+
+def _is_one_of_several() -> bool:
+    return bool(tf.distribute.get_replica_context().num_replicas_in_sync > 1)
 
 
 def _scales(optimizer: keras.optimizers.Optimizer) -> bool:

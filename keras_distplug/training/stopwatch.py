@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+import xxhash
 
 from keras_distplug.training.gradients import dense, size_of
 
-_KEPT = 10_000  # laps that nobody takes
+_KEPT = 10_000  # of what nobody takes
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,46 @@ class Lap:
         replica: Its number among all replicas.
         begun_s: When its part of the batch was there, by `time.perf_counter`.
         compute_s: How long it took from there to its own gradients, before those of all are summed.
+        reading: What else is wanted of it.
+        fingerprint: Of its part of the batch, if that is wanted.
     """
 
     replica: int
     begun_s: float
     compute_s: float
+    reading: Reading | None = None
+    fingerprint: str | None = None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a replica's own samples gave, before gradients are summed over replicas.
+
+    Args:
+        samples: How many.
+        loss: The mean over them; NaN if the step does not take it from `compute_loss`.
+        gradient_norm: Of that loss.
+    """
+
+    samples: float
+    loss: float
+    gradient_norm: float
+
+
+@dataclass(frozen=True)
+class Sync:
+    """How long a replica waited, from its own gradients to the sum of those of all."""
+
+    replica: int
+    sync_s: float
+
+
+@dataclass(frozen=True)
+class Heard:
+    """Where times come to stand, of all replicas of a process."""
+
+    laps: deque[Lap] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    syncs: deque[Sync] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
 
 class Stopwatch:
@@ -40,13 +76,13 @@ class Stopwatch:
     """
 
     def __init__(self) -> None:
-        self._listeners: list[deque[Lap]] = []
+        self._listeners: list[Heard] = []
 
-    def listen(self) -> deque[Lap]:
-        """Where laps come to stand from now on."""
-        laps: deque[Lap] = deque(maxlen=_KEPT)
-        self._listeners.append(laps)
-        return laps
+    def listen(self) -> Heard:
+        """From now on."""
+        heard = Heard()
+        self._listeners.append(heard)
+        return heard
 
     def forget_listeners(self) -> None:
         self._listeners = []
@@ -58,22 +94,91 @@ class Stopwatch:
         with tf.control_dependencies([begun]):
             return tf.nest.map_structure(_identity, data, expand_composites=True), begun
 
-    def computed(self, begun: tf.Tensor, own: Sequence[Any]) -> list[Any]:
-        """Notes a lap when the gradients `own` of this replica are all there. Gives the same ones,
-        of which one waits for that."""
-        present = [i for i, gradient in enumerate(own) if gradient is not None]
-        place = min(present, key=lambda i: size_of(own[i]))
-        every = [dense(own[i]) for i in present]
-        number = tf.distribute.get_replica_context().replica_id_in_sync_group
-        noted = _called(self._note, every, number, begun, _part_of(dense(own[place])))
-        return [*own[:place], _only_behind(noted, own[place]), *own[place + 1 :]]
+    def computed(
+        self,
+        begun: tf.Tensor,
+        own: Sequence[Any],
+        reading: Sequence[tf.Tensor] = (),
+        fingerprinted: Sequence[tf.Tensor] = (),
+    ) -> tuple[list[Any], tf.Tensor]:
+        """Notes a lap when the gradients `own` of this replica are all there.
 
-    def _note(self, replica: Any, begun_s: Any, _: Any) -> np.ndarray:
+        Args:
+            begun: From `begun`.
+            own: Gradients; None where a variable has none.
+            reading: What a `Reading` consists of.
+            fingerprinted: The arrays that make the fingerprint.
+
+        Returns:
+            The same gradients, of which one waits for that; and the time.
+        """
+
+        def note(part: Any, replica: Any, begun_s: Any, *others: Any) -> np.ndarray:
+            read, arrays = others[: len(reading)], others[len(reading) :]
+            return self._note(replica, begun_s, read, arrays)
+
+        return _behind(note, own, _number(), begun, *reading, *fingerprinted)
+
+    def summed(self, computed: tf.Tensor, summed: Sequence[Any]) -> list[Any]:
+        """As `computed`, for the sums over all replicas: how long they came behind that."""
+
+        def note(part: Any, replica: Any, computed_s: Any) -> np.ndarray:
+            return self._note_sync(replica, computed_s)
+
+        gradients, _ = _behind(note, summed, _number(), computed)
+        return gradients
+
+    def _note(
+        self, replica: Any, begun_s: Any, reading: Sequence[Any], fingerprinted: Sequence[Any]
+    ) -> np.ndarray:
         now_s = time.perf_counter()
-        lap = Lap(int(replica), float(begun_s), now_s - float(begun_s))
-        for laps in self._listeners:
-            laps.append(lap)
+        lap = Lap(
+            int(replica),
+            float(begun_s),
+            now_s - float(begun_s),
+            Reading(*(float(each) for each in reading)) if reading else None,
+            fingerprint_of(fingerprinted) if fingerprinted else None,
+        )
+        for heard in self._listeners:
+            heard.laps.append(lap)
         return np.array(now_s)
+
+    def _note_sync(self, replica: Any, computed_s: Any) -> np.ndarray:
+        now_s = time.perf_counter()
+        sync = Sync(int(replica), now_s - float(computed_s))
+        for heard in self._listeners:
+            heard.syncs.append(sync)
+        return np.array(now_s)
+
+
+def fingerprint_of(arrays: Sequence[Any]) -> str:
+    """Of their bytes; text as a pipeline has it, too."""
+    found = xxhash.xxh3_64()
+    for each in arrays:
+        array = np.ascontiguousarray(each)
+        if array.dtype == object:
+            for text in array.ravel():
+                found.update(text)
+        else:
+            found.update(array.reshape(-1).view(np.uint8).data)
+    digest: str = found.hexdigest()
+    return digest
+
+
+def _number() -> Any:
+    return tf.distribute.get_replica_context().replica_id_in_sync_group
+
+
+def _behind(
+    note: Callable[..., np.ndarray], gradients: Sequence[Any], *arguments: Any
+) -> tuple[list[Any], tf.Tensor]:
+    """Has `note` called with a part of a gradient and `arguments` when all gradients are there."""
+    present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+    place = min(present, key=lambda i: size_of(gradients[i]))
+    every = [dense(gradients[i]) for i in present]
+    noted = _called(note, every, _part_of(dense(gradients[place])), *arguments)
+    waiting = _only_behind(noted, gradients[place])
+    return [*gradients[:place], waiting, *gradients[place + 1 :]], noted
 
 
 def _only_behind(stamp: tf.Tensor, gradient: Any) -> Any:

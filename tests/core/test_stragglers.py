@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from keras_distplug.core.stragglers import Judge, Pace, Straggler
+from keras_distplug.core.step_reports import ReplicaReport, StepReport
+from keras_distplug.core.stragglers import Judge, Straggler
 
 STEP_S = 0.1
 
@@ -17,22 +18,31 @@ def paces(
     compute_s: Sequence[float | Mapping[int, float]],
     input_s: Sequence[float] = (),
     network_s: Sequence[float | None] = (),
-) -> list[Pace]:
+) -> list[StepReport]:
     """A window of as many workers, of one replica each or of some."""
     return [
-        Pace(
+        StepReport(
             rank,
             f"worker-{rank} on h",
-            STEP_S,
-            each if isinstance(each, Mapping) else {rank: each},
-            input_s[rank] if input_s else None,
-            network_s[rank] if network_s else None,
+            step=10,
+            steps=10,
+            step_s=STEP_S,
+            replicas=tuple(
+                ReplicaReport(replica, compute_s)
+                for replica, compute_s in (
+                    each if isinstance(each, Mapping) else {rank: each}
+                ).items()
+            ),
+            input_s=input_s[rank] if input_s else None,
+            network_s=network_s[rank] if network_s else None,
         )
         for rank, each in enumerate(compute_s)
     ]
 
 
-def judged(*windows: list[Pace], threshold: float = 0.75, needed: int = 3) -> list[list[Straggler]]:
+def judged(
+    *windows: list[StepReport], threshold: float = 0.75, needed: int = 3
+) -> list[list[Straggler]]:
     judge = Judge(threshold, needed)
     return [judge.hear(each) for each in windows]
 

@@ -43,11 +43,11 @@ def slow_from(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """From which step on replica 1 takes twice the time of the other, and how many there are."""
     chosen = [0, 0]
 
-    def note(self: Stopwatch, replica: Any, begun_s: Any, _: Any) -> np.ndarray:
+    def note(self: Stopwatch, replica: Any, *_: Any) -> np.ndarray:
         is_slow = int(replica) == 1 and chosen[1] // 2 >= chosen[0]
         chosen[1] += 1
-        for laps in self._listeners:
-            laps.append(Lap(int(replica), 0.0, 20.0 if is_slow else 10.0))
+        for heard in self._listeners:
+            heard.laps.append(Lap(int(replica), 0.0, 20.0 if is_slow else 10.0))
         return np.array(1.0)
 
     monkeypatch.setattr(Stopwatch, "_note", note)

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cluster import run_workers
+from support.cluster import Host, run_workers
+from support.networks import hosts
 
 pytest.importorskip("tensorflow")
 pytestmark = pytest.mark.cluster
 
+FINE = 5  # windows, before the network becomes slow
 SCRIPT = Path(__file__).parents[1] / "workers" / "stragglers.py"
 CASES: dict[str, dict[str, Any]] = {
     "bare": {"case": "none", "slow": -1, "windows": 12, "is_watched": False},
@@ -23,24 +25,32 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+SLOW = [
+    ("compute", "compute", 1),
+    ("compute of the chief", "compute", 0),
+    ("input", "input", 1),
+]
+NETWORK = {"network": {"case": "network", "slow": 1, "windows": 14, "fine": FINE}}
+
+
+def found_by(
+    workers: int, cases: dict[str, dict[str, Any]], hosts: list[Host] | None = None
+) -> list[dict[str, Any]]:
     """What each worker has to say."""
-    ended = run_workers([str(SCRIPT), json.dumps(CASES)], request.param, timeout_s=240)
+    command = [str(SCRIPT), json.dumps(cases)]
+    ended = run_workers(command, workers, hosts=hosts, timeout_s=240)
     outputs = "\n".join(each.output for each in ended)
-    assert [each.returncode for each in ended] == [0] * request.param, outputs
+    assert [each.returncode for each in ended] == [0] * workers, outputs
     lines = [line for each in ended for line in each.output.splitlines() if "FOUND " in line]
     return [json.loads(line.partition("FOUND ")[2]) for line in lines]
 
 
-@pytest.mark.parametrize(
-    ("case", "cause", "worker"),
-    [
-        ("compute", "compute", 1),
-        ("compute of the chief", "compute", 0),
-        ("input", "input", 1),
-    ],
-)
+@pytest.fixture(scope="module", params=[2, 3])
+def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return found_by(request.param, CASES)
+
+
+@pytest.mark.parametrize(("case", "cause", "worker"), SLOW)
 def test_slow_worker(case: str, cause: str, worker: int, found: list[dict[str, Any]]) -> None:
     """It is named, with what takes it longer, and nobody else; the chief tells."""
     for each in found[1:]:
@@ -56,6 +66,34 @@ def test_slow_worker(case: str, cause: str, worker: int, found: list[dict[str, A
 def test_nobody(case: str, found: list[dict[str, Any]]) -> None:
     """Where all are alike, or each is slow for a while, nobody is named."""
     assert [each[case]["found"] for each in found] == [[]] * len(found)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_slow_network(workers: int) -> None:
+    """It is named, with its network, and nobody else, though all compute and read alike."""
+    with hosts(workers) as places:
+        chief, *_ = found_by(workers, NETWORK, places)
+    found = [(each["cause"], each["worker"]) for each in chief["network"]["found"]]
+    assert found == [("network", 1)]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", range(20))
+@pytest.mark.parametrize("workers", [2, 3])
+def test_soak(workers: int, number: int) -> None:
+    """The same again and again, found within five windows: `python -m pytest -m soak -s`."""
+    chief, *_ = found_by(workers, CASES)
+    with hosts(workers) as places:
+        chief |= found_by(workers, NETWORK, places)[0]
+    slow = {case: (cause, worker) for case, cause, worker in [*SLOW, ("network", "network", 1)]}
+    told = {
+        case: [(each["cause"], each["worker"]) for each in chief[case]["found"]] for case in chief
+    }
+    took = {case: [each["windows"] for each in chief[case]["found"]] for case in slow}
+    took["network"] = [each - FINE for each in took["network"]]
+    print(f"{workers} workers, {number}: {told}, in windows: {took}", flush=True)
+    assert told == {case: [slow[case]] if case in slow else [] for case in chief}
+    assert max(windows for each in took.values() for windows in each) <= 5
 
 
 def test_same_bits(found: list[dict[str, Any]]) -> None:

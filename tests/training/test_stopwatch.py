@@ -51,7 +51,7 @@ class Watches(keras.callbacks.Callback):
     def set_model(self, model):
         super().set_model(model)
         trainer.adapt(model)
-        self.laps = Guard.of(model).want_times()
+        self.laps = Guard.of(model).want_times().laps
 
 
 def strategy_of(name: str) -> tf.distribute.Strategy:

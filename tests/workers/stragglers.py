@@ -23,7 +23,6 @@ BATCH = 12
 EACH_S = 0.02  # what a step takes of everybody, so that other work on the machine is little beside
 SLOW_S = 0.06
 WINDOW = 5
-FINE = 5  # windows, before a network becomes slow
 RANK = STRATEGY.cluster_resolver.task_id
 
 
@@ -55,9 +54,9 @@ class Takes(keras.layers.Layer):
 class Varies(keras.callbacks.Callback):
     """Makes each step of this worker slow, or none, or those of a worker that changes."""
 
-    def __init__(self, case: str, slow: int, takes: Takes) -> None:
+    def __init__(self, case: str, slow: int, takes: Takes, fine: int) -> None:
         super().__init__()
-        self.case, self.slow, self.takes = case, slow, takes
+        self.case, self.slow, self.takes, self.fine = case, slow, takes, fine
         self.step = 0
 
     def on_train_batch_begin(self, batch, logs=None):
@@ -66,7 +65,7 @@ class Varies(keras.callbacks.Callback):
         is_slow = wandering or (self.case == "compute" and self.slow == RANK)
         self.takes.seconds.assign(SLOW_S if is_slow else EACH_S)
         self.step += 1
-        if self.case == "network" and self.slow == RANK and self.step == FINE * WINDOW:
+        if self.case == "network" and self.slow == RANK and self.step == self.fine * WINDOW:
             rate = f"tc qdisc add dev {DEVICE} root tbf rate 50mbit burst 32kb latency 1s"
             subprocess.run(rate.split(), timeout=30, check=True)
 
@@ -81,7 +80,10 @@ def samples(case: str, slow: int, batches: int) -> tf.data.Dataset:
     return made.map(lambda x, y: (sleeping(x, seconds, stateful=True), y))
 
 
-def trained(case: str, slow: int, windows: int, *, is_watched: bool = True) -> dict[str, Any]:
+def trained(
+    case: str, slow: int, windows: int, *, fine: int = 0, is_watched: bool = True
+) -> dict[str, Any]:
+    """`fine` windows go by before a network becomes slow."""
     found: list[dict[str, Any]] = []
     with STRATEGY.scope():
         keras.utils.set_random_seed(1)
@@ -91,7 +93,7 @@ def trained(case: str, slow: int, windows: int, *, is_watched: bool = True) -> d
             [keras.Input((6,)), takes, keras.layers.Dense(width), keras.layers.Dense(1)]
         )
         made.compile(keras.optimizers.Adam(0.01), "mse")
-    varies = Varies(case, slow, takes)
+    varies = Varies(case, slow, takes, fine)
 
     def note(each: Any) -> None:
         found.append(

@@ -1,0 +1,362 @@
+"""What each replica and each worker has in a step, and how far they are apart."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+from tensorboard.summary import Writer
+
+from keras_distplug.callbacks.one_of_a_kind import stood_aside
+from keras_distplug.callbacks.step_windows import StepWindows, tell_what_is_lost
+from keras_distplug.cluster import agreement
+from keras_distplug.cluster.reports import Reports
+from keras_distplug.compat import callback_list, trainer
+from keras_distplug.compat.workers import replicas_here
+from keras_distplug.core.divergence import Divergence, divergence
+from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.core.log import announce
+from keras_distplug.core.step_reports import (
+    ReplicaReport,
+    StepReport,
+    as_text,
+    from_text,
+    merged,
+    with_same_data,
+)
+from keras_distplug.training.checksums import checksums
+
+_MOST_RUNS = 64
+_FLUSH_SECS = 5.0
+_LAST_SECS = 5.0  # for what is under way at the end
+
+_OF_REPLICAS: Mapping[str, Callable[[ReplicaReport, StepReport], float | None]] = {
+    "loss": lambda replica, worker: replica.loss,
+    "gradient_norm": lambda replica, worker: replica.gradient_norm,
+    "samples_per_s": lambda replica, worker: (
+        None if replica.samples is None else replica.samples / worker.step_s
+    ),
+    "compute_ms": lambda replica, worker: 1000 * replica.compute_s,
+    "sync_ms": lambda replica, worker: None if replica.sync_s is None else 1000 * replica.sync_s,
+}
+_OF_WORKERS: Mapping[str, Callable[[StepReport], float | None]] = {
+    "step_ms": lambda worker: 1000 * worker.step_s,
+    "input_ms": lambda worker: None if worker.input_s is None else 1000 * worker.input_s,
+    "memory_mb": lambda worker: None if worker.memory_bytes is None else worker.memory_bytes / 1e6,
+}
+_SPREAD: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "min": min,
+    "median": statistics.median,
+    "p95": lambda values: float(np.percentile(values, 95)),
+    "max": max,
+    "spread": lambda values: max(values) - min(values),
+}
+_CURVES = ("min", "median", "p95", "max")
+_NAMES = [f"{what}_{how}" for what in (*_OF_REPLICAS, *_OF_WORKERS) for how in _SPREAD]
+
+
+class ReplicaMetrics(keras.callbacks.Callback):  # type: ignore[misc]
+    """Shows what each replica and each worker has in a step, and how far they are apart.
+
+    What `fit` logs is of all replicas together. Here each one tells of its own, before gradients
+    are summed, in windows of steps that the chief brings together in a thread:
+
+    - of replicas, `loss`, `gradient_norm`, `samples_per_s`, `compute_ms` (from their data to their
+      gradients) and `sync_ms` (from there to the sum of all: waiting for the others, and for the
+      sum);
+    - of workers, `step_ms`, `input_ms` (waiting for their data) and `memory_mb` (of the process).
+
+    It compares the replicas' weights, too: those that are no longer the same train different
+    models, which nothing else tells.
+
+    Example:
+
+    ```python
+    metrics = kd.ReplicaMetrics("runs/mnist/logs", logs=["loss_spread", "step_ms_max"])
+    model.fit(ds, epochs=10, callbacks=[*kd.defaults("runs/mnist"), metrics])
+    ```
+
+    - In TensorBoard there is one chart for each, `distplug/loss` and so on, with a curve for each
+      replica or worker, and the `min`, `median`, `p95` and `max` of all. With more than 64 of
+      either there are these four only. Curves go on where a checkpoint was taken up.
+    - Of a step that does not take its loss from `compute_loss`, there is none here; nor is there
+      anything of replicas where the step is compiled by XLA or calls neither `optimizer.apply` nor
+      `optimizer.apply_gradients`, which is warned of. Of a model with several optimizers, the
+      first one that is asked in a step counts.
+    - `sync_ms` is known of the first replica only of central storage, and `input_ms` of one process
+      not with `steps_per_execution` above 1.
+    - Not a bit of the training changes. **Not verified on GPU**, where a gradient is there for
+      Python when it has been copied.
+
+    Args:
+        log_dir: A local folder for TensorBoard, which the chief alone writes to. Defaults to
+            `None`: none is written.
+        every_steps: How many steps are a window. Times are the median of these, other values the
+            mean. Defaults to 10.
+        logs: What to add to the logs of each epoch, and so to `History`, on all workers:
+            `"<what>_<how>"` of the names above and `min`, `median`, `p95`, `max` or `spread`
+            (largest minus smallest), such as `"loss_spread"`, which comes as `replica/loss_spread`.
+            Behind a restart in mid-epoch it is of the batches since then. Defaults to none.
+        check_every_steps: The weights, and what optimizers keep, of all replicas are compared
+            each so many steps, by checksums made in a thread; `None` never does. Defaults to 1000.
+        fingerprints: Whether to look for replicas that are given the same data as others, step for
+            step, which takes a checksum of each batch. Defaults to `False`.
+        on_divergence: Called with each `Divergence`, on the chief, behind a batch. Defaults to
+            `None`.
+
+    Raises:
+        ConfigurationError: For an argument that is not usable.
+    """
+
+    def __init__(
+        self,
+        log_dir: str | os.PathLike[str] | None = None,
+        every_steps: int = 10,
+        *,
+        logs: Sequence[str] = (),
+        check_every_steps: int | None = 1000,
+        fingerprints: bool = False,
+        on_divergence: Callable[[Divergence], None] | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value in {
+            "every_steps": every_steps,
+            "check_every_steps": check_every_steps,
+        }.items():
+            if name == "check_every_steps" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigurationError(
+                    f"Expected `{name}` to be an int >= 1. Received: {value!r}"
+                )
+        if log_dir is not None and "://" in os.fspath(log_dir):
+            raise ConfigurationError(
+                "Expected `log_dir` to be a local folder, because TensorBoard's files are added to "
+                f"again and again. Received: {os.fspath(log_dir)!r}. Copy them from there."
+            )
+        if isinstance(logs, str) or any(name not in _NAMES for name in logs):
+            raise ConfigurationError(
+                f"Expected `logs` to be a list of names among {', '.join(_NAMES)}. "
+                f"Received: {logs!r}"
+            )
+        self.log_dir = None if log_dir is None else Path(log_dir)
+        self.every_steps = every_steps
+        self.logs = tuple(logs)
+        self.check_every_steps = check_every_steps
+        self.fingerprints = fingerprints
+        self.on_divergence = on_divergence
+        self._windows: StepWindows | None = None  # not where another one does the work
+
+    # Keras' hooks, in the order in which they come
+
+    def set_model(self, model: keras.Model) -> None:
+        super().set_model(model)
+        trainer.adapt(model)
+        self._windows = None
+        # Here, because Keras makes the step before `on_train_begin`.
+        if stood_aside(self, callback_list.move_to_front(self)):
+            return
+        self._windows = StepWindows(
+            model, self.every_steps, readings=True, fingerprints=self.fingerprints
+        )
+
+    def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        if self._windows is not None:
+            self._windows.unwant()
+
+    def on_predict_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        self.on_test_begin(logs)
+
+    def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        if self._windows is None:
+            return
+        self._is_new = True
+        self._found: deque[Divergence | str] = deque()
+        self._is_apart = False
+        self._same_data: set[tuple[int, ...]] = set()
+        self._unchecked = 0
+        self._curves = _Curves(self.log_dir)
+        on_lost = tell_what_is_lost("replicas' metrics come no more")
+        session = self._windows.begin("replica metrics", self._take, on_lost)
+        role = self._windows.role
+        self._agreement = agreement.among(role)
+        self._checks = Reports(f"{session}/weights", role, self._agreement, self._compare, on_lost)
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        self._of_epoch: list[StepReport] = []
+        if self._windows is not None:
+            self._windows.begin_epoch()
+
+    def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        if self._windows is not None:
+            self._windows.begin_step()
+
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        if self._windows is None:
+            return
+        self._note(self._windows.end_step())
+        self._unchecked += self.model.steps_per_execution
+        if self.check_every_steps is not None and self._unchecked >= self.check_every_steps:
+            self._unchecked = 0
+            self._check(self._windows)
+        self._tell()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._windows is None:
+            return
+        self._note(self._windows.end_epoch())
+        if self.logs and logs is not None:
+            logs.update(self._summary())
+
+    def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
+        if self._windows is None:
+            return
+        self._windows.close(_LAST_SECS)
+        self._checks.close(_LAST_SECS)
+        self._curves.close()
+        self._tell()
+        # The others ask the chief's process for what was said last.
+        self._agreement.barrier("the end of replica metrics")
+
+    # How
+
+    def _note(self, report: StepReport | None) -> None:
+        """Of this worker."""
+        if report is None:
+            return
+        if self._is_new and not report.replicas and report.worker == 0:
+            warnings.warn(
+                "ReplicaMetrics sees nothing of this model's replicas: its `train_step` calls "
+                "neither `optimizer.apply` nor `optimizer.apply_gradients`, or it is compiled with "
+                "jit_compile=True. There are the workers' times only.",
+                stacklevel=3,
+            )
+        self._is_new = False
+        if self.logs:
+            self._of_epoch.append(report)
+
+    def _summary(self) -> dict[str, float]:
+        """What is asked for in the logs, of all workers: the same on all."""
+        own = as_text(merged(self._of_epoch)) if self._of_epoch else ""
+        said = self._agreement.gather("replica metrics", own)
+        reports = [from_text(text) for text in said if text]
+        values = {name: [value for _, value in each] for name, each in _values(reports).items()}
+        found = {}
+        for name in self.logs:
+            what, _, how = name.rpartition("_")
+            if values[what]:
+                found[f"replica/{name}"] = float(_SPREAD[how](values[what]))
+        return found
+
+    def _take(self, reports: list[StepReport]) -> None:
+        """From a thread, mostly."""
+        self._curves.add(reports)
+        same = with_same_data(reports)
+        if same and same not in self._same_data:
+            self._same_data.add(same)
+            self._found.append(
+                f"{', '.join(map(str, same))} are given the same data as each other, in each of "
+                f"the {reports[0].steps} steps up to step {reports[0].step}. Is the dataset split "
+                "over the workers?"
+            )
+
+    def _check(self, windows: StepWindows) -> None:
+        here = replicas_here(self.model.distribute_strategy)
+        if self.model.distribute_strategy.num_replicas_in_sync == 1:
+            return
+        step, where = windows.updates, windows.where
+        make = checksums(self.model, windows.role.rank * here)
+        self._checks.send(lambda: json.dumps([step, where, make()]))
+
+    def _compare(self, told: list[str]) -> None:
+        """From a thread."""
+        found: dict[int, Mapping[str, str]] = {}
+        places: dict[int, str] = {}
+        for text in told:
+            step, where, own = json.loads(text)
+            for replica, each in own.items():
+                found[int(replica)], places[int(replica)] = each, where
+        apart = divergence(step, found, places)
+        if apart is not None and not self._is_apart:
+            self._found.append(apart)
+        self._is_apart = apart is not None
+
+    def _tell(self) -> None:
+        while self._found:
+            found = self._found.popleft()
+            announce(f"replicas: {found}")
+            if isinstance(found, Divergence) and self.on_divergence is not None:
+                self.on_divergence(found)
+
+
+class _Curves:
+    """What TensorBoard shows, written on the chief.
+
+    Args:
+        folder: None writes nothing.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._runs: dict[Path, Any] = {}
+        self._flushed_s = time.monotonic()
+
+    def add(self, reports: Sequence[StepReport]) -> None:
+        if self._folder is None:
+            return
+        folder, step = self._folder, reports[0].step
+        for name, values in _values(reports).items():
+            kind = "replica" if name in _OF_REPLICAS else "worker"
+            if len(values) <= _MOST_RUNS:
+                for number, value in values:
+                    self._add(folder / f"{kind}-{number}", name, value, step)
+            if len(values) > 1:
+                for how in _CURVES:
+                    self._add(
+                        folder / how, name, _SPREAD[how]([value for _, value in values]), step
+                    )
+        if time.monotonic() - self._flushed_s >= _FLUSH_SECS:
+            self._flushed_s = time.monotonic()
+            for run in self._runs.values():
+                run.flush()
+
+    def close(self) -> None:
+        for run in self._runs.values():
+            run.close()
+        self._runs = {}
+
+    def _add(self, run: Path, name: str, value: float, step: int) -> None:
+        if run not in self._runs:
+            self._runs[run] = Writer(str(run))
+        self._runs[run].add_scalar(f"distplug/{name}", value, step)
+
+
+def _values(reports: Sequence[StepReport]) -> dict[str, list[tuple[int, float]]]:
+    """What is known, of each replica or worker by its number."""
+    found: dict[str, list[tuple[int, float | None]]] = {
+        **{
+            name: [
+                (each.replica, value(each, worker))
+                for worker in reports
+                for each in worker.replicas
+            ]
+            for name, value in _OF_REPLICAS.items()
+        },
+        **{
+            name: [(worker.worker, value(worker)) for worker in reports]
+            for name, value in _OF_WORKERS.items()
+        },
+    }
+    return {
+        name: [(number, value) for number, value in each if value is not None]
+        for name, each in found.items()
+    }

@@ -1,0 +1,221 @@
+"""Windows of steps, seen by all workers and brought together on the chief."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import keras
+
+from keras_distplug.cluster import agreement
+from keras_distplug.cluster.reports import Reports
+from keras_distplug.cluster.roles import Role
+from keras_distplug.compat import steps
+from keras_distplug.core.errors import AgreementError
+from keras_distplug.core.log import announce
+from keras_distplug.core.step_reports import ReplicaReport, StepReport, as_text, from_text
+from keras_distplug.storage.commit import Writer
+from keras_distplug.training.guard import Guard
+from keras_distplug.training.stopwatch import Heard, Lap, Sync
+
+_STATM = "/proc/self/statm"
+
+
+class StepWindows:
+    """Makes a `StepReport` of each window of a `fit`.
+
+    Args:
+        model: One that `fit` is about to train: this is to be made in a callback's `set_model`,
+            because Keras makes the step before `on_train_begin`.
+        every_steps: How many steps are a window.
+        readings: Whether losses and gradients are wanted, too.
+        fingerprints: Whether those of the data are.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        every_steps: int,
+        *,
+        readings: bool = False,
+        fingerprints: bool = False,
+    ) -> None:
+        self._model = model
+        self._every_steps = every_steps
+        self._guard = Guard.of(model)
+        self._heard: Heard = self._guard.want_times(readings=readings, fingerprints=fingerprints)
+        self._reports: Reports | None = None
+        self.role: Role = agreement.role_under(model.distribute_strategy)
+        self.where = f"{self.role.name} on {socket.gethostname()}"
+
+    @property
+    def updates(self) -> int:
+        """As the optimizer counts them, which goes on where a checkpoint was taken up."""
+        optimizer = self._model.optimizer
+        if optimizer is None:
+            return self._step
+        return int(keras.ops.convert_to_numpy(optimizer.iterations))
+
+    def unwant(self) -> None:
+        """To be called where it was not `fit` that called `set_model`."""
+        self._guard.unwant()
+
+    def begin(
+        self,
+        topic: str,
+        on_all: Callable[[list[StepReport]], None],
+        on_lost: Callable[[AgreementError], None],
+        completed: Callable[[StepReport], StepReport] = lambda report: report,
+    ) -> str:
+        """To be called from `on_train_begin`, on all workers.
+
+        Args:
+            topic: What tells the reports from others.
+            on_all: Called on the chief with those of all workers, by rank; from a thread where
+                there are several.
+            on_lost: Called, from a thread, with what keeps workers from hearing each other.
+            completed: Adds what takes time, from a thread where there are several workers.
+
+        Returns:
+            A word that is the same on all workers, and no other training's.
+        """
+        self.close()
+        self._on_all = on_all
+        self._completed = completed
+        self._waits_s: list[float] = []
+        self._steps_s: list[float] = []
+        self._begins_s: list[float] = []
+        self._stepped_s: float | None = None
+        self._seen = 0
+        self._step = 0
+        self._heard.laps.clear()
+        self._heard.syncs.clear()
+        words = agreement.among(self.role)
+        session = Writer.new_attempt() if self.role.is_chief else None
+        session = words.from_chief(topic, session)
+        if self.role.world_size > 1:
+            self._reports = Reports(
+                session, self.role, words, lambda said: on_all([*map(from_text, said)]), on_lost
+            )
+            steps.hear_of_fetches(self._model, self._on_fetch)
+        return session
+
+    def begin_epoch(self) -> None:
+        self._stepped_s = None
+
+    def begin_step(self) -> None:
+        self._begins_s.append(time.perf_counter())
+
+    def end_step(self) -> StepReport | None:
+        """To be called behind each batch of Keras'. This worker's report, if a window is over."""
+        now_s = time.perf_counter()
+        if self._stepped_s is not None:
+            self._steps_s.append(now_s - self._stepped_s)
+        self._stepped_s = now_s
+        self._seen += self._model.steps_per_execution
+        self._step += self._model.steps_per_execution
+        if self._seen < self._every_steps or not self._steps_s:
+            return None
+        return self._end_window()
+
+    def end_epoch(self) -> StepReport | None:
+        """The report of what remains."""
+        return self._end_window() if self._seen and self._steps_s else None
+
+    def close(self, last_secs: float = 0.0) -> None:
+        """Waits for so long for reports that are under way."""
+        if self._reports is not None:
+            self._reports.close(last_secs)
+            self._reports = None
+            steps.hear_no_more_of_fetches(self._model, self._on_fetch)
+
+    # How
+
+    def _on_fetch(self, seconds: float) -> None:
+        self._waits_s.append(seconds)
+
+    def _end_window(self) -> StepReport:
+        laps = [self._heard.laps.popleft() for _ in range(len(self._heard.laps))]
+        syncs = [self._heard.syncs.popleft() for _ in range(len(self._heard.syncs))]
+        report = StepReport(
+            self.role.rank,
+            self.where,
+            self.updates,
+            self._seen,
+            statistics.median(self._steps_s) / self._model.steps_per_execution,
+            _of_replicas(laps, syncs),
+            self._input_s(laps),
+            _memory_bytes(),
+        )
+        for seen in (self._steps_s, self._waits_s, self._begins_s):
+            seen.clear()
+        self._seen = 0
+        if self._reports is None:
+            self._on_all([self._completed(report)])
+        else:
+            self._reports.send(lambda: as_text(self._completed(report)))
+        return report
+
+    def _input_s(self, laps: Sequence[Lap]) -> float | None:
+        if self._reports is not None:
+            return statistics.mean(self._waits_s) if self._waits_s else None
+        # In one process data are fetched within the call.
+        first = min((lap.replica for lap in laps), default=0)
+        begun_s = [lap.begun_s for lap in laps if lap.replica == first]
+        if not begun_s or len(begun_s) != len(self._begins_s):
+            return None
+        return statistics.median(b - a for a, b in zip(self._begins_s, begun_s, strict=True))
+
+
+def _of_replicas(laps: Sequence[Lap], syncs: Sequence[Sync]) -> tuple[ReplicaReport, ...]:
+    return tuple(
+        _of_replica(
+            replica,
+            [lap for lap in laps if lap.replica == replica],
+            [sync.sync_s for sync in syncs if sync.replica == replica],
+        )
+        for replica in sorted({lap.replica for lap in laps})
+    )
+
+
+def _of_replica(replica: int, laps: Sequence[Lap], syncs_s: Sequence[float]) -> ReplicaReport:
+    read = [lap.reading for lap in laps if lap.reading is not None]
+    full = [each for each in read if each.samples]  # one without samples has no loss
+    losses = [each.loss for each in full]
+    return ReplicaReport(
+        replica,
+        statistics.median(lap.compute_s for lap in laps),
+        statistics.median(syncs_s) if syncs_s else None,
+        _mean([each.samples for each in read]),
+        None if all(map(math.isnan, losses)) else _mean(losses),
+        _mean([each.gradient_norm for each in full]),
+        tuple(lap.fingerprint for lap in laps if lap.fingerprint is not None),
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    # `statistics.mean` takes exact fractions, which NaN is none of.
+    return sum(values) / len(values) if values else None
+
+
+def _memory_bytes() -> int | None:
+    try:
+        with open(_STATM, encoding="ascii") as file:
+            pages = int(file.read().split()[1])
+    except OSError:  # not Linux
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def tell_what_is_lost(what: str) -> Callable[[AgreementError], None]:
+    """What says, from a thread, that `what` has ended; a lost worker ends `fit`, which tells."""
+
+    def tell(error: AgreementError) -> None:
+        if not isinstance(error.__cause__, ConnectionError):
+            announce(f"{what}: {error}")
+
+    return tell

@@ -1,0 +1,82 @@
+"""Reports of steps, and what is told from them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from keras_distplug.core.divergence import Divergence, divergence
+from keras_distplug.core.step_reports import (
+    ReplicaReport,
+    StepReport,
+    as_text,
+    from_text,
+    merged,
+    with_same_data,
+)
+
+ONE = ReplicaReport(0, 0.1, 0.2, 4.0, 1.0, 3.0, ("a", "b"))
+OTHER = ReplicaReport(1, 0.3, None, 4.0, None, 5.0, ("a", "c"))
+REPORT = StepReport(0, "worker-0 on h", 10, 10, 0.5, (ONE, OTHER), 0.01, 1000)
+
+
+def test_text() -> None:
+    """There and back."""
+    assert from_text(as_text(REPORT)) == REPORT
+    nan = replace(REPORT, replicas=(replace(ONE, loss=float("nan")),))
+    assert str(from_text(as_text(nan))) == str(nan)
+
+
+def test_merged() -> None:
+    """Each step counts once; what is not known of a window counts in none."""
+    longer = replace(
+        REPORT,
+        step=40,
+        steps=30,
+        step_s=0.9,
+        replicas=(replace(ONE, loss=5.0), replace(OTHER, sync_s=0.4)),
+        input_s=None,
+        memory_bytes=2000,
+    )
+    found = merged([REPORT, longer])
+    assert (found.step, found.steps, found.memory_bytes) == (40, 40, 2000)
+    assert (found.step_s, found.input_s) == (pytest.approx(0.8), 0.01)
+    one, other = found.replicas
+    assert (one.loss, other.loss) == (4.0, None)
+    assert (one.sync_s, other.sync_s) == (pytest.approx(0.2), 0.4)
+
+
+def test_same_data() -> None:
+    """In each step of the window, not in some."""
+    assert with_same_data([REPORT]) == ()
+    same = replace(REPORT, worker=1, replicas=(replace(OTHER, replica=2, fingerprints=("a", "b")),))
+    assert with_same_data([REPORT, same]) == (0, 2)
+    unknown = replace(
+        REPORT, replicas=(replace(ONE, fingerprints=()), replace(OTHER, fingerprints=()))
+    )
+    assert with_same_data([unknown]) == ()
+
+
+WHERE = {0: "worker-0 on h", 1: "worker-0 on h", 2: "worker-1 on i"}
+SAME = {"model/a": "1", "model/b": "2", "model/c": "3"}
+
+
+def test_no_divergence() -> None:
+    assert divergence(7, {0: SAME, 1: dict(SAME), 2: dict(SAME)}, WHERE) is None
+
+
+def test_divergence() -> None:
+    """The first variable that differs, and whose it is: that of the fewest."""
+    found = divergence(7, {0: SAME, 1: SAME, 2: SAME | {"model/b": "9", "model/c": "9"}}, WHERE)
+    assert found == Divergence(7, "model/b", 2, (2,), ("worker-1 on i",))
+    assert str(found) == (
+        "at step 7, `model/b`, and 1 more, of replica 2 (worker-1 on i) differs from that of "
+        "others: they train different models from here on. Go on from a checkpoint from before it"
+    )
+
+
+def test_divergence_of_two() -> None:
+    """Nobody knows which of two is right."""
+    found = divergence(7, {0: SAME, 2: SAME | {"model/c": "9"}}, WHERE)
+    assert found == Divergence(7, "model/c", 1, (0, 2), ("worker-0 on h", "worker-1 on i"))

@@ -1,0 +1,312 @@
+"""What replicas tell of themselves, in one process. Several workers are in
+tests/scenarios/test_metrics_of_workers.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tensorflow")
+pytestmark = [pytest.mark.tf, pytest.mark.timeout(120)]
+
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+from support import small  # noqa: E402
+from support.curves import curves_in  # noqa: E402
+
+import keras_distplug as kd  # noqa: E402
+from keras_distplug.compat import replica_values, trainer  # noqa: E402
+from keras_distplug.core.divergence import Divergence  # noqa: E402
+from keras_distplug.core.errors import ConfigurationError  # noqa: E402
+from keras_distplug.core.step_reports import StepReport  # noqa: E402
+
+BATCHES = 6
+BATCH = 8
+
+
+def strategy_of(name: str) -> tf.distribute.Strategy:
+    devices = ["CPU:0", "CPU:1"]
+    if name == "mirrored":
+        return tf.distribute.MirroredStrategy(devices)
+    if name == "central":
+        return tf.distribute.experimental.CentralStorageStrategy(devices, "CPU:0")
+    return tf.distribute.get_strategy()
+
+
+def model(strategy: str = "mirrored", kind: type = keras.Model, **compiled: Any) -> keras.Model:
+    with strategy_of(strategy).scope():
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((4,))
+        hidden = keras.layers.Dense(6, activation="tanh")(inputs)
+        made = kind(inputs, keras.layers.Dense(1)(hidden))
+        make = compiled.pop("optimizer", lambda: keras.optimizers.Adam(0.01))
+        made.compile(make(), "mse", **compiled)
+    return trainer.adapt(made)
+
+
+def arrays(samples: int = BATCHES * BATCH) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return (
+        rng.normal(size=(samples, 4)).astype("float32"),
+        rng.normal(size=(samples, 1)).astype("float32"),
+    )
+
+
+def data(samples: int = BATCHES * BATCH) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices(arrays(samples)).batch(BATCH)
+
+
+class Reported(kd.ReplicaMetrics):
+    """Keeps what the chief hears."""
+
+    def __init__(self, every_steps: int = 1, **arguments: Any) -> None:
+        super().__init__(every_steps=every_steps, **arguments)
+        self.reports: list[StepReport] = []
+
+    def _take(self, reports: list[StepReport]) -> None:
+        self.reports += reports
+        super()._take(reports)
+
+
+def expected(made: keras.Model, x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """Loss and norm of the gradients of these samples alone, by a tape."""
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((y - made(x, training=True)) ** 2)
+    gradients = tape.gradient(loss, [v.value for v in made.trainable_variables])
+    return float(loss), float(tf.linalg.global_norm(gradients))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"run_eagerly": True},
+        {"optimizer": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)},
+        {"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01))},
+    ],
+    ids=["plain", "eager", "accumulation", "loss scale"],
+)
+@pytest.mark.parametrize("strategy", ["one", "mirrored", "central"])
+def test_own_values(strategy: str, arguments: dict[str, Any]) -> None:
+    """Each replica's are those of its own samples alone, also where it has fewer than others."""
+    made, alone = model(strategy, **arguments), model("one")
+    weights: list[list[np.ndarray]] = []
+
+    class Remembers(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            weights.append(made.get_weights())
+
+    metrics = Reported()
+    samples = BATCHES * BATCH - 5  # the last batch has three
+    made.fit(data(samples), verbose=0, callbacks=[metrics, Remembers()])
+    x, y = arrays(samples)
+    replicas = made.distribute_strategy.num_replicas_in_sync
+    _, *others = metrics.reports
+    # The first step has no time of its own.
+    assert [report.steps for report in metrics.reports] == [2, *[1] * (BATCHES - 2)]
+    for number, report in enumerate(others, 2):
+        assert sorted(each.replica for each in report.replicas) == list(range(replicas))
+        begin, end = BATCH * number, min(BATCH * (number + 1), samples)
+        alone.set_weights(weights[number])
+        for each in report.replicas:
+            share = math.ceil((end - begin) / replicas)
+            own = slice(begin + each.replica * share, min(begin + (each.replica + 1) * share, end))
+            assert each.samples == own.stop - own.start
+            loss, norm = expected(alone, x[own], y[own])
+            assert each.loss == pytest.approx(loss, rel=1e-4)
+            assert each.gradient_norm == pytest.approx(norm, rel=1e-4)
+            assert each.compute_s > 0
+            if strategy != "central":
+                assert (each.sync_s is not None) == (strategy == "mirrored")
+        assert report.step_s > 0
+        assert report.input_s is not None
+        assert report.memory_bytes is not None
+        assert report.memory_bytes > 50e6
+
+
+def test_curves(tmp_path: Path) -> None:
+    """TensorBoard gets a curve for each replica and worker, and how they are spread."""
+    made = model()
+    metrics = Reported(log_dir=tmp_path, every_steps=2)
+    made.fit(data(), epochs=2, verbose=0, callbacks=[metrics])
+    curves = curves_in(tmp_path)
+    every = {f"distplug/{name}" for name in ("loss", "gradient_norm", "samples_per_s")}
+    every |= {"distplug/compute_ms", "distplug/sync_ms"}
+    whole = {f"distplug/{name}" for name in ("step_ms", "input_ms", "memory_mb")}
+    assert {run: set(tags) for run, tags in curves.items()} == {
+        "replica-0": every,
+        "replica-1": every,
+        "worker-0": whole,
+        **dict.fromkeys(("min", "median", "p95", "max"), every),
+    }
+    reported = [(r.step, [each.loss for each in r.replicas]) for r in metrics.reports]
+    assert [step for step, _ in reported] == [2, 4, 6, 8, 10, 12]
+    for place in range(2):
+        own = [(step, pytest.approx(losses[place])) for step, losses in reported]
+        assert curves[f"replica-{place}"]["distplug/loss"] == own
+    for how, of in (("min", min), ("max", max)):
+        assert curves[how]["distplug/loss"] == [(s, pytest.approx(of(v))) for s, v in reported]
+
+
+def test_curves_go_on(tmp_path: Path) -> None:
+    """Where a checkpoint is taken up, with the number of the step."""
+    for epochs in (1, 2):
+        callbacks = [*kd.defaults(tmp_path / "run"), kd.ReplicaMetrics(tmp_path / "logs", 3)]
+        model().fit(data(), epochs=epochs, verbose=0, callbacks=callbacks)
+    steps = [step for step, _ in curves_in(tmp_path / "logs")["replica-0"]["distplug/loss"]]
+    assert steps == [3, 6, 9, 12]
+
+
+def test_in_logs() -> None:
+    """What is asked for comes with the logs of each epoch, so that it is in `History`."""
+    names = ["loss_spread", "loss_max", "gradient_norm_median", "step_ms_max", "samples_per_s_p95"]
+    seen: list[Mapping[str, Any]] = []
+    metrics = Reported(logs=names)
+    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(dict(logs)))
+    history = model().fit(data(), epochs=2, verbose=0, callbacks=[note, metrics]).history
+    assert set(history) == {"loss", *(f"replica/{name}" for name in names)}
+    for epoch in range(2):
+        own = [r for r in metrics.reports if epoch * BATCHES < r.step <= (epoch + 1) * BATCHES]
+        losses = [
+            np.average([r.replicas[place].loss for r in own], weights=[r.steps for r in own])
+            for place in range(2)
+        ]
+        assert history["replica/loss_spread"][epoch] == pytest.approx(max(losses) - min(losses))
+        assert history["replica/loss_max"][epoch] == pytest.approx(max(losses))
+        assert seen[epoch] == {name: each[epoch] for name, each in history.items()}
+
+
+def test_early_stopping_by_it() -> None:
+    stops = keras.callbacks.EarlyStopping("replica/loss_spread", mode="min", patience=0)
+    metrics = kd.ReplicaMetrics(every_steps=2, logs=["loss_spread"])
+    history = model().fit(data(), epochs=9, verbose=0, callbacks=[stops, metrics]).history
+    *before, last = history["replica/loss_spread"]
+    assert len(before) < 8
+    assert last >= min(before)
+
+
+@pytest.mark.parametrize("strategy", ["one", "mirrored", "central"])
+@pytest.mark.parametrize("kind", ["plain", "executions", "defaults", "fingerprints"])
+def test_same_bits(strategy: str, kind: str, tmp_path: Path) -> None:
+    """Not a bit of the training changes."""
+    arguments = {"steps_per_execution": 3} if kind == "executions" else {}
+    bare, watched = (model(strategy, **arguments) for _ in range(2))
+    metrics = kd.ReplicaMetrics(
+        tmp_path / "logs", 2, check_every_steps=2, fingerprints=kind == "fingerprints"
+    )
+    others = kd.defaults(tmp_path / "run") if kind == "defaults" else []
+    histories = [
+        bare.fit(data(), epochs=2, verbose=0).history,
+        watched.fit(data(), epochs=2, verbose=0, callbacks=[*others, metrics]).history,
+    ]
+    assert histories[0] == histories[1]
+    assert small.state(watched) == small.state(bare)
+
+
+class Drifts(keras.callbacks.Callback):
+    """Gives the last replica another value of a variable, behind a batch."""
+
+    def __init__(self, variable: int, behind: int) -> None:
+        super().__init__()
+        self.variable, self.behind, self.seen = variable, behind, 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen += 1
+        if self.seen == self.behind:
+            variable = self.model.trainable_variables[self.variable]
+            *others, last = [np.array(each) for each in replica_values.parts(variable)]
+            last.flat[0] = np.nextafter(last.flat[0], np.float32(9))  # the least that there is
+            replica_values.set_parts(variable, [*others, last])
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "central"])
+def test_diverged(strategy: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Weights that differ in the last bit of one value are told of, once; what central storage
+    keeps once cannot."""
+    heard: list[Divergence] = []
+    metrics = kd.ReplicaMetrics(check_every_steps=2, on_divergence=heard.append)
+    model(strategy).fit(data(), epochs=2, verbose=0, callbacks=[Drifts(1, behind=3), metrics])
+    if strategy == "central":
+        assert not heard
+        return
+    [found] = heard
+    assert found.step == 4
+    assert found.variable == "model/dense/bias" or found.variable.endswith("/bias")
+    assert found.replicas == (0, 1)  # nobody knows which of two is right
+    assert "replicas: at step 4, `" in caplog.text
+
+
+def test_never_compared() -> None:
+    heard: list[Divergence] = []
+    metrics = kd.ReplicaMetrics(check_every_steps=None, on_divergence=heard.append)
+    model().fit(data(), epochs=2, verbose=0, callbacks=[Drifts(1, behind=3), metrics])
+    assert not heard
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_same_data(is_same: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Replicas that are given the same samples, which a wrong split does."""
+    x, y = arrays()
+    halves = [each.reshape(BATCHES, 2, BATCH // 2, -1) for each in (x, y)]
+    if is_same:
+        halves = [np.repeat(each[:, :1], 2, axis=1) for each in halves]
+    x, y = (each.reshape(BATCHES * BATCH, -1) for each in halves)
+    doubled = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+    metrics = kd.ReplicaMetrics(every_steps=2, fingerprints=True)
+    model().fit(doubled, verbose=0, callbacks=[metrics])
+    told = "replicas: 0, 1 are given the same data as each other, in each of the 2 steps"
+    assert caplog.text.count(told) == is_same
+
+
+class Past(keras.Model):
+    def train_step(self, data):
+        return {"loss": tf.constant(0.0)}
+
+
+@pytest.mark.parametrize("arguments", [{"kind": Past}, {"strategy": "one", "jit_compile": True}])
+def test_nothing_seen(arguments: dict[str, Any], tmp_path: Path) -> None:
+    """It says what it cannot see, and shows the rest."""
+    with pytest.warns(UserWarning, match="ReplicaMetrics sees nothing of this model's replicas"):
+        model(**arguments).fit(data(), verbose=0, callbacks=[kd.ReplicaMetrics(tmp_path, 2)])
+    assert {run: set(tags) for run, tags in curves_in(tmp_path).items()} == {
+        "worker-0": {"distplug/step_ms", "distplug/memory_mb"}
+    }
+
+
+class OwnLoss(keras.Model):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((y - self(x, training=True)) ** 2)
+        self.optimizer.apply(
+            tape.gradient(loss, self.trainable_variables), self.trainable_variables
+        )
+        return {"loss": loss}
+
+
+def test_loss_of_its_own() -> None:
+    """A loss that is not from `compute_loss` is not known; the rest is."""
+    metrics = Reported(logs=["loss_max", "gradient_norm_max"])
+    history = model("one", OwnLoss).fit(data(), verbose=0, callbacks=[metrics]).history
+    assert set(history) == {"loss", "replica/gradient_norm_max"}
+    assert {each.loss for r in metrics.reports for each in r.replicas} == {None}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"every_steps": 0}, "`every_steps` to be an int >= 1. Received: 0"),
+        ({"check_every_steps": 2.5}, "`check_every_steps` to be an int >= 1. Received: 2.5"),
+        ({"log_dir": "s3://bucket/logs"}, "`log_dir` to be a local folder"),
+        ({"logs": ["loss"]}, "`logs` to be a list of names among loss_min, "),
+        ({"logs": "loss_max"}, "`logs` to be a list of names"),
+    ],
+)
+def test_arguments(arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigurationError, match=told):
+        kd.ReplicaMetrics(**arguments)
