@@ -1,11 +1,13 @@
 """What the callbacks of `defaults()` cost a step that goes well.
 
     python benchmarks/overhead.py [--pairs 30] [--steps 40] [--json FILE]
+    keras-distplug run --workers 2 -- python benchmarks/overhead.py [--pairs 30] [--steps 40]
 
 A `fit` with `defaults()` in full and one without any callback take turns, in one process, with a
 model each; on one device and on two mirrored logical CPU devices. Counted is the time from the
 first to the last batch of a `fit`; a pair's ratio is that of two that came one after the other.
-Steps take 20 ms and more. For each callback alone: `--each`. Not verified on GPU.
+Steps take 20 ms and more. For each callback alone: `--each`. On several workers, plain Keras does
+not train; there, the `fit` without a callback is one of an adapted model. Not verified on GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,9 @@ from rich.console import Console
 from rich.table import Table
 
 import keras_distplug as kd
+from keras_distplug.cluster import agreement, roles
 
+IS_CLUSTER = "TF_CONFIG" in os.environ
 WARM_UP = 2  # pairs that do not count
 Callbacks = Callable[[Path], list[keras.callbacks.Callback]]
 
@@ -89,6 +94,17 @@ def data_for(model: keras.Model, batch: int) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensors((x, rng.integers(0, 10, batch))).repeat()
 
 
+@contextmanager
+def shared_folder() -> Iterator[str]:
+    """One that all workers have, and the chief deletes."""
+    role = roles.from_environment(os.environ)
+    workers = agreement.among(role)
+    with ExitStack() as stack:
+        made = stack.enter_context(tempfile.TemporaryDirectory()) if role.is_chief else None
+        yield workers.from_chief("folder", made)
+        workers.barrier("folder")
+
+
 def measure(
     name: str, strategy: tf.distribute.Strategy, callbacks: Callbacks, pairs: int, steps: int
 ) -> dict[str, float]:
@@ -98,9 +114,11 @@ def measure(
         keras.utils.set_random_seed(0)
         with strategy.scope():
             models[kind] = build()
+        if IS_CLUSTER:
+            kd.adapt(models[kind])
     data = data_for(models["bare"], batch)
     taken: dict[str, list[float]] = {kind: [] for kind in models}
-    with tempfile.TemporaryDirectory() as folder:
+    with shared_folder() as folder:
         for number in range(WARM_UP + pairs):
             for kind in sorted(models, reverse=bool(number % 2)):
                 clock = Clock()
@@ -127,9 +145,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     arguments = parser.parse_args()
     logging.getLogger("keras_distplug").setLevel(logging.WARNING)
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    each = tf.config.LogicalDeviceConfiguration()
-    tf.config.set_logical_device_configuration(cpu, [each] * 2)
+    strategies: dict[str, Callable[[], tf.distribute.Strategy]] = {
+        "one device": tf.distribute.get_strategy,
+        "two mirrored": lambda: tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]),
+    }
+    if IS_CLUSTER:
+        cluster = kd.init()
+        strategies = {"several workers": lambda: cluster}
+    else:
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        each = tf.config.LogicalDeviceConfiguration()
+        tf.config.set_logical_device_configuration(cpu, [each] * 2)
     sets: dict[str, Callbacks] = {"defaults()": lambda folder: kd.defaults(folder)}
     if arguments.each:
         sets |= {
@@ -143,16 +169,13 @@ def main() -> None:
     for heading in ("strategy", "model", "callbacks", "bare", "with them", "ratio", "quartiles"):
         table.add_column(heading)
     found = {}
-    for strategy in ("one device", "two mirrored"):
+    for strategy, make in strategies.items():
+        made = make()  # of several in one process, plain Keras mixes up the collectives
         for name in MODELS:
             for which, callbacks in sets.items():
-                made = (
-                    tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-                    if strategy == "two mirrored"
-                    else tf.distribute.get_strategy()
-                )
                 one = measure(name, made, callbacks, arguments.pairs, arguments.steps)
                 found[f"{strategy}, {name}, {which}"] = one
+                print(f"{strategy}, {name}, {which}: {one}", flush=True)
                 table.add_row(
                     strategy,
                     name,
@@ -162,6 +185,8 @@ def main() -> None:
                     f"{one['ratio']:.3f}",
                     f"{one['ratio_first_quartile']:.3f} to {one['ratio_third_quartile']:.3f}",
                 )
+    if not roles.from_environment(os.environ).is_chief:
+        return
     Console(width=140).print(table)
     machine = {
         "cores": os.cpu_count(),

@@ -126,6 +126,23 @@ def cond_over_replicas(
     context.merge_call(merged, args=(condition, arguments))
 
 
+def of_first(
+    context: tf.distribute.ReplicaContext, function: Callable[[Any], tf.Tensor], arguments: Any
+) -> tf.Tensor:
+    """What `function` makes of the `arguments` of one replica of this process, for all of them.
+
+    Where all have the same arguments, it is computed once instead of by each.
+    """
+
+    def merged(strategy: tf.distribute.Strategy, arguments: Sequence[Any]) -> tf.Tensor:
+        firsts = [strategy.experimental_local_results(each)[0] for each in arguments]
+        with tf.device(firsts[0].device):
+            return function(firsts)
+
+    found: tf.Tensor = context.merge_call(merged, args=(arguments,))
+    return found
+
+
 class Assigned:
     """What one replica has assigned in a step, and its values before."""
 

@@ -205,6 +205,8 @@ def _warn_of_uneven_batches(model: keras.Model, iterator: Any) -> None:
     replicas = strategy.num_replicas_in_sync
     adapter = iterator.data_adapter
     dataset = getattr(adapter, "_dataset", None)
+    if isinstance(dataset, tf.distribute.DistributedDataset):
+        return  # divided already, by whom Keras 3 does not know either
     batch = adapter.batch_size
     if batch is None and isinstance(dataset, tf.data.Dataset):
         batch = batch_size(dataset)

@@ -312,7 +312,7 @@ class Guard:
         is_gate = _Part.GATE in self._there
         if replica is None or not is_gate or all(gradient is None for gradient in summed):
             return None
-        norm = tf.sqrt(2 * _half_sum_of_squares(summed))
+        norm = _norm_of_sum(summed)
         score = tf.constant(math.nan)
         if _scales(optimizer):
             # A finite loss whose gradients are not is mostly due to the scale. But some kernels
@@ -475,6 +475,13 @@ def _scales(optimizer: keras.optimizers.Optimizer) -> bool:
 def _half_sum_of_squares(gradients: Sequence[Any]) -> tf.Tensor:
     present = [dense(gradient) for gradient in gradients if gradient is not None]
     return tf.add_n([tf.nn.l2_loss(tf.cast(each, tf.float32)) for each in present])
+
+
+def _norm_of_sum(summed: Sequence[Any]) -> tf.Tensor:
+    """Of what all replicas have the same."""
+    context = tf.distribute.get_replica_context()
+    present = [dense(gradient) for gradient in summed if gradient is not None]
+    return gates.of_first(context, lambda each: tf.sqrt(2 * _half_sum_of_squares(each)), present)
 
 
 def _is_sound(gradient: Any) -> tf.Tensor:

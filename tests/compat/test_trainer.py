@@ -179,3 +179,20 @@ def test_uneven_batches_are_warned_of(mirrored: tf.distribute.Strategy) -> None:
         warnings.filterwarnings("error", message=".*does not divide.*")
         uneven.fit(x, y, batch_size=5, verbose=0)
         kd.adapt(even).fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(4), verbose=0)
+
+
+def test_data_that_are_distributed_already(mirrored: tf.distribute.Strategy) -> None:
+    """They give the same as those that Keras distributes."""
+    x = np.random.default_rng(0).normal(size=(16, 2)).astype("float32")
+    data = tf.data.Dataset.from_tensor_slices((x, x[:, :1]))
+    histories = []
+    for given in (
+        data.batch(4),
+        mirrored.experimental_distribute_dataset(data.batch(4)),
+        mirrored.distribute_datasets_from_function(lambda _: data.batch(2)),
+    ):
+        keras.utils.set_random_seed(1)
+        with mirrored.scope():
+            made = model()
+        histories.append(kd.adapt(made).fit(given, epochs=2, verbose=0).history)
+    assert histories == [histories[0]] * 3

@@ -1,0 +1,96 @@
+"""Whom `StragglerWatchdog` names among mirrored logical CPU devices.
+
+    python benchmarks/stragglers.py [--rounds 20]
+
+Two replicas of one process train in turns with replica 1 taking twice as long (20 ms of steps of
+20 ms more, asleep), replica 0 taking twice as long, and both alike. Logical devices share the
+process's threads and the machine's cores, so that their times are noisy: this is reported, and
+nothing is promised. Several workers are in tests/scenarios/test_stragglers_of_workers.py, `python
+-m pytest -m soak -s` there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import time
+from collections import Counter
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import numpy as np
+import tensorflow as tf
+from rich.console import Console
+from rich.table import Table
+
+import keras_distplug as kd
+from keras_distplug.core.stragglers import Straggler
+
+EACH_S = 0.02
+WINDOW, WINDOWS, BATCH = 10, 8, 64
+
+
+class Sleeps(keras.layers.Layer):
+    """Takes twice as long on one replica."""
+
+    def __init__(self, slow: int | None) -> None:
+        super().__init__()
+        self.slow = slow
+
+    def call(self, inputs: Any) -> Any:
+        context = tf.distribute.get_replica_context()
+        if context is None or isinstance(inputs, keras.KerasTensor):
+            return inputs
+
+        def wait(value: Any, replica: Any) -> Any:
+            time.sleep(2 * EACH_S if replica == self.slow else EACH_S)
+            return value
+
+        given = [inputs, context.replica_id_in_sync_group]
+        later = tf.numpy_function(wait, given, tf.float32, stateful=False)
+        later.set_shape(inputs.shape)
+        return inputs + tf.stop_gradient(later - inputs)
+
+
+def told(slow: int | None) -> list[Straggler]:
+    found: list[Straggler] = []
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        keras.utils.set_random_seed(0)
+        hidden = [keras.layers.Dense(256, activation="relu") for _ in range(2)]
+        layers = [keras.Input((64,)), Sleeps(slow), *hidden, keras.layers.Dense(1)]
+        model = keras.Sequential(layers)
+        model.compile("adam", "mse")
+    x = np.random.default_rng(0).normal(size=(BATCH * WINDOW * WINDOWS, 64)).astype("float32")
+    watchdog = kd.StragglerWatchdog(WINDOW, on_straggler=found.append)
+    model.fit(x, x[:, :1], batch_size=BATCH, verbose=0, callbacks=[watchdog])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=20)
+    arguments = parser.parse_args()
+    logging.getLogger("keras_distplug").setLevel(logging.WARNING)
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    each = tf.config.LogicalDeviceConfiguration()
+    tf.config.set_logical_device_configuration(cpu, [each] * 2)
+    cases = {"replica 1 is slow": 1, "replica 0 is slow": 0, "both alike": None}
+    right: Counter[str] = Counter()
+    wrong: Counter[str] = Counter()
+    for _ in range(arguments.rounds):
+        for case, slow in cases.items():
+            named = {(each.cause, each.replica) for each in told(slow)}
+            expected = set() if slow is None else {("compute", slow)}
+            right[case] += named == expected
+            wrong[case] += bool(named - expected)
+    table = Table("case", "rounds", "as it is", "somebody else named")
+    for case in cases:
+        table.add_row(case, str(arguments.rounds), str(right[case]), str(wrong[case]))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
