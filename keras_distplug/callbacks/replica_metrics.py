@@ -107,7 +107,8 @@ class ReplicaMetrics(keras.callbacks.Callback):  # type: ignore[misc]
             (largest minus smallest), such as `"loss_spread"`, which comes as `replica/loss_spread`.
             Behind a restart in mid-epoch it is of the batches since then. Defaults to none.
         check_every_steps: The weights, and what optimizers keep, of all replicas are compared
-            each so many steps, by checksums made in a thread; `None` never does. Defaults to 1000.
+            each so many steps, by checksums made in a thread, until which there are two copies in
+            memory of what changes; `None` never does. Defaults to 1000.
         fingerprints: Whether to look for replicas that are given the same data as others, step for
             step, which takes a checksum of each batch. Defaults to `False`.
         on_divergence: Called with each `Divergence`, on the chief, behind a batch. Defaults to
@@ -155,12 +156,15 @@ class ReplicaMetrics(keras.callbacks.Callback):  # type: ignore[misc]
         self.fingerprints = fingerprints
         self.on_divergence = on_divergence
         self._windows: StepWindows | None = None  # not where another one does the work
+        self._checks: Reports | None = None
 
     # Keras' hooks, in the order in which they come
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         trainer.adapt(model)
+        if self._windows is not None:  # an error has ended the last `fit`
+            self._windows.close()
         self._windows = None
         # Here, because Keras makes the step before `on_train_begin`.
         if stood_aside(self, callback_list.move_to_front(self)):
@@ -184,11 +188,17 @@ class ReplicaMetrics(keras.callbacks.Callback):  # type: ignore[misc]
         self._is_apart = False
         self._same_data: set[tuple[int, ...]] = set()
         self._unchecked = 0
-        self._curves = _Curves(self.log_dir)
-        on_lost = tell_what_is_lost("replicas' metrics come no more")
-        session = self._windows.begin("replica metrics", self._take, on_lost)
         role = self._windows.role
         self._agreement = agreement.among(role)
+        folder = self.log_dir if role.is_chief else None
+        complaint = self._agreement.first_complaint("log_dir", _complaint_about(folder))
+        if complaint is not None:
+            raise ConfigurationError(complaint)
+        self._curves = _Curves(folder)
+        on_lost = tell_what_is_lost("replicas' metrics come no more")
+        session = self._windows.begin("replica metrics", self._take, on_lost)
+        if self._checks is not None:
+            self._checks.close()
         self._checks = Reports(f"{session}/weights", role, self._agreement, self._compare, on_lost)
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
@@ -221,8 +231,12 @@ class ReplicaMetrics(keras.callbacks.Callback):  # type: ignore[misc]
         if self._windows is None:
             return
         self._windows.close(_LAST_SECS)
-        self._checks.close(_LAST_SECS)
-        self._curves.close()
+        if self._checks is not None:
+            self._checks.close(_LAST_SECS)
+        try:
+            self._curves.close()
+        except OSError as error:
+            self._give_up_curves(error)
         self._tell()
         # The others ask the chief's process for what was said last.
         self._agreement.barrier("the end of replica metrics")
@@ -259,7 +273,10 @@ class ReplicaMetrics(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _take(self, reports: list[StepReport]) -> None:
         """From a thread, mostly."""
-        self._curves.add(reports)
+        try:
+            self._curves.add(reports)
+        except OSError as error:
+            self._give_up_curves(error)
         same = with_same_data(reports)
         if same and same not in self._same_data:
             self._same_data.add(same)
@@ -269,9 +286,13 @@ class ReplicaMetrics(keras.callbacks.Callback):  # type: ignore[misc]
                 "over the workers?"
             )
 
+    def _give_up_curves(self, error: OSError) -> None:
+        self._found.append(f"TensorBoard's files in {self.log_dir} are written no more: {error}")
+        self._curves = _Curves(None)
+
     def _check(self, windows: StepWindows) -> None:
         here = replicas_here(self.model.distribute_strategy)
-        if self.model.distribute_strategy.num_replicas_in_sync == 1:
+        if self._checks is None or self.model.distribute_strategy.num_replicas_in_sync == 1:
             return
         step, where = windows.updates, windows.where
         make = checksums(self.model, windows.role.rank * here)
@@ -296,6 +317,18 @@ class ReplicaMetrics(keras.callbacks.Callback):  # type: ignore[misc]
             announce(f"replicas: {found}")
             if isinstance(found, Divergence) and self.on_divergence is not None:
                 self.on_divergence(found)
+
+
+def _complaint_about(folder: Path | None) -> str | None:
+    if folder is not None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            return (
+                "Expected `log_dir` to be a folder that can be written to. Received: "
+                f"{str(folder)!r}. Cause: {error}"
+            )
+    return None
 
 
 class _Curves:

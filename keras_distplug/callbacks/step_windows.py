@@ -89,7 +89,8 @@ class StepWindows:
         self._waits_s: list[float] = []
         self._steps_s: list[float] = []
         self._begins_s: list[float] = []
-        self._stepped_s: float | None = None
+        self._begun_s: float | None = None  # not of the very first step, which is traced
+        self._is_first = True
         self._seen = 0
         self._step = 0
         self._heard.laps.clear()
@@ -105,17 +106,20 @@ class StepWindows:
         return session
 
     def begin_epoch(self) -> None:
-        self._stepped_s = None
+        self._begun_s = None
 
     def begin_step(self) -> None:
-        self._begins_s.append(time.perf_counter())
+        now_s = time.perf_counter()
+        self._begins_s.append(now_s)
+        if self._begun_s is None and not self._is_first:
+            self._begun_s = now_s
 
     def end_step(self) -> StepReport | None:
         """To be called behind each batch of Keras'. This worker's report, if a window is over."""
         now_s = time.perf_counter()
-        if self._stepped_s is not None:
-            self._steps_s.append(now_s - self._stepped_s)
-        self._stepped_s = now_s
+        if self._begun_s is not None:
+            self._steps_s.append(now_s - self._begun_s)
+        self._begun_s, self._is_first = now_s, False
         self._seen += self._model.steps_per_execution
         self._step += self._model.steps_per_execution
         if self._seen < self._every_steps or not self._steps_s:

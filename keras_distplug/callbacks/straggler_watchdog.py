@@ -93,6 +93,8 @@ class StragglerWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         trainer.adapt(model)
+        if self._windows is not None:  # an error has ended the last `fit`
+            self._windows.close()
         self._windows = None
         # Here, because Keras makes the step before `on_train_begin`.
         if stood_aside(self, callback_list.move_to_front(self)):

@@ -59,12 +59,21 @@ class Reports:
         self._on_lost = on_lost
         self._own: SimpleQueue[Callable[[], str] | None] = SimpleQueue()
         self._awaited: str | None = None
+        self._failure: Exception | None = None
         self._closed = threading.Event()
         self._thread = in_background(self._run)
         close_at_exit(self)
 
     def send(self, make: Callable[[], str]) -> None:
-        """Never waits: `make` makes the report in a thread, and may raise AgreementError."""
+        """Never waits: `make` makes the report in a thread, and may raise AgreementError.
+
+        Raises:
+            RuntimeError: If an earlier one has failed, or what was called with it.
+        """
+        if self._failure is not None:
+            raise RuntimeError(
+                f"What workers report to the chief has failed: {self._failure}"
+            ) from self._failure
         self._own.put(make)
 
     def close(self, last_secs: float = 0.0) -> None:
@@ -98,6 +107,8 @@ class Reports:
         except AgreementError as error:
             if not self._closed.is_set():
                 self._on_lost(error)
+        except Exception as error:  # noqa: BLE001 (told by the next `send`)
+            self._failure = error
 
     def _bring_together(self, own: str, number: int) -> None:
         reports = []

@@ -120,3 +120,34 @@ def test_report_that_cannot_be_made(workers: Workers) -> None:
     workers.all[1].send(make)
     workers.others.wait_for(lost=1)
     assert str(workers.others.lost[0]) == "no answer"
+
+
+def test_last_ones(workers: Workers) -> None:
+    """The end waits for what is under way, if it is told to."""
+    workers.all[0].send(lambda: "0")
+    ends = threading.Thread(target=workers.all[0].close, args=(30,))
+    ends.start()
+    for rank in (1, 2):
+        workers.all[rank].send(partial(str, rank))
+        workers.all[rank].close(30)
+    ends.join(30)
+    assert workers.heard.together == [["0", "1", "2"]]
+
+
+@pytest.mark.parametrize("where", ["made", "taken"])
+def test_failure(where: str, workers: Workers) -> None:
+    """What fails otherwise reaches who reports next."""
+
+    def fail(*_: object) -> str:
+        raise ZeroDivisionError("a bug")
+
+    reports = workers.all[0]
+    if where == "made":
+        reports.send(fail)
+    else:
+        reports._on_all = fail
+        for each in workers.all:
+            each.send(lambda: "report")
+    reports._thread.join(30)
+    with pytest.raises(RuntimeError, match="has failed: a bug"):
+        reports.send(lambda: "another")

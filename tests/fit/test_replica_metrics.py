@@ -3,6 +3,7 @@ tests/scenarios/test_metrics_of_workers.py."""
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -310,3 +311,52 @@ def test_loss_of_its_own() -> None:
 def test_arguments(arguments: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigurationError, match=told):
         kd.ReplicaMetrics(**arguments)
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    """It is an error before any training."""
+    (tmp_path / "file").touch()
+    made = model()
+    before = [each.tobytes() for each in made.get_weights()]
+    with pytest.raises(ConfigurationError, match="`log_dir` to be a folder that can be written to"):
+        made.fit(data(), verbose=0, callbacks=[kd.ReplicaMetrics(tmp_path / "file" / "logs")])
+    assert [each.tobytes() for each in made.get_weights()] == before
+
+
+def test_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What TensorBoard does not get is told, once, and training goes on."""
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tensorboard.summary.Writer.add_scalar", full)
+    metrics = Reported(log_dir=tmp_path)
+    model().fit(data(), verbose=0, callbacks=[metrics])
+    assert len(metrics.reports) == BATCHES - 1
+    assert caplog.text.count("are written no more: [Errno 28] No space left on device") == 1
+
+
+def test_behind_an_error() -> None:
+    """The next `fit` of the same callback is as any other."""
+
+    class Fails(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 3:
+                raise ValueError("on purpose")
+
+    metrics, made = Reported(logs=["loss_max"]), model()
+    with pytest.raises(ValueError, match="on purpose"):
+        made.fit(data(), verbose=0, callbacks=[Fails(), metrics])
+    metrics.reports.clear()
+    history = made.fit(data(), verbose=0, callbacks=[metrics]).history
+    assert sum(each.steps for each in metrics.reports) == BATCHES
+    assert len(history["replica/loss_max"]) == 1
+
+
+def test_epochs_of_one_batch() -> None:
+    """Their steps have a time, too."""
+    metrics = Reported(every_steps=2)
+    model().fit(data(BATCH), epochs=5, verbose=0, callbacks=[metrics])
+    assert [each.step for each in metrics.reports] == [2, 3, 4, 5]
