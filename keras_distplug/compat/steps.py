@@ -8,6 +8,7 @@ Keras 3.10 to 3.15 and TensorFlow 2.18 to 2.21: what is wrong with Keras' own is
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager as ContextManager
 from functools import partial
@@ -210,17 +211,21 @@ def _fetched(model: keras.Model, on_batch: OnData, iterator: Any) -> Any:
         override(own, _ON_FETCH, listeners)
         if mark(own):
             for name in ("get_next_as_list", "get_next_as_optional_list"):
-                override(own, name, _timed(own, getattr(own, name)))
+                override(own, name, _timed(weakref.ref(own), getattr(type(own), name)))
     batch = iterator.get_next_as_optional()
     if not batch.has_value():
         raise tf.errors.OutOfRangeError(None, None, "End of sequence")
     return on_batch(batch.get_value())
 
 
-def _timed(own: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
+def _timed(iterator: weakref.ref[Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+    # One that refers to itself would live until Python looks for such, and its end, which may take
+    # TensorFlow a minute, would come wherever that happens to be.
     def get_next(*args: Any, **kwargs: Any) -> Any:
+        own = iterator()
+        assert own is not None  # its method is being called
         begun_s = time.perf_counter()
-        found = stock(*args, **kwargs)
+        found = stock(own, *args, **kwargs)
         taken_s = time.perf_counter() - begun_s
         for on_fetch in list(vars(own)[_ON_FETCH]):
             on_fetch(taken_s)
