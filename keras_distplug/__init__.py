@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from keras_distplug.callbacks.nan_watchdog import NaNWatchdog
     from keras_distplug.callbacks.preemption_handler import PreemptionHandler
     from keras_distplug.callbacks.replica_metrics import ReplicaMetrics
+    from keras_distplug.callbacks.run_log import RunLog
     from keras_distplug.callbacks.straggler_watchdog import StragglerWatchdog
     from keras_distplug.compat.trainer import adapt
     from keras_distplug.core import errors
@@ -37,6 +38,7 @@ __all__ = [
     "NaNWatchdog",
     "PreemptionHandler",
     "ReplicaMetrics",
+    "RunLog",
     "StragglerWatchdog",
     "__version__",
     "adapt",
@@ -58,6 +60,7 @@ _HOMES = {
     "NaNWatchdog": "keras_distplug.callbacks.nan_watchdog",
     "PreemptionHandler": "keras_distplug.callbacks.preemption_handler",
     "ReplicaMetrics": "keras_distplug.callbacks.replica_metrics",
+    "RunLog": "keras_distplug.callbacks.run_log",
     "StragglerWatchdog": "keras_distplug.callbacks.straggler_watchdog",
     "adapt": "keras_distplug.compat.trainer",
     "chief_only": "keras_distplug.callbacks.chief_only",

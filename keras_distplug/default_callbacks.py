@@ -16,6 +16,7 @@ from keras_distplug.callbacks.hang_watchdog import HangWatchdog
 from keras_distplug.callbacks.nan_watchdog import NaNWatchdog
 from keras_distplug.callbacks.one_of_a_kind import yielding
 from keras_distplug.callbacks.preemption_handler import PreemptionHandler
+from keras_distplug.callbacks.run_log import RunLog
 from keras_distplug.callbacks.straggler_watchdog import StragglerWatchdog
 from keras_distplug.cluster import peers
 from keras_distplug.compat import trainer, versions
@@ -33,8 +34,9 @@ def defaults(
 
     `BackupAndRestore` makes checkpoints, `PreemptionHandler` one more when the process is told to
     go, `HangWatchdog` ends a training that does not get on, `NaNWatchdog` keeps updates that
-    are not finite out of it, and `StragglerWatchdog` names the replica that others wait for. Give
-    one of your own beside these, and it takes the place of that here.
+    are not finite out of it, `StragglerWatchdog` names the replica that others wait for, and
+    `RunLog` keeps a log of all that, and of where the time goes. Give one of your own beside these,
+    and it takes the place of that here.
 
     Example:
 
@@ -76,6 +78,7 @@ def defaults(
         yielding(HangWatchdog()),
         yielding(NaNWatchdog()),
         yielding(StragglerWatchdog()),
+        yielding(RunLog()),
     ]
 
 

@@ -25,7 +25,10 @@ from keras_distplug.core.errors import (
     ConfigurationError,
     CorruptCheckpointError,
 )
+from keras_distplug.core.events import Finished, Restored
+from keras_distplug.core.ledger import Category
 from keras_distplug.core.log import announce
+from keras_distplug.core.reporting import report, time_spent
 from keras_distplug.core.state import Completion
 from keras_distplug.core.supervised import Phase, Supervised
 from keras_distplug.storage import runs, saver
@@ -283,7 +286,9 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
             self.model, self._others, self._role, self._agreement, run.record.seed
         )
         made = exports.architecture_of(self.model) if self._role.is_chief else None
-        if not self._take_up_newest(run) and self._role.is_chief:
+        with time_spent(Category.RESTORE):
+            is_new = not self._take_up_newest(run)
+        if is_new and self._role.is_chief:
             announce(f"new run {self._where(run.name)}")
         exports.remember(self._files, run.name, made, self._state.cursor.step)
         for logger in self._spared:
@@ -329,13 +334,14 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
             self._report(Phase.TRAINING)
         now_s = time.monotonic()
         seconds = None if self._stepped_s is None else now_s - self._stepped_s
-        for saves in self._all_saves():
-            saves.stepped(
-                self._state.cursor.step,
-                seconds,
-                lambda: self._state.take(logs),
-                is_sound=_is_finite(logs),
-            )
+        with time_spent(Category.SAVE):
+            for saves in self._all_saves():
+                saves.stepped(
+                    self._state.cursor.step,
+                    seconds,
+                    lambda: self._state.take(logs),
+                    is_sound=_is_finite(logs),
+                )
         self._stepped_s = time.monotonic()
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
@@ -346,11 +352,12 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         self._state.on_epoch_end(epoch)
         last = self.model.stop_training or epoch + 1 == self._epochs
         if _is_finite(logs):
-            for saves in self._all_saves():
-                is_last = last and saves is self._saves
-                saves.epoch_ended(
-                    self._state.cursor.step, lambda: self._state.take(logs), is_last=is_last
-                )
+            with time_spent(Category.SAVE):
+                for saves in self._all_saves():
+                    is_last = last and saves is self._saves
+                    saves.epoch_ended(
+                        self._state.cursor.step, lambda: self._state.take(logs), is_last=is_last
+                    )
         elif self._role.is_chief:
             announce(
                 f"epoch {epoch + 1} ended with a loss that is not finite; no checkpoint is made of "
@@ -370,10 +377,12 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
             completion = Completion(
                 epochs=self._epochs, stopped_early=bool(self.model.stop_training)
             )
-            self._saves.save(lambda: self._state.take(logs, completion))
-            self._finish_saves()
+            with time_spent(Category.SAVE):
+                self._saves.save(lambda: self._state.take(logs, completion))
+                self._finish_saves()
         self._agreement.barrier("finished")
         self._report(Phase.COMPLETED)
+        report(Finished(self._state.cursor.step, self._epochs, bool(self.model.stop_training)))
         if self._local is not None:
             self._local.delete_sessions()
         if self.delete_checkpoint and self._role.is_chief:
@@ -398,11 +407,12 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
             The step of the newest checkpoint that this `fit` has made; None if there is none.
         """
         begin_s, step = time.monotonic(), self._state.cursor.step
-        for saves in reversed(self._all_saves()):
-            rest_s = None if left_s is None else left_s - (time.monotonic() - begin_s)
-            saves.save_before(
-                step, lambda: self._state.take(logs), rest_s, is_sound=_is_finite(logs)
-            )
+        with time_spent(Category.SAVE):
+            for saves in reversed(self._all_saves()):
+                rest_s = None if left_s is None else left_s - (time.monotonic() - begin_s)
+                saves.save_before(
+                    step, lambda: self._state.take(logs), rest_s, is_sound=_is_finite(logs)
+                )
         steps = [saves.saved_step for saves in self._all_saves()]
         return max((step for step in steps if step is not None), default=None)
 
@@ -442,6 +452,15 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         return self._files.where(name)
 
     @property
+    def files(self) -> Files:
+        """Those of the directory."""
+        return self._files
+
+    @property
+    def storage_options(self) -> Mapping[str, Any]:
+        return self._storage_options
+
+    @property
     def run_name(self) -> str:
         """That of the run under way."""
         if self._run is None:
@@ -461,12 +480,18 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         A checkpoint is read once: what is not yet verified goes into the model. What was there is
         kept, by reference, and put back if the checkpoint turns out to be damaged.
         """
-        candidates = self._candidates()
+        candidates, begun_s = self._candidates(), time.monotonic()
         while (found := candidates.newest()) is not None:
             self._make_ready_for(found, run)
             damage = self._state.read(found)
             if damage is None:
                 self._take_up(found, run)
+                cursor, secs = self._state.cursor, time.monotonic() - begun_s
+                report(
+                    Restored(
+                        cursor.step, cursor.epoch, cursor.batch, found.where, found.is_local, secs
+                    )
+                )
                 return True
             candidates.reject(found, damage)
         return False

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError
+from keras_distplug.core.events import Quarantined
 from keras_distplug.core.protocols import Agreement
+from keras_distplug.core.reporting import report
 from keras_distplug.core.state import Completion
 from keras_distplug.storage.local_tier import Copy, LocalTier
 from keras_distplug.storage.store import CheckpointStore, Stored
@@ -89,6 +91,7 @@ class Candidates:
         """
         if found.is_local:
             self._rejected.add(found.stored.manifest.nonce)
+            report(Quarantined(found.where, str(damage)))
             warnings.warn(f"{found.where} is not taken up: {damage}", stacklevel=2)
         elif not isinstance(damage, CorruptCheckpointError):
             raise damage

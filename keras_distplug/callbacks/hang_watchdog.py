@@ -25,9 +25,11 @@ from keras_distplug.cluster.sentinel import Sentinel
 from keras_distplug.compat import callback_list
 from keras_distplug.compat.whereabouts import is_debugged, may_be_debugged, stacks, whereabouts
 from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.core.events import Hung
 from keras_distplug.core.exit_codes import ExitCode
 from keras_distplug.core.interactive import is_interactive
 from keras_distplug.core.patience import Patience, Stage
+from keras_distplug.core.reporting import report
 from keras_distplug.core.supervised import Phase, Supervised
 from keras_distplug.storage.commit import Writer
 
@@ -306,6 +308,7 @@ class HangWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         _shortly(lambda: told.append(f"{listed}{stacks()}\n"), _STACKS_S)
         text = "".join(told)
         _shortly(lambda: _write(text))
+        _shortly(lambda: report(Hung(hang)))
         if self._backup is not None:
             name = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}-{self._role.name}.txt"
             keep, kept = self._backup.keep_file, [text.encode(errors="replace")]
@@ -314,8 +317,8 @@ class HangWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
             self._ending.release()
             return
         if (supervised := Supervised.from_env()) is not None:
-            report = supervised.report
-            _shortly(lambda: report(self._role.name, Phase.HUNG, hang))
+            tell = supervised.report
+            _shortly(lambda: tell(self._role.name, Phase.HUNG, hang))
         self._inquiry.leave()
         code = int(ExitCode.HUNG)
         last = f"keras_distplug: {who} leaves with code {code}; start the script again to go on\n"

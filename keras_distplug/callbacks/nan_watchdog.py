@@ -26,7 +26,9 @@ from keras_distplug.core.errors import (
     ConfigurationError,
     NonFiniteError,
 )
+from keras_distplug.core.events import RolledBack, UpdateLeftOut
 from keras_distplug.core.log import announce
+from keras_distplug.core.reporting import report
 from keras_distplug.training.guard import Fault, Guard
 
 _ENDING_S = 60.0
@@ -389,6 +391,7 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
             self._in_a_row,
         )
         if self._role.is_chief:
+            report(_as_event(fault))
             announce(f"an update is left out, {self._in_a_row} in a row now. {fault}")
         if self.on_fault is not None:
             self.on_fault(fault)
@@ -412,6 +415,7 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         self._in_a_row = 0
         self._rollbacks += 1
         if self._role.is_chief:
+            report(RolledBack(step, self._rollbacks, trouble))
             announce(
                 f"{trouble}: the model is as it was at step {step} again, and what came since is "
                 f"left out ({self._rollbacks} of {self.max_rollbacks} times that this is done)"
@@ -423,6 +427,23 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         with contextlib.suppress(AgreementError):
             self._agreement.barrier("end for NaN", within_s=_ENDING_S)
         return NonFiniteError(f"{why}. {_REMEDY}")
+
+
+def _as_event(fault: LeftOut) -> UpdateLeftOut:
+    variables = [each.variables[0] for each in fault.culprits if each.variables]
+    origins = [each.origin for each in fault.culprits if each.origin is not None]
+    return UpdateLeftOut(
+        epoch=fault.epoch,
+        batch=fault.batch,
+        in_a_row=fault.in_a_row,
+        replicas=tuple(each.replica for each in fault.culprits),
+        where=tuple(dict.fromkeys(each.where for each in fault.culprits)),
+        variable=next(iter(variables), None),
+        origin=next(iter(origins), None),
+        is_transient=any(each.is_transient for each in fault.culprits),
+        score=fault.score,
+        what=str(fault),
+    )
 
 
 _REMEDY = (

@@ -29,9 +29,11 @@ from keras_distplug.cluster.told_to_tensorflow import NoticeToTensorFlow
 from keras_distplug.compat import callback_list
 from keras_distplug.compat.context import ServiceKeyValues
 from keras_distplug.core.errors import AgreementError, ConfigurationError, DistplugError, Preempted
+from keras_distplug.core.events import Preempted as PreemptedEvent
 from keras_distplug.core.exit_codes import ExitCode
 from keras_distplug.core.interactive import is_interactive
 from keras_distplug.core.log import announce
+from keras_distplug.core.reporting import report
 from keras_distplug.core.supervised import Phase, Supervised
 from keras_distplug.storage.commit import Writer
 
@@ -236,6 +238,7 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
             stands = None
             announce(f"{told}: no checkpoint could be made: {error}")
         what = "no new checkpoint" if stands is None else f"the checkpoint of step {stands}"
+        report(PreemptedEvent(cause.what, cause.worker, cause.is_user, stands))
         if self._role.is_chief:
             announce(f"{told}: training ends with {what}; start the script again to go on")
         if stands is not None and (supervised := Supervised.from_env()) is not None:

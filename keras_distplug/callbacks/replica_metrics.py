@@ -17,14 +17,16 @@ import numpy as np
 from tensorboard.summary import Writer
 
 from keras_distplug.callbacks.one_of_a_kind import stood_aside
-from keras_distplug.callbacks.step_windows import StepWindows, tell_what_is_lost
+from keras_distplug.callbacks.step_windows import OwnWindows, StepWindows, tell_what_is_lost
 from keras_distplug.cluster import agreement
 from keras_distplug.cluster.reports import Reports
 from keras_distplug.compat import callback_list, trainer
 from keras_distplug.compat.workers import replicas_here
 from keras_distplug.core.divergence import Divergence, divergence
 from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.core.events import Diverged
 from keras_distplug.core.log import announce
+from keras_distplug.core.reporting import report
 from keras_distplug.core.step_reports import (
     ReplicaReport,
     StepReport,
@@ -169,9 +171,8 @@ class ReplicaMetrics(keras.callbacks.Callback):  # type: ignore[misc]
         # Here, because Keras makes the step before `on_train_begin`.
         if stood_aside(self, callback_list.move_to_front(self)):
             return
-        self._windows = StepWindows(
-            model, self.every_steps, readings=True, fingerprints=self.fingerprints
-        )
+        own = OwnWindows(model, syncs=True, readings=True, fingerprints=self.fingerprints)
+        self._windows = StepWindows(own, self.every_steps)
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         if self._windows is not None:
@@ -315,8 +316,19 @@ class ReplicaMetrics(keras.callbacks.Callback):  # type: ignore[misc]
         while self._found:
             found = self._found.popleft()
             announce(f"replicas: {found}")
-            if isinstance(found, Divergence) and self.on_divergence is not None:
-                self.on_divergence(found)
+            if isinstance(found, Divergence):
+                report(
+                    Diverged(
+                        found.step,
+                        found.variable,
+                        found.variables,
+                        found.replicas,
+                        found.where,
+                        str(found),
+                    )
+                )
+                if self.on_divergence is not None:
+                    self.on_divergence(found)
 
 
 def _complaint_about(folder: Path | None) -> str | None:

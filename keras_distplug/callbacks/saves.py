@@ -12,9 +12,12 @@ from typing import Protocol
 
 from keras_distplug.core.cadence import Pace, Plan
 from keras_distplug.core.errors import SaveError
+from keras_distplug.core.events import Saved, SaveFailed
 from keras_distplug.core.log import announce
 from keras_distplug.core.protocols import Agreement
+from keras_distplug.core.reporting import report
 from keras_distplug.core.state import TrainState
+from keras_distplug.storage import codec
 from keras_distplug.storage.commit import Writer
 from keras_distplug.storage.saver import Saver
 
@@ -64,6 +67,7 @@ class Saves:
         self.saved_step: int | None = None  # of the newest that is complete
         self._next_look = pace.first_look()
         self._stall_s = 0.0
+        self._bytes = 0  # of the newest
         self._failures: list[Exception] = []  # in a row
         self._interval_s: float | None = None  # that was announced
 
@@ -119,6 +123,7 @@ class Saves:
 
         def write() -> None:
             self._writer.save(taken, attempt)
+            self._bytes = codec.bytes_of(codec.specs_of(taken.arrays))
             self._on_saved(taken.cursor.step)
 
         self._saver.start(taken.cursor.step, write)
@@ -212,10 +217,12 @@ class Saves:
             if saved.error is None:
                 self._failures = []
                 self.saved_step = saved.step
+                report(Saved(saved.step, saved.seconds, self._is_local, self._stall_s, self._bytes))
                 self._pace.saved(self._stall_s, saved.seconds)
                 self._tell_interval()
                 continue
             self._failures.append(saved.error)
+            report(SaveFailed(saved.step, len(self._failures), self._is_local, str(saved.error)))
             if self._is_local or self._is_chief:
                 end = "" if self._is_local else f", and ends at {self._patience}"
                 warnings.warn(

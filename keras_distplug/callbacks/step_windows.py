@@ -25,32 +25,35 @@ from keras_distplug.training.stopwatch import Heard, Lap, Sync
 _STATM = "/proc/self/statm"
 
 
-class StepWindows:
-    """Makes a `StepReport` of each window of a `fit`.
+class OwnWindows:
+    """Makes a `StepReport` of each window of steps of this worker.
 
     Args:
         model: One that `fit` is about to train: this is to be made in a callback's `set_model`,
             because Keras makes the step before `on_train_begin`.
-        every_steps: How many steps are a window.
-        readings: Whether losses and gradients are wanted, too.
+        syncs: Whether it is wanted how long each replica waits for the sum of gradients.
+        readings: Whether losses and gradients are.
         fingerprints: Whether those of the data are.
     """
 
     def __init__(
         self,
         model: keras.Model,
-        every_steps: int,
         *,
+        syncs: bool = False,
         readings: bool = False,
         fingerprints: bool = False,
     ) -> None:
         self._model = model
-        self._every_steps = every_steps
         self._guard = Guard.of(model)
-        self._heard: Heard = self._guard.want_times(readings=readings, fingerprints=fingerprints)
-        self._reports: Reports | None = None
+        self._heard: Heard = self._guard.want_times(
+            syncs=syncs, readings=readings, fingerprints=fingerprints
+        )
         self.role: Role = agreement.role_under(model.distribute_strategy)
         self.where = f"{self.role.name} on {socket.gethostname()}"
+        self.seen = 0  # steps of this window
+        self._step = 0
+        self._hears = False
 
     @property
     def updates(self) -> int:
@@ -63,6 +66,104 @@ class StepWindows:
     def unwant(self) -> None:
         """To be called where it was not `fit` that called `set_model`."""
         self._guard.unwant()
+
+    def begin(self) -> None:
+        """To be called from `on_train_begin`."""
+        self.close()
+        self._waits_s: list[float] = []
+        self._steps_s: list[float] = []
+        self._begins_s: list[float] = []
+        self._begun_s: float | None = None  # not of the very first step, which is traced
+        self._is_first = True
+        self.seen = self._step = 0
+        self._heard.laps.clear()
+        self._heard.syncs.clear()
+        self._hears = self.role.world_size > 1
+        if self._hears:
+            steps.hear_of_fetches(self._model, self._on_fetch)
+
+    def begin_epoch(self) -> None:
+        self._begun_s = None
+
+    def begin_step(self) -> None:
+        now_s = time.perf_counter()
+        self._begins_s.append(now_s)
+        if self._begun_s is None and not self._is_first:
+            self._begun_s = now_s
+
+    def end_step(self) -> None:
+        """To be called behind each batch of Keras'."""
+        now_s = time.perf_counter()
+        if self._begun_s is not None:
+            self._steps_s.append(now_s - self._begun_s)
+        self._begun_s, self._is_first = now_s, False
+        self.seen += self._model.steps_per_execution
+        self._step += self._model.steps_per_execution
+
+    def end_window(self) -> StepReport | None:
+        """What there is by now; None if there was nothing but a first step."""
+        if not self.seen or not self._steps_s:
+            return None
+        laps = [self._heard.laps.popleft() for _ in range(len(self._heard.laps))]
+        syncs = [self._heard.syncs.popleft() for _ in range(len(self._heard.syncs))]
+        report = StepReport(
+            self.role.rank,
+            self.where,
+            self.updates,
+            self.seen,
+            statistics.median(self._steps_s) / self._model.steps_per_execution,
+            _of_replicas(laps, syncs),
+            self._input_s(laps),
+            _memory_bytes(),
+        )
+        for times in (self._steps_s, self._waits_s, self._begins_s):
+            times.clear()
+        self.seen = 0
+        return report
+
+    def close(self) -> None:
+        if self._hears:
+            self._hears = False
+            steps.hear_no_more_of_fetches(self._model, self._on_fetch)
+
+    # How
+
+    def _on_fetch(self, seconds: float) -> None:
+        self._waits_s.append(seconds)
+
+    def _input_s(self, laps: Sequence[Lap]) -> float | None:
+        if self.role.world_size > 1:
+            return statistics.mean(self._waits_s) if self._waits_s else None
+        # In one process data are fetched within the call.
+        first = min((lap.replica for lap in laps), default=0)
+        begun_s = [lap.begun_s for lap in laps if lap.replica == first]
+        if not begun_s or len(begun_s) != len(self._begins_s):
+            return None
+        return statistics.median(b - a for a, b in zip(self._begins_s, begun_s, strict=True))
+
+
+class StepWindows:
+    """Makes a `StepReport` of each window of a `fit`, and brings those of all workers together.
+
+    Args:
+        own: Of this worker.
+        every_steps: How many steps are a window.
+    """
+
+    def __init__(self, own: OwnWindows, every_steps: int) -> None:
+        self._own = own
+        self._every_steps = every_steps
+        self._reports: Reports | None = None
+        self.role = own.role
+        self.where = own.where
+
+    @property
+    def updates(self) -> int:
+        return self._own.updates
+
+    def unwant(self) -> None:
+        """As `OwnWindows.unwant`."""
+        self._own.unwant()
 
     def begin(
         self,
@@ -86,15 +187,6 @@ class StepWindows:
         self.close()
         self._on_all = on_all
         self._completed = completed
-        self._waits_s: list[float] = []
-        self._steps_s: list[float] = []
-        self._begins_s: list[float] = []
-        self._begun_s: float | None = None  # not of the very first step, which is traced
-        self._is_first = True
-        self._seen = 0
-        self._step = 0
-        self._heard.laps.clear()
-        self._heard.syncs.clear()
         words = agreement.among(self.role)
         session = Writer.new_attempt() if self.role.is_chief else None
         session = words.from_chief(topic, session)
@@ -102,77 +194,37 @@ class StepWindows:
             self._reports = Reports(
                 session, self.role, words, lambda said: on_all([*map(from_text, said)]), on_lost
             )
-            steps.hear_of_fetches(self._model, self._on_fetch)
+        self._own.begin()
         return session
 
     def begin_epoch(self) -> None:
-        self._begun_s = None
+        self._own.begin_epoch()
 
     def begin_step(self) -> None:
-        now_s = time.perf_counter()
-        self._begins_s.append(now_s)
-        if self._begun_s is None and not self._is_first:
-            self._begun_s = now_s
+        self._own.begin_step()
 
     def end_step(self) -> StepReport | None:
         """To be called behind each batch of Keras'. This worker's report, if a window is over."""
-        now_s = time.perf_counter()
-        if self._begun_s is not None:
-            self._steps_s.append(now_s - self._begun_s)
-        self._begun_s, self._is_first = now_s, False
-        self._seen += self._model.steps_per_execution
-        self._step += self._model.steps_per_execution
-        if self._seen < self._every_steps or not self._steps_s:
-            return None
-        return self._end_window()
+        self._own.end_step()
+        return self.end_epoch() if self._own.seen >= self._every_steps else None
 
     def end_epoch(self) -> StepReport | None:
         """The report of what remains."""
-        return self._end_window() if self._seen and self._steps_s else None
-
-    def close(self, last_secs: float = 0.0) -> None:
-        """Waits for so long for reports that are under way."""
-        if self._reports is not None:
-            self._reports.close(last_secs)
-            self._reports = None
-            steps.hear_no_more_of_fetches(self._model, self._on_fetch)
-
-    # How
-
-    def _on_fetch(self, seconds: float) -> None:
-        self._waits_s.append(seconds)
-
-    def _end_window(self) -> StepReport:
-        laps = [self._heard.laps.popleft() for _ in range(len(self._heard.laps))]
-        syncs = [self._heard.syncs.popleft() for _ in range(len(self._heard.syncs))]
-        report = StepReport(
-            self.role.rank,
-            self.where,
-            self.updates,
-            self._seen,
-            statistics.median(self._steps_s) / self._model.steps_per_execution,
-            _of_replicas(laps, syncs),
-            self._input_s(laps),
-            _memory_bytes(),
-        )
-        for seen in (self._steps_s, self._waits_s, self._begins_s):
-            seen.clear()
-        self._seen = 0
+        report = self._own.end_window()
+        if report is None:
+            return None
         if self._reports is None:
             self._on_all([self._completed(report)])
         else:
             self._reports.send(lambda: as_text(self._completed(report)))
         return report
 
-    def _input_s(self, laps: Sequence[Lap]) -> float | None:
+    def close(self, last_secs: float = 0.0) -> None:
+        """Waits for so long for reports that are under way."""
         if self._reports is not None:
-            return statistics.mean(self._waits_s) if self._waits_s else None
-        # In one process data are fetched within the call.
-        first = min((lap.replica for lap in laps), default=0)
-        begun_s = [lap.begun_s for lap in laps if lap.replica == first]
-        if not begun_s or len(begun_s) != len(self._begins_s):
-            return None
-        return statistics.median(b - a for a, b in zip(self._begins_s, begun_s, strict=True))
+            self._reports.close(last_secs)
+            self._reports = None
+        self._own.close()
 
 
 def _of_replicas(laps: Sequence[Lap], syncs: Sequence[Sync]) -> tuple[ReplicaReport, ...]:

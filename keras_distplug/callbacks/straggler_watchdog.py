@@ -13,12 +13,14 @@ import keras
 import numpy as np
 
 from keras_distplug.callbacks.one_of_a_kind import stood_aside
-from keras_distplug.callbacks.step_windows import StepWindows, tell_what_is_lost
+from keras_distplug.callbacks.step_windows import OwnWindows, StepWindows, tell_what_is_lost
 from keras_distplug.cluster import agreement
 from keras_distplug.cluster.round_trips import RoundTrips
 from keras_distplug.compat import callback_list, trainer
 from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.core.events import SlowReplica
 from keras_distplug.core.log import announce
+from keras_distplug.core.reporting import report
 from keras_distplug.core.step_reports import StepReport
 from keras_distplug.core.stragglers import Judge, Straggler
 
@@ -100,7 +102,7 @@ class StragglerWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         if stood_aside(self, callback_list.move_to_front(self)):
             return
         if model.distribute_strategy.num_replicas_in_sync > 1:
-            self._windows = StepWindows(model, self.every_steps)
+            self._windows = StepWindows(OwnWindows(model), self.every_steps)
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         if self._windows is not None:
@@ -176,6 +178,18 @@ class StragglerWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
             self._found += self._judge.hear(reports)
 
     def _tell(self, found: Straggler) -> None:
+        report(
+            SlowReplica(
+                found.cause,
+                found.worker,
+                found.where,
+                found.replica,
+                found.own_s,
+                found.others_s,
+                found.is_over,
+                str(found),
+            )
+        )
         announce(f"straggler: {found}")
         if self.on_straggler is not None:
             self.on_straggler(found)

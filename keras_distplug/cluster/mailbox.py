@@ -6,7 +6,6 @@ nothing while there are none.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import os
 import threading
@@ -16,6 +15,7 @@ from typing import Protocol
 
 from keras_distplug.cluster.roles import Role
 from keras_distplug.core.errors import AgreementError
+from keras_distplug.core.threads import before_threads_end
 
 _CLOSED = "closed"
 _PAUSE_S = 1.0  # before what has failed is tried again
@@ -134,8 +134,7 @@ def _try(act: Callable[[], object]) -> None:
 
 @functools.cache
 def _look_out_for_the_end() -> None:
-    register = getattr(threading, "_register_atexit", atexit.register)
-    register(_close_all)
+    before_threads_end(_close_all)
     if hasattr(os, "register_at_fork"):
         # A child's end would close over the connections of its parent.
         os.register_at_fork(after_in_child=_open.clear)

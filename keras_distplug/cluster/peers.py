@@ -20,7 +20,9 @@ from keras_distplug.cluster.roles import Role
 from keras_distplug.compat import failures
 from keras_distplug.compat.context import ServiceKeyValues
 from keras_distplug.core.errors import AgreementError, PeerLostError
+from keras_distplug.core.events import PeerLost
 from keras_distplug.core.exit_codes import ExitCode
+from keras_distplug.core.reporting import report
 
 _CONNECT_S = 1.0
 _PAUSE_S = 0.1
@@ -63,6 +65,7 @@ def _explain(error: Exception, strategy: Any) -> PeerLostError | None:
     if role.is_chief:
         time.sleep(_HEARD_S)
     leaving.peer_is_lost()
+    report(PeerLost(who))
     return PeerLostError(
         f"{role.name} lost {who}. Training cannot go on without it: start all workers again. With "
         "`BackupAndRestore` among the callbacks training then goes on from its newest checkpoint. "

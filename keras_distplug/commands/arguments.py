@@ -28,6 +28,7 @@ def add(subcommands: Subcommands) -> None:
     _add_prune(subcommands)
     _add_export(subcommands)
     _add_replay(subcommands)
+    _add_goodput(subcommands)
 
 
 def _add_ls(subcommands: Subcommands) -> None:
@@ -183,6 +184,22 @@ def _add_replay(subcommands: Subcommands) -> None:
     )
     _add_import(parser)
     _add_run(parser, "that of the incident")
+    _add_json(parser)
+
+
+def _add_goodput(subcommands: Subcommands) -> None:
+    parser = _command(
+        subcommands,
+        "goodput",
+        "tell what share of the time trained, and where the rest went",
+        "Puts down every second since the first attempt of a run to one of ten categories, such as "
+        "steps, waiting for data, saves, start-up and recovery, from the log that the callback "
+        "RunLog keeps; and tells what became of each attempt. A run that is under way is told of "
+        "as far as its log goes. Loads no TensorFlow.",
+        "keras-distplug goodput runs/mnist",
+        "0 done; 1 failed; 2 wrong usage; 3 there is no log.",
+    )
+    _add_run(parser, "all")
     _add_json(parser)
 
 

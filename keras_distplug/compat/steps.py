@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager as ContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -119,15 +119,25 @@ def only_with_data(model: keras.Model) -> Callable[[Any], Any]:
     return train_step
 
 
-def _after(data: Any) -> ContextManager[None]:
-    """Lets nothing happen without `data`.
+@contextmanager
+def _after(data: Any) -> Iterator[None]:
+    """Lets nothing that leaves a trace happen without `data`.
 
     TensorFlow inlines a step into the function that asks for data, and there runs what does not
-    depend on them although there are none.
+    depend on them although there are none. To make all operations wait would keep TensorFlow from
+    making one of several, such as a layer's product, bias and activation.
     """
+    if tf.executing_eagerly():
+        yield
+        return
     tensors = [value for value in keras.tree.flatten(data) if isinstance(value, tf.Tensor)]
-    waiting: ContextManager[None] = tf.control_dependencies([tf.identity(t) for t in tensors])
-    return waiting
+    here = [tf.identity(tensor).op for tensor in tensors]
+    graph = tf.compat.v1.get_default_graph()
+    known = len(graph.get_operations())
+    yield
+    for operation in graph.get_operations()[known:]:
+        if operation.op_def.is_stateful and operation.type != "ReadVariableOp":
+            operation._add_control_inputs(here)
 
 
 def _converted(model: keras.Model, step: OnData) -> OnData:

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 JOB = "KERAS_DISTPLUG_JOB"
 ATTEMPT = "KERAS_DISTPLUG_ATTEMPT"
@@ -144,6 +145,38 @@ class Supervised:
             newest[run] = max(step, newest.get(run, step))
         return newest
 
+    def logs_to(self, url: str, folder: str, storage_options: Mapping[str, Any]) -> None:
+        """Records where the log of the run is, which the supervisor adds its own to.
+
+        Args:
+            url: The directory of the run.
+            folder: In that.
+            storage_options: For it. What is not JSON is for this process only: the supervisor then
+                tries without any.
+        """
+        try:
+            options = json.dumps(dict(storage_options))
+        except TypeError:
+            options = "{}"
+        path = self._logs
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps([url, folder, json.loads(options)]))
+            os.replace(temporary, path)
+        except OSError as error:
+            warnings.warn(
+                f"The supervisor could not be told of the log in {url}: {error}", stacklevel=2
+            )
+
+    def logs(self) -> tuple[str, str, Mapping[str, Any]] | None:
+        """What `logs_to` was given in this attempt."""
+        try:
+            url, folder, options = json.loads(self._logs.read_text())
+        except (OSError, ValueError):
+            return None
+        return url, folder, options
+
     def pulse_of(self, worker: str) -> Path:
         """The file that a worker touches while it can run Python; its process's number is in it."""
         return self.status_dir / f"{worker}.pulse"
@@ -159,6 +192,10 @@ class Supervised:
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
+
+    @property
+    def _logs(self) -> Path:
+        return self.status_dir / "logs"
 
     @property
     def _saves(self) -> Path:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
 T = TypeVar("T")
+
+
+def before_threads_end(act: Callable[[], object]) -> None:
+    """Has `act` called when the process ends, while threads can still be started, as the libraries
+    of stores do: `atexit` itself comes behind that."""
+    register = getattr(threading, "_register_atexit", atexit.register)
+    register(act)
 
 
 def in_daemon(action: Callable[[], T], name: str) -> Future[T]:

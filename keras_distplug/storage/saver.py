@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import os
 import queue
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from keras_distplug.core.errors import SaveError
+from keras_distplug.core.threads import before_threads_end
 
 # A tenth of the weight of a thread of training: where processors are idle it costs a save nothing,
 # and where they are not, a save still gets on.
@@ -133,9 +133,7 @@ def wait_for_all() -> None:
 
 @functools.cache
 def _wait_at_exit() -> None:
-    # `atexit` itself comes when the libraries of stores can start no thread any more.
-    register = getattr(threading, "_register_atexit", atexit.register)
-    register(_wait_and_tell)
+    before_threads_end(_wait_and_tell)
 
 
 def _wait_and_tell() -> None:

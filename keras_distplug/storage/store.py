@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError
+from keras_distplug.core.events import Quarantined
 from keras_distplug.core.manifest import Manifest, Shard
 from keras_distplug.core.memory import Allocate
+from keras_distplug.core.reporting import report
 from keras_distplug.storage import codec, layout
 from keras_distplug.storage.files import Files
 from keras_distplug.storage.layout import Kind, Place
@@ -133,6 +135,7 @@ class CheckpointStore:
     def set_aside(self, name: str, error: CorruptCheckpointError) -> None:
         """Leaves the checkpoint in the folder `name` as it is, marks it and warns of it."""
         self._aside.add(name)
+        report(Quarantined(self.where(name), str(error)))
         warnings.warn(f"The checkpoint {self.where(name)} is set aside: {error}", stacklevel=3)
         note = {"reason": str(error), "found_utc": layout.now()}
         path = self.path(name, layout.DAMAGED)

@@ -2,35 +2,53 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.core.events import SUPERVISOR, Entry, Event, to_line
+
+_LAST_SECS = 10.0
+
+
+class Lines(Protocol):
+    """A file beside the log that the workers keep of their run."""
+
+    def append(self, line: bytes) -> None: ...
+
+    def close(self, timeout_s: float) -> None: ...
+
+
+OpenLog = Callable[[str, str, Mapping[str, Any], str, Callable[[OSError], None]], Lines]
+"""Takes the directory, the folder in it, options for its store, the name of the file, and what to
+call with a failure."""
+
+Place = tuple[str, str, Mapping[str, Any]]
 
 
 class EventLog:
-    """Appends events to a file. A context manager.
+    """Appends events to a file, and to the log of the run that the workers train. A context
+    manager.
 
-    Each has `at` (seconds since 1970), `event`, `job` and `attempt`, and what belongs to it:
-
-    - `started`: `workers`, `spares` (of those that were spares), `slots`
-    - `training`: `secs` since the failure before, `after`
-    - `failed`: `worker`, `cause`, `exit_code`, `what`; the first one is the cause of the others
-    - `again`: `pause_secs`, `workers`
-    - `ended`: `exit_code`, `why`
+    Their lines are those of `core/events.py`.
 
     Args:
-        path: The file, which may be there; None keeps nothing.
+        path: The file, which may be there; None for none.
         job: The job's name.
+        open_log: Opens the other one.
     """
 
-    def __init__(self, path: Path | None, job: str) -> None:
+    def __init__(self, path: Path | None, job: str, open_log: OpenLog | None = None) -> None:
         self._job = job
+        self._open_log = open_log
+        self._place: Callable[[], Place | None] = lambda: None
+        self._waiting: list[bytes] = []
+        self._beside: Lines | None = None
         self._file: int | None = None
         if path is not None:
             try:
@@ -41,15 +59,35 @@ class EventLog:
                     "folder that exists."
                 ) from error
 
-    def note(self, event: str, attempt: int, **what: Any) -> None:
+    def ask(self, place: Callable[[], Place | None]) -> None:
+        """From now on, `place` tells where the workers' log is, once it is known."""
+        self._place = place
+
+    def note(self, event: Event, attempt: int) -> None:
+        line = to_line(Entry(time.time(), SUPERVISOR, event, self._job, attempt))
+        self._note_beside(line)
         if self._file is None:
             return
-        line = {"at": time.time(), "event": event, "job": self._job, "attempt": attempt, **what}
         try:
-            os.write(self._file, json.dumps(line).encode() + b"\n")
+            os.write(self._file, line)
         except OSError as error:
             print(f"keras-distplug: no more events are logged: {error}", file=sys.stderr)
             self._file = None
+
+    def _note_beside(self, line: bytes) -> None:
+        if self._open_log is None:
+            return
+        self._waiting.append(line)
+        if self._beside is None and (place := self._place()) is not None:
+            try:
+                self._beside = self._open_log(*place, f"{SUPERVISOR}-{self._job}", _tell)
+            except ConfigurationError as error:
+                _tell(error)
+                self._open_log = None
+        if self._beside is not None:
+            for each in self._waiting:
+                self._beside.append(each)
+            self._waiting.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -60,5 +98,11 @@ class EventLog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._beside is not None:
+            self._beside.close(_LAST_SECS)
         if self._file is not None:
             os.close(self._file)
+
+
+def _tell(error: Exception) -> None:
+    print(f"keras-distplug: events do not reach the log of the run: {error}", file=sys.stderr)

@@ -13,7 +13,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from keras_distplug.core import events
 from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.core.events import Ended, Failed, Started, Training
 from keras_distplug.core.supervised import Phase, Status, Supervised
 from keras_distplug.core.timeouts import Timeouts
 from keras_distplug.supervisor.attempt import (
@@ -25,7 +27,7 @@ from keras_distplug.supervisor.attempt import (
     Outcome,
     run_attempt,
 )
-from keras_distplug.supervisor.events import EventLog
+from keras_distplug.supervisor.events import EventLog, OpenLog
 from keras_distplug.supervisor.group import Group
 from keras_distplug.supervisor.guard import Guard
 from keras_distplug.supervisor.launch import (
@@ -87,12 +89,13 @@ class Job:
             )
 
 
-def run(job: Job, environ: Mapping[str, str]) -> int:
+def run(job: Job, environ: Mapping[str, str], open_log: OpenLog | None = None) -> int:
     """Runs a job on this machine until it is done.
 
     Args:
         job: What to run.
         environ: What the workers' environments are made from, usually `os.environ`.
+        open_log: Opens a file beside the log that the workers keep of their run.
 
     Returns:
         The exit code: 0 once every worker has completed training; 128 + n when signal n ended the
@@ -105,7 +108,7 @@ def run(job: Job, environ: Mapping[str, str]) -> int:
     names = [role.name for role in local_cluster(range(job.workers))]
     name_of_job, begun = uuid.uuid4().hex, time.monotonic()
     with ExitStack() as stack:
-        log = stack.enter_context(EventLog(job.log, name_of_job))
+        log = stack.enter_context(EventLog(job.log, name_of_job, open_log))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="keras-distplug-")))
         interruptions = stack.enter_context(Interruptions())
         stack.enter_context(Guard(name_of_job, folder))
@@ -125,6 +128,7 @@ def run(job: Job, environ: Mapping[str, str]) -> int:
                 job.devices_per_worker,
             )
             contract.status_dir.mkdir(parents=True)  # something may have tidied up
+            log.ask(contract.logs)
             ports = free_ports(len(slots), avoid=ports)
             reporter = _Reporter(job, output, log, spares, history)
             with Group(output, interruptions) as group:
@@ -149,7 +153,7 @@ def run(job: Job, environ: Mapping[str, str]) -> int:
                 history[-1] = replace(history[-1], outcome=interrupted)
                 next_ = decide(history, job.budgets)
             if isinstance(next_, End):
-                log.note("ended", len(history) - 1, exit_code=next_.code, why=next_.why)
+                log.note(Ended(next_.code, next_.why), len(history) - 1)
                 for line in closing_report(history, next_, time.monotonic() - begun):
                     output.note(line)
                 return next_.code
@@ -182,18 +186,18 @@ class _Reporter:
 
     def started(self, workers: Sequence[str], slots: Sequence[int], warm: Sequence[str]) -> None:
         self._workers = workers
-        self._log.note("started", self._number, workers=workers, slots=slots, spares=warm)
+        self._log.note(Started(tuple(workers), tuple(slots), tuple(warm)), self._number)
 
     def training(self, reports: Mapping[str, Status]) -> None:
-        told = {}
+        told = Training()
         if self._before is not None:
             report = recovery_report(self._before, reports)
             failure = self._before.first_failure
             assert failure is not None
             reached = max(status.since[Phase.TRAINING] for status in reports.values())
-            told = {"secs": reached - failure.at, "after": str(failure)}
+            told = Training(reached - failure.at, str(failure))
             self._output.note(report)
-        self._log.note("training", self._number, **told)
+        self._log.note(told, self._number)
         if self._job.warm_spares:
             self._spares.prepare(len(self._workers))
             self.tell_of_spares()
@@ -204,14 +208,8 @@ class _Reporter:
 
     def failed(self, failures: Sequence[Exit]) -> None:
         for failure in failures:
-            self._log.note(
-                "failed",
-                self._number,
-                worker=failure.worker,
-                cause=failure.cause.name,
-                exit_code=failure.exit_code,
-                what=str(failure),
-            )
+            what = Failed(failure.worker, failure.cause.name, failure.exit_code, str(failure))
+            self._log.note(what, self._number)
         told = all(failure.cause is Cause.PREEMPTED for failure in failures)
         stopping = "; stopping all workers" if len(self._workers) > 1 and not told else ""
         self._output.note("; ".join(str(failure) for failure in failures) + stopping)
@@ -226,7 +224,7 @@ class _Reporter:
         if next_.pause_secs:
             what += f", behind a pause of {next_.pause_secs:g} s"
         self._output.note(what)
-        self._log.note("again", self._number, pause_secs=next_.pause_secs, slots=next_.slots)
+        self._log.note(events.Again(next_.pause_secs, next_.slots), self._number)
 
 
 def closing_report(history: Sequence[Attempt], end: End, elapsed_secs: float) -> list[str]:

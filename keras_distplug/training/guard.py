@@ -34,6 +34,7 @@ class _Part(Enum):
 
     GATE = auto()
     STOPWATCH = auto()
+    SYNCS = auto()
     READINGS = auto()
     FINGERPRINTS = auto()
 
@@ -155,16 +156,21 @@ class Guard:
         gates.note_assignments([*model.non_trainable_variables, *model.metrics_variables])
         self._put_in_place()
 
-    def want_times(self, *, readings: bool = False, fingerprints: bool = False) -> Heard:
+    def want_times(
+        self, *, syncs: bool = False, readings: bool = False, fingerprints: bool = False
+    ) -> Heard:
         """As `want`, for the times that replicas take.
 
         Args:
-            readings: Whether laps have a `Reading`, too.
+            syncs: Whether those are wanted, too, from their own gradients to the sum of all.
+            readings: Whether laps have a `Reading`.
             fingerprints: Whether they have a fingerprint of the replica's part of the batch.
         """
         if _Part.STOPWATCH not in self._wanted:
             self.stopwatch.forget_listeners()
         self._wanted.add(_Part.STOPWATCH)
+        if syncs:
+            self._wanted.add(_Part.SYNCS)
         if readings:
             self._wanted.add(_Part.READINGS)
         if fingerprints:
@@ -263,7 +269,7 @@ class Guard:
             fingerprinted = replica.plain_data() if _Part.FINGERPRINTS in self._there else ()
             own, computed = self.stopwatch.computed(replica.begun, own, reading, fingerprinted)
             replica.begun = None  # the first optimizer's gradients are the ones
-            if _Part.READINGS in self._there and _is_one_of_several():
+            if _Part.SYNCS in self._there and _is_one_of_several():
                 replica.computed[id(optimizer)] = computed
         if _Part.GATE not in self._there or not replica.losses or _scales(optimizer):
             return own

@@ -106,7 +106,9 @@ def fit(
     history = model.fit(
         small.X, small.Y, batch_size=8, epochs=epochs, shuffle=False, verbose=0,
         callbacks=[
-            kd.BackupAndRestore(folder / "runs", delete_checkpoint=False, **arguments),
+            kd.BackupAndRestore(
+                folder / "runs", delete_checkpoint=False, on_busy="wait", **arguments
+            ),
             MadeUp(), *callbacks.values(), *([stop] if stop else []),
         ],
     )  # fmt: skip
@@ -219,7 +221,7 @@ def test_moving_averages(tmp_path: Path) -> None:
 def test_rows_of_others(tmp_path: Path) -> None:
     """Rows that are not of the epochs that are trained again are not cut off."""
     with pytest.raises(small.Interrupted):
-        fit(tmp_path, "csv", stop=small.Stop(2, 1), on_busy="wait")
+        fit(tmp_path, "csv", stop=small.Stop(2, 1))
     saver.wait_for_all()
     log = tmp_path / "files" / "log.csv"
     log.write_text(log.read_text() + "a note\n")

@@ -1,0 +1,396 @@
+"""What happens to a run, and where its time goes, in files beside its checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+import keras
+
+from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
+from keras_distplug.callbacks.one_of_a_kind import stood_aside
+from keras_distplug.callbacks.step_windows import OwnWindows
+from keras_distplug.cluster import agreement
+from keras_distplug.compat import callback_list, trainer
+from keras_distplug.core import events, reporting
+from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.core.events import Entry, Event, OfReplica, Window
+from keras_distplug.core.interactive import is_interactive
+from keras_distplug.core.ledger import Category, Ledger, split
+from keras_distplug.core.log import announce
+from keras_distplug.core.process import started_at
+from keras_distplug.core.step_reports import StepReport
+from keras_distplug.core.supervised import Supervised
+from keras_distplug.storage.commit import Writer
+from keras_distplug.storage.files import open_files
+from keras_distplug.storage.run_log import FOLDER, Log, sink_for
+
+_LEAST_SECS, _MOST_SECS, _SHARE = 1.0, 30.0, 0.01  # between windows
+_PACKAGES = ("keras_distplug", "keras", "tensorflow")
+
+
+class RunLog(keras.callbacks.Callback):  # type: ignore[misc]
+    """Keeps a log of what happens to a run, of all its attempts, and of where its time goes.
+
+    Each worker appends lines of JSON to a file of its own, in the folder `log` of the run: what
+    other callbacks of this package do and find (checkpoints, stragglers, updates left out, hangs),
+    and, for each stretch of time, what it went to. `keras-distplug goodput` reads them. They stay
+    when training has reached its end.
+
+    Example:
+
+    ```python
+    model.fit(ds, epochs=10, callbacks=[kd.BackupAndRestore("runs/mnist"), kd.RunLog()])
+    ```
+
+    - It is among `defaults()`; one of your own takes its place.
+    - Lines are written in a thread. Those that cannot be written are tried again, which is told
+      once; training goes on.
+    - A stretch is a second at first, and half a minute later on. What was trained since the last
+      line of a process that is killed counts as lost time, not as steps.
+    - Waiting for data, and for other replicas, is known where the step's times are, as in
+      `StragglerWatchdog`; with `jit_compile=True`, all of a step counts as productive.
+
+    Args:
+        log_dir: A folder for the files, or a URL, shared by all workers. Defaults to that of the
+            run of the `BackupAndRestore` among the callbacks.
+        storage_options: As in `BackupAndRestore`, for `log_dir`.
+
+    Raises:
+        ConfigurationError: For an argument that is not usable; in `fit`, without `log_dir` where
+            no `BackupAndRestore` is there, or one that deletes its folder at the end.
+    """
+
+    def __init__(
+        self,
+        log_dir: str | os.PathLike[str] | None = None,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if log_dir is None and storage_options:
+            raise ConfigurationError(
+                "`storage_options` is for `log_dir`, which is not given. Without it the log goes "
+                "to the directory of the BackupAndRestore, by its own options."
+            )
+        self.log_dir = log_dir
+        self._storage_options = dict(storage_options or {})
+        self._files = None if log_dir is None else open_files(log_dir, storage_options)
+        self._windows: OwnWindows | None = None  # not where another one does the work
+        self._writes: _Writes | None = None
+
+    # Keras' hooks, in the order in which they come
+
+    def set_model(self, model: keras.Model) -> None:
+        super().set_model(model)
+        trainer.adapt(model)
+        self.close()
+        # Here, because Keras makes the step before `on_train_begin`.
+        if stood_aside(self, callback_list.move_to_front(self)):
+            return
+        self._windows = OwnWindows(model, syncs=True)
+        # What is reported before the run is known waits.
+        self._writes = _Writes(self._windows, callback_list.Calling.now())
+
+    def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        if self._writes is None or self._windows is None:
+            return
+        if self._writes.is_training:
+            self._writes.switch(Category.EVALUATION)
+        else:
+            self._windows.unwant()
+            self.close()
+
+    def on_predict_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        self.on_test_begin(logs)
+
+    def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        others = callback_list.move_to_front(self)
+        if self._windows is None or self._writes is None:
+            return
+        self._backup = next((each for each in others if isinstance(each, BackupAndRestore)), None)
+        complaint = self._complaint()
+        if complaint is not None:
+            self.close()
+            raise ConfigurationError(complaint)
+        self._windows.begin()
+        self._writes.is_training = True
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        if self._writes is None or self._windows is None:
+            return
+        if not self._writes.is_open:
+            self._open(self._writes)
+        self._writes.epoch = epoch
+        self._windows.begin_epoch()
+
+    def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        # Keras before 3.11 gives `on_train_batch_end` an execution's first batch, not its last.
+        self._batch = batch
+        if self._writes is not None and self._windows is not None:
+            self._writes.begin_step()
+            self._windows.begin_step()
+
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        if self._writes is None or self._windows is None:
+            return
+        self._windows.end_step()
+        done, in_epoch = self._batch + self.model.steps_per_execution, self.params.get("steps")
+        done = done if in_epoch is None else min(done, in_epoch)
+        self._writes.end_step(done - self._batch)
+
+    def on_test_end(self, logs: Mapping[str, Any] | None = None) -> None:
+        if self._writes is not None:
+            self._writes.switch(Category.OTHER)
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        if self._writes is not None:
+            self._writes.end_epoch(epoch, logs)
+
+    def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
+        if self._writes is None:
+            return
+        self._writes.end_window()
+        if self._backup is None:
+            step, epochs = self._writes.step, self.params.get("epochs", 1)
+            reporting.report(events.Finished(step, epochs, bool(self.model.stop_training)))
+
+    def close(self) -> None:
+        """Ends the log."""
+        if self._writes is not None:
+            self._writes.close()
+            self._writes = None
+        if self._windows is not None:
+            self._windows.close()
+            self._windows = None
+
+    # How
+
+    def _complaint(self) -> str | None:
+        if self._files is not None:
+            return None
+        if self._backup is None:
+            return (
+                "RunLog needs a folder: give it `log_dir`, or a keras_distplug.BackupAndRestore "
+                "among the callbacks, whose directory it takes."
+            )
+        if self._backup.delete_checkpoint:
+            return (
+                "RunLog would lose its files with those of the BackupAndRestore, which is to "
+                "delete its directory at the end. Give RunLog a `log_dir`, or BackupAndRestore "
+                "delete_checkpoint=False."
+            )
+        return None
+
+    def _open(self, writes: _Writes) -> None:
+        assert self._windows is not None
+        role = self._windows.role
+        words = agreement.among(role)
+        session = words.from_chief("log", Writer.new_attempt() if role.is_chief else None)
+        if self._files is not None:
+            files, folder, place = self._files, FOLDER, self.log_dir
+            options: Mapping[str, Any] = self._storage_options
+        else:
+            assert self._backup is not None
+            files, folder = self._backup.files, f"{self._backup.run_name}/{FOLDER}"
+            place, options = self._backup.backup_dir, self._backup.storage_options
+        stem = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}-{role.name}-{session[:8]}"
+        began = events.Began(
+            session=session,
+            rank=role.rank,
+            workers=role.world_size,
+            replicas=self.model.distribute_strategy.num_replicas_in_sync,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            strategy=type(self.model.distribute_strategy).__name__,
+            epochs=self.params.get("epochs", 1),
+            step=writes.step,
+            versions=_versions(),
+        )
+        where = files.where(folder)
+
+        def tell_failure(error: OSError) -> None:
+            announce(
+                f"the log of this run, in {where}, cannot be written, and is tried again: {error}"
+            )
+
+        writes.open(role.name, began, Log(sink_for(files, f"{folder}/{stem}"), tell_failure))
+        supervised = Supervised.from_env()
+        if role.is_chief and supervised is not None and place is not None:
+            supervised.logs_to(
+                os.path.abspath(place) if _is_path(place) else os.fspath(place), folder, options
+            )
+
+
+class _Writes:
+    """One worker's log of one `fit`; hears what all report."""
+
+    def __init__(self, windows: OwnWindows, fit: callback_list.Calling | None) -> None:
+        for each in list(_running):
+            each.close_if_over()
+        _running.append(self)
+        self._fit = fit
+        self.is_training = False
+        self.is_open = False
+        self.epoch = 0
+        self.step = 0  # batches since the run began
+        self._windows = windows
+        self._steps = 0  # of this window
+        self._is_first = True
+        self._log: Log | None = None
+        self._waiting: list[tuple[float, Event]] = []
+        self._begun_s = time.monotonic()
+        self._ledger = Ledger(_begun_s(), Category.START_UP)
+        self._flushed_s = self._begun_s
+        self._listen_no_more = reporting.listen(self)
+
+    def open(self, source: str, began: events.Began, log: Log) -> None:
+        self._source, self._log = source, log
+        supervised = Supervised.from_env()
+        self._job = None if supervised is None else supervised.job
+        self._attempt = None if supervised is None else supervised.attempt
+        self._write(time.time(), began)
+        self.is_open = True
+        for at, event in self._waiting:
+            self._write(at, event)
+        self._waiting.clear()
+
+    # As a listener
+
+    def hear(self, event: Event) -> None:
+        if _running[-1:] != [self]:
+            return  # that of a `fit` which a callback of this one has called
+        if isinstance(event, events.Restored):
+            self.step = event.step
+        is_last = isinstance(event, events.Finished | events.Preempted | events.PeerLost)
+        if is_last:
+            self.end_window()
+        if self.is_open:
+            self._write(time.time(), event)
+        else:
+            self._waiting.append((time.time(), event))
+        if is_last:
+            self.close()
+        elif isinstance(event, events.Hung) and self._log is not None:
+            self._log.flush()
+
+    def spent(self, category: Category, secs: float) -> None:
+        if _running[-1:] == [self]:
+            self._ledger.spent(category, secs, time.monotonic())
+
+    # As training goes on
+
+    def switch(self, category: Category) -> None:
+        self._ledger.switch(category, time.monotonic())
+
+    def begin_step(self) -> None:
+        if not self._is_first:
+            self.switch(Category.STEP)
+
+    def end_step(self, batches: int) -> None:
+        self._is_first = False
+        now_s = time.monotonic()
+        self._ledger.switch(Category.OTHER, now_s)
+        self.step += batches
+        self._steps += batches
+        pause_s = min(max(_LEAST_SECS, _SHARE * (now_s - self._begun_s)), _MOST_SECS)
+        if now_s - self._flushed_s >= pause_s:
+            self.end_window()
+
+    def end_epoch(self, epoch: int, logs: Mapping[str, Any] | None) -> None:
+        numbers = {}
+        for name, value in (logs or {}).items():
+            with contextlib.suppress(TypeError, ValueError):
+                numbers[name] = float(value)
+        self.end_window()
+        reporting.report(events.EpochEnded(epoch, self.step, numbers))
+
+    def end_window(self) -> None:
+        """Writes what time went to by now."""
+        if not self.is_open:
+            return
+        self._flushed_s = time.monotonic()
+        secs, steps, self._steps = self._ledger.take(self._flushed_s), self._steps, 0
+        report = self._windows.end_window()
+        if report is not None:
+            secs = split(secs, Category.STEP, _waits(report))
+        self._write(time.time(), _window(self.step, steps, self.epoch, secs, report))
+
+    def close_if_over(self) -> None:
+        """An error may have ended its `fit`."""
+        if self._fit is None or not self._fit.is_above(sys._getframe()):
+            self.close()
+
+    def close(self) -> None:
+        self._listen_no_more()
+        if self in _running:
+            _running.remove(self)
+        self.is_open = False
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def _write(self, at: float, event: Event) -> None:
+        if self._log is not None:
+            entry = Entry(at, self._source, event, self._job, self._attempt)
+            self._log.append(events.to_line(entry))
+
+
+_running: list[_Writes] = []  # the innermost `fit` last
+
+
+def _waits(report: StepReport) -> dict[Category, float]:
+    """Of the steps of a window, what went to waiting; of replicas that wait together, the least."""
+    syncs_s = [each.sync_s for each in report.replicas if each.sync_s is not None]
+    return {
+        Category.INPUT: report.steps * (report.input_s or 0.0),
+        Category.SYNC: report.steps * min(syncs_s, default=0.0),
+    }
+
+
+def _window(
+    step: int, steps: int, epoch: int, secs: Mapping[Category, float], report: StepReport | None
+) -> Window:
+    spent = {str(category): round(each_s, 6) for category, each_s in secs.items() if each_s}
+    if report is None:
+        return Window(step, steps, epoch, spent)
+    return Window(
+        step,
+        steps,
+        epoch,
+        spent,
+        report.step_s,
+        report.input_s,
+        report.memory_bytes,
+        tuple(OfReplica(each.replica, each.compute_s, each.sync_s) for each in report.replicas),
+    )
+
+
+_has_begun = False  # a `fit` of this process
+
+
+def _begun_s() -> float:
+    """By `time.monotonic`: when the process was started, for its first `fit`; now, for others."""
+    global _has_begun
+    is_first, _has_begun = not _has_begun, True
+    is_of_process = is_first and not is_interactive()
+    return time.monotonic() - (time.time() - started_at() if is_of_process else 0.0)
+
+
+def _is_path(place: str | os.PathLike[str]) -> bool:
+    return "://" not in os.fspath(place)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found

@@ -1,0 +1,161 @@
+"""`keras-distplug goodput`: what share of the time trained, and where the rest went."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from keras_distplug.commands import tables
+from keras_distplug.core import goodput
+from keras_distplug.core.errors import NoCheckpointError
+from keras_distplug.core.goodput import Attempt, Span
+from keras_distplug.core.ledger import Category
+from keras_distplug.storage import layout, run_log
+from keras_distplug.storage.files import Files, open_files
+
+_WHAT: Mapping[Category, str] = {
+    Category.STEP: "updates, each for the first time",
+    Category.INPUT: "steps that wait for data",
+    Category.SYNC: "steps that wait for other replicas, and for the sum of gradients",
+    Category.SAVE: "training stands still for a checkpoint",
+    Category.RESTORE: "reading a checkpoint",
+    Category.START_UP: "processes, up to their first step",
+    Category.REDONE: "steps that an earlier attempt had trained already",
+    Category.RECOVERY: "from what is known last of an attempt to the next one's start",
+    Category.EVALUATION: "validation",
+    Category.OTHER: "callbacks, the ends of epochs and processes, nobody training",
+}
+_LATELY_MIN = (1, 5, 15)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    files = open_files(parsed.directory, parsed.storage_options)
+    told = [_document(files, name) for name in _runs(files, parsed.run)]
+    if parsed.json:
+        tables.say_json({"directory": files.where(), "runs": told})
+        return 0
+    for each in told:
+        if each is not told[0]:
+            tables.say("")
+        _print(each)
+    return 0
+
+
+def _runs(files: Files, asked: str | None) -> list[str]:
+    """Those that have a log; `""` for one beside no run."""
+    names = [name for _, name in layout.runs(files)]
+    found = [name for name in ["", *names] if run_log.FOLDER in layout.names(files, name)]
+    found = [name for name in found if asked is None or name == asked]
+    if not found:
+        which = files.where(asked or "")
+        raise NoCheckpointError(
+            f"There is no log in {which}. It is kept by the callback RunLog, which is among "
+            "`keras_distplug.defaults()`, in the folder of each run."
+        )
+    return found
+
+
+def _document(files: Files, run: str) -> dict[str, Any]:
+    fits, supervised = run_log.read(files, run)
+    chiefs = goodput.chiefs(fits)
+    spans = goodput.spans(chiefs, supervised)
+    secs = goodput.totals(spans)
+    end = spans[-1].end if spans else 0.0
+    ranks = sorted({fit.began.rank for fit in fits})
+    workers = {
+        str(rank): goodput.totals(goodput.spans(goodput.of_rank(fits, rank), supervised))
+        for rank in ranks
+    }
+    return {
+        "name": run,
+        "begins_at": spans[0].begin if spans else None,
+        "ends_at": end or None,
+        "step": max((span.step for span in spans), default=0),
+        "goodput": goodput.goodput(secs),
+        "goodput_lately": {
+            f"{minutes} min": goodput.goodput(goodput.totals(spans, end - 60 * minutes))
+            for minutes in _LATELY_MIN
+            if spans and end - spans[0].begin > 60 * minutes
+        },
+        "wall_secs": _wall_secs(spans),
+        "secs": dict(secs),
+        "attempts": [_attempt(each) for each in goodput.attempts(fits, supervised)],
+        "workers": {rank: dict(of) for rank, of in workers.items()},
+    }
+
+
+def _wall_secs(spans: Sequence[Span]) -> float:
+    return spans[-1].end - spans[0].begin if spans else 0.0
+
+
+def _attempt(attempt: Attempt) -> dict[str, Any]:
+    return {
+        "number": attempt.number,
+        "begins_at": attempt.begins_at,
+        "ends_at": attempt.ends_at,
+        "workers": attempt.workers,
+        "first_step": attempt.first_step,
+        "last_step": attempt.last_step,
+        "lost_steps": attempt.lost_steps,
+        "end": attempt.end,
+        "exit_code": attempt.exit_code,
+    }
+
+
+def _print(told: Mapping[str, Any]) -> None:
+    if told["goodput"] is None:
+        tables.say(f"{told['name'] or 'log'}: no time is known yet")
+        return
+    lately = "".join(
+        f", {_percent(each)} in the last {name}"
+        for name, each in told["goodput_lately"].items()
+        if each is not None
+    )
+    tables.say(
+        f"{told['name'] or 'log'}: goodput {_percent(told['goodput'])} of "
+        f"{_time(told['wall_secs'])}{lately}; step {told['step']}, "
+        f"{tables.plural(len(told['attempts']), 'attempt')}"
+    )
+    secs, whole_s = told["secs"], told["wall_secs"]
+    rows = [
+        (str(category), f"{secs[category]:.1f}", _percent(secs[category] / whole_s), what)
+        for category, what in _WHAT.items()
+        if secs[category] or category is Category.STEP
+    ]
+    tables.say("")
+    tables.say_table("", ("", "seconds", "share", ""), rows, right=("seconds", "share"))
+    tables.say("")
+    attempts = [
+        (
+            str(each["number"]),
+            _moment(each["begins_at"]),
+            _time(each["ends_at"] - each["begins_at"]),
+            str(each["workers"]),
+            f"{each['first_step']} to {each['last_step']}",
+            str(each["lost_steps"]),
+            "" if each["exit_code"] is None else str(each["exit_code"]),
+            each["end"] or "not known",
+        )
+        for each in told["attempts"]
+    ]
+    columns = ("attempt", "begun (UTC)", "time", "workers", "steps", "lost", "code", "end")
+    tables.say_table("", columns, attempts, right=("attempt", "time", "workers", "lost", "code"))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _time(secs: float) -> str:
+    """`"2 h 03 min"`, `"5 min 07 s"`, `"12.3 s"`."""
+    if secs < 60:
+        return f"{secs:.1f} s"
+    minutes, rest = divmod(round(secs), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def _moment(at: float) -> str:
+    return tables.time(datetime.datetime.fromtimestamp(at, datetime.UTC).isoformat("T", "seconds"))

@@ -1,0 +1,456 @@
+"""What happens to a run, as one line of JSON each: from its workers, and from their supervisor.
+
+A line has `v` (the version of this format), `at` (seconds since 1970), `event`, `source` (a
+worker's name, or `"supervisor"`), `job` and `attempt` (of the supervisor, or null), and the fields
+of the event's class. The event's name is that of its class, in lower case, with underscores.
+
+    {"v": 1, "at": 1795461633.2, "event": "saved", "source": "worker-0", "job": null,
+     "attempt": null, "step": 42, "secs": 0.31, "is_local": false}
+
+Who reads these passes over events that it does not know, and over fields. A number that is not
+finite is null. A field that is added is no new version; one that goes, or means something else, is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+VERSION = 1
+SUPERVISOR = "supervisor"
+
+
+def _name_of(kind: type[Event]) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
+
+
+@dataclass(frozen=True)
+class Event:
+    """Base of what may happen."""
+
+    kinds: ClassVar[dict[str, type[Event]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        Event.kinds[_name_of(cls)] = cls
+
+
+# Of a worker's `fit`
+
+
+@dataclass(frozen=True)
+class Began(Event):
+    """`fit` has begun on a worker; its first epoch is about to.
+
+    Args:
+        session: The same for all workers of this `fit`, and no other one's.
+        rank: Of the worker.
+        workers: How many there are.
+        replicas: On all of them together.
+        host: Its machine.
+        pid: Its process.
+        strategy: The class of the `tf.distribute.Strategy`.
+        epochs: That `fit` was asked for.
+        step: Batches trained since the run began.
+        versions: Of packages.
+    """
+
+    session: str
+    rank: int
+    workers: int
+    replicas: int
+    host: str
+    pid: int
+    strategy: str
+    epochs: int
+    step: int
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Restored(Event):
+    """A checkpoint was taken up.
+
+    Args:
+        step: Batches trained since the run began.
+        epoch: The one that comes next, or is under way.
+        batch: Batches that were trained of it.
+        checkpoint: Where it is.
+        is_local: Whether that is the worker's own machine.
+        secs: How long that took.
+    """
+
+    step: int
+    epoch: int
+    batch: int
+    checkpoint: str
+    is_local: bool
+    secs: float
+
+
+@dataclass(frozen=True)
+class OfReplica:
+    """What a replica had in each step of a window, as in `StepReport`."""
+
+    replica: int
+    compute_s: float
+    sync_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Window(Event):
+    """What a worker's time went to since the line before it of this kind, or since it began.
+
+    Args:
+        step: Batches trained since the run began, at its end.
+        steps: Of these in this window.
+        epoch: That it ends in.
+        secs: Seconds by `Category`; all there were.
+        step_s: A step, the median; None if there was none.
+        input_s: Waiting for data in a step; None if that is not known.
+        memory_bytes: Of the process.
+        replicas: The worker's own ones.
+    """
+
+    step: int
+    steps: int
+    epoch: int
+    secs: Mapping[str, float]
+    step_s: float | None = None
+    input_s: float | None = None
+    memory_bytes: int | None = None
+    replicas: tuple[OfReplica, ...] = ()
+
+
+@dataclass(frozen=True)
+class EpochEnded(Event):
+    """An epoch is over.
+
+    Args:
+        epoch: Counted from 0, as Keras does.
+        step: Batches trained since the run began.
+        logs: Of the epoch.
+    """
+
+    epoch: int
+    step: int
+    logs: Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class Saved(Event):
+    """A checkpoint is complete.
+
+    Args:
+        step: Of it.
+        secs: How long it took in the background.
+        is_local: Whether it is on the worker's own machine.
+        stall_secs: How long training stood still for it.
+        checkpoint_bytes: Of its arrays.
+    """
+
+    step: int
+    secs: float
+    is_local: bool
+    stall_secs: float
+    checkpoint_bytes: int
+
+
+@dataclass(frozen=True)
+class SaveFailed(Event):
+    """There is no checkpoint.
+
+    Args:
+        step: Of which it would have been.
+        in_a_row: How many have failed now.
+        is_local: As in `Saved`.
+        why: For people.
+    """
+
+    step: int
+    in_a_row: int
+    is_local: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class Quarantined(Event):
+    """A checkpoint was found damaged, and set aside."""
+
+    checkpoint: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Preempted(Event):
+    """The workers were told to go, and end this `fit`.
+
+    Args:
+        what: The signal, or the cloud's notice.
+        where: To whom.
+        is_user: Whether it was ctrl-C.
+        step: Of the newest checkpoint that this `fit` made; None if it made none.
+    """
+
+    what: str
+    where: str
+    is_user: bool
+    step: int | None
+
+
+@dataclass(frozen=True)
+class SlowReplica(Event):
+    """A straggler was found, or is none any more.
+
+    Args:
+        cause: `"compute"`, `"input"` or `"network"`.
+        rank: Of its worker.
+        where: Its name, and its machine.
+        replica: Its number; None where it is the worker's.
+        own_s: What it takes.
+        others_s: What the others take; None if there are none to compare with.
+        is_over: Whether it takes as long as others again.
+        what: For people.
+    """
+
+    cause: str
+    rank: int
+    where: str
+    replica: int | None
+    own_s: float
+    others_s: float | None
+    is_over: bool
+    what: str
+
+
+@dataclass(frozen=True)
+class UpdateLeftOut(Event):
+    """An update was not applied, for NaN, Inf or a spike.
+
+    Args:
+        epoch: Counted from 0.
+        batch: In the epoch, counted from 0; None if that is not known.
+        in_a_row: How many updates in a row were not applied.
+        replicas: That it came from; none if it came from their sum alone.
+        where: The workers of these.
+        variable: Whose gradient is the first that is not finite; None if all are.
+        origin: What is not finite first; None if that is not known.
+        is_transient: Whether all was finite when it was computed once more.
+        score: How far the norm of the gradients is from others, where it is finite.
+        what: For people.
+    """
+
+    epoch: int
+    batch: int | None
+    in_a_row: int
+    replicas: tuple[int, ...]
+    where: tuple[str, ...]
+    variable: str | None
+    origin: str | None
+    is_transient: bool
+    score: float | None
+    what: str
+
+
+@dataclass(frozen=True)
+class RolledBack(Event):
+    """The model was given the values of a checkpoint, and goes on with the batch that comes next.
+
+    Args:
+        to_step: Of the checkpoint.
+        times: How often it was done in this `fit`.
+        why: For people.
+    """
+
+    to_step: int
+    times: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Diverged(Event):
+    """Replicas do not have the same values any more.
+
+    Args:
+        step: How many updates there were.
+        variable: The first that differs.
+        variables: How many do.
+        replicas: Those whose values are not those of most.
+        where: The workers of these.
+        what: For people.
+    """
+
+    step: int
+    variable: str
+    variables: int
+    replicas: tuple[int, ...]
+    where: tuple[str, ...]
+    what: str
+
+
+@dataclass(frozen=True)
+class Hung(Event):
+    """Training does not get on; the worker's process is ended, mostly."""
+
+    what: str
+
+
+@dataclass(frozen=True)
+class PeerLost(Event):
+    """Another worker is gone, and this `fit` ends with an error."""
+
+    who: str
+
+
+@dataclass(frozen=True)
+class Finished(Event):
+    """`fit` has reached its end.
+
+    Args:
+        step: Batches trained since the run began.
+        epochs: That it was asked for.
+        stopped_early: Whether a callback ended it before that.
+    """
+
+    step: int
+    epochs: int
+    stopped_early: bool
+
+
+# Of a supervisor
+
+
+@dataclass(frozen=True)
+class Started(Event):
+    """The processes of an attempt are started.
+
+    Args:
+        workers: Their names.
+        slots: Their places in the job.
+        spares: Those of them that were warm spares.
+    """
+
+    workers: tuple[str, ...]
+    slots: tuple[int, ...]
+    spares: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Training(Event):
+    """All workers have trained their first batch of this attempt.
+
+    Args:
+        secs: Since the failure before; None in the first attempt.
+        after: That failure, for people.
+    """
+
+    secs: float | None = None
+    after: str | None = None
+
+
+@dataclass(frozen=True)
+class Failed(Event):
+    """A worker has failed; of several, the first one is the cause of the others.
+
+    Args:
+        worker: Its name.
+        cause: What kind of failure.
+        exit_code: As a shell has it.
+        what: For people.
+    """
+
+    worker: str
+    cause: str
+    exit_code: int
+    what: str
+
+
+@dataclass(frozen=True)
+class Again(Event):
+    """All workers are started again.
+
+    Args:
+        pause_secs: After so long.
+        slots: Those of the workers.
+    """
+
+    pause_secs: float
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Ended(Event):
+    """The job is over."""
+
+    exit_code: int
+    why: str
+
+
+# As lines
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An event, and when and where it was.
+
+    Args:
+        at: `time.time()`.
+        source: The worker's name, or `SUPERVISOR`.
+        event: What it was.
+        job: Of the supervisor.
+        attempt: Of that job.
+    """
+
+    at: float
+    source: str
+    event: Event
+    job: str | None = None
+    attempt: int | None = None
+
+
+def to_line(entry: Entry) -> bytes:
+    said = {
+        "v": VERSION,
+        "at": entry.at,
+        "event": _name_of(type(entry.event)),
+        "source": entry.source,
+        "job": entry.job,
+        "attempt": entry.attempt,
+        **dataclasses.asdict(entry.event),
+    }
+    return json.dumps(_finite(said), separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+
+def from_line(line: bytes | str) -> Entry | None:
+    """The inverse of `to_line`; None for what was cut off, or is not known here."""
+    try:
+        said = json.loads(line)
+        kind = Event.kinds[said["event"]]
+        if said["v"] > VERSION:
+            return None
+        known = {each.name for each in dataclasses.fields(kind)}
+        values = {name: _frozen(value) for name, value in said.items() if name in known}
+        if kind is Window:
+            values["replicas"] = tuple(OfReplica(**each) for each in said.get("replicas", ()))
+        return Entry(said["at"], said["source"], kind(**values), said["job"], said["attempt"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    if isinstance(value, Mapping):
+        return {str(key): _finite(each) for key, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_finite(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

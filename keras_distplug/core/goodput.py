@@ -1,0 +1,285 @@
+"""What share of a run's time trained it, and where the rest went.
+
+Every second from the start of the first attempt falls into one `Category`. The share that is
+`STEP`, updates that were computed for the first time, is the goodput, as in Google's "ML
+Productivity Goodput". The time of a run is that of its chief: in synchronous training the others
+wait with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from keras_distplug.core.events import (
+    SUPERVISOR,
+    Began,
+    Ended,
+    Entry,
+    Event,
+    Failed,
+    Finished,
+    Hung,
+    PeerLost,
+    Preempted,
+    Started,
+    Window,
+)
+from keras_distplug.core.ledger import Category, split
+
+_OF_STEPS = (Category.STEP, Category.INPUT, Category.SYNC)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What one worker has told in one `fit`.
+
+    Args:
+        began: Its beginning.
+        entries: All that it has told, in order.
+    """
+
+    began: Began
+    entries: tuple[Entry, ...]
+
+    @property
+    def source(self) -> str:
+        return self.entries[0].source
+
+    @property
+    def begins_at(self) -> float:
+        """When its process was started, or the `fit` before in it had ended."""
+        for entry in self.entries:
+            if isinstance(entry.event, Window):
+                return entry.at - sum(entry.event.secs.values())
+        return self.entries[0].at
+
+    @property
+    def ends_at(self) -> float:
+        """When it was last heard of."""
+        return max(entry.at for entry in self.entries)
+
+    @property
+    def last_step(self) -> int:
+        steps = [entry.event.step for entry in self.entries if isinstance(entry.event, Window)]
+        return max(steps, default=self.began.step)
+
+    def first(self, kind: type[Event]) -> Event | None:
+        return next((each.event for each in self.entries if isinstance(each.event, kind)), None)
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a stretch of time went to.
+
+    Args:
+        begin: In seconds since 1970.
+        end: The same.
+        secs: By category; their sum is the whole stretch.
+        attempt: Number of the attempt that it is of, or that it follows, from 0.
+        step: Batches trained since the run began, at its end.
+    """
+
+    begin: float
+    end: float
+    secs: Mapping[Category, float]
+    attempt: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One `fit` of all workers.
+
+    Args:
+        number: From 0.
+        session: That of its workers.
+        begins_at: When the chief's process was started.
+        ends_at: When the last of its workers was last heard of.
+        workers: How many.
+        first_step: With which it began; batches since the run began.
+        last_step: With which it ended.
+        lost_steps: Of these, how many the next attempt had to train again.
+        end: How it ended, for people; `None` if nothing is known of that.
+        exit_code: Of the worker that failed first; None if no supervisor has told.
+    """
+
+    number: int
+    session: str
+    begins_at: float
+    ends_at: float
+    workers: int
+    first_step: int
+    last_step: int
+    lost_steps: int
+    end: str | None
+    exit_code: int | None
+
+
+def spans(fits: Sequence[Fit], supervised: Sequence[Entry] = ()) -> list[Span]:
+    """The time of one worker's place, from the start of its first attempt to what is known last.
+
+    Args:
+        fits: Of that worker, such as those of rank 0, from the first to the last.
+        supervised: What supervisors have told.
+    """
+    found: list[Span] = []
+    if not fits:
+        return found
+    known = [entry for entry in supervised if entry.source == SUPERVISOR]
+    at = min([fits[0].begins_at, *_starts(known, fits[0])])
+    furthest, gap = 0, Category.START_UP
+    for number, fit in enumerate(fits):
+        if (begin := fit.begins_at) > at:
+            found.append(Span(at, begin, {gap: begin - at}, max(number - 1, 0), furthest))
+            at = begin
+        for entry in fit.entries:
+            if isinstance(entry.event, Window) and entry.at > at:
+                secs = _of_length(entry.event.secs, entry.at - at)
+                secs = _with_redone(secs, entry.event, furthest)
+                found.append(Span(at, entry.at, secs, number, entry.event.step))
+                at = entry.at
+        furthest = max(furthest, fit.last_step)
+        gap = Category.OTHER if _has_left(fit) else Category.RECOVERY
+    last = fits[-1]
+    ends = [e.at for e in known if isinstance(e.event, Ended) and e.job == last.entries[0].job]
+    if ends and (end := max(ends)) > at:
+        found.append(Span(at, end, {gap: end - at}, len(fits) - 1, last.last_step))
+    return found
+
+
+def totals(
+    of: Iterable[Span], since: float = float("-inf"), until: float = float("inf")
+) -> dict[Category, float]:
+    """Seconds of each category between two moments; of a span that is cut, its share."""
+    found = dict.fromkeys(Category, 0.0)
+    for span in of:
+        part_s = min(span.end, until) - max(span.begin, since)
+        if part_s <= 0:
+            continue
+        share = part_s / (span.end - span.begin)
+        for category, secs in span.secs.items():
+            found[category] += share * secs
+    return found
+
+
+def goodput(secs: Mapping[Category, float]) -> float | None:
+    """The productive share, from 0 to 1; None of no time at all."""
+    whole_s = sum(secs.values())
+    return secs[Category.STEP] / whole_s if whole_s > 0 else None
+
+
+def attempts(fits: Sequence[Fit], supervised: Sequence[Entry] = ()) -> list[Attempt]:
+    """What became of each attempt.
+
+    Args:
+        fits: Of all workers.
+        supervised: What supervisors have told.
+    """
+    sessions: dict[str, list[Fit]] = {}
+    for fit in sorted(fits, key=lambda each: each.begins_at):
+        sessions.setdefault(fit.began.session, []).append(fit)
+    groups = list(sessions.values())
+    found = []
+    for number, group in enumerate(groups):
+        chief = min(group, key=lambda each: each.began.rank)
+        following = groups[number + 1] if number + 1 < len(groups) else None
+        again_from = None
+        if following is not None:
+            again_from = min(following, key=lambda each: each.began.rank).began.step
+        last_step = max(fit.last_step for fit in group)
+        failure = _failure(supervised, chief)
+        found.append(
+            Attempt(
+                number=number,
+                session=chief.began.session,
+                begins_at=chief.begins_at,
+                ends_at=max(fit.ends_at for fit in group),
+                workers=chief.began.workers,
+                first_step=chief.began.step,
+                last_step=last_step,
+                lost_steps=0 if again_from is None else max(0, last_step - again_from),
+                end=_end_of(group, failure),
+                exit_code=None if failure is None else failure.exit_code,
+            )
+        )
+    return found
+
+
+def chiefs(fits: Iterable[Fit]) -> list[Fit]:
+    """Those of rank 0, from the first to the last."""
+    return of_rank(fits, 0)
+
+
+def of_rank(fits: Iterable[Fit], rank: int) -> list[Fit]:
+    return sorted((fit for fit in fits if fit.began.rank == rank), key=lambda fit: fit.begins_at)
+
+
+def _starts(supervised: Sequence[Entry], fit: Fit) -> list[float]:
+    """When the supervisor started the first attempt, if it was that of `fit`."""
+    job = fit.entries[0].job
+    return [
+        entry.at
+        for entry in supervised
+        if job is not None and entry.job == job and isinstance(entry.event, Started)
+    ]
+
+
+def _of_length(secs: Mapping[str, float], length_s: float) -> dict[Category, float]:
+    """Of a window that overlaps what is accounted for, such as the start of a spare, the rest."""
+    found = {Category(name): max(value, 0.0) for name, value in secs.items()}
+    excess_s = sum(found.values()) - length_s
+    for category in (Category.START_UP, Category.OTHER, *found):
+        cut_s = min(max(excess_s, 0.0), found.get(category, 0.0))
+        if cut_s:
+            found[category] -= cut_s
+            excess_s -= cut_s
+    if excess_s < 0:
+        found[Category.OTHER] = found.get(Category.OTHER, 0.0) - excess_s
+    return found
+
+
+def _with_redone(
+    secs: dict[Category, float], window: Window, furthest: int
+) -> dict[Category, float]:
+    again = min(window.steps, max(0, furthest - (window.step - window.steps)))
+    if not again:
+        return secs
+    share = again / window.steps
+    for category in _OF_STEPS:
+        secs = split(secs, category, {Category.REDONE: share * secs.get(category, 0.0)})
+    return secs
+
+
+def _has_left(fit: Fit) -> bool:
+    """Whether nobody is waiting for it to go on."""
+    told = fit.first(Preempted)
+    is_user = isinstance(told, Preempted) and told.is_user
+    return is_user or fit.first(Finished) is not None
+
+
+def _failure(supervised: Sequence[Entry], fit: Fit) -> Failed | None:
+    job, attempt = fit.entries[0].job, fit.entries[0].attempt
+    for entry in supervised:
+        is_its = job is not None and (entry.job, entry.attempt) == (job, attempt)
+        if is_its and isinstance(entry.event, Failed):
+            return entry.event
+    return None
+
+
+def _end_of(group: Sequence[Fit], failure: Failed | None) -> str | None:
+    for fit in group:
+        if isinstance(fit.first(Finished), Finished):
+            return "finished"
+    for fit in group:
+        if isinstance(told := fit.first(Preempted), Preempted):
+            return f"{told.what} to {told.where}"
+    for fit in group:
+        if isinstance(hung := fit.first(Hung), Hung):
+            return f"hung: {hung.what}"
+    if failure is not None:
+        return failure.what
+    for fit in group:
+        if isinstance(lost := fit.first(PeerLost), PeerLost):
+            return f"lost {lost.who}"
+    return None

@@ -1,0 +1,71 @@
+"""`keras-distplug goodput`."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from keras_distplug.cli import main
+from keras_distplug.core import events
+from keras_distplug.core.events import SUPERVISOR, Entry, Event, to_line
+
+
+def write(folder: Path, stem: str, *entries: tuple[float, Event]) -> None:
+    (folder / "log").mkdir(parents=True, exist_ok=True)
+    source = SUPERVISOR if stem.startswith(SUPERVISOR) else "worker-0"
+    lines = [to_line(Entry(at, source, event, "job", 0)) for at, event in entries]
+    (folder / "log" / f"{stem}.jsonl").write_bytes(b"".join(lines))
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    at = time.time() - 100
+    began = events.Began("a", 0, 1, 1, "host", 1, "Strategy", 9, 0)
+    windows = [
+        (at + 10, events.Window(0, 0, 0, {"start_up": 9.0})),
+        (at + 60, events.Window(500, 500, 0, {"step": 40.0, "input": 8.0, "save": 2.0})),
+    ]
+    run = tmp_path / "run-0001"
+    write(run, "one", (at + 10, began), *windows, (at + 60, events.Finished(500, 9, False)))
+    started = (at, events.Started(("worker-0",), (0,)))
+    write(run, "supervisor-job", started, (at + 64, events.Ended(0, "")))
+    (tmp_path / "run-0002").mkdir()
+    return tmp_path
+
+
+def test_goodput(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The share, where the rest went, and what became of each attempt."""
+    assert main(["goodput", str(directory)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(
+        "run-0001: goodput 62.5 % of 1 min 04 s, 66.7 % in the last 1 min; step 500, 1 attempt\n"
+    )
+    rows = {line.split()[0]: line.split()[1:4] for line in printed.splitlines() if line.strip()}
+    assert rows["step"] == ["40.0", "62.5", "%"]
+    assert rows["start_up"] == ["10.0", "15.6", "%"]
+    assert rows["other"] == ["4.0", "6.2", "%"]
+    assert "restore" not in rows
+    assert rows["0"][-1]
+    assert "finished" in printed
+
+
+def test_json(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The seconds sum to the wall time."""
+    assert main(["goodput", str(directory), "--json"]) == 0
+    [run] = json.loads(capsys.readouterr().out)["runs"]
+    assert sum(run["secs"].values()) == pytest.approx(run["wall_secs"]) == pytest.approx(64)
+    assert run["goodput"] == pytest.approx(0.625)
+    assert [each["end"] for each in run["attempts"]] == ["finished"]
+    assert run["workers"]["0"] == run["secs"]
+
+
+@pytest.mark.parametrize("arguments", [["--run", "run-0002"], ["--run", "run-0003"]])
+def test_nothing_there(
+    arguments: list[str], directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which is told, with what keeps a log."""
+    assert main(["goodput", str(directory), *arguments]) == 3
+    assert "There is no log in" in capsys.readouterr().err

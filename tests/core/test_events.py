@@ -1,0 +1,88 @@
+"""Lines of the log: what is written can be read, also by a later or an earlier version."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import pytest
+
+from keras_distplug.core import events
+from keras_distplug.core.events import Entry, Event, OfReplica, from_line, to_line
+
+SAMPLES: dict[str, Any] = {
+    "str": "a",
+    "str | None": None,
+    "int": 3,
+    "int | None": None,
+    "float": 0.5,
+    "float | None": 1.5,
+    "bool": True,
+    "tuple[int, ...]": (1, 2),
+    "tuple[str, ...]": ("a", "b"),
+    "Mapping[str, float]": {"step": 1.5},
+    "Mapping[str, float | None]": {"loss": 0.5},
+    "Mapping[str, str]": {"keras": "3.15.1"},
+    "tuple[OfReplica, ...]": (OfReplica(0, 0.1), OfReplica(1, 0.2, 0.3)),
+}
+
+
+def sample(kind: type[Event]) -> Event:
+    return kind(**{each.name: SAMPLES[str(each.type)] for each in dataclasses.fields(kind)})
+
+
+@pytest.mark.parametrize("kind", Event.kinds.values(), ids=list(Event.kinds))
+def test_there_and_back(kind: type[Event]) -> None:
+    """Every event is a line of strict JSON, and comes back equal."""
+    entry = Entry(1795461633.25, "worker-1", sample(kind), "job", 2)
+    line = to_line(entry)
+    assert line.endswith(b"\n")
+    assert line.count(b"\n") == 1
+    assert json.loads(line)["v"] == events.VERSION
+    assert from_line(line) == entry
+
+
+def test_names() -> None:
+    """As they stand in files that are there: not to be changed."""
+    assert set(Event.kinds) == {
+        *("began", "restored", "window", "epoch_ended", "saved", "save_failed", "quarantined"),
+        *("preempted", "slow_replica", "update_left_out", "rolled_back", "diverged", "hung"),
+        *("peer_lost", "finished", "started", "training", "failed", "again", "ended"),
+    }
+
+
+def test_not_finite() -> None:
+    """JSON has no NaN and no infinity."""
+    ended = events.EpochEnded(0, 4, {"loss": math.nan, "mae": math.inf})
+    line = to_line(Entry(1.0, "worker-0", ended))
+    json.loads(line, parse_constant=pytest.fail)
+    found = from_line(line)
+    assert found is not None
+    assert found.event == events.EpochEnded(0, 4, {"loss": None, "mae": None})
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b'{"v": 1, "at": 1.0, "event": "sav',
+        b"[1]",
+        b'{"v": 1, "at": 1.0, "event": "of_tomorrow", "source": "a", "job": null, "attempt": null}',
+        b'{"v": 2, "at": 1.0, "event": "hung", "source": "a", "job": null, "attempt": null, '
+        b'"what": "b"}',
+        b'{"v": 1, "at": 1.0, "event": "hung", "source": "a", "job": null, "attempt": null}',
+    ],
+    ids=["empty", "torn", "no object", "unknown event", "later version", "without a field"],
+)
+def test_passed_over(line: bytes) -> None:
+    """What cannot be understood is none."""
+    assert from_line(line) is None
+
+
+def test_field_of_tomorrow() -> None:
+    """A field that is not known is passed over, and no new version."""
+    entry = Entry(1.0, "worker-0", events.Hung("waits"))
+    line = json.dumps({**json.loads(to_line(entry)), "colour": "red"})
+    assert from_line(line) == entry

@@ -1,0 +1,199 @@
+"""Every second of a run falls into one category, whatever has happened to it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from keras_distplug.core import events, goodput
+from keras_distplug.core.events import SUPERVISOR, Entry, Event, Window
+from keras_distplug.core.goodput import Fit
+from keras_distplug.core.ledger import Category, Ledger, split
+
+C = Category
+
+
+def began(session: str, rank: int = 0, step: int = 0) -> events.Began:
+    return events.Began(session, rank, 2, 2, "host", 1, "Strategy", 9, step)
+
+
+def window(at: float, last: int, count: int, job: str | None = None, **secs: float) -> Entry:
+    return Entry(at, "worker-0", Window(last, count, 0, secs), job, 0 if job else None)
+
+
+def fit(*entries: Entry, session: str = "a", rank: int = 0, step: int = 0) -> Fit:
+    first = began(session, rank, step)
+    job, attempt = entries[0].job, entries[0].attempt
+    return Fit(first, (Entry(entries[0].at - 0.5, "worker-0", first, job, attempt), *entries))
+
+
+def of_supervisor(at: float, event: Event, attempt: int = 0) -> Entry:
+    return Entry(at, SUPERVISOR, event, "job", attempt)
+
+
+def whole(spans: list[goodput.Span]) -> float:
+    return spans[-1].end - spans[0].begin
+
+
+def test_one_attempt() -> None:
+    """Windows follow each other, from the start of the process."""
+    found = goodput.spans(
+        [fit(window(103, 0, 0, start_up=3), window(110, 70, 70, step=6, other=1))]
+    )
+    secs = goodput.totals(found)
+    assert (found[0].begin, found[-1].end) == (100, 110)
+    assert {name: each for name, each in secs.items() if each} == {
+        C.START_UP: 3,
+        C.STEP: 6,
+        C.OTHER: 1,
+    }
+    assert goodput.goodput(secs) == pytest.approx(0.6)
+
+
+def test_killed() -> None:
+    """From the last that is known of an attempt to the next process is recovery; steps that were
+    trained before are no progress, and the share of a window that is new is."""
+    found = goodput.spans(
+        [
+            fit(window(10, 40, 40, start_up=2, step=8)),
+            fit(
+                window(24, 20, 0, start_up=3, restore=1),
+                window(28, 60, 40, step=3, input=1),
+                session="b",
+                step=20,
+            ),
+        ]
+    )
+    secs = goodput.totals(found)
+    assert secs[C.RECOVERY] == 10
+    assert secs[C.REDONE] == pytest.approx(2)  # 20 of 40 steps, of 4 s
+    assert secs[C.STEP] == pytest.approx(8 + 1.5)
+    assert secs[C.INPUT] == pytest.approx(0.5)
+    assert sum(secs.values()) == pytest.approx(whole(found)) == 28
+
+
+@pytest.mark.parametrize(
+    ("last", "category"),
+    [
+        (events.Finished(40, 9, False), C.OTHER),
+        (events.Preempted("ctrl-C", "worker-0", True, 40), C.OTHER),
+        (events.Preempted("SIGTERM", "worker-0", False, 40), C.RECOVERY),
+        (events.PeerLost("worker-1"), C.RECOVERY),
+    ],
+)
+def test_who_waits(last: Event, category: Category) -> None:
+    """Nobody waits for a run that has finished, or that its user has stopped."""
+    found = goodput.spans(
+        [
+            fit(window(10, 40, 40, step=10), Entry(10, "worker-0", last)),
+            fit(window(90, 80, 40, step=10), session="b", step=40),
+        ]
+    )
+    assert goodput.totals(found)[category] == 70
+
+
+def test_overlapping() -> None:
+    """A spare was started while the attempt before it trained: its start-up counts from then on."""
+    found = goodput.spans(
+        [
+            fit(window(10, 40, 40, step=10)),
+            fit(window(12, 40, 0, start_up=9), window(13, 50, 10, step=1), session="b", step=40),
+        ]
+    )
+    secs = goodput.totals(found)
+    assert (secs[C.START_UP], secs[C.RECOVERY]) == (2, 0)
+    assert sum(secs.values()) == whole(found) == 13
+
+
+def test_clock_that_jumps() -> None:
+    """What the worker's own clock has not seen is something else."""
+    found = goodput.spans([fit(window(10, 40, 40, step=10), window(60, 80, 40, step=10))])
+    assert goodput.totals(found)[C.OTHER] == 40
+
+
+def test_supervised() -> None:
+    """From the supervisor's start of the first attempt to its end."""
+    supervised = [
+        of_supervisor(1, events.Started(("worker-0",), (0,))),
+        of_supervisor(30, events.Ended(0, "")),
+        Entry(99, SUPERVISOR, events.Ended(0, ""), "another job", 0),
+    ]
+    found = goodput.spans([fit(window(20, 40, 40, "job", start_up=5, step=10))], supervised)
+    secs = goodput.totals(found)
+    assert (found[0].begin, found[-1].end) == (1, 30)
+    assert (secs[C.START_UP], secs[C.STEP], secs[C.RECOVERY]) == (9, 10, 10)
+
+
+def test_lately() -> None:
+    """Of a span that is cut by a moment, its share counts."""
+    found = goodput.spans([fit(window(10, 10, 10, step=10), window(30, 20, 10, step=10, input=10))])
+    assert goodput.goodput(goodput.totals(found, since=20)) == 0.5
+    assert sum(goodput.totals(found, since=20, until=25).values()) == 5
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sum(seed: int) -> None:
+    """Whatever attempts there were, the categories sum to the time from the first to the last."""
+    rng = random.Random(seed)
+    fits, at, step = [], 100.0, 0
+    for number in range(rng.randint(1, 5)):
+        at += rng.uniform(-3, 30)
+        step = max(0, step - rng.randint(0, 50))
+        first, entries = step, []
+        for _ in range(rng.randint(1, 8)):
+            secs = {name: rng.uniform(0, 3) for name in rng.sample([str(c) for c in C], 4)}
+            at += max(0.0, sum(secs.values()) + rng.uniform(-1, 1))
+            steps = rng.randint(0, 30)
+            step += steps
+            entries.append(window(at, step, steps, **secs))
+        fits.append(fit(*entries, session=str(number), step=first))
+    found = goodput.spans(fits)
+    assert sum(goodput.totals(found).values()) == pytest.approx(whole(found))
+    assert all(value >= -1e-9 for span in found for value in span.secs.values())
+    assert all(a.end == b.begin for a, b in itertools.pairwise(found))
+
+
+def test_attempts() -> None:
+    """Which step each began and ended with, what was lost, and how it ended."""
+    failed = events.Failed("worker-1", "FAILED", 137, "worker-1 was killed by SIGKILL")
+    fits = [
+        fit(window(10, 40, 40, "job", step=10)),
+        fit(window(10.5, 42, 42, "job", step=10), rank=1),
+        fit(window(30, 60, 30, step=10), session="b", step=30),
+        fit(
+            window(50, 90, 30, step=10),
+            Entry(50, "worker-0", events.Finished(90, 9, False)),
+            session="c",
+            step=60,
+        ),
+    ]
+    found = goodput.attempts(fits, [of_supervisor(11, failed)])
+    assert [(each.first_step, each.last_step, each.lost_steps) for each in found] == [
+        (0, 42, 12),
+        (30, 60, 0),
+        (60, 90, 0),
+    ]
+    assert [each.end for each in found] == ["worker-1 was killed by SIGKILL", None, "finished"]
+    assert [each.exit_code for each in found] == [137, None, None]
+
+
+def test_ledger() -> None:
+    """Each moment is put down once; what was part of another category is moved."""
+    ledger = Ledger(10.0, C.START_UP)
+    ledger.switch(C.STEP, 12.0)
+    ledger.switch(C.OTHER, 15.0)
+    ledger.spent(C.SAVE, 0.5, 16.0)
+    assert ledger.take(17.0) == {C.START_UP: 2, C.STEP: 3, C.OTHER: 1.5, C.SAVE: 0.5}
+    assert ledger.take(18.0) == {C.OTHER: 1}
+
+
+def test_split() -> None:
+    """No more than there is can be a part."""
+    assert split({C.STEP: 2.0}, C.STEP, {C.INPUT: 0.5, C.SYNC: 9.0}) == {
+        C.STEP: 0.0,
+        C.INPUT: 0.5,
+        C.SYNC: 1.5,
+    }
+    assert split({C.OTHER: 1.0}, C.STEP, {C.INPUT: 1.0})[C.INPUT] == 0

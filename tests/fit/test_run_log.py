@@ -1,0 +1,323 @@
+"""The log of a run, of all its attempts."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tensorflow")
+pytestmark = pytest.mark.tf
+
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+from support import small  # noqa: E402
+
+import keras_distplug as kd  # noqa: E402
+from keras_distplug.core import events, goodput, reporting  # noqa: E402
+from keras_distplug.core.events import Event, Window  # noqa: E402
+from keras_distplug.core.goodput import Fit  # noqa: E402
+from keras_distplug.core.ledger import Category  # noqa: E402
+from keras_distplug.storage import run_log, saver  # noqa: E402
+from keras_distplug.storage.files import open_files  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window for each batch."""
+    monkeypatch.setattr("keras_distplug.callbacks.run_log._LEAST_SECS", 0.0)
+    monkeypatch.setattr("keras_distplug.callbacks.run_log._SHARE", 0.0)
+
+
+@pytest.fixture(autouse=True)
+def nobody_listens_after() -> Any:
+    yield
+    reporting._listeners = ()
+
+
+def fit(
+    callbacks: list[keras.callbacks.Callback], *others: keras.callbacks.Callback, **arguments: Any
+) -> keras.Model:
+    model = small.model()
+    arguments = {"x": small.X, "y": small.Y, "batch_size": 8, "epochs": 3, **arguments}
+    model.fit(verbose=0, callbacks=[*callbacks, *others], **arguments)
+    return model
+
+
+def logged(folder: Any, run: str = "run-0001") -> list[Fit]:
+    """Of each `fit`; what is still to be written is."""
+    run_log._close_all()
+    return run_log.read(open_files(folder), run)[0]
+
+
+def of_kind(fit: Fit, kind: type[Event]) -> list[Any]:
+    return [entry.event for entry in fit.entries if isinstance(entry.event, kind)]
+
+
+def names(fit: Fit) -> list[str]:
+    return [type(entry.event).__name__ for entry in fit.entries]
+
+
+def test_defaults(tmp_path: Path) -> None:
+    """`defaults()` keep a log: where it began, each epoch, each checkpoint, and the end."""
+    fit(kd.defaults(tmp_path), validation_data=(small.X, small.Y))
+    [found] = logged(tmp_path)
+    assert isinstance(found.entries[0].event, events.Began)
+    began = found.began
+    assert (began.rank, began.workers, began.replicas, began.epochs, began.step) == (0, 1, 1, 3, 0)
+    assert began.versions["keras"] == keras.__version__
+    epochs = of_kind(found, events.EpochEnded)
+    assert [(each.epoch, each.step) for each in epochs] == [(0, 4), (1, 8), (2, 12)]
+    assert set(epochs[0].logs) == {"loss", "mae", "val_loss", "val_mae"}
+    saved = of_kind(found, events.Saved)
+    assert saved[-1].step == 12
+    assert saved[-1].checkpoint_bytes > 500
+    assert isinstance(found.entries[-1].event, events.Finished)
+    assert found.entries[-1].event == events.Finished(12, 3, False)
+
+
+def test_windows(tmp_path: Path) -> None:
+    """They follow each other without a gap, count each step once, and end with the end."""
+    begun_at = time.time()
+    fit(kd.defaults(tmp_path), validation_data=(small.X, small.Y))
+    [found] = logged(tmp_path)
+    windows = [entry for entry in found.entries if isinstance(entry.event, Window)]
+    assert sum(each.event.steps for each in windows) == 12
+    for before, after in itertools.pairwise(windows):
+        assert after.at - before.at == pytest.approx(sum(after.event.secs.values()), abs=0.05)
+    secs = goodput.totals(goodput.spans([found]))
+    assert all(value >= 0 for value in secs.values())
+    spent = {category for category, value in secs.items() if value}
+    expected = {Category.STEP, Category.START_UP, Category.SAVE, Category.EVALUATION}
+    assert expected <= spent
+    assert not spent & {Category.REDONE, Category.RECOVERY, Category.SYNC}
+    assert found.ends_at - found.begins_at == pytest.approx(sum(secs.values()), abs=0.05)
+    assert found.ends_at <= time.time()
+    assert found.ends_at > begun_at
+
+
+def test_waits_for_data(tmp_path: Path) -> None:
+    """What a step waits for its data is no progress."""
+
+    def slow(x: Any, y: Any) -> Any:
+        def wait(x: Any) -> Any:
+            time.sleep(0.05)
+            return x
+
+        waited = tf.numpy_function(wait, [x], tf.float32)
+        waited.set_shape(x.shape)
+        return waited, y
+
+    data = tf.data.Dataset.from_tensor_slices((small.X, small.Y)).batch(8).map(slow)
+    fit(kd.defaults(tmp_path), x=data, y=None, batch_size=None)
+    [found] = logged(tmp_path)
+    secs = goodput.totals(goodput.spans([found]))
+    assert secs[Category.INPUT] > secs[Category.STEP]
+    assert secs[Category.INPUT] > 11 * 0.05 * 0.8
+
+
+def test_interrupted(tmp_path: Path) -> None:
+    """Another attempt begins where the checkpoint was; what it trains once more is no progress."""
+    callbacks = kd.defaults(tmp_path, save_freq=4)
+    callbacks[0].on_busy = "wait"
+    with pytest.raises(small.Interrupted):
+        fit(callbacks, small.Stop(1, 2))
+    saver.wait_for_all()
+    fit(kd.defaults(tmp_path, save_freq=4))
+    first, second = logged(tmp_path)
+    assert (first.last_step, second.began.step) == (7, 4)
+    assert names(second)[1] == "Restored"
+    [restored] = of_kind(second, events.Restored)
+    assert (restored.step, restored.epoch, restored.batch) == (4, 0, 4)
+    told = goodput.attempts([first, second])
+    assert [(each.first_step, each.last_step, each.lost_steps) for each in told] == [
+        (0, 7, 3),
+        (4, 12, 0),
+    ]
+    assert [each.end for each in told] == [None, "finished"]
+    secs = goodput.totals(goodput.spans([first, second]))
+    assert secs[Category.REDONE] > 0
+    assert secs[Category.RESTORE] == pytest.approx(restored.secs, abs=0.05)
+    again = [each for each in of_kind(second, Window) if 4 < each.step <= 7]
+    assert sum(each.steps for each in again) == 3
+
+
+def test_one_within_another(tmp_path: Path) -> None:
+    """A `fit` that a callback calls has a log of its own, and the other one goes on behind it."""
+
+    class Inner(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 1:
+                fit(kd.defaults(tmp_path / "inner"))
+
+    fit(kd.defaults(tmp_path / "outer"), Inner())
+    [inner], [outer] = logged(tmp_path / "inner"), logged(tmp_path / "outer")
+    for found in (inner, outer):
+        assert [each.epoch for each in of_kind(found, events.EpochEnded)] == [0, 1, 2]
+        assert names(found).count("Finished") == 1
+        assert names(found)[-1] == "Finished"
+
+
+def test_finished_already(tmp_path: Path) -> None:
+    """A run that is started again when it is finished trains nothing, and says nothing."""
+    fit(kd.defaults(tmp_path))
+    from keras_distplug.callbacks import backup_and_restore
+
+    backup_and_restore._finished_here.clear()
+    fit(kd.defaults(tmp_path))
+    assert len(logged(tmp_path)) == 1
+
+
+def test_left_out(tmp_path: Path) -> None:
+    """An update that is not applied, with the replica and the variable it came from."""
+    x = small.X.copy()
+    x[8:16] = np.nan
+    fit(kd.defaults(tmp_path), x=x, epochs=1, shuffle=False)
+    [found] = logged(tmp_path)
+    [left_out] = of_kind(found, events.UpdateLeftOut)
+    assert (left_out.epoch, left_out.batch, left_out.in_a_row) == (0, 1, 1)
+    assert left_out.replicas == (0,)
+    assert left_out.variable is not None
+    assert left_out.origin is not None
+    assert "32 of 32 values in `x` are not finite" in left_out.what
+
+
+def test_rolled_back(tmp_path: Path) -> None:
+    x = np.concatenate([small.X[:16], np.full((16, 4), np.nan, "float32"), small.X[:8]])
+    y = np.concatenate([small.Y[:16], small.Y[:16], small.Y[:8]])
+    callbacks = kd.defaults(tmp_path, save_freq=1)
+    callbacks[0].on_busy = "wait"
+    fit(callbacks, kd.NaNWatchdog(max_skips=1), x=x, y=y, epochs=1, shuffle=False)
+    [found] = logged(tmp_path)
+    [rolled_back] = of_kind(found, events.RolledBack)
+    assert (rolled_back.to_step, rolled_back.times) == (3, 1)
+
+
+def test_saves_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each, with the reason."""
+    stock = "keras_distplug.storage.commit.Writer.save"
+
+    def fails(*_: Any) -> None:
+        raise OSError("the disk is gone")
+
+    callbacks = kd.defaults(tmp_path)
+    callbacks[0].on_busy = "wait"
+    callbacks[0].max_failed_saves = 9
+    monkeypatch.setattr(stock, fails)
+    with (
+        pytest.raises(OSError, match="the disk is gone"),
+        pytest.warns(UserWarning, match="A checkpoint failed"),
+    ):
+        fit(callbacks)
+    [found] = logged(tmp_path)
+    failed = of_kind(found, events.SaveFailed)
+    assert [each.in_a_row for each in failed] == [*range(1, len(failed) + 1)]
+    assert len(failed) >= 3
+    assert failed[0].why == "the disk is gone"
+
+
+def test_damaged(tmp_path: Path) -> None:
+    """A checkpoint that is set aside."""
+    callbacks = kd.defaults(tmp_path)
+    callbacks[0].on_busy = "wait"
+    with pytest.raises(small.Interrupted):
+        fit(callbacks, small.Stop(2, 1))
+    saver.wait_for_all()
+    for shard in tmp_path.glob("run-0001/step-00000008/*/*.safetensors"):
+        shard.write_bytes(shard.read_bytes()[:-9])
+    with pytest.warns(UserWarning, match="set aside"):
+        fit(kd.defaults(tmp_path))
+    _, second = logged(tmp_path)
+    [quarantined] = of_kind(second, events.Quarantined)
+    assert "step-00000008" in quarantined.checkpoint
+    assert second.began.step == 4
+
+
+def test_own_folder(tmp_path: Path) -> None:
+    """Without a BackupAndRestore, in a folder that is given; one of the user's own takes the place
+    of that of `defaults()`."""
+    fit([kd.RunLog(tmp_path / "a")])
+    [found] = logged(tmp_path / "a", "")
+    assert found.entries[-1].event == events.Finished(12, 3, False)
+    fit([kd.RunLog(tmp_path / "b"), *kd.defaults(tmp_path / "c")])
+    assert len(logged(tmp_path / "b", "")) == 1
+    assert not (tmp_path / "c" / "run-0001" / "log").exists()
+
+
+def test_in_a_store() -> None:
+    """In a store it goes to files that count by their number."""
+    directory = f"memory://{uuid.uuid4().hex}"
+    fit(kd.defaults(directory))
+    [found] = logged(directory)
+    assert names(found)[0] == "Began"
+    assert names(found)[-1] == "Finished"
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "message"),
+    [
+        (lambda folder: [kd.RunLog()], "give it `log_dir`, or a keras_distplug.BackupAndRestore"),
+        (
+            lambda folder: [kd.RunLog(), kd.BackupAndRestore(folder)],
+            "Give RunLog a `log_dir`, or BackupAndRestore delete_checkpoint=False",
+        ),
+    ],
+)
+def test_without_a_folder(callbacks: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(kd.errors.ConfigurationError, match=message):
+        fit(callbacks(tmp_path))
+    assert not list(tmp_path.rglob("*"))
+
+
+def test_options_without_a_folder() -> None:
+    with pytest.raises(kd.errors.ConfigurationError, match="`storage_options` is for `log_dir`"):
+        kd.RunLog(storage_options={"endpoint_url": "http://127.0.0.1"})
+
+
+def test_folder_that_cannot_be_written_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Training goes on, and it is told once."""
+    (tmp_path / "log").write_text("in the way")
+    fit([kd.RunLog(tmp_path)])
+    run_log._close_all()
+    assert caplog.text.count("cannot be written, and is tried again") == 1
+
+
+def test_evaluate_and_predict(tmp_path: Path) -> None:
+    """Given to `evaluate` and `predict`, it does nothing."""
+    model = fit([])
+    model.evaluate(small.X, small.Y, verbose=0, callbacks=[kd.RunLog(tmp_path)])
+    model.predict(small.X, verbose=0, callbacks=[kd.RunLog(tmp_path)])
+    assert not list(tmp_path.iterdir())
+    assert reporting._listeners == ()
+
+
+@pytest.mark.parametrize("strategy", ["one", "mirrored"])
+@pytest.mark.parametrize("executions", [1, 3])
+def test_same_bits(strategy: str, executions: int, tmp_path: Path) -> None:
+    """Not a bit of the training changes, and of several replicas each is told of."""
+
+    def trained(*callbacks: keras.callbacks.Callback) -> list[bytes]:
+        chosen = tf.distribute.get_strategy()
+        if strategy == "mirrored":
+            chosen = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+        with chosen.scope():
+            model = small.model()
+            model.compile("adam", "mse", steps_per_execution=executions)
+        data = tf.data.Dataset.from_tensor_slices((small.X, small.Y)).batch(8)
+        kd.adapt(model).fit(data, epochs=3, verbose=0, callbacks=list(callbacks))
+        return small.state(model)
+
+    assert trained(kd.RunLog(tmp_path)) == trained()
+    [found] = logged(tmp_path, "")
+    windows = of_kind(found, Window)
+    assert sum(each.steps for each in windows) == 12
+    replicas = {each.replica for window in windows for each in window.replicas}
+    assert replicas == ({0} if strategy == "one" else {0, 1})
+    if strategy == "mirrored":
+        syncs = [each.sync_s for window in windows for each in window.replicas]
+        assert all(sync is not None for sync in syncs)

@@ -1,0 +1,176 @@
+"""The files of the log: nothing that was told is lost where it could be written."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from pathlib import Path
+
+import pytest
+
+from keras_distplug.core import events
+from keras_distplug.core.events import Entry, Event
+from keras_distplug.storage import run_log
+from keras_distplug.storage.files import Files, open_files
+from keras_distplug.storage.run_log import Log, newest, open_beside, read, sink_for
+
+RUN = "run-0001"
+
+
+@pytest.fixture(params=["local", "memory"])
+def files(request: pytest.FixtureRequest, tmp_path: Path) -> Files:
+    return open_files(tmp_path if request.param == "local" else f"memory://{uuid.uuid4().hex}")
+
+
+def began(session: str = "a") -> events.Began:
+    return events.Began(session, 0, 1, 1, "host", 1, "Strategy", 9, 0)
+
+
+def line(event: Event, at: float = 1.0) -> bytes:
+    return events.to_line(Entry(at, "worker-0", event))
+
+
+def no_failure(error: OSError) -> None:
+    pytest.fail(str(error))
+
+
+def log(files: Files, stem: str = "one") -> Log:
+    return Log(sink_for(files, f"{RUN}/log/{stem}"), no_failure)
+
+
+def steps(files: Files) -> list[int]:
+    [fit], _ = read(files, RUN)
+    return [each.event.step for each in fit.entries if isinstance(each.event, events.Window)]
+
+
+def test_read_while_it_grows(files: Files) -> None:
+    """What was flushed can be read, and so can all at the end; what one file holds comes in order,
+    however many there are."""
+    written = log(files)
+    written.append(line(began()))
+    for number in range(40):
+        written.append(line(events.Window(number, 1, 0, {"step": 1.0})))
+        if number % 10 == 0:
+            assert written.flush()
+            assert steps(files) == [*range(number + 1)]
+    written.close()
+    assert steps(files) == [*range(40)]
+    assert len(files.names(f"{RUN}/log")) == 1
+
+
+def test_parts(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a store, a part that is large enough is written no more."""
+    monkeypatch.setattr(run_log, "_PART_BYTES", 500)
+    written = log(files)
+    written.append(line(began()))
+    for number in range(20):
+        written.append(line(events.Window(number, 1, 0, {"step": 1.0})))
+        assert written.flush()
+    written.close()
+    assert steps(files) == [*range(20)]
+    many = len(files.names(f"{RUN}/log"))
+    assert many == 1 if files.traits.is_near else many > 3
+
+
+def test_older_ones_do_not_count() -> None:
+    """A writer that was killed behind a write has left the file before it, too."""
+    parts = ["a.0001-000002.jsonl", "a.0001-000010.jsonl", "a.0002-000001.jsonl"]
+    names = [*parts, "b.jsonl", "c.txt"]
+    assert newest(names) == {("a", 1): names[1], ("a", 2): names[2], ("b", 0): "b.jsonl"}
+
+
+def test_sources(files: Files) -> None:
+    """Each worker's `fit` is one; what supervisors say is apart; a file without a beginning is
+    none."""
+    for stem, entries in {
+        "late": [(5.0, began("b")), (6.0, events.Hung("waits"))],
+        "early": [(1.0, began("a"))],
+        "torn": [(0.5, events.Hung("waits"))],
+        "supervisor-job": [(7.0, events.Ended(0, "")), (0.5, events.Started(("worker-0",), (0,)))],
+    }.items():
+        written = log(files, stem)
+        for at, event in entries:
+            written.append(line(event, at))
+        written.close()
+    fits, supervised = read(files, RUN)
+    assert [fit.began.session for fit in fits] == ["a", "b"]
+    assert [entry.at for entry in supervised] == [0.5, 7.0]
+
+
+def test_torn(tmp_path: Path) -> None:
+    """The end of a line that a kill has cut off is passed over."""
+    written = log(open_files(tmp_path))
+    written.append(line(began()))
+    written.append(line(events.Window(1, 1, 0, {})))
+    written.close()
+    [path] = (tmp_path / RUN / "log").iterdir()
+    path.write_bytes(path.read_bytes()[:-9])
+    assert steps(open_files(tmp_path)) == []
+
+
+class Fails:
+    """A store that fails until it is mended."""
+
+    every_secs = 0.0
+
+    def __init__(self) -> None:
+        self.tried = threading.Semaphore(0)
+        self.is_mended = False
+        self.written = b""
+
+    def write(self, lines: bytes) -> None:
+        self.tried.release()
+        if not self.is_mended:
+            raise OSError("full")
+        self.written += lines
+
+    def close(self) -> None:
+        pass
+
+
+def test_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told once, and what could not be written is once that is possible."""
+    monkeypatch.setattr(run_log, "_AGAIN_SECS", 0.01)
+    sink, told = Fails(), list[str]()
+    written = Log(sink, lambda error: told.append(str(error)))
+    written.append(b"1\n")
+    for _ in range(3):
+        assert sink.tried.acquire(timeout=30)
+    written.append(b"2\n")
+    sink.is_mended = True
+    assert written.flush()
+    written.close()
+    assert sink.written == b"1\n2\n"
+    assert told == ["full"]
+
+
+def test_end_of_a_store_that_fails() -> None:
+    """The end is not kept waiting, and so many lines at most are."""
+    sink, told = Fails(), list[str]()
+    written = Log(sink, lambda error: told.append(str(error)))
+    for _ in range(5):
+        written.append(b"x" * 2**19)
+    written.close()
+    assert not written._thread.is_alive()
+    assert told == ["full"]
+    assert sum(map(len, written._waiting)) <= 2**20
+
+
+def test_full_disk(tmp_path: Path) -> None:
+    """Behind a part of a line, the next one begins anew."""
+    files = open_files(tmp_path)
+    sink = sink_for(files, f"{RUN}/log/one")
+    sink.write(line(began()))
+    sink._is_torn = True
+    sink.write(line(events.Window(1, 1, 0, {})))
+    sink.close()
+    assert steps(files) == [1]
+    assert b"\n\n" in (tmp_path / RUN / "log" / "one.jsonl").read_bytes()
+
+
+def test_beside(tmp_path: Path) -> None:
+    """The supervisor's file stands beside those of the workers."""
+    opened = open_beside(str(tmp_path), f"{RUN}/log", {}, "supervisor-job", no_failure)
+    opened.append(line(events.Ended(0, "")))
+    opened.close()
+    assert [path.name for path in tmp_path.glob("run-0001/log/*")] == ["supervisor-job.jsonl"]
