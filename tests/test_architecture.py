@@ -18,7 +18,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOOR = {"core": 0, "compat": 1, "strategies": 2, "training": 2, "storage": 2, "cluster": 2} | {
     "callbacks": 3,
     "supervisor": 3,
+    "page": 1,
     "commands": 3,
+    "tensorboard_plugin": 3,
     "default_callbacks": 4,
     "startup": 4,
     "fit": 5,
@@ -26,7 +28,15 @@ FLOOR = {"core": 0, "compat": 1, "strategies": 2, "training": 2, "storage": 2, "
     "__init__": 6,
     "__main__": 6,
 }
-WITHOUT_TENSORFLOW = ("core", "storage", "supervisor", "commands", "cli")
+WITHOUT_TENSORFLOW = (
+    "core",
+    "storage",
+    "supervisor",
+    "page",
+    "commands",
+    "tensorboard_plugin",
+    "cli",
+)
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -65,9 +75,11 @@ def test_imports_run_one_way(path: Path) -> None:
         allowed = FLOOR[other] < FLOOR[here]
         if here == "supervisor":
             allowed = other == "core" or other == "cluster"
+        if here == "tensorboard_plugin":
+            allowed = other in ("core", "page", "storage")
         if here == "commands":
             makes_models = path.name in ("export.py", "modules.py", "replay.py")
-            allowed = other in ("core", "storage", *(["compat", "training"] * makes_models))
+            allowed = other in ("core", "page", "storage", *(["compat", "training"] * makes_models))
         assert allowed, f"{path.relative_to(PACKAGE)} imports {other}"
 
 

@@ -29,6 +29,7 @@ def add(subcommands: Subcommands) -> None:
     _add_export(subcommands)
     _add_replay(subcommands)
     _add_goodput(subcommands)
+    _add_report(subcommands)
 
 
 def _add_ls(subcommands: Subcommands) -> None:
@@ -201,6 +202,22 @@ def _add_goodput(subcommands: Subcommands) -> None:
     )
     _add_run(parser, "all")
     _add_json(parser)
+
+
+def _add_report(subcommands: Subcommands) -> None:
+    parser = _command(
+        subcommands,
+        "report",
+        "write a page that shows what happened to runs",
+        "Writes one HTML file that needs nothing from anywhere: goodput and where the time went, "
+        "attempts with what ended them, the times of each replica, stragglers, checkpoints and "
+        "incidents, from the log that the callback RunLog keeps. Loads no TensorFlow.",
+        "keras-distplug report runs/mnist -o report.html",
+        "0 done; 1 failed; 2 wrong usage; 3 there is no log.",
+    )
+    parser.add_argument("-o", dest="out", metavar="OUT", default="report.html", help="the file")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
+    _add_run(parser, "all")
 
 
 def epilog(examples: Sequence[str], codes: str) -> str:

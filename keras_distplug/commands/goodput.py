@@ -9,10 +9,9 @@ from typing import Any
 
 from keras_distplug.commands import tables
 from keras_distplug.core import goodput
-from keras_distplug.core.errors import NoCheckpointError
 from keras_distplug.core.goodput import Attempt, Span
 from keras_distplug.core.ledger import Category
-from keras_distplug.storage import layout, run_log
+from keras_distplug.storage import run_log
 from keras_distplug.storage.files import Files, open_files
 
 _WHAT: Mapping[Category, str] = {
@@ -32,7 +31,7 @@ _LATELY_MIN = (1, 5, 15)
 
 def run(parsed: argparse.Namespace) -> int:
     files = open_files(parsed.directory, parsed.storage_options)
-    told = [_document(files, name) for name in _runs(files, parsed.run)]
+    told = [_document(files, name) for name in run_log.runs(files, parsed.run)]
     if parsed.json:
         tables.say_json({"directory": files.where(), "runs": told})
         return 0
@@ -41,20 +40,6 @@ def run(parsed: argparse.Namespace) -> int:
             tables.say("")
         _print(each)
     return 0
-
-
-def _runs(files: Files, asked: str | None) -> list[str]:
-    """Those that have a log; `""` for one beside no run."""
-    names = [name for _, name in layout.runs(files)]
-    found = [name for name in ["", *names] if run_log.FOLDER in layout.names(files, name)]
-    found = [name for name in found if asked is None or name == asked]
-    if not found:
-        which = files.where(asked or "")
-        raise NoCheckpointError(
-            f"There is no log in {which}. It is kept by the callback RunLog, which is among "
-            "`keras_distplug.defaults()`, in the folder of each run."
-        )
-    return found
 
 
 def _document(files: Files, run: str) -> dict[str, Any]:

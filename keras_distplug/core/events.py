@@ -14,6 +14,7 @@ finite is null. A field that is added is no new version; one that goes, or means
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -432,13 +433,18 @@ def from_line(line: bytes | str) -> Entry | None:
         kind = Event.kinds[said["event"]]
         if said["v"] > VERSION:
             return None
-        known = {each.name for each in dataclasses.fields(kind)}
+        known = _names_of_fields(said["event"])
         values = {name: _frozen(value) for name, value in said.items() if name in known}
         if kind is Window:
             values["replicas"] = tuple(OfReplica(**each) for each in said.get("replicas", ()))
         return Entry(said["at"], said["source"], kind(**values), said["job"], said["attempt"])
     except (ValueError, KeyError, TypeError):
         return None
+
+
+@functools.cache
+def _names_of_fields(event: str) -> frozenset[str]:
+    return frozenset(each.name for each in dataclasses.fields(Event.kinds[event]))
 
 
 def _frozen(value: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from keras_distplug.core.events import (
     SUPERVISOR,
@@ -27,6 +28,7 @@ from keras_distplug.core.events import (
 )
 from keras_distplug.core.ledger import Category, split
 
+_BEFORE_STEPS = (Category.START_UP, Category.RESTORE)
 _OF_STEPS = (Category.STEP, Category.INPUT, Category.SYNC)
 
 
@@ -46,7 +48,7 @@ class Fit:
     def source(self) -> str:
         return self.entries[0].source
 
-    @property
+    @cached_property
     def begins_at(self) -> float:
         """When its process was started, or the `fit` before in it had ended."""
         for entry in self.entries:
@@ -54,12 +56,12 @@ class Fit:
                 return entry.at - sum(entry.event.secs.values())
         return self.entries[0].at
 
-    @property
+    @cached_property
     def ends_at(self) -> float:
         """When it was last heard of."""
         return max(entry.at for entry in self.entries)
 
-    @property
+    @cached_property
     def last_step(self) -> int:
         steps = [entry.event.step for entry in self.entries if isinstance(entry.event, Window)]
         return max(steps, default=self.began.step)
@@ -136,8 +138,16 @@ def spans(fits: Sequence[Fit], supervised: Sequence[Entry] = ()) -> list[Span]:
         for entry in fit.entries:
             if isinstance(entry.event, Window) and entry.at > at:
                 secs = _of_length(entry.event.secs, entry.at - at)
+                # What comes before the first step of a window does so in time, too.
+                first = {each: secs.pop(each) for each in _BEFORE_STEPS if secs.get(each)}
+                if first:
+                    step = entry.event.step - entry.event.steps
+                    begun_at = min(at + sum(first.values()), entry.at)
+                    found.append(Span(at, begun_at, first, number, step))
+                    at = begun_at
                 secs = _with_redone(secs, entry.event, furthest)
-                found.append(Span(at, entry.at, secs, number, entry.event.step))
+                if entry.at > at:
+                    found.append(Span(at, entry.at, secs, number, entry.event.step))
                 at = entry.at
         furthest = max(furthest, fit.last_step)
         gap = Category.OTHER if _has_left(fit) else Category.RECOVERY

@@ -12,13 +12,14 @@
           MANIFEST.json                     written last: now the checkpoint exists
         step-00000042-2/                    another one of the same step
         final-00000210/                     one of a run that has reached its end
+        log/                                what happened: storage/run_log.py
       hangs/20261122T101112Z-worker-1.txt   stacks of a process that a HangWatchdog has ended
       incidents/20261122T101112Z-epoch-1-batch-4-replica-0.safetensors
                                             a batch whose update a NaNWatchdog has left out
 
-No file is ever changed. A save that is cut off leaves a folder without a manifest, which does not
-count and goes with a later cleaning. A checkpoint whose bytes are not those that were committed
-gets a DAMAGED.json, is named to the user, and stays as it is.
+But for the log, no file is ever changed. A save that is cut off leaves a folder without a manifest,
+which does not count and goes with a later cleaning. A checkpoint whose bytes are not those that
+were committed gets a DAMAGED.json, is named to the user, and stays as it is.
 """
 
 from __future__ import annotations

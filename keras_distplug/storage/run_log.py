@@ -19,18 +19,18 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from keras_distplug.core.events import Began, Entry, from_line
+from keras_distplug.core.errors import NoCheckpointError
+from keras_distplug.core.events import SUPERVISOR, Began, Entry, from_line
 from keras_distplug.core.goodput import Fit
 from keras_distplug.core.threads import before_threads_end
 from keras_distplug.storage import layout
 from keras_distplug.storage.files import Files, LocalFiles, open_files
 
 FOLDER = "log"
-SUPERVISOR = "supervisor-"
 _SUFFIX = ".jsonl"
 _VERSION = re.compile(r"(?P<stem>.+)\.(?P<part>\d{4,})-(?P<version>\d{6,})")
 _PART_BYTES = 2**18
@@ -38,6 +38,7 @@ _KEPT_BYTES = 2**20  # of what cannot be written
 _AGAIN_SECS = 5.0  # after a failure
 _EVERY_SECS, _LONGEST_SECS, _SHARE = 10.0, 60.0, 0.01  # of uploads
 _LAST_SECS = 10.0
+_LEVELS = 3  # of folders in which runs are looked for
 
 
 class Sink(Protocol):
@@ -240,29 +241,124 @@ def _close_all() -> None:
         log.close()
 
 
-def read(files: Files, run: str) -> tuple[list[Fit], list[Entry]]:
-    """What the workers of a run have told, and what supervisors have, in the order of time.
+def runs(files: Files, only: str | None = None) -> list[str]:
+    """The names of runs that have a log, the oldest first; `""` for a log beside no run.
+
+    Args:
+        files: The directory.
+        only: The one that is asked for, if not all are.
 
     Raises:
-        CheckpointError: If the folder cannot be listed.
-        OSError: If a file cannot be read.
+        NoCheckpointError: If there is none.
+        CheckpointError: If the directory cannot be listed.
     """
-    folder = f"{run}/{FOLDER}" if run else FOLDER
-    texts: dict[str, list[bytes]] = {}
-    for stem, name in sorted(newest(layout.names(files, folder)).items()):
-        with contextlib.suppress(FileNotFoundError):  # a newer one has just taken its place
-            texts.setdefault(stem[0], []).append(files.read(f"{folder}/{name}"))
-    fits, supervised = [], []
-    for stem_, parts in texts.items():
-        entries = [entry for line in b"".join(parts).splitlines() if (entry := from_line(line))]
-        if stem_.startswith(SUPERVISOR):
-            supervised += entries
-        elif entries and isinstance(began := entries[0].event, Began):
-            fits.append(Fit(began, tuple(entries)))
-    return (
-        sorted(fits, key=lambda fit: fit.begins_at),
-        sorted(supervised, key=lambda entry: entry.at),
-    )
+    names = ["", *(name for _, name in layout.runs(files))]
+    found = [name for name in names if FOLDER in layout.names(files, name)]
+    found = [name for name in found if only is None or name == only]
+    if not found:
+        raise NoCheckpointError(
+            f"There is no log in {files.where(only or '')}. It is kept by the callback RunLog, "
+            "which is among `keras_distplug.defaults()`, in the folder of each run."
+        )
+    return found
+
+
+def find(url: str) -> Iterator[tuple[Files, str]]:
+    """The folders of all runs that have a log, in a folder and those in it, some levels down.
+
+    Raises:
+        ConfigurationError: If `url` names no folder.
+        CheckpointError: If one cannot be listed.
+    """
+    files = open_files(url)
+    yield from ((files, folder) for folder in _with_log(files, "", _LEVELS))
+
+
+def _with_log(files: Files, folder: str, levels: int) -> Iterator[str]:
+    names = layout.names(files, folder)
+    path = f"{folder}/" if folder else ""
+    if FOLDER in names and newest(layout.names(files, f"{path}{FOLDER}")):
+        yield folder
+    if levels and layout.RECORD not in names:  # a run's other folders are checkpoints
+        for name in names:
+            if name != FOLDER and not name.startswith("."):
+                yield from _with_log(files, f"{path}{name}", levels - 1)
+
+
+class Reader:
+    """Reads the log of one run again and again: each time what is new.
+
+    Args:
+        files: The directory.
+        run: The name of the run's folder in it.
+    """
+
+    def __init__(self, files: Files, run: str) -> None:
+        self._files = files
+        self._folder = f"{run}/{FOLDER}" if run else FOLDER
+        self._known: dict[tuple[str, int], _File] = {}
+        self._fits: dict[str, Fit] = {}
+        self._reading = threading.Lock()
+
+    def read(self) -> tuple[list[Fit], list[Entry]]:
+        """What the workers have told, and what supervisors have, in the order of time.
+
+        Raises:
+            CheckpointError: If the folder cannot be listed.
+            OSError: If a file cannot be read.
+        """
+        with self._reading:
+            return self._read()
+
+    def _read(self) -> tuple[list[Fit], list[Entry]]:
+        stems: dict[str, list[_File]] = {}
+        changed = set()
+        for key, name in sorted(newest(layout.names(self._files, self._folder)).items()):
+            file = self._known.get(key)
+            if file is None or file.name != name:
+                file = self._known[key] = _File(name)
+            with contextlib.suppress(FileNotFoundError):  # a newer one has just taken its place
+                if file.read_on(self._files, f"{self._folder}/{name}"):
+                    changed.add(key[0])
+            stems.setdefault(key[0], []).append(file)
+        supervised = []
+        for stem, parts in stems.items():
+            if stem.startswith(f"{SUPERVISOR}-"):
+                supervised += [entry for part in parts for entry in part.entries]
+            elif stem in changed:
+                entries = tuple(entry for part in parts for entry in part.entries)
+                if entries and isinstance(began := entries[0].event, Began):
+                    self._fits[stem] = Fit(began, entries)
+        fits = [self._fits[stem] for stem in stems if stem in self._fits]
+        return (
+            sorted(fits, key=lambda fit: fit.begins_at),
+            sorted(supervised, key=lambda entry: entry.at),
+        )
+
+
+class _File:
+    """What is known of a file that may grow."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.entries: list[Entry] = []
+        self._read_bytes = 0
+
+    def read_on(self, files: Files, path: str) -> bool:
+        """Whether there was something new."""
+        buffer = bytearray(max(0, files.size(path) - self._read_bytes))
+        filled = files.read_into(path, self._read_bytes, memoryview(buffer)) if buffer else 0
+        # A line may be under way.
+        whole = buffer.rfind(b"\n", 0, filled) + 1
+        self._read_bytes += whole
+        found = [from_line(line) for line in bytes(buffer[:whole]).splitlines()]
+        self.entries += [entry for entry in found if entry is not None]
+        return bool(whole)
+
+
+def read(files: Files, run: str) -> tuple[list[Fit], list[Entry]]:
+    """As `Reader.read`, once."""
+    return Reader(files, run).read()
 
 
 def newest(names: list[str]) -> dict[tuple[str, int], str]:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cluster import run_job
+from support.browser import Shown, browsed, photographed
+from support.cluster import environment, run_job
 
 from keras_distplug.cli import main
 from keras_distplug.core import events, goodput
@@ -63,10 +70,9 @@ def test_attempts(job: Job) -> None:
     assert first.end is not None
     assert "worker-1 was killed by SIGKILL" in first.end
     assert (first.workers, second.workers) == (2, 2)
-    restored = [
-        e.event for f in job.fits for e in f.entries if isinstance(e.event, events.Restored)
-    ]
-    assert {each.step for each in restored} == {second.first_step}
+    told = [entry.event for fit in job.fits for entry in fit.entries]
+    restored = [event.step for event in told if isinstance(event, events.Restored)]
+    assert restored == [second.first_step] * 2
     assert first.last_step - second.first_step == first.lost_steps
     assert (second.end, second.lost_steps) == ("finished", 0)
 
@@ -101,3 +107,75 @@ def test_replicas(job: Job) -> None:
 
     assert all(of(fit) <= {fit.began.rank} for fit in job.fits)
     assert set.union(*map(of, job.fits)) == {0, 1}
+
+
+@contextmanager
+def tensorboard(logdir: Path, *options: str) -> Iterator[str]:
+    """Its address."""
+    command = [sys.executable, "-m", "tensorboard.main", f"--logdir={logdir}", "--port=0"]
+    with subprocess.Popen(
+        [*command, *options],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    ) as server:
+        assert server.stderr is not None
+        try:
+            # Its end ends the lines, too.
+            found = (re.search(r"at (http://localhost:\d+/)", line) for line in server.stderr)
+            address = next(filter(None, found), None)
+            assert address is not None
+            yield address[1]
+        finally:
+            server.terminate()
+
+
+@pytest.mark.parametrize("fast", ["true", "false"])
+def test_tensorboard(job: Job, fast: str, tmp_path: Path) -> None:
+    """Its tab tells what the command does, whichever of TensorBoard's servers reads the data."""
+    pictures = Path(os.environ.get("KERAS_DISTPLUG_TEST_PICTURES", tmp_path))
+    with tensorboard(job.folder / "runs", f"--load_fast={fast}") as address:
+        entry = f"{address}data/plugin_entry.html?name=distplug"
+        dom, console = browsed(entry, tmp_path)
+        whole, _ = browsed(address, tmp_path)
+        for theme in ("light", "dark"):
+            picture = pictures / f"distplug-{theme}.png"
+            photographed(entry, tmp_path, picture, is_dark=theme == "dark")
+            assert picture.stat().st_size > 10_000
+    assert console == ""
+    assert "Distplug" in whole
+    _is_right(Shown(dom), job)
+
+
+def test_report(job: Job, tmp_path: Path) -> None:
+    """The same page, as a file."""
+    out = tmp_path / "report.html"
+    assert main(["report", str(job.folder / "runs"), "-o", str(out)]) == 0
+    dom, console = browsed(out.as_uri(), tmp_path)
+    assert console == ""
+    _is_right(Shown(dom), job)
+
+
+def _is_right(shown: Shown, job: Job) -> None:
+    secs = goodput.totals(goodput.spans(goodput.chiefs(job.fits), job.supervised))
+    share = secs[Category.STEP] / sum(secs.values())
+    cards = dict(zip(shown.cards[::2], shown.cards[1::2], strict=True))
+    assert cards["goodput"] == f"{100 * share:.1f} %"
+    first, second = goodput.attempts(job.fits, job.supervised)
+    assert cards["step"] == str(second.last_step)
+    assert cards["last checkpoint"].startswith(f"step {second.last_step}, ")
+    _, *rows = shown.tables["Attempts"]
+    assert [row[3:] for row in rows] == [
+        ["2", f"0 to {first.last_step}", str(first.lost_steps), "137", first.end],
+        ["2", f"{second.first_step} to {second.last_step}", "0", "", "finished"],
+    ]
+    _, *ranked = shown.tables["Replicas of the last attempt, the slowest first"]
+    assert sorted(row[0] for row in ranked) == ["0", "1"]
+    scores = [float(row[3]) for row in ranked]
+    assert scores == sorted(scores)
+    _, *incidents = shown.tables["Incidents, the newest first"]
+    assert [row[1:3] for row in incidents][-1] == ["failed", "supervisor"]
+    assert "worker-1 was killed by SIGKILL" in incidents[-1][-1]
+    share = secs[Category.RECOVERY] / sum(secs.values())
+    assert any(each.startswith(f"recovery {100 * share:.1f} %") for each in shown.legend)

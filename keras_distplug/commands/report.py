@@ -1,0 +1,47 @@
+"""`keras-distplug report`: a page that shows runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+from keras_distplug import page
+from keras_distplug.commands import tables
+from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.core.summary import summary
+from keras_distplug.storage import run_log, survey
+from keras_distplug.storage.files import Files, open_files
+
+
+def run(parsed: argparse.Namespace) -> int:
+    files = open_files(parsed.directory, parsed.storage_options)
+    now = time.time()
+    runs = [
+        summary(name, *run_log.read(files, name), now, _states(files, name))
+        for name in run_log.runs(files, parsed.run)
+    ]
+    out = Path(parsed.out)
+    if out.exists() and not parsed.overwrite:
+        raise ConfigurationError(f"{out} exists. Give another name, or --overwrite.")
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(page.html(f"keras_distplug: {files.where()}", runs), encoding="utf-8")
+        os.replace(temporary, out)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ConfigurationError(
+            f"{out} cannot be written: {error.strerror}. Give -o a file in a folder that exists."
+        ) from error
+    tables.say(f"{out}: {tables.plural(len(runs), 'run')}")
+    return 0
+
+
+def _states(files: Files, run: str) -> dict[int, str]:
+    """Of the checkpoints that are there, by step: the best there is of each."""
+    found: dict[int, str] = {}
+    for seen in survey.look_at(files, run).checkpoints if run else ():
+        if found.get(seen.place.step) != "committed":
+            found[seen.place.step] = seen.state
+    return found

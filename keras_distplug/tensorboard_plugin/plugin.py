@@ -1,0 +1,75 @@
+"""What TensorBoard asks for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tensorboard.backend import http_util
+from tensorboard.plugins import base_plugin
+from werkzeug import wrappers
+
+from keras_distplug import page
+from keras_distplug.core.errors import DistplugError
+from keras_distplug.core.summary import summary
+from keras_distplug.storage.run_log import Reader, find
+from keras_distplug.tensorboard_plugin.folders import folders_of
+
+NAME = "distplug"
+
+
+class Loader(base_plugin.TBLoader):  # type: ignore[misc]
+    """Makes the plugin; TensorBoard finds it by the entry point `tensorboard_plugins`."""
+
+    def load(self, context: base_plugin.TBContext) -> Plugin:
+        return Plugin(context)
+
+    def fix_flags(self, flags: argparse.Namespace) -> None:
+        """Nothing of ours is sampled, for nothing of it is in TensorBoard's files."""
+
+
+class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
+    plugin_name = NAME
+
+    def __init__(self, context: base_plugin.TBContext) -> None:
+        super().__init__(context)
+        self._folders = folders_of(context.flags)
+        self._readers: dict[tuple[str, str], Reader] = {}
+
+    def get_plugin_apps(self) -> Mapping[str, Callable[..., Any]]:
+        return {"/index.js": self._module, "/runs": self._runs}
+
+    def is_active(self) -> bool:
+        return any(True for _ in self._logs())
+
+    def frontend_metadata(self) -> base_plugin.FrontendMetadata:
+        return base_plugin.FrontendMetadata(es_module_path="/index.js", tab_name="Distplug")
+
+    # How
+
+    def _logs(self) -> Any:
+        for name, folder in self._folders.items():
+            try:
+                for files, path in find(folder):
+                    yield name, files, path
+            except (DistplugError, OSError):
+                continue  # it may come to be there
+
+    @wrappers.Request.application  # type: ignore[arg-type]
+    def _module(self, request: wrappers.Request) -> Any:
+        return http_util.Respond(request, page.module(), "text/javascript")
+
+    @wrappers.Request.application  # type: ignore[arg-type]
+    def _runs(self, request: wrappers.Request) -> Any:
+        shown, now = [], time.time()
+        for name, files, path in self._logs():
+            label = "/".join(part for part in (name, path) if part)
+            reader = self._readers.setdefault((files.where(), path), Reader(files, path))
+            run = summary(label, *reader.read(), now)
+            del run["now"]  # so that nothing is drawn anew while there is no news
+            shown.append(run)
+        text = json.dumps(shown, allow_nan=False)
+        return http_util.Respond(request, text, "application/json")

@@ -1,0 +1,114 @@
+"""The page in a browser: what it says is what happened, and it needs nothing from anywhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import logged
+from support.browser import Shown, browsed
+
+from keras_distplug import page
+from keras_distplug.cli import main
+from keras_distplug.core.events import to_line
+from keras_distplug.core.summary import summary
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
+    fits, supervised, end = logged.fits(4, 100)
+    folder = tmp_path_factory.mktemp("page")
+    path = folder / "report.html"
+    run = summary("run-0001", fits, supervised, end + 60, {1950: "committed"})
+    path.write_text(page.html("runs", [run]))
+    dom, console = browsed(path.as_uri(), folder)
+    assert console == ""
+    return Shown(dom)
+
+
+def test_headline(shown: Shown) -> None:
+    cards = dict(zip(shown.cards[::2], shown.cards[1::2], strict=True))
+    assert cards["goodput"] == "68.7 %"  # 0.8 * (2 * 100 - 5) of 2 * 110 + 5 + 2 seconds
+    assert cards["step"] == "1950"
+    assert cards["attempts"] == "2"
+    assert cards["last checkpoint"] == "step 1950, 1 min 02 s ago"
+    assert cards["state"] == "finished"
+
+
+def test_where_the_time_went(shown: Shown) -> None:
+    """In the legend, and for those who do not see the chart."""
+    assert "step 68.7 % (2 min 36 s)" in shown.legend
+    assert "redone 2.0 % (4.5 s)" in shown.legend
+    assert "recovery 2.2 % (5.0 s)" in shown.legend
+    assert any("recovery 2.2 %" in label for label in shown.labels)
+
+
+def test_attempts(shown: Shown) -> None:
+    _, first, second = shown.tables["Attempts"]
+    assert first[4:] == ["0 to 1000", "50", "137", "worker-1 was killed"]
+    assert second[4:] == ["950 to 1950", "0", "", "finished"]
+
+
+def test_ranking(shown: Shown) -> None:
+    """The slow one stands first."""
+    _, first, *others = shown.tables["Replicas of the last attempt, the slowest first"]
+    assert first == ["2", "worker-2 on node-2", "140", "0.5", "compute"]
+    assert len(others) == 3
+    assert {each[3] for each in others} == {"1"}
+
+
+def test_checkpoints(shown: Shown) -> None:
+    _, *rows = shown.tables["Checkpoints, the newest first"]
+    assert [row[0] for row in rows] == ["1950", "1450", "1000", "500"]
+    assert rows[0][2:] == ["123 MB", "0.4 s", "12.0 ms", "shared", "committed"]
+
+
+def test_incidents(shown: Shown) -> None:
+    _, *rows = shown.tables["Incidents, the newest first"]
+    assert [row[1] for row in rows] == ["slow replica", "update left out", "failed"]
+    assert rows[1][3:] == ["1", "epoch 1, batch 18", "dense/kernel", "a NaN"]
+
+
+def test_text_is_text(tmp_path: Path) -> None:
+    """What a run says is shown, and not run."""
+    evil = "</script><img src=x onerror=\"document.title='owned'\">"
+    path = tmp_path / "report.html"
+    fits, supervised, end = logged.fits(2, 10)
+    path.write_text(page.html(evil, [summary(evil, fits, supervised, end)]))
+    dom, console = browsed(path.as_uri(), tmp_path)
+    assert console == ""
+    assert "<img" not in re.sub(r"<title>.*?</title>", "", dom)
+    assert "owned'" not in re.findall(r"<title>(.*?)</title>", dom)[0].split("onerror")[0]
+    assert "&lt;/script&gt;&lt;img" in dom
+
+
+def test_needs_nothing() -> None:
+    """Not a name of another machine, but that of SVG."""
+    text = page.html("runs", [])
+    assert set(re.findall(r"https?://[^\s\"']*", text)) == {"http://www.w3.org/2000/svg"}
+    assert not re.findall(r"(src|href|@import|url\((?!#))\s*=", text)
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`keras-distplug report` writes it; a file that is there stays, unless it is told."""
+    fits, supervised, _ = logged.fits(2, 10)
+    folder = tmp_path / "runs" / "run-0001" / "log"
+    folder.mkdir(parents=True)
+    logs: dict[str, list[Any]] = {"supervisor-job": supervised}
+    logs |= {f"{number}": list(fit.entries) for number, fit in enumerate(fits)}
+    for stem, entries in logs.items():
+        (folder / f"{stem}.jsonl").write_bytes(b"".join(map(to_line, entries)))
+    out = tmp_path / "report.html"
+    command = ["report", str(tmp_path / "runs"), "-o", str(out)]
+    assert main(command) == 0
+    found = Shown(browsed(out.as_uri(), tmp_path)[0])
+    assert len(found.tables["Attempts"]) == 3
+    out.write_text("kept")
+    assert main(command) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert out.read_text() == "kept"
+    assert main([*command, "--overwrite"]) == 0
+    assert main(["report", str(tmp_path / "runs"), "-o", str(tmp_path / "no" / "r.html")]) == 2
+    assert [path.name for path in tmp_path.glob(".*")] == []

@@ -1,0 +1,99 @@
+"""Pages as a browser shows them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+from support.needed import missing
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+
+
+class Shown(HTMLParser):
+    """The text of elements, and the cells of each table."""
+
+    def __init__(self, dom: str) -> None:
+        super().__init__()
+        self.tables: dict[str, list[list[str]]] = {}
+        self.cards: list[str] = []
+        self.legend: list[str] = []
+        self.labels: list[str] = []
+        self._open: list[str] = []
+        self._name = ""
+        self.feed(dom)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._open.append(tag)
+        given = dict(attrs)
+        if given.get("role") == "region":
+            self._name = given["aria-label"] or ""
+            self.tables[self._name] = []
+        if given.get("role") == "img":
+            self.labels.append(given["aria-label"] or "")
+        if tag == "tr" and self._name:
+            self.tables[self._name].append([])
+        if tag in ("td", "th") and self._name:
+            self.tables[self._name][-1].append("")
+        if tag in ("dt", "dd"):
+            self.cards.append("")
+        if tag == "li":
+            self.legend.append("")
+
+    def handle_data(self, data: str) -> None:
+        here = self._open[-1] if self._open else ""
+        if here in ("td", "th"):
+            self.tables[self._name][-1][-1] += data
+        if here in ("dt", "dd"):
+            self.cards[-1] += data
+        if "li" in self._open[-4:]:
+            self.legend[-1] += data
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._open and self._open.pop() != tag:
+            pass
+
+
+def browsed(url: str, folder: Path) -> tuple[str, str]:
+    """The document as it is when its script has run, and what the browser has complained of, such
+    as errors, what a policy forbids, and other machines, of which it finds none.
+
+    Args:
+        url: Of the page.
+        folder: For the browser's own files.
+    """
+    ended = _run(url, folder, "--dump-dom")
+    console = [line for line in ended.stderr.splitlines() if ":CONSOLE" in line]
+    return ended.stdout, "\n".join(console)
+
+
+def photographed(url: str, folder: Path, picture: Path, *, is_dark: bool = False) -> None:
+    """For people to look at."""
+    dark = ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if is_dark else []
+    size = "--window-size=1200,2400"
+    _run(url, folder, "--hide-scrollbars", size, f"--screenshot={picture}", *dark)
+
+
+def _run(url: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    if CHROMIUM is None:
+        missing("Chromium", "apt-get install chromium")
+    return subprocess.run(
+        [
+            str(CHROMIUM),
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--enable-logging=stderr",
+            "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE localhost",
+            f"--user-data-dir={folder / 'profile'}",
+            "--virtual-time-budget=10000",
+            *options,
+            url,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
