@@ -90,12 +90,11 @@ def _attempt(attempt: goodput.Attempt) -> dict[str, Any]:
 
 def _area(spans: Sequence[Span], begin: float, end: float) -> dict[str, Any]:
     """The share of each category in each stretch of time."""
-    count = min(_BINS, max(1, len(spans)))
-    width = (end - begin) / count or 1.0
-    bins = [dict.fromkeys(Category, 0.0) for _ in range(count)]
+    width = (end - begin) / _BINS or 1.0
+    bins = [dict.fromkeys(Category, 0.0) for _ in range(_BINS)]
     for span in spans:
         first = int((span.begin - begin) / width)
-        last = min(int((span.end - begin) / width), count - 1)
+        last = min(int((span.end - begin) / width), _BINS - 1)
         for number in range(first, last + 1):
             left = begin + number * width
             part_s = min(span.end, left + width) - max(span.begin, left)
