@@ -10,11 +10,13 @@ import sys
 import time
 from collections.abc import Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import keras
 
 from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
+from keras_distplug.callbacks.goodput_curves import GoodputCurves
 from keras_distplug.callbacks.one_of_a_kind import stood_aside
 from keras_distplug.callbacks.step_windows import OwnWindows
 from keras_distplug.cluster import agreement
@@ -22,6 +24,7 @@ from keras_distplug.compat import callback_list, trainer
 from keras_distplug.core import events, reporting
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.events import Entry, Event, OfReplica, Window
+from keras_distplug.core.goodput import Fit
 from keras_distplug.core.interactive import is_interactive
 from keras_distplug.core.ledger import Category, Ledger, split
 from keras_distplug.core.log import announce
@@ -29,8 +32,8 @@ from keras_distplug.core.process import started_at
 from keras_distplug.core.step_reports import StepReport
 from keras_distplug.core.supervised import Supervised
 from keras_distplug.storage.commit import Writer
-from keras_distplug.storage.files import open_files
-from keras_distplug.storage.run_log import FOLDER, Log, sink_for
+from keras_distplug.storage.files import LocalFiles, open_files
+from keras_distplug.storage.run_log import FOLDER, Log, read, sink_for
 
 _LEAST_SECS, _MOST_SECS, _SHARE = 1.0, 30.0, 0.01  # between windows
 _PACKAGES = ("keras_distplug", "keras", "tensorflow")
@@ -221,7 +224,18 @@ class RunLog(keras.callbacks.Callback):  # type: ignore[misc]
                 f"the log of this run, in {where}, cannot be written, and is tried again: {error}"
             )
 
-        writes.open(role.name, began, Log(sink_for(files, f"{folder}/{stem}"), tell_failure))
+        log = Log(sink_for(files, f"{folder}/{stem}"), tell_failure)
+        curves = None
+        if role.is_chief and isinstance(files, LocalFiles):
+            run = folder.removesuffix(FOLDER).rstrip("/")
+
+            def earlier() -> tuple[list[Fit], list[Entry]]:
+                fits, supervised = read(files, run)
+                return [fit for fit in fits if fit.began.session != session], supervised
+
+            place_of_curves = Path(files.where(f"{folder}/goodput"))
+            curves = GoodputCurves(place_of_curves, earlier, writes.begins_at)
+        writes.open(role.name, began, log, curves)
         supervised = Supervised.from_env()
         if role.is_chief and supervised is not None and place is not None:
             supervised.logs_to(
@@ -247,12 +261,17 @@ class _Writes:
         self._log: Log | None = None
         self._waiting: list[tuple[float, Event]] = []
         self._begun_s = time.monotonic()
-        self._ledger = Ledger(_begun_s(), Category.START_UP)
+        begun_s = _begun_s()
+        self.begins_at = time.time() - (time.monotonic() - begun_s)
+        self._curves: GoodputCurves | None = None
+        self._ledger = Ledger(begun_s, Category.START_UP)
         self._flushed_s = self._begun_s
         self._listen_no_more = reporting.listen(self)
 
-    def open(self, source: str, began: events.Began, log: Log) -> None:
-        self._source, self._log = source, log
+    def open(
+        self, source: str, began: events.Began, log: Log, curves: GoodputCurves | None
+    ) -> None:
+        self._source, self._log, self._curves = source, log, curves
         supervised = Supervised.from_env()
         self._job = None if supervised is None else supervised.job
         self._attempt = None if supervised is None else supervised.attempt
@@ -321,7 +340,10 @@ class _Writes:
         report = self._windows.end_window()
         if report is not None:
             secs = split(secs, Category.STEP, _waits(report))
-        self._write(time.time(), _window(self.step, steps, self.epoch, secs, report))
+        now, window = time.time(), _window(self.step, steps, self.epoch, secs, report)
+        self._write(now, window)
+        if self._curves is not None:
+            self._curves.add(now, window)
 
     def close_if_over(self) -> None:
         """An error may have ended its `fit`."""
@@ -333,6 +355,9 @@ class _Writes:
         if self in _running:
             _running.remove(self)
         self.is_open = False
+        if self._curves is not None:
+            self._curves.close()
+            self._curves = None
         if self._log is not None:
             self._log.close()
             self._log = None

@@ -8,12 +8,11 @@ wait with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from keras_distplug.core.events import (
-    SUPERVISOR,
     Began,
     Ended,
     Entry,
@@ -118,44 +117,93 @@ class Attempt:
     exit_code: int | None
 
 
+class Timeline:
+    """Puts what one worker's place has told, `fit` for `fit`, one after the other.
+
+    Args:
+        begins_at: In seconds since 1970.
+    """
+
+    def __init__(self, begins_at: float) -> None:
+        self._at = begins_at
+        self._gap = Category.START_UP  # what the time up to the next `fit` goes to
+        self._number = -1
+        self._step = self._furthest = 0
+
+    def begin(self, begins_at: float) -> Iterator[Span]:
+        """A `fit` begins."""
+        yield from self._fill(begins_at)
+        self._number += 1
+        self._furthest = max(self._furthest, self._step)
+
+    def take(self, at: float, window: Window) -> Iterator[Span]:
+        """A window of it has ended."""
+        if at <= self._at:
+            return
+        secs = _of_length(window.secs, at - self._at)
+        # What comes before the first step does so in time, too.
+        before = {each: secs.pop(each) for each in _BEFORE_STEPS if secs.get(each)}
+        if before:
+            yield self._span(
+                min(self._at + sum(before.values()), at), before, window.step - window.steps
+            )
+        if at > self._at:
+            yield self._span(at, _with_redone(secs, window, self._furthest), window.step)
+        self._step = window.step
+
+    def end(self, *, is_left: bool) -> None:
+        """It is over.
+
+        Args:
+            is_left: Whether nobody waits for it to go on.
+        """
+        self._gap = Category.OTHER if is_left else Category.RECOVERY
+
+    def finish(self, at: float) -> Iterator[Span]:
+        """Nothing comes until `at`."""
+        yield from self._fill(at)
+
+    def _fill(self, at: float) -> Iterator[Span]:
+        if at > self._at:
+            yield self._span(at, {self._gap: at - self._at}, self._step)
+
+    def _span(self, at: float, secs: Mapping[Category, float], step: int) -> Span:
+        begin, self._at = self._at, at
+        return Span(begin, at, secs, max(self._number, 0), step)
+
+
+def timeline(fits: Sequence[Fit], supervised: Sequence[Entry]) -> tuple[Timeline, list[Span]]:
+    """That of some attempts, and what it holds by then.
+
+    Args:
+        fits: Of one worker's place, such as those of rank 0, from the first to the last; at least
+            one.
+        supervised: What supervisors have told.
+    """
+    made = Timeline(min([fits[0].begins_at, *_starts(supervised, fits[0])]))
+    found: list[Span] = []
+    for fit in fits:
+        found += made.begin(fit.begins_at)
+        for entry in fit.entries:
+            if isinstance(entry.event, Window):
+                found += made.take(entry.at, entry.event)
+        made.end(is_left=_has_left(fit))
+    return made, found
+
+
 def spans(fits: Sequence[Fit], supervised: Sequence[Entry] = ()) -> list[Span]:
     """The time of one worker's place, from the start of its first attempt to what is known last.
 
     Args:
-        fits: Of that worker, such as those of rank 0, from the first to the last.
+        fits: As for `timeline`, or none.
         supervised: What supervisors have told.
     """
-    found: list[Span] = []
     if not fits:
-        return found
-    known = [entry for entry in supervised if entry.source == SUPERVISOR]
-    at = min([fits[0].begins_at, *_starts(known, fits[0])])
-    furthest, gap = 0, Category.START_UP
-    for number, fit in enumerate(fits):
-        if (begin := fit.begins_at) > at:
-            found.append(Span(at, begin, {gap: begin - at}, max(number - 1, 0), furthest))
-            at = begin
-        for entry in fit.entries:
-            if isinstance(entry.event, Window) and entry.at > at:
-                secs = _of_length(entry.event.secs, entry.at - at)
-                # What comes before the first step of a window does so in time, too.
-                first = {each: secs.pop(each) for each in _BEFORE_STEPS if secs.get(each)}
-                if first:
-                    step = entry.event.step - entry.event.steps
-                    begun_at = min(at + sum(first.values()), entry.at)
-                    found.append(Span(at, begun_at, first, number, step))
-                    at = begun_at
-                secs = _with_redone(secs, entry.event, furthest)
-                if entry.at > at:
-                    found.append(Span(at, entry.at, secs, number, entry.event.step))
-                at = entry.at
-        furthest = max(furthest, fit.last_step)
-        gap = Category.OTHER if _has_left(fit) else Category.RECOVERY
-    last = fits[-1]
-    ends = [e.at for e in known if isinstance(e.event, Ended) and e.job == last.entries[0].job]
-    if ends and (end := max(ends)) > at:
-        found.append(Span(at, end, {gap: end - at}, len(fits) - 1, last.last_step))
-    return found
+        return []
+    made, found = timeline(fits, supervised)
+    job = fits[-1].entries[0].job
+    ends = [each.at for each in supervised if isinstance(each.event, Ended) and each.job == job]
+    return [*found, *(made.finish(max(ends)) if ends else ())]
 
 
 def totals(

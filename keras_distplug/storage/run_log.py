@@ -234,6 +234,8 @@ _logs: weakref.WeakSet[Log] = weakref.WeakSet()
 @functools.cache
 def _close_at_exit() -> None:
     before_threads_end(_close_all)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_logs.clear)  # whose threads the child has not
 
 
 def _close_all() -> None:

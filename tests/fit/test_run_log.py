@@ -17,6 +17,7 @@ import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 from support import small  # noqa: E402
+from support.curves import curves_in  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.core import events, goodput, reporting  # noqa: E402
@@ -145,6 +146,25 @@ def test_interrupted(tmp_path: Path) -> None:
     assert secs[Category.RESTORE] == pytest.approx(restored.secs, abs=0.05)
     again = [each for each in of_kind(second, Window) if 4 < each.step <= 7]
     assert sum(each.steps for each in again) == 3
+
+
+def test_curves(tmp_path: Path) -> None:
+    """TensorBoard has the goodput by the seconds since the first attempt began, and the shares of
+    time, which sum to one."""
+    with pytest.raises(small.Interrupted):
+        fit(kd.defaults(tmp_path), small.Stop(1, 2))
+    fit(kd.defaults(tmp_path))
+    fits = logged(tmp_path)
+    curves = curves_in(tmp_path / "run-0001" / "log")["goodput"]
+    points = curves["goodput/whole_run"]
+    windows = [window for found in fits for window in of_kind(found, Window)]
+    assert len(points) == len(windows)
+    assert [step for step, _ in points] == sorted(step for step, _ in points)
+    secs = goodput.totals(goodput.spans(fits))
+    assert points[-1][1] == pytest.approx(goodput.goodput(secs), rel=0.05)
+    shares = [values[-1][1] for name, values in curves.items() if name.startswith("time/")]
+    assert sum(shares) == pytest.approx(1, abs=1e-3)
+    assert "time/redone" in curves
 
 
 def test_one_within_another(tmp_path: Path) -> None:
