@@ -86,7 +86,7 @@ def test_soak(train: Train, setup: str, seed: int) -> None:
         ("single", "seeds", "variable"),
         ("single", "metrics", "history"),
         ("mirrored", "replicas", "history"),
-        ("2 workers", "replicas", "history"),
+        pytest.param("2 workers", "replicas", "history", marks=pytest.mark.soak),
         pytest.param("2 workers", "seeds", "variable", marks=pytest.mark.soak),
         pytest.param("2 workers", "metrics", "history", marks=pytest.mark.soak),
     ],

@@ -28,7 +28,7 @@ class Job:
     folder: Path
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.soak)])
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Job:
     folder = tmp_path_factory.mktemp("curves")
     ended = run_workers([str(SCRIPT), str(folder)], request.param, timeout_s=240)

@@ -45,7 +45,10 @@ def found_by(
     return [json.loads(line.partition("FOUND ")[2]) for line in lines]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+WORKERS = [2, pytest.param(3, marks=pytest.mark.soak)]
+
+
+@pytest.fixture(scope="module", params=WORKERS)
 def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return found_by(request.param, CASES)
 
@@ -68,7 +71,7 @@ def test_nobody(case: str, found: list[dict[str, Any]]) -> None:
     assert [each[case]["found"] for each in found] == [[]] * len(found)
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", WORKERS)
 def test_slow_network(workers: int) -> None:
     """It is named, with its network, and nobody else, though all compute and read alike."""
     with hosts(workers) as places:
