@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -129,7 +130,7 @@ class RunLog(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         if self._writes is None or self._windows is None:
             return
-        if not self._writes.is_open:
+        if not self._writes.was_open:
             self._open(self._writes)
         self._writes.epoch = epoch
         self._windows.begin_epoch()
@@ -247,12 +248,12 @@ class _Writes:
     """One worker's log of one `fit`; hears what all report."""
 
     def __init__(self, windows: OwnWindows, fit: callback_list.Calling | None) -> None:
-        for each in list(_running):
-            each.close_if_over()
-        _running.append(self)
+        for each in reporting.listeners():
+            if isinstance(each, _Writes):
+                each.close_if_over()
         self._fit = fit
         self.is_training = False
-        self.is_open = False
+        self.is_open = self.was_open = False
         self.epoch = 0
         self.step = 0  # batches since the run began
         self._windows = windows
@@ -266,17 +267,20 @@ class _Writes:
         self._curves: GoodputCurves | None = None
         self._ledger = Ledger(begun_s, Category.START_UP)
         self._flushed_s = self._begun_s
-        self._listen_no_more = reporting.listen(self)
+        reporting.listen(self)
 
     def open(
         self, source: str, began: events.Began, log: Log, curves: GoodputCurves | None
     ) -> None:
         self._source, self._log, self._curves = source, log, curves
+        for each in (log, curves):
+            if each is not None:  # whose threads would stay where an error has ended `fit`
+                weakref.finalize(self, each.close).atexit = False
         supervised = Supervised.from_env()
         self._job = None if supervised is None else supervised.job
         self._attempt = None if supervised is None else supervised.attempt
         self._write(time.time(), began)
-        self.is_open = True
+        self.is_open = self.was_open = True
         for at, event in self._waiting:
             self._write(at, event)
         self._waiting.clear()
@@ -284,8 +288,6 @@ class _Writes:
     # As a listener
 
     def hear(self, event: Event) -> None:
-        if _running[-1:] != [self]:
-            return  # that of a `fit` which a callback of this one has called
         if isinstance(event, events.Restored):
             self.step = event.step
         is_last = isinstance(event, events.Finished | events.Preempted | events.PeerLost)
@@ -301,8 +303,7 @@ class _Writes:
             self._log.flush()
 
     def spent(self, category: Category, secs: float) -> None:
-        if _running[-1:] == [self]:
-            self._ledger.spent(category, secs, time.monotonic())
+        self._ledger.spent(category, secs, time.monotonic())
 
     # As training goes on
 
@@ -351,9 +352,7 @@ class _Writes:
             self.close()
 
     def close(self) -> None:
-        self._listen_no_more()
-        if self in _running:
-            _running.remove(self)
+        reporting.listen_no_more(self)
         self.is_open = False
         if self._curves is not None:
             self._curves.close()
@@ -366,9 +365,6 @@ class _Writes:
         if self._log is not None:
             entry = Entry(at, self._source, event, self._job, self._attempt)
             self._log.append(events.to_line(entry))
-
-
-_running: list[_Writes] = []  # the innermost `fit` last
 
 
 def _waits(report: StepReport) -> dict[Category, float]:

@@ -7,7 +7,8 @@ alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -27,23 +28,34 @@ class Listener(Protocol):
         ...
 
 
-_listeners: tuple[Listener, ...] = ()
+# By weak references: an error may end a `fit` whose listener nobody ends, and which must not keep a
+# model in memory.
+_listeners: tuple[weakref.ref[Listener], ...] = ()
 
 
-def listen(listener: Listener) -> Callable[[], None]:
-    """Tells `listener` of all that is reported, until what this gives is called."""
+def listen(listener: Listener) -> None:
+    """Tells `listener`, and none that came before, of all that is reported, as long as it is there
+    or until `listen_no_more`: a callback of one `fit` may call another `fit`."""
     global _listeners
-    _listeners = (*_listeners, listener)
+    _listeners = (*_without(listener), weakref.ref(listener))
 
-    def listen_no_more() -> None:
-        global _listeners
-        _listeners = tuple(each for each in _listeners if each is not listener)
 
-    return listen_no_more
+def listen_no_more(listener: Listener) -> None:
+    global _listeners
+    _listeners = _without(listener)
+
+
+def _without(listener: Listener) -> tuple[weakref.ref[Listener], ...]:
+    return tuple(each for each in _listeners if each() not in (None, listener))
+
+
+def listeners() -> list[Listener]:
+    """Those that are there, the one that hears last."""
+    return [listener for each in _listeners if (listener := each()) is not None]
 
 
 def report(event: Event) -> None:
-    for listener in _listeners:
+    for listener in listeners()[-1:]:
         listener.hear(event)
 
 
@@ -55,5 +67,5 @@ def time_spent(category: Category) -> Iterator[None]:
         yield
     finally:
         secs = time.perf_counter() - begun_s
-        for listener in _listeners:
+        for listener in listeners()[-1:]:
             listener.spent(category, secs)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import threading
 import time
 import uuid
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +41,8 @@ def each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def nobody_listens_after() -> Any:
     yield
-    reporting._listeners = ()
+    for listener in reporting.listeners():
+        reporting.listen_no_more(listener)
 
 
 def fit(
@@ -183,6 +187,25 @@ def test_one_within_another(tmp_path: Path) -> None:
         assert names(found)[-1] == "Finished"
 
 
+def test_let_go(tmp_path: Path) -> None:
+    """Where an error has ended `fit`, neither the model nor a thread is kept for it."""
+    model = small.model()
+    callbacks = [kd.RunLog(tmp_path), small.Stop(1, 2)]
+    with pytest.raises(small.Interrupted):
+        model.fit(small.X, small.Y, batch_size=8, epochs=3, verbose=0, callbacks=callbacks)
+    assert _threads()
+    let_go = weakref.ref(model)
+    del model, callbacks
+    gc.collect()
+    assert let_go() is None
+    assert not _threads()
+
+
+def _threads() -> list[str]:
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name in ("keras_distplug-log", "keras_distplug-goodput")]
+
+
 def test_finished_already(tmp_path: Path) -> None:
     """A run that is started again when it is finished trains nothing, and says nothing."""
     fit(kd.defaults(tmp_path))
@@ -313,7 +336,7 @@ def test_evaluate_and_predict(tmp_path: Path) -> None:
     model.evaluate(small.X, small.Y, verbose=0, callbacks=[kd.RunLog(tmp_path)])
     model.predict(small.X, verbose=0, callbacks=[kd.RunLog(tmp_path)])
     assert not list(tmp_path.iterdir())
-    assert reporting._listeners == ()
+    assert reporting.listeners() == []
 
 
 @pytest.mark.parametrize("strategy", ["one", "mirrored"])
