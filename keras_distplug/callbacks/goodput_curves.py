@@ -10,7 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tensorboard.compat.proto import event_pb2, summary_pb2
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.custom_scalar import metadata as custom_scalars
 from tensorboard.summary import Writer
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.util import tensor_util
 
 from keras_distplug.core import goodput
 from keras_distplug.core.events import Entry, Window
@@ -68,6 +73,7 @@ class GoodputCurves:
 
     def _write_all(self) -> None:
         made = self._after(*self._earlier())
+        _write_layout(self._folder)
         writer, flushed_s = Writer(str(self._folder)), time.monotonic()
         while (given := self._given.get()) is not None:
             self._take(made.take(*given))
@@ -113,3 +119,52 @@ class GoodputCurves:
         for name, share in shares.items():
             if share is not None:
                 writer.add_scalar(name, share, step)
+
+
+_LAYOUT = {
+    "Distplug": {
+        "goodput": "goodput/.*",
+        "where the time went": "time/.*",
+    },
+    "Distplug: replicas and workers, of ReplicaMetrics": {
+        name: f"distplug/{name}"
+        for name in (
+            "loss",
+            "gradient_norm",
+            "samples_per_s",
+            "compute_ms",
+            "sync_ms",
+            "input_ms",
+            "step_ms",
+            "memory_mb",
+        )
+    },
+}
+
+
+def _write_layout(folder: Path) -> None:
+    """The charts of TensorBoard's tab "Custom Scalars": each has the curves of all runs."""
+    layout = layout_pb2.Layout(
+        category=[
+            layout_pb2.Category(
+                title=title,
+                chart=[
+                    layout_pb2.Chart(
+                        title=name, multiline=layout_pb2.MultilineChartContent(tag=[f"^{tags}$"])
+                    )
+                    for name, tags in charts.items()
+                ],
+            )
+            for title, charts in _LAYOUT.items()
+        ]
+    )
+    value = summary_pb2.Summary.Value(
+        tag=custom_scalars.CONFIG_SUMMARY_TAG,
+        metadata=custom_scalars.create_summary_metadata(),
+        tensor=tensor_util.make_tensor_proto(layout.SerializeToString()),
+    )
+    summary = summary_pb2.Summary(value=[value])
+    # A file of its own, which is whole before the next one begins.
+    writer = EventFileWriter(str(folder))
+    writer.add_event(event_pb2.Event(wall_time=time.time(), step=0, summary=summary))
+    writer.close()

@@ -12,14 +12,19 @@ from keras_distplug.commands import tables
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.summary import summary
 from keras_distplug.storage import run_log, survey
-from keras_distplug.storage.files import Files, open_files
+from keras_distplug.storage.files import open_files
 
 
 def run(parsed: argparse.Namespace) -> int:
     files = open_files(parsed.directory, parsed.storage_options)
     now = time.time()
     runs = [
-        summary(name, *run_log.read(files, name), now, _states(files, name))
+        summary(
+            name,
+            *run_log.read(files, name),
+            now,
+            survey.states(files, name) if name else None,
+        )
         for name in run_log.runs(files, parsed.run)
     ]
     out = Path(parsed.out)
@@ -36,12 +41,3 @@ def run(parsed: argparse.Namespace) -> int:
         ) from error
     tables.say(f"{out}: {tables.plural(len(runs), 'run')}")
     return 0
-
-
-def _states(files: Files, run: str) -> dict[int, str]:
-    """Of the checkpoints that are there, by step: the best there is of each."""
-    found: dict[int, str] = {}
-    for seen in survey.look_at(files, run).checkpoints if run else ():
-        if found.get(seen.place.step) != "committed":
-            found[seen.place.step] = seen.state
-    return found

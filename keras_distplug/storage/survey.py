@@ -121,6 +121,15 @@ def run_names(files: Files, only: str | None = None) -> list[str]:
     return [only]
 
 
+def states(files: Files, run: str) -> dict[int, State]:
+    """Of the checkpoints of a run that are there, by step; of several of one step, the best."""
+    found: dict[int, State] = {}
+    for seen in look_at(files, run).checkpoints:
+        if found.get(seen.place.step) != "committed":
+            found[seen.place.step] = seen.state
+    return found
+
+
 def the_run(files: Files, name: str | None = None) -> SeenRun:
     """The run `name`, or the one that a training goes on with.
 

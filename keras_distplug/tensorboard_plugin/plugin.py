@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,10 +16,13 @@ from werkzeug import wrappers
 from keras_distplug import page
 from keras_distplug.core.errors import DistplugError
 from keras_distplug.core.summary import summary
+from keras_distplug.storage import survey
+from keras_distplug.storage.files import Files, open_files
 from keras_distplug.storage.run_log import Reader, find
 from keras_distplug.tensorboard_plugin.folders import folders_of
 
 NAME = "distplug"
+_LOOK_SECS = 30.0  # between looks at checkpoints
 
 
 class Loader(base_plugin.TBLoader):  # type: ignore[misc]
@@ -38,6 +42,7 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         super().__init__(context)
         self._folders = folders_of(context.flags)
         self._readers: dict[tuple[str, str], Reader] = {}
+        self._states: dict[tuple[str, str], tuple[float, Mapping[int, str] | None]] = {}
 
     def get_plugin_apps(self) -> Mapping[str, Callable[..., Any]]:
         return {"/index.js": self._module, "/runs": self._runs}
@@ -58,6 +63,18 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
             except (DistplugError, OSError):
                 continue  # it may come to be there
 
+    def _states_of(self, key: tuple[str, str], files: Files) -> Mapping[int, str] | None:
+        """Of the checkpoints of a run; not looked at each time."""
+        looked_s, states = self._states.get(key, (-math.inf, None))
+        if time.monotonic() - looked_s > _LOOK_SECS:
+            folder, _, name = key[1].rpartition("/")
+            try:
+                states = survey.states(open_files(files.where(folder)), name)
+            except (DistplugError, OSError):
+                states = None  # a log beside no run, or nothing that can be read
+            self._states[key] = time.monotonic(), states
+        return states
+
     @wrappers.Request.application  # type: ignore[arg-type]
     def _module(self, request: wrappers.Request) -> Any:
         return http_util.Respond(request, page.module(), "text/javascript")
@@ -67,8 +84,9 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         shown, now = [], time.time()
         for name, files, path in self._logs():
             label = "/".join(part for part in (name, path) if part)
-            reader = self._readers.setdefault((files.where(), path), Reader(files, path))
-            run = summary(label, *reader.read(), now)
+            key = files.where(), path
+            reader = self._readers.setdefault(key, Reader(files, path))
+            run = summary(label, *reader.read(), now, self._states_of(key, files))
             del run["now"]  # so that nothing is drawn anew while there is no news
             shown.append(run)
         text = json.dumps(shown, allow_nan=False)

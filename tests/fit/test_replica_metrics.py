@@ -24,7 +24,10 @@ import keras_distplug as kd  # noqa: E402
 from keras_distplug.compat import replica_values, trainer  # noqa: E402
 from keras_distplug.core.divergence import Divergence  # noqa: E402
 from keras_distplug.core.errors import ConfigurationError  # noqa: E402
+from keras_distplug.core.events import Diverged  # noqa: E402
 from keras_distplug.core.step_reports import StepReport  # noqa: E402
+from keras_distplug.storage import run_log  # noqa: E402
+from keras_distplug.storage.files import open_files  # noqa: E402
 
 BATCHES = 6
 BATCH = 8
@@ -226,12 +229,18 @@ class Drifts(keras.callbacks.Callback):
 
 
 @pytest.mark.parametrize("strategy", ["mirrored", "central"])
-def test_diverged(strategy: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_diverged(strategy: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Weights that differ in the last bit of one value are told of, once; what central storage
     keeps once cannot."""
     heard: list[Divergence] = []
     metrics = kd.ReplicaMetrics(check_every_steps=2, on_divergence=heard.append)
-    model(strategy).fit(data(), epochs=2, verbose=0, callbacks=[Drifts(1, behind=3), metrics])
+    callbacks = [Drifts(1, behind=3), metrics, kd.RunLog(tmp_path)]
+    model(strategy).fit(data(), epochs=2, verbose=0, callbacks=callbacks)
+    [fit], _ = run_log.read(open_files(tmp_path), "")
+    logged = [each.event for each in fit.entries if isinstance(each.event, Diverged)]
+    assert [(each.step, each.variable) for each in logged] == [
+        (each.step, each.variable) for each in heard
+    ]
     if strategy == "central":
         assert not heard
         return

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
+import signal
 import threading
 import time
 import uuid
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from keras_distplug.core import events, goodput, reporting  # noqa: E402
 from keras_distplug.core.events import Event, Window  # noqa: E402
 from keras_distplug.core.goodput import Fit  # noqa: E402
 from keras_distplug.core.ledger import Category  # noqa: E402
+from keras_distplug.core.stragglers import Straggler  # noqa: E402
 from keras_distplug.storage import run_log, saver  # noqa: E402
 from keras_distplug.storage.files import open_files  # noqa: E402
 
@@ -279,6 +283,71 @@ def test_damaged(tmp_path: Path) -> None:
     [quarantined] = of_kind(second, events.Quarantined)
     assert "step-00000008" in quarantined.checkpoint
     assert second.began.step == 4
+
+
+def test_told_to_go(tmp_path: Path) -> None:
+    """Why, to whom, and with which checkpoint."""
+    handler = kd.PreemptionHandler(exit=False, cloud=False)
+
+    class Tells(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if not handler._received:
+                os.kill(os.getpid(), signal.SIGTERM)
+                _wait_until(lambda: handler._stop.is_due() is not None)
+
+    with pytest.raises(kd.errors.Preempted):
+        fit(kd.defaults(tmp_path), handler, Tells())
+    [found] = logged(tmp_path)
+    [told] = of_kind(found, events.Preempted)
+    assert (told.what, told.is_user) == ("SIGTERM", False)
+    assert told.where.startswith("worker-0 on ")
+    assert told.step == found.last_step
+    [attempt] = goodput.attempts([found])
+    assert attempt.end is not None
+    assert attempt.end.startswith("SIGTERM to worker-0")
+
+
+def test_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is the matter, while it is."""
+    told = threading.Event()
+
+    def report(event: Event) -> None:
+        reporting.report(event)
+        told.set()
+
+    class Hangs(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if (self.params["epochs"], batch) == (3, 2) and not told.is_set():
+                assert told.wait(60)
+
+    monkeypatch.setattr("keras_distplug.callbacks.hang_watchdog.report", report)
+    fit(kd.defaults(tmp_path), Hangs(), kd.HangWatchdog(step_secs=1, exit=False))
+    [found] = logged(tmp_path)
+    [hung] = of_kind(found, events.Hung)
+    assert hung.what.startswith("worker-0 ")
+    assert "in batch 2 of epoch 1" in hung.what
+
+
+def test_straggler(tmp_path: Path) -> None:
+    straggler = Straggler("compute", 1, "worker-1 on a", 3, 0.2, 0.1, None)
+
+    class Tells(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 1:
+                kd.StragglerWatchdog()._tell(straggler)
+
+    fit(kd.defaults(tmp_path), Tells())
+    [found] = logged(tmp_path)
+    [told] = of_kind(found, events.SlowReplica)
+    assert (told.cause, told.rank, told.replica, told.own_s) == ("compute", 1, 3, 0.2)
+    assert told.what == str(straggler)
+
+
+def _wait_until(is_so: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
 
 
 def test_own_folder(tmp_path: Path) -> None:

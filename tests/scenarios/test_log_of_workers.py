@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -139,12 +140,20 @@ def test_tensorboard(job: Job, fast: str, tmp_path: Path) -> None:
         entry = f"{address}data/plugin_entry.html?name=distplug"
         dom, console = browsed(entry, tmp_path)
         whole, _ = browsed(address, tmp_path)
+        with urllib.request.urlopen(f"{address}data/plugin/custom_scalars/layout") as answer:
+            layout = json.load(answer)
+        scalars = f"{address}data/plugin/scalars/tags"
+        with urllib.request.urlopen(scalars) as answer:
+            tags = json.load(answer)
         for theme in ("light", "dark"):
             picture = pictures / f"distplug-{theme}.png"
             photographed(entry, tmp_path, picture, is_dark=theme == "dark")
             assert picture.stat().st_size > 10_000
     assert console == ""
     assert "Distplug" in whole
+    [charts] = [each["chart"] for each in layout["category"] if each["title"] == "Distplug"]
+    assert [each["title"] for each in charts] == ["goodput", "where the time went"]
+    assert "goodput/whole_run" in tags["run-0001/log/goodput"]
     _is_right(Shown(dom), job)
 
 

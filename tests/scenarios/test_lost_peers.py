@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 from support.cluster import Ended, run_workers
 
+from keras_distplug.core.events import PeerLost
 from keras_distplug.core.timeouts import HEARTBEAT
+from keras_distplug.storage import run_log
+from keras_distplug.storage.files import open_files
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -53,6 +56,12 @@ def test_survivors(workers: int, lost: int, moment: str, tmp_path: Path) -> None
     """Whoever is killed and whenever, the others leave with 201, and name it and no other one."""
     survivors = lose(tmp_path, workers, lost, moment)
     assert len(survivors) == workers - 1
+    fits, _ = run_log.read(open_files(tmp_path), "")
+    assert len(fits) == workers
+    for fit in fits:
+        told = [each.event.who for each in fit.entries if isinstance(each.event, PeerLost)]
+        expected = [] if fit.began.rank == lost else [f"worker-{lost} ("]
+        assert [who[: len("worker-0 (")] for who in told] == expected
     for survivor in survivors:
         assert survivor.returncode == 201, survivor.output
         assert "heartbeat: 3.0 s" in survivor.output

@@ -63,7 +63,7 @@ try:
     model.fit(
         case.dataset(),
         epochs=4,
-        callbacks=[Die(), kd.BackupAndRestore(folder / "runs", **saves)],
+        callbacks=[Die(), kd.BackupAndRestore(folder / "runs", **saves), kd.RunLog(folder)],
         validation_data=case.dataset(70),
         verbose=0,
     )
