@@ -8,15 +8,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.custom_scalar import metadata as custom_scalars
-from tensorboard.summary import Writer
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.util import tensor_util
 
+from keras_distplug.callbacks.event_files import EventFiles
 from keras_distplug.core import goodput
 from keras_distplug.core.events import Entry, Window
 from keras_distplug.core.goodput import Fit, Span, Timeline
@@ -24,7 +23,6 @@ from keras_distplug.core.ledger import Category
 from keras_distplug.core.log import announce
 
 _MINUTES = (1, 5, 15)
-_FLUSH_SECS = 5.0
 _LAST_SECS = 5.0
 _THREAD = "keras_distplug-goodput"
 
@@ -36,23 +34,24 @@ class GoodputCurves:
     again has the number of a step that was there before.
 
     Args:
-        folder: For TensorBoard's file.
+        files: For TensorBoard.
         earlier: Gives what the attempts before this one have told.
         begins_at: When this one began, in seconds since 1970.
     """
 
     def __init__(
         self,
-        folder: Path,
+        files: EventFiles,
         earlier: Callable[[], tuple[list[Fit], list[Entry]]],
         begins_at: float,
     ) -> None:
-        self._folder = folder
+        self._files = files
         self._earlier = earlier
         self._begins_at = begins_at
         self._totals = dict.fromkeys(Category, 0.0)
         self._lately: deque[Span] = deque()
         self._given: queue.SimpleQueue[tuple[float, Window] | None] = queue.SimpleQueue()
+        self._has_failed = False
         self._thread = threading.Thread(target=self._run, name=_THREAD, daemon=True)
         self._thread.start()
 
@@ -73,15 +72,17 @@ class GoodputCurves:
 
     def _write_all(self) -> None:
         made = self._after(*self._earlier())
-        _write_layout(self._folder)
-        writer, flushed_s = Writer(str(self._folder)), time.monotonic()
+        _write_layout(self._files.path)
         while (given := self._given.get()) is not None:
             self._take(made.take(*given))
-            self._write(writer, given[0])
-            if time.monotonic() - flushed_s >= _FLUSH_SECS:
-                writer.flush()
-                flushed_s = time.monotonic()
-        writer.close()
+            self._write(given[0])
+            try:
+                self._files.look_after()
+            except OSError as error:
+                if not self._has_failed:
+                    announce(f"goodput does not reach TensorBoard, and is tried again: {error}")
+                self._has_failed = True
+        self._files.close()
 
     def _after(self, fits: Sequence[Fit], supervised: Sequence[Entry]) -> Timeline:
         if chiefs := goodput.chiefs(fits):
@@ -101,7 +102,7 @@ class GoodputCurves:
                 self._totals[category] += secs
             self._lately.append(span)
 
-    def _write(self, writer: Any, at: float) -> None:
+    def _write(self, at: float) -> None:
         step = round(at - self._first_at)
         whole_s = sum(self._totals.values())
         while self._lately and self._lately[0].end < at - 60 * max(_MINUTES):
@@ -118,7 +119,7 @@ class GoodputCurves:
                 shares[f"goodput/last_{minutes}_min"] = goodput.goodput(secs)
         for name, share in shares.items():
             if share is not None:
-                writer.add_scalar(name, share, step)
+                self._files.add_scalar(name, share, step)
 
 
 _LAYOUT = {

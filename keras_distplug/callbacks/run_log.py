@@ -11,12 +11,12 @@ import time
 import weakref
 from collections.abc import Mapping
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import keras
 
 from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
+from keras_distplug.callbacks.event_files import EventFiles
 from keras_distplug.callbacks.goodput_curves import GoodputCurves
 from keras_distplug.callbacks.one_of_a_kind import stood_aside
 from keras_distplug.callbacks.step_windows import OwnWindows
@@ -33,7 +33,7 @@ from keras_distplug.core.process import started_at
 from keras_distplug.core.step_reports import StepReport
 from keras_distplug.core.supervised import Supervised
 from keras_distplug.storage.commit import Writer
-from keras_distplug.storage.files import LocalFiles, open_files
+from keras_distplug.storage.files import open_files
 from keras_distplug.storage.run_log import FOLDER, Log, read, sink_for
 
 _LEAST_SECS, _MOST_SECS, _SHARE = 1.0, 30.0, 0.01  # between windows
@@ -227,15 +227,15 @@ class RunLog(keras.callbacks.Callback):  # type: ignore[misc]
 
         log = Log(sink_for(files, f"{folder}/{stem}"), tell_failure)
         curves = None
-        if role.is_chief and isinstance(files, LocalFiles):
+        if role.is_chief:
             run = folder.removesuffix(FOLDER).rstrip("/")
 
             def earlier() -> tuple[list[Fit], list[Entry]]:
                 fits, supervised = read(files, run)
                 return [fit for fit in fits if fit.began.session != session], supervised
 
-            place_of_curves = Path(files.where(f"{folder}/goodput"))
-            curves = GoodputCurves(place_of_curves, earlier, writes.begins_at)
+            event_files = EventFiles(files, f"{folder}/goodput")
+            curves = GoodputCurves(event_files, earlier, writes.begins_at)
         writes.open(role.name, began, log, curves)
         supervised = Supervised.from_env()
         if role.is_chief and supervised is not None and place is not None:

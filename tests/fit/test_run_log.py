@@ -33,6 +33,7 @@ from keras_distplug.core.ledger import Category  # noqa: E402
 from keras_distplug.core.stragglers import Straggler  # noqa: E402
 from keras_distplug.storage import run_log, saver  # noqa: E402
 from keras_distplug.storage.files import open_files  # noqa: E402
+from keras_distplug.storage.remote import RemoteFiles  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -368,6 +369,45 @@ def test_in_a_store() -> None:
     [found] = logged(directory)
     assert names(found)[0] == "Began"
     assert names(found)[-1] == "Finished"
+
+
+def test_curves_in_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard's files come there whole, one after the other."""
+    monkeypatch.setattr("keras_distplug.callbacks.event_files._EVERY_SECS", 0.0)
+    monkeypatch.setattr("keras_distplug.callbacks.event_files._SHARE", 0.0)
+    directory = f"memory://{uuid.uuid4().hex}"
+    fit(kd.defaults(directory))
+    [found] = logged(directory)
+    files, folder = open_files(directory), "run-0001/log/goodput"
+    names_of_files = files.names(folder)
+    windows = of_kind(found, Window)
+    assert len(names_of_files) > len(windows) / 2
+    copied = tmp_path / "goodput"
+    copied.mkdir()
+    for name in names_of_files:
+        (copied / name).write_bytes(files.read(f"{folder}/{name}"))
+    [curves] = curves_in(tmp_path).values()
+    assert len(curves["goodput/whole_run"]) == len(windows)
+
+
+def test_store_that_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Curves that do not reach it are told of, once, and training goes on."""
+    monkeypatch.setattr("keras_distplug.callbacks.event_files._EVERY_SECS", 0.0)
+    monkeypatch.setattr("keras_distplug.callbacks.event_files._SHARE", 0.0)
+
+    def fails(files: Any, path: str, parts: Any, stock: Any = RemoteFiles.create) -> None:
+        if "tfevents" in path:
+            raise OSError("no room")
+        stock(files, path, parts)
+
+    monkeypatch.setattr(RemoteFiles, "create", fails)
+    directory = f"memory://{uuid.uuid4().hex}"
+    fit(kd.defaults(directory))
+    [found] = logged(directory)
+    assert names(found)[-1] == "Finished"
+    assert caplog.text.count("does not reach TensorBoard, and is tried again: no room") == 1
 
 
 @pytest.mark.parametrize(
