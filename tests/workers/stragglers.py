@@ -22,6 +22,7 @@ from support.networks import DEVICE  # noqa: E402
 BATCH = 12
 EACH_S = 0.02  # what a step takes of everybody, so that other work on the machine is little beside
 SLOW_S = 0.06
+LONG_S = 0.25  # makes a window longer than what is measured of the network counts for
 WINDOW = 5
 RANK = STRATEGY.cluster_resolver.task_id
 
@@ -63,7 +64,8 @@ class Varies(keras.callbacks.Callback):
         workers = STRATEGY.num_replicas_in_sync
         wandering = self.case == "wandering" and self.step // (2 * WINDOW) % workers == RANK
         is_slow = wandering or (self.case == "compute" and self.slow == RANK)
-        self.takes.seconds.assign(SLOW_S if is_slow else EACH_S)
+        is_long = self.case == "network" and self.step < self.fine * WINDOW
+        self.takes.seconds.assign(LONG_S if is_long else SLOW_S if is_slow else EACH_S)
         self.step += 1
         if self.case == "network" and self.slow == RANK and self.step == self.fine * WINDOW:
             rate = f"tc qdisc add dev {DEVICE} root tbf rate 50mbit burst 32kb latency 1s"
