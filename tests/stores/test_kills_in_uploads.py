@@ -130,7 +130,10 @@ def test_kill_in_an_upload(kept: tuple[Place, int]) -> None:
     child.hear_out()
     sent_s, newest, in_upload = child.sent_s, newest_step(files, size), 0
     assert (newest, child.end()) == (3, 0)
-    for _ in range(KILLS):
+    kills = 0
+    # How many come in an upload depends on how busy the machine is.
+    while kills < KILLS or in_upload < KILLS / 4 or newest < KILLS / 5:
+        kills += 1
         child = Child(place, run, size, range(newest + 1, 10**6))
         try:
             saves = moments.choice((0, 0, 1))
@@ -160,5 +163,3 @@ def test_kill_in_an_upload(kept: tuple[Place, int]) -> None:
             store.path(name, file) for file in ("MANIFEST.json", *(s.file for s in shards))
         }
     assert tree(files, run) == expected
-    assert in_upload >= KILLS / 4
-    assert newest >= KILLS / 5
