@@ -73,5 +73,11 @@ class EventFiles:
         if self._here is None:
             return
         for path in sorted(self.path.iterdir()):
-            self._files.create(f"{self._folder}/{path.name}", [path.read_bytes()])
+            there, data = f"{self._folder}/{path.name}", path.read_bytes()
+            try:
+                self._files.create(there, [data])
+            except FileExistsError:
+                # It came there the last time, and the answer was lost.
+                if self._files.read(there) != data:
+                    raise
             path.unlink()

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
-from tensorboard.summary import Writer
 
 from keras_distplug.callbacks.one_of_a_kind import stood_aside
+from keras_distplug.callbacks.replica_curves import (
+    OF_REPLICAS,
+    OF_WORKERS,
+    SPREAD,
+    ReplicaCurves,
+    values_of,
+)
 from keras_distplug.callbacks.step_windows import OwnWindows, StepWindows, tell_what_is_lost
 from keras_distplug.cluster import agreement
 from keras_distplug.cluster.reports import Reports
@@ -28,42 +30,18 @@ from keras_distplug.core.events import Diverged
 from keras_distplug.core.log import announce
 from keras_distplug.core.reporting import report
 from keras_distplug.core.step_reports import (
-    ReplicaReport,
     StepReport,
     as_text,
     from_text,
     merged,
     with_same_data,
 )
+from keras_distplug.storage.files import Files, local_path, open_files
 from keras_distplug.training.checksums import checksums
 
-_MOST_RUNS = 64
-_FLUSH_SECS = 5.0
 _LAST_SECS = 5.0  # for what is under way at the end
 
-_OF_REPLICAS: Mapping[str, Callable[[ReplicaReport, StepReport], float | None]] = {
-    "loss": lambda replica, worker: replica.loss,
-    "gradient_norm": lambda replica, worker: replica.gradient_norm,
-    "samples_per_s": lambda replica, worker: (
-        None if replica.samples is None else replica.samples / worker.step_s
-    ),
-    "compute_ms": lambda replica, worker: 1000 * replica.compute_s,
-    "sync_ms": lambda replica, worker: None if replica.sync_s is None else 1000 * replica.sync_s,
-}
-_OF_WORKERS: Mapping[str, Callable[[StepReport], float | None]] = {
-    "step_ms": lambda worker: 1000 * worker.step_s,
-    "input_ms": lambda worker: None if worker.input_s is None else 1000 * worker.input_s,
-    "memory_mb": lambda worker: None if worker.memory_bytes is None else worker.memory_bytes / 1e6,
-}
-_SPREAD: Mapping[str, Callable[[Sequence[float]], float]] = {
-    "min": min,
-    "median": statistics.median,
-    "p95": lambda values: float(np.percentile(values, 95)),
-    "max": max,
-    "spread": lambda values: max(values) - min(values),
-}
-_CURVES = ("min", "median", "p95", "max")
-_NAMES = [f"{what}_{how}" for what in (*_OF_REPLICAS, *_OF_WORKERS) for how in _SPREAD]
+_NAMES = [f"{what}_{how}" for what in (*OF_REPLICAS, *OF_WORKERS) for how in SPREAD]
 
 
 class ReplicaMetrics(keras.callbacks.Callback):  # type: ignore[misc]
@@ -100,10 +78,11 @@ class ReplicaMetrics(keras.callbacks.Callback):  # type: ignore[misc]
       Python when it has been copied.
 
     Args:
-        log_dir: A local folder for TensorBoard, which the chief alone writes to. Defaults to
-            `None`: none is written.
+        log_dir: A folder for TensorBoard, or a URL, which the chief alone writes to. In a store,
+            whole files come each minute, and at the end. Defaults to `None`: none is written.
         every_steps: How many steps are a window. Times are the median of these, other values the
             mean. Defaults to 10.
+        storage_options: As in `BackupAndRestore`, for `log_dir`.
         logs: What to add to the logs of each epoch, and so to `History`, on all workers:
             `"<what>_<how>"` of the names above and `min`, `median`, `p95`, `max` or `spread`
             (largest minus smallest), such as `"loss_spread"`, which comes as `replica/loss_spread`.
@@ -125,6 +104,7 @@ class ReplicaMetrics(keras.callbacks.Callback):  # type: ignore[misc]
         log_dir: str | os.PathLike[str] | None = None,
         every_steps: int = 10,
         *,
+        storage_options: Mapping[str, Any] | None = None,
         logs: Sequence[str] = (),
         check_every_steps: int | None = 1000,
         fingerprints: bool = False,
@@ -141,17 +121,15 @@ class ReplicaMetrics(keras.callbacks.Callback):  # type: ignore[misc]
                 raise ConfigurationError(
                     f"Expected `{name}` to be an int >= 1. Received: {value!r}"
                 )
-        if log_dir is not None and "://" in os.fspath(log_dir):
-            raise ConfigurationError(
-                "Expected `log_dir` to be a local folder, because TensorBoard's files are added to "
-                f"again and again. Received: {os.fspath(log_dir)!r}. Copy them from there."
-            )
+        if log_dir is None and storage_options:
+            raise ConfigurationError("`storage_options` is for `log_dir`, which is not given.")
         if isinstance(logs, str) or any(name not in _NAMES for name in logs):
             raise ConfigurationError(
                 f"Expected `logs` to be a list of names among {', '.join(_NAMES)}. "
                 f"Received: {logs!r}"
             )
-        self.log_dir = None if log_dir is None else Path(log_dir)
+        self.log_dir = log_dir
+        self._files = None if log_dir is None else open_files(log_dir, storage_options)
         self.every_steps = every_steps
         self.logs = tuple(logs)
         self.check_every_steps = check_every_steps
@@ -191,11 +169,12 @@ class ReplicaMetrics(keras.callbacks.Callback):  # type: ignore[misc]
         self._unchecked = 0
         role = self._windows.role
         self._agreement = agreement.among(role)
-        folder = self.log_dir if role.is_chief else None
-        complaint = self._agreement.first_complaint("log_dir", _complaint_about(folder))
+        files = self._files if role.is_chief else None
+        complaint = self._agreement.first_complaint("log_dir", _complaint_about(files))
         if complaint is not None:
             raise ConfigurationError(complaint)
-        self._curves = _Curves(folder)
+        self._curves = ReplicaCurves(files)
+        self._has_told = False
         on_lost = tell_what_is_lost("replicas' metrics come no more")
         session = self._windows.begin("replica metrics", self._take, on_lost)
         if self._checks is not None:
@@ -237,7 +216,7 @@ class ReplicaMetrics(keras.callbacks.Callback):  # type: ignore[misc]
         try:
             self._curves.close()
         except OSError as error:
-            self._give_up_curves(error)
+            self._found.append(f"TensorBoard does not get the end of {self.log_dir}: {error}")
         self._tell()
         # The others ask the chief's process for what was said last.
         self._agreement.barrier("the end of replica metrics")
@@ -264,12 +243,12 @@ class ReplicaMetrics(keras.callbacks.Callback):  # type: ignore[misc]
         own = as_text(merged(self._of_epoch)) if self._of_epoch else ""
         said = self._agreement.gather("replica metrics", own)
         reports = [from_text(text) for text in said if text]
-        values = {name: [value for _, value in each] for name, each in _values(reports).items()}
+        values = {name: [value for _, value in each] for name, each in values_of(reports).items()}
         found = {}
         for name in self.logs:
             what, _, how = name.rpartition("_")
             if values[what]:
-                found[f"replica/{name}"] = float(_SPREAD[how](values[what]))
+                found[f"replica/{name}"] = float(SPREAD[how](values[what]))
         return found
 
     def _take(self, reports: list[StepReport]) -> None:
@@ -277,7 +256,7 @@ class ReplicaMetrics(keras.callbacks.Callback):  # type: ignore[misc]
         try:
             self._curves.add(reports)
         except OSError as error:
-            self._give_up_curves(error)
+            self._note_lost_curves(error)
         same = with_same_data(reports)
         if same and same not in self._same_data:
             self._same_data.add(same)
@@ -287,9 +266,15 @@ class ReplicaMetrics(keras.callbacks.Callback):  # type: ignore[misc]
                 "over the workers?"
             )
 
-    def _give_up_curves(self, error: OSError) -> None:
-        self._found.append(f"TensorBoard's files in {self.log_dir} are written no more: {error}")
-        self._curves = _Curves(None)
+    def _note_lost_curves(self, error: OSError) -> None:
+        assert self._files is not None  # who has none writes nothing
+        is_near = self._files.traits.is_near
+        how_long = "are written no more" if is_near else "do not come there, and are tried again"
+        if not self._has_told:
+            self._found.append(f"TensorBoard's files in {self.log_dir} {how_long}: {error}")
+        self._has_told = True
+        if is_near:  # where the writer has failed once, it is of no use
+            self._curves = ReplicaCurves(None)
 
     def _check(self, windows: StepWindows) -> None:
         here = replicas_here(self.model.distribute_strategy)
@@ -331,77 +316,15 @@ class ReplicaMetrics(keras.callbacks.Callback):  # type: ignore[misc]
                     self.on_divergence(found)
 
 
-def _complaint_about(folder: Path | None) -> str | None:
-    if folder is not None:
+def _complaint_about(files: Files | None) -> str | None:
+    if files is not None:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            if (folder := local_path(files.where())) is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+            files.names()
         except OSError as error:
             return (
                 "Expected `log_dir` to be a folder that can be written to. Received: "
-                f"{str(folder)!r}. Cause: {error}"
+                f"{files.where()!r}. Cause: {error}"
             )
     return None
-
-
-class _Curves:
-    """What TensorBoard shows, written on the chief.
-
-    Args:
-        folder: None writes nothing.
-    """
-
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
-        self._runs: dict[Path, Any] = {}
-        self._flushed_s = time.monotonic()
-
-    def add(self, reports: Sequence[StepReport]) -> None:
-        if self._folder is None:
-            return
-        folder, step = self._folder, reports[0].step
-        for name, values in _values(reports).items():
-            kind = "replica" if name in _OF_REPLICAS else "worker"
-            if len(values) <= _MOST_RUNS:
-                for number, value in values:
-                    self._add(folder / f"{kind}-{number}", name, value, step)
-            if len(values) > 1:
-                for how in _CURVES:
-                    self._add(
-                        folder / how, name, _SPREAD[how]([value for _, value in values]), step
-                    )
-        if time.monotonic() - self._flushed_s >= _FLUSH_SECS:
-            self._flushed_s = time.monotonic()
-            for run in self._runs.values():
-                run.flush()
-
-    def close(self) -> None:
-        for run in self._runs.values():
-            run.close()
-        self._runs = {}
-
-    def _add(self, run: Path, name: str, value: float, step: int) -> None:
-        if run not in self._runs:
-            self._runs[run] = Writer(str(run))
-        self._runs[run].add_scalar(f"distplug/{name}", value, step)
-
-
-def _values(reports: Sequence[StepReport]) -> dict[str, list[tuple[int, float]]]:
-    """What is known, of each replica or worker by its number."""
-    found: dict[str, list[tuple[int, float | None]]] = {
-        **{
-            name: [
-                (each.replica, value(each, worker))
-                for worker in reports
-                for each in worker.replicas
-            ]
-            for name, value in _OF_REPLICAS.items()
-        },
-        **{
-            name: [(worker.worker, value(worker)) for worker in reports]
-            for name, value in _OF_WORKERS.items()
-        },
-    }
-    return {
-        name: [(number, value) for number, value in each if value is not None]
-        for name, each in found.items()
-    }

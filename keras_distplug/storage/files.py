@@ -119,7 +119,7 @@ def open_files(
     first = next((path for path in (root, *root.parents) if os.path.lexists(path)), root)
     if not first.is_dir():
         raise ConfigurationError(
-            f"Expected a folder for checkpoints. Received: {os.fspath(url)!r}, where {first} is a "
+            f"Expected a folder. Received: {os.fspath(url)!r}, where {first} is a "
             "file, or a link to nothing. Give another folder."
         )
     return LocalFiles(root)

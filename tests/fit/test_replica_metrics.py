@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import math
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -312,7 +313,11 @@ def test_loss_of_its_own() -> None:
     [
         ({"every_steps": 0}, "`every_steps` to be an int >= 1. Received: 0"),
         ({"check_every_steps": 2.5}, "`check_every_steps` to be an int >= 1. Received: 2.5"),
-        ({"log_dir": "s3://bucket/logs"}, "`log_dir` to be a local folder"),
+        ({"log_dir": "ftp://host/logs"}, "a URL that begins with one of memory, s3, .*ftp://host"),
+        (
+            {"storage_options": {"key": "k"}},
+            "`storage_options` is for `log_dir`, which is not given",
+        ),
         ({"logs": ["loss"]}, "`logs` to be a list of names among loss_min, "),
         ({"logs": "loss_max"}, "`logs` to be a list of names"),
     ],
@@ -323,13 +328,31 @@ def test_arguments(arguments: dict[str, Any], told: str) -> None:
 
 
 def test_no_folder(tmp_path: Path) -> None:
-    """It is an error before any training."""
+    """It is an error before any training: at once, or in `fit` if it is gone by then."""
     (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match=r"Expected a folder\. Received: .*logs"):
+        kd.ReplicaMetrics(tmp_path / "file" / "logs")
+    metrics = kd.ReplicaMetrics(tmp_path / "folder" / "logs")
+    (tmp_path / "folder").touch()
     made = model()
     before = [each.tobytes() for each in made.get_weights()]
     with pytest.raises(ConfigurationError, match="`log_dir` to be a folder that can be written to"):
-        made.fit(data(), verbose=0, callbacks=[kd.ReplicaMetrics(tmp_path / "file" / "logs")])
+        made.fit(data(), verbose=0, callbacks=[metrics])
     assert [each.tobytes() for each in made.get_weights()] == before
+
+
+def test_curves_in_a_store(tmp_path: Path) -> None:
+    """They come there as whole files."""
+    url = f"memory://{uuid.uuid4().hex}"
+    metrics = Reported(log_dir=url, every_steps=2)
+    model().fit(data(), epochs=2, verbose=0, callbacks=[metrics])
+    files = open_files(url)
+    for run in files.names():
+        (tmp_path / run).mkdir()
+        for name in files.names(run):
+            (tmp_path / run / name).write_bytes(files.read(f"{run}/{name}"))
+    losses = curves_in(tmp_path)["replica-0"]["distplug/loss"]
+    assert losses == [(r.step, pytest.approx(r.replicas[0].loss)) for r in metrics.reports]
 
 
 def test_full_disk(

@@ -1,0 +1,100 @@
+"""TensorBoard's files in a store."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from support.curves import curves_in
+
+from keras_distplug.callbacks import event_files
+from keras_distplug.callbacks.event_files import EventFiles
+from keras_distplug.callbacks.replica_curves import ReplicaCurves
+from keras_distplug.core.step_reports import StepReport
+from keras_distplug.storage.files import open_files
+from keras_distplug.storage.remote import RemoteFiles
+
+
+class Trouble(RemoteFiles):
+    """A store in which the next requests to create a file fail.
+
+    Args:
+        lost: How many more do what they are asked to, but their answer is lost.
+        failing: How many more do nothing.
+    """
+
+    def __init__(self, url: str, *, lost: int = 0, failing: int = 0) -> None:
+        super().__init__(url, {})
+        self.lost, self.failing, self.met = lost, failing, 0
+
+    def create(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
+        if self.failing:
+            self.failing, self.met = self.failing - 1, self.met + 1
+            raise TimeoutError("no answer")
+        super().create(path, parts)
+        if self.lost:
+            self.lost, self.met = self.lost - 1, self.met + 1
+            raise TimeoutError("no answer")
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file is complete each time that somebody looks."""
+    monkeypatch.setattr(event_files, "_EVERY_SECS", 0.0)
+    monkeypatch.setattr(event_files, "_SHARE", 0.0)
+
+
+@pytest.fixture
+def url() -> str:
+    return f"memory://{uuid.uuid4().hex}"
+
+
+def values_in(url: str, folder: Path) -> list[tuple[int, float]]:
+    files = open_files(url)
+    (folder / "run").mkdir()
+    for name in files.names("run"):
+        (folder / "run" / name).write_bytes(files.read(f"run/{name}"))
+    return curves_in(folder)["run"]["tag"]
+
+
+@pytest.mark.parametrize("trouble", [{"lost": 1}, {"failing": 2}, {"lost": 2, "failing": 1}])
+def test_again(url: str, trouble: dict[str, int], tmp_path: Path) -> None:
+    """What could not be written, or seemed so, is there once, in the end."""
+    files = Trouble(url, **trouble)
+    written = EventFiles(files, "run")
+    failures = 0
+    for step in range(5):
+        written.add_scalar("tag", step / 2, step)
+        try:
+            written.look_after()
+        except TimeoutError:
+            failures += 1
+    written.close()
+    assert failures == files.met == sum(trouble.values())
+    assert values_in(url, tmp_path) == [(step, step / 2) for step in range(5)]
+
+
+def test_of_somebody_else(url: str) -> None:
+    """A file of that name with other content is neither taken for ours nor overwritten."""
+    files = open_files(url)
+    written = EventFiles(files, "run")
+    written.add_scalar("tag", 1.0, 1)
+    [path] = written.path.iterdir()
+    files.create(f"run/{path.name}", [b"theirs"])
+    with pytest.raises(FileExistsError):
+        written.look_after()
+    assert files.read(f"run/{path.name}") == b"theirs"
+    assert path.exists()
+
+
+def test_one_run_that_fails(url: str) -> None:
+    """The curves of the others come."""
+    files = Trouble(url, failing=1)
+    curves = ReplicaCurves(files)
+    with pytest.raises(TimeoutError):
+        curves.add([StepReport(n, f"worker-{n}", 1, 1, 0.1, ()) for n in range(2)])
+    curves.close()
+    assert files.met == 1
+    assert len(files.names()) == 6  # of two workers, and four of both
