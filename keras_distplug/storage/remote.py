@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import io
 import os
 import posixpath
 import re
@@ -28,6 +27,7 @@ import stamina
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.threads import in_daemon
 from keras_distplug.storage.files import Traits
+from keras_distplug.storage.request_body import RequestBody
 
 REQUEST_TIMEOUT_S = 120.0
 _ANSWERS = (FileNotFoundError, FileExistsError, NotADirectoryError)  # more tries change nothing
@@ -49,7 +49,7 @@ class Store(Protocol):
         """The file system, and the path in it that `url` names."""
         ...
 
-    def create(self, fs: Any, path: str, data: bytes) -> None: ...
+    def create(self, fs: Any, path: str, body: RequestBody) -> None: ...
 
     def put(self, fs: Any, source: str, path: str, overwrite: bool) -> None: ...
 
@@ -85,14 +85,17 @@ class ObjectStore:
         )
         return fs, path.rstrip("/")
 
-    def create(self, fs: Any, path: str, data: bytes) -> None:
+    def create(self, fs: Any, path: str, body: RequestBody) -> None:
         try:
-            fs.pipe_file(path, data, mode="create")
+            fs.pipe_file(path, self._sent(body), mode="create")
         except OSError as error:
             # What s3fs makes of Ceph's answer.
             if error.errno == errno.EINVAL and fs.exists(path):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from error
             raise
+
+    def _sent(self, body: RequestBody) -> Any:
+        return bytes(body)
 
     def put(self, fs: Any, source: str, path: str, overwrite: bool) -> None:
         fs.put_file(source, path, mode="overwrite" if overwrite else "create")
@@ -110,6 +113,15 @@ class ObjectStore:
 
     def delete(self, fs: Any, path: str) -> None:
         fs.rm(path, recursive=True)
+
+
+@dataclass(frozen=True)
+class S3Store(ObjectStore):
+    """Amazon's S3, and what is like it."""
+
+    def _sent(self, body: RequestBody) -> Any:
+        # What is larger is sent in several requests by s3fs, which slices it.
+        return body if len(body) <= 2 * self.traits.file_bytes else bytes(body)
 
 
 @dataclass(frozen=True)
@@ -143,9 +155,9 @@ class Sftp:
         fs.ftp.get_channel().settimeout(REQUEST_TIMEOUT_S)
         return fs, SFTPFileSystem._strip_protocol(url).rstrip("/")
 
-    def create(self, fs: Any, path: str, data: bytes) -> None:
+    def create(self, fs: Any, path: str, body: RequestBody) -> None:
         with self._named_afterwards(fs, path, overwrite=False) as temporary:
-            fs.ftp.putfo(io.BytesIO(data), temporary, file_size=len(data), confirm=True)
+            fs.ftp.putfo(body, temporary, file_size=len(body), confirm=True)
 
     def put(self, fs: Any, source: str, path: str, overwrite: bool) -> None:
         with self._named_afterwards(fs, path, overwrite) as temporary:
@@ -196,7 +208,7 @@ class Known:
 
 _S3 = Known(
     # The checksum of a request is there anyway; signing what it holds takes as long as sending it.
-    ObjectStore({"config_kwargs": {"s3": {"payload_signing_enabled": False}}}),
+    S3Store({"config_kwargs": {"s3": {"payload_signing_enabled": False}}}),
     "s3",
 )
 _GCS = Known(ObjectStore(), "gcs")
@@ -261,9 +273,9 @@ class RemoteFiles:
         return self._known.store.traits
 
     def create(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
-        data = b"".join(parts)
+        body = RequestBody(parts)
         try:
-            self._ask(path, lambda fs, full: self._known.store.create(fs, full, data))
+            self._ask(path, lambda fs, full: self._known.store.create(fs, full, body))
         except FileNotFoundError as error:
             text = f"{self.where()}: there is no such bucket or folder, or no right to make it"
             raise FileNotFoundError(errno.ENOENT, text) from error
