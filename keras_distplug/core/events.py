@@ -22,6 +22,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from keras_distplug.core.hints import require_types
+
 VERSION = 1
 SUPERVISOR = "supervisor"
 
@@ -433,18 +435,30 @@ def from_line(line: bytes | str) -> Entry | None:
         kind = Event.kinds[said["event"]]
         if said["v"] > VERSION:
             return None
-        known = _names_of_fields(said["event"])
-        values = {name: _frozen(value) for name, value in said.items() if name in known}
+        values = _known(kind, said)
         if kind is Window:
-            values["replicas"] = tuple(OfReplica(**each) for each in said.get("replicas", ()))
-        return Entry(said["at"], said["source"], kind(**values), said["job"], said["attempt"])
-    except (ValueError, KeyError, TypeError):
+            replicas = said.get("replicas", ())
+            values["replicas"] = tuple(OfReplica(**_known(OfReplica, each)) for each in replicas)
+            for each in values["replicas"]:
+                require_types(each)
+        event = kind(**values)
+        require_types(event)
+        entry = Entry(said["at"], said["source"], event, said["job"], said["attempt"])
+        require_types(entry)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
+    return entry
+
+
+def _known(kind: type, said: Mapping[str, Any]) -> dict[str, Any]:
+    """What a class has of the fields of a line."""
+    names = _names_of_fields(kind)
+    return {name: _frozen(value) for name, value in said.items() if name in names}
 
 
 @functools.cache
-def _names_of_fields(event: str) -> frozenset[str]:
-    return frozenset(each.name for each in dataclasses.fields(Event.kinds[event]))
+def _names_of_fields(kind: type) -> frozenset[str]:
+    return frozenset(each.name for each in dataclasses.fields(kind))
 
 
 def _frozen(value: Any) -> Any:

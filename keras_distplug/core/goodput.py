@@ -28,6 +28,7 @@ from keras_distplug.core.events import (
 from keras_distplug.core.ledger import Category, split
 
 _BEFORE_STEPS = (Category.START_UP, Category.RESTORE)
+_CATEGORIES = frozenset(map(str, Category))
 _OF_STEPS = (Category.STEP, Category.INPUT, Category.SYNC)
 
 
@@ -285,7 +286,11 @@ def _starts(supervised: Sequence[Entry], fit: Fit) -> list[float]:
 
 def _of_length(secs: Mapping[str, float], length_s: float) -> dict[Category, float]:
     """Of a window that overlaps what is accounted for, such as the start of a spare, the rest."""
-    found = {Category(name): max(value, 0.0) for name, value in secs.items()}
+    found: dict[Category, float] = {}
+    for name, value in secs.items():
+        # A later release may know more of them.
+        category = Category(name) if name in _CATEGORIES else Category.OTHER
+        found[category] = found.get(category, 0.0) + max(value, 0.0)
     excess_s = sum(found.values()) - length_s
     for category in (Category.START_UP, Category.OTHER, *found):
         cut_s = min(max(excess_s, 0.0), found.get(category, 0.0))

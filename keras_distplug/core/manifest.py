@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError
+from keras_distplug.core.hints import require_types
+from keras_distplug.core.sealed import ChangedError, seal, unseal
 from keras_distplug.core.state import Completion, Cursor
 
 SCHEMA_VERSION = 4
@@ -33,6 +33,10 @@ class VariableSpec:
     shape: tuple[int, ...]
     dtype: str
 
+    def __post_init__(self) -> None:
+        if any(size < 0 for size in self.shape):
+            raise ValueError(f"Expected sizes of at least 0. Received: {self}")
+
     def __str__(self) -> str:
         return f"{self.key} {list(self.shape)} {self.dtype}"
 
@@ -54,6 +58,8 @@ class Shard:
     def __post_init__(self) -> None:
         if not _FILE.fullmatch(self.file):
             raise ValueError(f"Expected a path below the manifest. Received: {self.file!r}")
+        if self.bytes < 0:
+            raise ValueError(f"Expected a size of at least 0 bytes. Received: {self.bytes}")
 
 
 @dataclass(frozen=True)
@@ -98,9 +104,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """The text of MANIFEST.json, which carries a SHA-256 of itself."""
-        # JSON changes some values, such as keys that are numbers. The digest is of what is read.
-        body = json.loads(json.dumps({"schema_version": SCHEMA_VERSION, **asdict(self)}))
-        return json.dumps({**body, "sha256": digest_of(body)}, indent=1) + "\n"
+        return seal({"schema_version": SCHEMA_VERSION, **asdict(self)})
 
     @classmethod
     def from_json(cls, text: str, source: str) -> Manifest:
@@ -115,12 +119,11 @@ class Manifest:
             CheckpointError: If it is what the `to_json` of another release gave.
         """
         try:
-            body = json.loads(text)
-            digest = body.pop("sha256")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CorruptCheckpointError(f"{source} is no complete manifest: {error!r}") from error
-        if digest != digest_of(body):
-            raise CorruptCheckpointError(f"{source} was changed after it was written.")
+            body = unseal(text)
+        except ChangedError as error:
+            raise CorruptCheckpointError(f"{source} was changed after it was written.") from error
+        except ValueError as error:
+            raise CorruptCheckpointError(f"{source} is no complete manifest: {error}") from error
         # Another release's manifest is whole: it must not be taken for a damaged one.
         if (schema_version := body.pop("schema_version", None)) != SCHEMA_VERSION:
             raise CheckpointError(
@@ -163,15 +166,9 @@ def first_difference(
     )
 
 
-def digest_of(body: Mapping[str, Any]) -> str:
-    """SHA-256 of what JSON says, however it is laid out."""
-    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
-
-
 def _from_body(body: dict[str, Any]) -> Manifest:
     completion = body.pop("completion")
-    return Manifest(
+    manifest = Manifest(
         cursor=Cursor(**body.pop("cursor")),
         variables=tuple(
             VariableSpec(spec["key"], tuple(spec["shape"]), spec["dtype"])
@@ -184,6 +181,11 @@ def _from_body(body: dict[str, Any]) -> Manifest:
         completion=None if completion is None else Completion(**completion),
         **body,
     )
+    for each in (manifest, *manifest.variables, *manifest.shards):
+        require_types(each)
+    if manifest.completion is not None:
+        require_types(manifest.completion)
+    return manifest
 
 
 def _uncounted(key: str, by_path: bool) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError
-from keras_distplug.core.manifest import digest_of
+from keras_distplug.core.hints import require_types
+from keras_distplug.core.sealed import seal, unseal
 from keras_distplug.storage import layout
 from keras_distplug.storage.files import Files
 
@@ -41,8 +41,7 @@ def remember(files: Files, run: str, architecture: Architecture) -> None:
     except CheckpointError as error:
         warnings.warn(f"Not told how the model is made: {error}", stacklevel=2)
         return
-    body = {"from_step": architecture.from_step, "model": architecture.model}
-    text = json.dumps({**body, "sha256": digest_of(body)}) + "\n"
+    text = seal(asdict(architecture))
     path = f"{run}/{layout.model_file(max(numbers, default=0) + 1)}"
     try:
         files.create(path, [text.encode()])
@@ -93,11 +92,10 @@ def _read(files: Files, run: str, number: int) -> Architecture:
     except OSError as error:
         raise CheckpointError(f"{files.where(path)} cannot be read: {error}.") from error
     try:
-        body = json.loads(text)
-        if body.pop("sha256") != digest_of(body):
-            raise ValueError("it was changed after it was written")
-        return Architecture(**body)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        architecture = Architecture(**unseal(text))
+        require_types(architecture)
+        return architecture
+    except (ValueError, TypeError) as error:
         raise CorruptCheckpointError(
             f"{files.where(path)} is damaged: {error!r}. Put it back from a copy, or call "
             "`callback.export(path)` in the training script."

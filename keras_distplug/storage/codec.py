@@ -190,6 +190,7 @@ class Room:
         self._specs = {spec.key: spec for spec in specs}
         for spec in self._specs.values():
             try:
+                _require_numbers(spec.dtype)
                 np.empty((0, *spec.shape), spec.dtype)
             except (TypeError, ValueError) as error:
                 raise CorruptCheckpointError(
@@ -249,12 +250,18 @@ class Room:
 
 
 def read(
-    read_into: Callable[[int, memoryview], int], room: Room, source: str, readers: int = 1
+    read_into: Callable[[int, memoryview], int],
+    size: int,
+    room: Room,
+    source: str,
+    readers: int = 1,
 ) -> Iterator[memoryview]:
     """Reads a file that `encode` gave into the memory of its variables.
 
     Args:
         read_into: Fills a buffer with the file from an offset on, and says how far.
+        size: The bytes of the file. Whatever its header says, no more memory is made than for
+            these.
         room: The memory.
         source: The file's name, for errors.
         readers: How many threads read. New memory is slow when it is first written to, too, which
@@ -270,13 +277,14 @@ def read(
     prefix = memoryview(bytearray(8))
     yield prefix[: read_into(0, prefix)]
     length = int.from_bytes(prefix, "little")
-    if length > _HEADER_BYTES:
+    if length > min(_HEADER_BYTES, size - 8):
         raise CorruptCheckpointError(
-            f"{source} is no safetensors file: its header is {length} long"
+            f"{source} is no safetensors file: its header is said to be {length} bytes long, of "
+            f"{size} in all."
         )
     header = memoryview(bytearray(length))
     yield header[: read_into(8, header)]
-    pieces, end = _pieces(bytes(header), room, source), 0
+    pieces, end = _pieces(bytes(header), size - 8 - length, room, source), 0
 
     def read_part(part: _Part) -> tuple[_Part, int]:
         return part, read_into(8 + length + part.offset, part.memory)
@@ -329,21 +337,23 @@ def _parts(pieces: Iterable[tuple[str, int]], room: Room, at_once: int) -> Itera
         offset += size
 
 
-def _pieces(header: bytes, room: Room, source: str) -> list[tuple[str, int]]:
-    """Names and sizes of what is in a file, in its order."""
+def _pieces(header: bytes, size: int, room: Room, source: str) -> list[tuple[str, int]]:
+    """Names and sizes of what is in a file, in its order; together they are `size` bytes."""
     pieces, offset = [], 0
     try:
         entries = json.loads(header)
         for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
             low, high = entry["data_offsets"]
-            size = room.size(name)
-            if low != offset or high - low != size:
+            length = room.size(name)
+            if low != offset or high - low != length:
                 raise ValueError(
-                    f"{name} is said to be at {low} to {high}, not at {offset} to {offset + size}"
+                    f"{name} is said to be at {low} to {high}, not at {offset} to {offset + length}"
                 )
             offset = high
-            pieces.append((name, size))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+            pieces.append((name, length))
+        if offset != size:
+            raise ValueError(f"its arrays are said to be {offset} bytes long, and are {size}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f"{source} is no safetensors file: {error}") from error
     return pieces
 
@@ -382,6 +392,13 @@ class Hashed:
             self.bytes += part.nbytes
             yield part
         self.xxh3_128 = hashed.hexdigest()
+
+
+def _require_numbers(dtype: str) -> None:
+    """Raises TypeError for what no array of numbers has, such as `"object"` or `"i4,i4"`."""
+    found = np.dtype(dtype)
+    if found.kind in "OSUMm" or found.name != dtype:
+        raise TypeError(f"{dtype!r} is no type of numbers")
 
 
 def _in_numpy(spec: VariableSpec) -> Memory:

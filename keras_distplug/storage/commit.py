@@ -27,8 +27,9 @@ from keras_distplug.core.errors import (
     CorruptCheckpointError,
     SaveError,
 )
-from keras_distplug.core.manifest import Manifest, Shard, digest_of
+from keras_distplug.core.manifest import Manifest, Shard
 from keras_distplug.core.protocols import Exchange
+from keras_distplug.core.sealed import digest_of
 from keras_distplug.core.state import TrainState
 from keras_distplug.storage import codec, layout
 from keras_distplug.storage.ahead import in_order

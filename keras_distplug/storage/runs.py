@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from dataclasses import asdict, dataclass
 
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, SaveError
-from keras_distplug.core.manifest import digest_of
+from keras_distplug.core.hints import require_types
+from keras_distplug.core.sealed import seal, unseal
 from keras_distplug.storage import layout
 from keras_distplug.storage.files import Files
 
@@ -47,7 +47,7 @@ def begin_run(files: Files, *, job: str | None, seed: int) -> Run:
     record = RunRecord(uuid.uuid4().hex, job, seed, layout.now())
     # A folder without a record is what is left of a run that was deleted.
     number = max((number for number, _ in layout.runs(files)), default=0)
-    text = json.dumps({**asdict(record), "sha256": digest_of(asdict(record))}, indent=1)
+    text = seal(asdict(record))
     while True:
         number += 1
         name = f"run-{number:04d}"
@@ -112,11 +112,10 @@ def read_run(files: Files, name: str) -> Run:
             "if it is there, check its permissions."
         ) from error
     try:
-        body = json.loads(text)
-        if body.pop("sha256") != digest_of(body):
-            raise ValueError("it was changed after it was written")
-        return Run(name, RunRecord(**body))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        record = RunRecord(**unseal(text))
+        require_types(record)
+        return Run(name, record)
+    except (ValueError, TypeError) as error:
         raise CorruptCheckpointError(
             f"{files.where(path)} is damaged: {error!r}. Give resume=False to begin a new run "
             "beside it, or put the file back from a copy."

@@ -123,14 +123,12 @@ class CheckpointStore:
             CorruptCheckpointError: If its bytes are not those that were committed.
             CheckpointError: If it cannot be read.
         """
-        for shard in self._manifest(name).shards:
-            if deep:
+        shards = self._manifest(name).shards
+        self._require_sizes(name, shards)
+        if deep:
+            for shard in shards:
                 for _ in self._checked(name, shard, self._parts(name, shard)):
                     pass
-            else:
-                with self._reading(name, shard.file):
-                    size = self._files.size(self.path(name, shard.file))
-                self._require_size(name, shard, size)
 
     def set_aside(self, name: str, error: CorruptCheckpointError) -> None:
         """Leaves the checkpoint in the folder `name` as it is, marks it and warns of it."""
@@ -283,9 +281,18 @@ class CheckpointStore:
         # One after the other, so that the memory of a value that is no longer needed serves for the
         # next: that is faster than new memory, and one copy of a model's state is enough.
         room = codec.Room(manifest.variables, allocate, self.where(name))
+        # Memory is made by what the manifest says, so it has to be true before.
+        self._require_sizes(name, manifest.shards)
+        wanted = codec.bytes_of(manifest.variables)
+        if wanted > (there := sum(shard.bytes for shard in manifest.shards)):
+            raise CorruptCheckpointError(
+                f"{self.where(name)} is said to hold variables of {wanted} bytes, in files of "
+                f"{there} bytes."
+            )
         for shard in manifest.shards:
             read_into = functools.partial(self._read_into, name, shard.file)
-            read = codec.read(read_into, room, self.where(name, shard.file), _READERS)
+            where = self.where(name, shard.file)
+            read = codec.read(read_into, shard.bytes, room, where, _READERS)
             for _ in self._checked(name, shard, read):
                 yield from room.take()
             yield from room.take()
@@ -301,6 +308,12 @@ class CheckpointStore:
                 f"{self.where(name, shard.file)} has changed since it was written: XXH3 is "
                 f"{parts.xxh3_128}, {shard.xxh3_128} was committed."
             )
+
+    def _require_sizes(self, name: str, shards: Iterable[Shard]) -> None:
+        for shard in shards:
+            with self._reading(name, shard.file):
+                size = self._files.size(self.path(name, shard.file))
+            self._require_size(name, shard, size)
 
     def _require_size(self, name: str, shard: Shard, found: int) -> None:
         if found != shard.bytes:

@@ -13,9 +13,9 @@ from keras_distplug.core.manifest import (
     Manifest,
     Shard,
     VariableSpec,
-    digest_of,
     first_difference,
 )
+from keras_distplug.core.sealed import digest_of
 from keras_distplug.core.state import Completion, Cursor
 
 KERNEL = VariableSpec("model/dense/kernel", (8, 10), "float32")

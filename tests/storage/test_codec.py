@@ -45,7 +45,7 @@ def read(files: Iterable[bytes], specs: Iterable[VariableSpec]) -> dict[str, np.
             buffer[: len(part)] = part
             return len(part)
 
-        assert b"".join(map(bytes, codec.read(read_into, room, "over/there"))) == data
+        assert b"".join(map(bytes, codec.read(read_into, len(data), room, "over/there"))) == data
         found.update(room.take())
     room.require_all_taken()
     return found

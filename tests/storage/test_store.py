@@ -30,8 +30,9 @@ from forks import ending, kill_before, system_calls
 from watched import WatchedFiles
 
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, SaveError
-from keras_distplug.core.manifest import SCHEMA_VERSION, VariableSpec, digest_of
+from keras_distplug.core.manifest import SCHEMA_VERSION, VariableSpec
 from keras_distplug.core.memory import Memory
+from keras_distplug.core.sealed import digest_of
 from keras_distplug.core.state import Completion, Cursor, TrainState
 from keras_distplug.storage import codec
 from keras_distplug.storage.files import LocalFiles

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar
 
 from keras_distplug.cluster.roles.role import Role, shown
 from keras_distplug.core.errors import ClusterError
@@ -17,6 +19,9 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 # where an outgoing connection may take a port at any time. Each step has a slot of 16 ports, so
 # that neighbouring jobs on a shared node do not collide.
 _FIRST_PORT, _SLOTS, _SLOT_SIZE = 20000, 750, 16
+
+_MOST = 65_536  # nodes or tasks: a mistyped range must not fill the memory
+T = TypeVar("T")
 
 
 def is_step(environ: Mapping[str, str]) -> bool:
@@ -44,6 +49,8 @@ def from_step(environ: Mapping[str, str]) -> Role:
             f"names {len(nodes)} nodes and SLURM_STEP_TASKS_PER_NODE {sum(tasks)} tasks on "
             f"{len(tasks)} nodes. Start the script with srun itself, or set TF_CONFIG."
         )
+    if total > _MOST:
+        raise ClusterError(f"SLURM_STEP_NUM_TASKS is {total}. Expected at most {_MOST}.")
     places = [(node, local) for node, count in enumerate(tasks) for local in range(count)]
     if rank >= total:
         raise ClusterError(f"SLURM_PROCID is {rank}. Expected a number below {total}.")
@@ -85,20 +92,22 @@ def _slurm_ports(environ: Mapping[str, str], count: int) -> list[int]:
 
 def expand_node_list(text: str) -> list[str]:
     """`"node[01-03,07],gpu5"` -> `["node01", "node02", "node03", "node07", "gpu5"]`."""
-    return [name for part in _split_outside_brackets(text) for name in _expand_name(part)]
+    names = (name for part in _split_outside_brackets(text) for name in _expand_name(part))
+    return _counted(names, "SLURM_STEP_NODELIST")
 
 
 def expand_task_counts(text: str) -> list[int]:
     """`"2(x3),1"` -> `[2, 2, 2, 1]`."""
     counts: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        found = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part.strip())
         if not found:
             raise ClusterError(
                 "SLURM_STEP_TASKS_PER_NODE must look like '2(x3),1'. "
                 f"Received: {shown(text.replace('(', '').replace(')', ''))}."
             )
         counts += [int(found[1])] * int(found[2] or 1)
+        _counted(counts, "SLURM_STEP_TASKS_PER_NODE")
     return counts
 
 
@@ -116,7 +125,7 @@ def _expand_name(text: str) -> Iterator[str]:
     inside, closed, after = rest.partition("]")
     if not closed:
         raise _bad_node_list(text)
-    tails = list(_expand_name(after)) if after else [""]
+    tails = _counted(_expand_name(after), "SLURM_STEP_NODELIST") if after else [""]
     for number in _expand_ranges(inside, "SLURM_STEP_NODELIST"):
         for tail in tails:
             yield f"{before}{number}{tail}"
@@ -125,8 +134,8 @@ def _expand_name(text: str) -> Iterator[str]:
 def _expand_ranges(text: str, variable: str) -> list[str]:
     numbers: list[str] = []
     for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
-        if not found or int(found[2] or found[1]) < int(found[1]):
+        found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part.strip())
+        if not found or not 0 <= int(found[2] or found[1]) - int(found[1]) < _MOST:
             raise ClusterError(
                 f"{variable} has a range that cannot be read. Expected such as '01-03,07'. "
                 f"Received: {shown(part)}."
@@ -135,6 +144,14 @@ def _expand_ranges(text: str, variable: str) -> list[str]:
         last = int(found[2] or found[1])
         numbers += [f"{number:0{width}d}" for number in range(int(found[1]), last + 1)]
     return numbers
+
+
+def _counted(items: Iterable[T], variable: str) -> list[T]:
+    """`items`, of which there are no more than any cluster has."""
+    found = list(itertools.islice(items, _MOST + 1))
+    if len(found) > _MOST:
+        raise ClusterError(f"{variable} has more than {_MOST} entries.")
+    return found
 
 
 def _bad_node_list(text: str) -> ClusterError:
@@ -155,6 +172,6 @@ def _variable(environ: Mapping[str, str], name: str) -> str:
 
 def _number(environ: Mapping[str, str], name: str) -> int:
     text = _variable(environ, name)
-    if not text.isdecimal():
+    if not text.isdecimal() or len(text) > 18:
         raise ClusterError(f"{name} must be a number. Received: {shown(text)}.")
     return int(text)

@@ -1,0 +1,64 @@
+"""Values that come from a file, compared with the type hints of the class that takes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Check = Callable[[Any], bool]
+
+
+def require_types(instance: Any) -> None:
+    """Raises `TypeError`, which names the field, where a dataclass holds what its hints exclude.
+
+    Known are `Any`, classes, unions, `Mapping[str, T]`, `list[T]` and `tuple[T, ...]`. Where a
+    `float` is expected an `int` will do, as JSON has it; a `bool` is neither.
+    """
+    for name, hint, check in _checks(instance.__class__):
+        value = getattr(instance, name)
+        if not check(value):
+            shown = repr(value)
+            shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+            raise TypeError(f"Expected `{name}` to be {hint}. Received: {shown}")
+
+
+@functools.cache
+def _checks(kind: type) -> tuple[tuple[str, str, Check], ...]:
+    hints = typing.get_type_hints(kind)
+    return tuple(
+        (field.name, _told(hints[field.name]), _check(hints[field.name]))
+        for field in dataclasses.fields(kind)
+    )
+
+
+def _told(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+
+
+def _check(hint: Any) -> Check:
+    if hint is Any:
+        return lambda value: True
+    arguments = typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    if origin in (types.UnionType, typing.Union):
+        checks = [_check(each) for each in arguments]
+        return lambda value: any(check(value) for check in checks)
+    if origin in (list, tuple):
+        inner = _check(arguments[0])
+        return lambda value: isinstance(value, origin) and all(map(inner, value))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        inner = _check(arguments[1])
+        return lambda value: (
+            isinstance(value, dict)
+            and all(type(key) is str for key in value)
+            and all(map(inner, value.values()))
+        )
+    if hint is float:
+        return lambda value: type(value) in (float, int)
+    if hint in (int, str, bool):
+        return lambda value: type(value) is hint
+    return lambda value: isinstance(value, hint)

@@ -1,0 +1,45 @@
+"""JSON objects that carry a SHA-256 of themselves."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+_SEAL = "sha256"
+
+
+class ChangedError(ValueError):
+    """It is a whole object, but not the one that was sealed."""
+
+
+def seal(body: Mapping[str, Any]) -> str:
+    # JSON changes some values, such as keys that are numbers. The digest is of what is read.
+    read = json.loads(json.dumps(body))
+    return json.dumps({**read, _SEAL: digest_of(read)}, indent=1) + "\n"
+
+
+def unseal(text: str | bytes) -> dict[str, Any]:
+    """The inverse of `seal`.
+
+    Raises:
+        ChangedError: If the digest is another one.
+        ValueError: If it is no such object.
+    """
+    try:
+        body = json.loads(text)
+        if not isinstance(body, dict) or _SEAL not in body:
+            raise ValueError("it is no object with a digest")
+        digest = body.pop(_SEAL)
+        if digest != digest_of(body):
+            raise ChangedError("it was changed after it was written")
+    except RecursionError as error:
+        raise ValueError(f"it is nested too deeply ({error})") from None
+    return body
+
+
+def digest_of(body: Mapping[str, Any]) -> str:
+    """SHA-256 of what JSON says, however it is laid out."""
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()

@@ -1,0 +1,90 @@
+"""Logs of runs that somebody else has written, or that were damaged."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from typing import Any
+
+import pytest
+from fuzz.mutations import mutated
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from keras_distplug.core import events, goodput
+from keras_distplug.core.events import Entry, OfReplica, from_line, to_line
+from keras_distplug.core.summary import summary
+from keras_distplug.storage.files import open_files
+from keras_distplug.storage.run_log import Reader
+
+LIMITS = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+OF_WORKER = [
+    events.Began("s", 0, 2, 2, "host", 1, "Strategy", 3, 0, {"keras": "3"}),
+    events.Restored(1, 0, 1, "run/step-00000001", False, 0.1),
+    events.Window(
+        10, 9, 0, {"step": 4.0, "input": 1.0}, 0.4, 0.1, 10**6, (OfReplica(0, 0.3, 0.1),)
+    ),
+    events.Saved(10, 0.5, False, 0.01, 1000),
+    events.SaveFailed(11, 1, False, "why"),
+    events.EpochEnded(0, 10, {"loss": 0.5}),
+    events.Finished(20, 3, False),
+]
+OF_SUPERVISOR = [events.Started(("worker-0", "worker-1"), (0, 1)), events.Ended(0, "done")]
+
+
+def said(kinds: list[events.Event], source: str) -> list[Any]:
+    entries = [Entry(1000.0 + 5 * n, source, event, "job", 0) for n, event in enumerate(kinds)]
+    return [json.loads(to_line(entry)) for entry in entries]
+
+
+@LIMITS
+@given(st.one_of(st.binary(), st.text()))
+def test_any_line(line: bytes | str) -> None:
+    assert from_line(line) is None or line
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("secs", {"step": 4.0, "of_tomorrow": 1.0}),
+        ("replicas", [{"replica": 0, "compute_s": 0.3, "of_tomorrow": [1]}]),
+        ("of_tomorrow", {"a": 1}),
+    ],
+)
+def test_of_a_later_release(field: str, value: Any) -> None:
+    """What it has added is passed over, and the rest is there."""
+    [line] = said(OF_WORKER[2:3], "worker-0")
+    entry = from_line(json.dumps(line | {field: value}))
+    assert entry is not None
+    assert isinstance(entry.event, events.Window)
+    assert entry.event.replicas[0].compute_s == 0.3
+    made = goodput.Timeline(0.0)
+    spans = [*made.begin(0.0), *made.take(5.0, entry.event)]
+    assert spans[-1].end == 5.0
+    assert sum(spans[-1].secs.values()) == pytest.approx(5.0)
+
+
+@LIMITS
+@given(mutated(said(OF_WORKER, "worker-0"), most=6), mutated(said(OF_SUPERVISOR, "supervisor")))
+def test_pages(of_worker: Any, of_supervisor: Any) -> None:
+    """What can be read is shown; what cannot is passed over."""
+    url = f"memory://{uuid.uuid4().hex}"
+    files = open_files(url)
+    for name, lines in (("a-worker-0", of_worker), ("supervisor-a", of_supervisor)):
+        lines = lines if isinstance(lines, list) else [lines]
+        data = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+        files.create(f"run-0001/log/{name}.jsonl", [data])
+    fits, supervised = Reader(files, "run-0001").read()
+    shown = summary("run-0001", fits, supervised, 2000.0)
+    json.dumps(shown, allow_nan=False)
+    assert abs(sum(shown["secs"].values()) - (shown["end"] - shown["begin"])) < 1e-3 * max(
+        1.0, abs(shown["end"])
+    )
+    goodput.attempts(fits, supervised)
+
+
+def test_right() -> None:
+    """What is mutated above is read whole."""
+    for kinds, source in ((OF_WORKER, "worker-0"), (OF_SUPERVISOR, "supervisor")):
+        found = [from_line(json.dumps(line)) for line in said(kinds, source)]
+        assert [entry.event for entry in found if entry is not None] == kinds
