@@ -87,7 +87,9 @@ class LeftOut:
         culprits: The replicas it came from. None of them if only the sum of all is not finite; all
             of them if they met the same.
         replicas: How many there are.
-        score: How far the norm of the gradients is from those before, where it is finite.
+        score: How far the norm of the gradients is above those before, where it is finite and was
+            looked at.
+        loss_score: The same of the loss, of all replicas together.
         in_a_row: How many updates in a row were not applied, with this one.
     """
 
@@ -96,13 +98,18 @@ class LeftOut:
     culprits: tuple[OfReplica, ...]
     replicas: int
     score: float | None
+    loss_score: float | None
     in_a_row: int
 
     def __str__(self) -> str:
         batch = "a batch" if self.batch is None else f"batch {self.batch + 1}"
-        what = ""
-        if self.score is not None:
-            what = f"the norm of the gradients is {self.score:.1f} spreads above that of others; "
+        scores = {"the norm of the gradients": self.score, "the loss": self.loss_score}
+        told = [
+            f"{name} is {score:.1f} spreads above that of others"
+            for name, score in scores.items()
+            if score is not None
+        ]
+        what = f"{', '.join(told)}; " if told else ""
         if not self.culprits:
             why = "the gradients of all replicas together are not finite, those of each are"
         elif len(self.culprits) == self.replicas > 1:
@@ -163,11 +170,12 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         max_skips: So many updates in a row are left out. Defaults to 5.
         max_rollbacks: So often, in one training, the model is given the values of a checkpoint
             then. It takes a `BackupAndRestore`. Defaults to 1.
-        max_score: An update is left out, too, if the norm of its gradients is farther than this
-            from those of the last 128: a robust z-score of its logarithm, by their median and
-            median absolute deviation, which those that were left out are not among. 10 finds what
-            is far outside. The first 32 are not looked at, nor are those of a
-            `LossScaleOptimizer`. Defaults to `None`, which looks at none.
+        max_score: An update is left out, too, if its loss, or the norm of its gradients, is farther
+            than this above those of the last 128: a robust z-score of the loss, and of the norm's
+            logarithm, by their median and median absolute deviation, which those that were left out
+            are not among. 10 finds what is far outside. The first 32 are not looked at, nor are
+            those of a `LossScaleOptimizer`. Several replicas tell each other their losses in each
+            step for that. Defaults to `None`, which looks at none.
         max_incidents: So many batches whose update was left out are looked into by each worker in
             one training: computed once more, operation by operation, to say what is not finite
             first, or that this time all is; and kept as safetensors files in the folder
@@ -217,13 +225,13 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         return {
             "in_a_row": self._in_a_row,
             "rollbacks": self._rollbacks,
-            "norms": self._guard.norms() if self._has_guard else {},
+            "windows": self._guard.windows() if self._has_guard else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._in_a_row, self._rollbacks = state["in_a_row"], state["rollbacks"]
         if self._has_guard:
-            self._guard.set_norms(state["norms"])
+            self._guard.set_windows(state["windows"])
 
     # Keras' hooks, in the order in which they come
 
@@ -251,7 +259,7 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         self._replicas = self.model.distribute_strategy.num_replicas_in_sync
         self._where = f"{self._role.name} on {socket.gethostname()}"
         self._in_a_row = self._rollbacks = 0
-        self._guard.set_norms({})
+        self._guard.set_windows({})
         self._incidents = Incidents(
             self._guard, self._backups[0] if self._backups else None, self.max_incidents
         )
@@ -320,12 +328,12 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
                 for worker in of_workers
                 for each in worker[number]
             ]
-            score = steps[number][0].score
+            first = steps[number][0]
             # Only the sum has overflowed, where no score says more.
-            is_of_sum = score is None and all(each.is_finite for each in replicas)
+            is_of_sum = first.score is None and all(each.is_finite for each in replicas)
             culprits = () if is_of_sum else culprits_of(replicas)
             self._keep_finite(steps[number], place, culprits)
-            self._tell(place, culprits, score)
+            self._tell(place, culprits, first)
         in_one = self.model.steps_per_execution
         if in_one > 1 and places[-1] not in (None, in_one - 1):
             self._in_a_row, self._has_trained = 0, True
@@ -379,15 +387,14 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
             for number, (first, *_) in enumerate(steps)
         ]
 
-    def _tell(
-        self, place: int | None, culprits: tuple[OfReplica, ...], score: float | None
-    ) -> None:
+    def _tell(self, place: int | None, culprits: tuple[OfReplica, ...], first: Fault) -> None:
         fault = LeftOut(
             self._epoch,
             None if place is None else self._batch + place,
             culprits,
             self._replicas,
-            score,
+            first.score,
+            first.loss_score,
             self._in_a_row,
         )
         if self._role.is_chief:

@@ -21,10 +21,10 @@ from keras_distplug.compat.override import override
 from keras_distplug.compat.workers import replicas_here
 from keras_distplug.training.diagnosis import Diagnosis, diagnose
 from keras_distplug.training.gradients import dense, size_of
-from keras_distplug.training.spikes import Norms
+from keras_distplug.training.spikes import Window
 from keras_distplug.training.stopwatch import Heard, Stopwatch
 
-_Seen = tuple[tf.Tensor, ...]  # updates, loss, norm, score, and which gradients are finite
+_Seen = tuple[tf.Tensor, ...]  # updates, loss, norm, both scores, and which gradients are finite
 
 _GUARD = "_distplug_guard"
 
@@ -50,7 +50,8 @@ class Fault:
         loss: Its own; None where the step does not take it from `compute_loss`.
         norm: Of its own gradients.
         score: How far the norm of the sum of all replicas' gradients is from those before it, by
-            `Norms`; None where that is not finite.
+            `Window`; None where that is not finite, or not asked for.
+        loss_score: The same for the mean of all samples' losses.
         variables: Paths of those whose gradients, of this replica alone, are not finite.
         batch: Its part of the batch, as the step got it; None where a function within the step
             applies the update, or where it has sparse or ragged tensors.
@@ -62,6 +63,7 @@ class Fault:
     loss: float | None
     norm: float
     score: float | None
+    loss_score: float | None
     variables: tuple[str, ...]
     batch: Any
 
@@ -86,7 +88,7 @@ class Guard:
 
     def __init__(self, model: keras.Model) -> None:
         self.max_score: float | None = None
-        self._norms: dict[str, list[Norms]] = {}
+        self._windows: dict[str, list[Window]] = {}  # of what, for each replica of this process
         self._model = model
         self._faults: list[Fault] = []
         self.stopwatch = Stopwatch()
@@ -115,18 +117,18 @@ class Guard:
             override(model, _GUARD, guard)
         return guard
 
-    def norms(self) -> dict[str, list[float]]:
-        """What is known of the norms of each optimizer's gradients."""
-        return {name: replicas[0].state() for name, replicas in self._norms.items()}
+    def windows(self) -> dict[str, list[float]]:
+        """What is known of the losses and the norms of each optimizer's gradients."""
+        return {what: replicas[0].state() for what, replicas in self._windows.items()}
 
-    def set_norms(self, known: Mapping[str, Sequence[float]]) -> None:
-        for name, replicas in self._norms.items():
-            for norms in replicas:
-                norms.set_state(known.get(name, []))
+    def set_windows(self, known: Mapping[str, Sequence[float]]) -> None:
+        for what, replicas in self._windows.items():
+            for window in replicas:
+                window.set_state(known.get(what, []))
 
-    def _norms_of(self, optimizer: keras.optimizers.Optimizer) -> Norms:
-        """Those of this replica: each keeps its own, which are the same."""
-        replicas = self._norms[self._name_of(optimizer)]
+    def _window_of(self, what: str) -> Window:
+        """That of this replica: each keeps its own, which are the same."""
+        replicas = self._windows[what]
         number = tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)
         return replicas[int(number) % len(replicas)]
 
@@ -140,8 +142,8 @@ class Guard:
         """To be called before each `fit` that shall be guarded, from a callback's `set_model`.
 
         Args:
-            max_score: An update whose gradients' norm is farther from those before, by the score of
-                `Norms`, is not applied either.
+            max_score: An update whose loss, or gradients' norm, is farther above those before, by
+                the score of `Window`, is not applied either.
         """
         self._wanted.add(_Part.GATE)
         self._faults = []
@@ -150,8 +152,9 @@ class Guard:
         model = self._model
         here = replicas_here(model.distribute_strategy)
         for name in compat_model.optimizers_of(model):
-            if max_score is not None and name not in self._norms:
-                self._norms[name] = [Norms() for _ in range(here)]
+            if max_score is not None and _norms_of(name) not in self._windows:
+                for what, by_logarithm in ((_norms_of(name), True), (_losses_of(name), False)):
+                    self._windows[what] = [Window(by_logarithm=by_logarithm) for _ in range(here)]
         gates.never_note_assignments(compat_model.seeds_of(model))
         gates.note_assignments([*model.non_trainable_variables, *model.metrics_variables])
         self._put_in_place()
@@ -319,7 +322,8 @@ class Guard:
         if replica is None or not is_gate or all(gradient is None for gradient in summed):
             return None
         norm = _norm_of_sum(summed)
-        score = tf.constant(math.nan)
+        name = self._name_of(optimizer)
+        score = loss_score = tf.constant(math.nan)
         if _scales(optimizer):
             # A finite loss whose gradients are not is mostly due to the scale. But some kernels
             # make numbers of the NaN they are given.
@@ -328,14 +332,18 @@ class Guard:
         else:
             ok = tf.math.is_finite(norm)
         if self.max_score is not None and not _scales(optimizer):
-            norms = self._norms_of(optimizer)
+            norms = self._window_of(_norms_of(name))
             score = norms.score(norm)
             ok &= score <= self.max_score
+            if replica.losses:
+                losses, mean = self._window_of(_losses_of(name)), replica.loss_of_all()
+                loss_score = losses.score(mean)
+                ok &= loss_score <= self.max_score
+                losses.learn_if(ok, mean)
             norms.learn_if(ok, norm)
         replica.oks.append(ok)
         self.sees_updates = True
         pairs = [(v, g) for v, g in zip(variables, own, strict=True) if g is not None]
-        name = self._name_of(optimizer)
         self._traced[name] = _Traced(
             tuple(variable.path for variable, _ in pairs), bool(replica.losses)
         )
@@ -344,7 +352,7 @@ class Guard:
         def seen() -> _Seen:
             own_norm = tf.sqrt(2 * _half_sum_of_squares(own))
             soundness = tf.stack([_is_sound(gradient) for _, gradient in pairs])
-            return updates, loss, own_norm, score, soundness
+            return updates, loss, own_norm, score, loss_score, soundness
 
         if replica.is_compiled:
             replica.told[name] = (ok, seen())
@@ -367,7 +375,7 @@ class Guard:
             data = None
 
         def note(number: Any, updates: Any, *told: Any) -> np.ndarray:
-            loss, norm, score, soundness, *flat = told
+            loss, norm, score, loss_score, soundness, *flat = told
             self._faults.append(
                 Fault(
                     int(number),
@@ -376,6 +384,7 @@ class Guard:
                     float(loss) if traced.has_loss else None,
                     float(norm),
                     float(score) if np.isfinite(score) else None,
+                    float(loss_score) if np.isfinite(loss_score) else None,
                     tuple(v for v, ok in zip(traced.variables, soundness, strict=True) if not ok),
                     _packed(data, flat),
                 )
@@ -425,6 +434,14 @@ class _Replica:
         replicas = 1 if together is None else together.replicas
         return tf.reduce_sum([tf.cast(loss, tf.float32) * replicas for loss in self.losses])
 
+    def loss_of_all(self) -> tf.Tensor:
+        """The mean of all samples' losses, on all replicas."""
+        together = share.current()
+        if together is None:
+            return self.loss()
+        part = tf.where(together.has_samples, together.samples * self.loss(), 0.0)
+        return together.summed(part) / together.total
+
     def samples(self) -> tf.Tensor:
         together = share.current()
         return share.samples_of(self.data) if together is None else together.samples
@@ -468,6 +485,14 @@ def _not_compiled(model: keras.Model) -> Iterator[None]:
         yield
     finally:
         model.jit_compile = before
+
+
+def _norms_of(optimizer: str) -> str:
+    return f"{optimizer}, norms"
+
+
+def _losses_of(optimizer: str) -> str:
+    return f"{optimizer}, losses"
 
 
 def _is_one_of_several() -> bool:

@@ -1,4 +1,4 @@
-"""How far a norm is from those before it."""
+"""How far a norm, or a loss, is from those before it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ pytestmark = [pytest.mark.tf, pytest.mark.timeout(60)]
 
 import tensorflow as tf  # noqa: E402
 
-from keras_distplug.training.spikes import WINDOW, Norms  # noqa: E402
+from keras_distplug.training.spikes import WINDOW, Window  # noqa: E402
 
 
-def learned(norms: list[float]) -> Norms:
-    known = Norms()
-    for norm in norms:
-        known.learn_if(tf.constant(True), tf.constant(norm))
+def learned(values: list[float], *, by_logarithm: bool = True) -> Window:
+    known = Window(by_logarithm=by_logarithm)
+    for value in values:
+        known.learn_if(tf.constant(True), tf.constant(value))
     return known
 
 
@@ -29,6 +29,25 @@ def test_score() -> None:
     spread = 1.4826 * np.median(np.abs(logs - np.median(logs)))
     found = float(learned(draws).score(tf.constant(100.0)))
     assert found == pytest.approx((math.log(100.0) - np.median(logs)) / spread, rel=1e-4)
+
+
+def test_score_of_a_loss() -> None:
+    """It is that of the values, which may be below 0; less than others is not far."""
+    draws = np.random.default_rng(0).normal(-5.0, 2.0, 101).astype("float32")
+    spread = 1.4826 * np.median(np.abs(draws - np.median(draws)))
+    known = learned(draws.tolist(), by_logarithm=False)
+    for loss in (30.0, -60.0):
+        expected = (loss - np.median(draws)) / spread
+        assert float(known.score(tf.constant(loss))) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("losses", "loss"), [([0.0] * 50, 0.5), ([7.0] * 50, 7.5), ([-7.0] * 50, 0.0)]
+)
+def test_small_differences_of_losses(losses: list[float], loss: float) -> None:
+    """Where all are the same, a little more is not far, and nothing is where all are 0."""
+    found = float(learned(losses, by_logarithm=False).score(tf.constant(loss)))
+    assert found < (1 if loss else 11)
 
 
 def test_not_enough() -> None:
@@ -56,7 +75,7 @@ def test_what_is_not_finite() -> None:
 def test_state(many: int) -> None:
     """What is known goes on from its state as it would have without."""
     norms = [float(number) for number in range(1, many + 1)]
-    known, other = learned(norms), Norms()
+    known, other = learned(norms), Window(by_logarithm=True)
     assert known.state() == pytest.approx([math.log(norm) for norm in norms][-WINDOW:], rel=1e-6)
     other.set_state(known.state())
     for each in (known, other):

@@ -52,6 +52,7 @@ def model_under(
     strategy: str = "one",
     optimizer: Optimizer = lambda: keras.optimizers.Adam(0.01),
     layers: tuple[keras.Layer, ...] = (),
+    loss: str = "mse",
     **compiled: Any,
 ) -> keras.Model:
     with strategy_of(strategy).scope():
@@ -65,7 +66,7 @@ def model_under(
                 keras.layers.Dense(1),
             ]
         )
-        model.compile(optimizer(), "mse", metrics=["mae"], **compiled)
+        model.compile(optimizer(), loss, metrics=["mae"], **compiled)
     return trainer.adapt(model)
 
 
@@ -410,19 +411,20 @@ def test_draws_are_used_up() -> None:
     assert states[0] == states[1]
 
 
+def samples(factor: float = 1, absent: bool = False, batch: int = BATCH) -> tf.data.Dataset:
+    """Many batches, of which one has labels so many times as large, or is not there."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(60, BATCH, 5)).astype("float32")
+    y = x[..., :1] * 3 + rng.normal(size=(60, BATCH, 1)).astype("float32")
+    y[50] *= factor
+    if absent:
+        x, y = (np.delete(each, 50, axis=0) for each in (x, y))
+    x, y = (each.reshape(-1, each.shape[-1]) for each in (x, y))
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(batch)
+
+
 def test_far_from_others() -> None:
     """An update whose norm is far from those before is left out where that is asked for."""
-
-    def samples(factor: float, absent: bool = False) -> tf.data.Dataset:
-        rng = np.random.default_rng(0)
-        x = rng.normal(size=(60, BATCH, 5)).astype("float32")
-        y = x[..., :1] * 3 + rng.normal(size=(60, BATCH, 1)).astype("float32")
-        y[50] *= factor
-        if absent:
-            x, y = (np.delete(each, 50, axis=0) for each in (x, y))
-        x, y = (each.reshape(-1, each.shape[-1]) for each in (x, y))
-        return tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
-
     for strategy in ("one", "mirrored"):
         well, guarded = Guarded(10.0), Guarded(10.0)
         bare = model_under(strategy).fit(samples(1), verbose=0).model
@@ -435,5 +437,38 @@ def test_far_from_others() -> None:
         assert bits(spiked) == bits(absent)
         assert {batch for batch, _ in guarded.faults} == {50}
         assert all(fault.score > 10 and fault.is_finite for _, fault in guarded.faults)
-        known = guarded.guard.norms()["optimizer"]
-        assert len(known) == 59
+        assert all(fault.loss_score > 10 for _, fault in guarded.faults)
+        known = guarded.guard.windows()
+        assert {what: len(each) for what, each in known.items()} == {
+            "optimizer, norms": 59,
+            "optimizer, losses": 59,
+        }
+
+
+@pytest.mark.parametrize("strategy", ["one", "mirrored"])
+def test_loss_far_from_others(strategy: str) -> None:
+    """So is one whose loss is, though its gradients are like others."""
+
+    def model() -> keras.Model:
+        return model_under(strategy, loss="mae")
+
+    guarded = Guarded(10.0)
+    spiked = model().fit(samples(1000), verbose=0, callbacks=[guarded]).model
+    assert bits(spiked) == bits(model().fit(samples(absent=True), verbose=0).model)
+    assert {batch for batch, _ in guarded.faults} == {50}
+    assert all(fault.score < 10 < fault.loss_score for _, fault in guarded.faults)
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "central"])
+def test_loss_of_all(strategy: str) -> None:
+    """What is compared is the mean of all samples' losses, however they are split."""
+    windows = []
+    for each in ("one", strategy):
+        guarded = Guarded(1e9)
+        model = model_under(each, lambda: keras.optimizers.SGD(0.01))
+        model.layers[1].trainable = False  # else it takes the statistics of each replica's part
+        model.fit(samples(batch=7), verbose=0, callbacks=[guarded])
+        windows.append(guarded.guard.windows())
+    for what, values in windows[0].items():
+        assert len(values) == 69
+        assert windows[1][what] == pytest.approx(values, rel=1e-4), what
