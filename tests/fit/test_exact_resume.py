@@ -207,15 +207,22 @@ CASES = [
     *(Case(data) for data in DATA if data != "arrays"),
     Case("tf.data", steps_per_execution=3),
     Case("unknown length", steps_per_execution=3),
-    Case("endless", steps_per_execution=2),
-    *(Case(data, "one_device") for data in ("tf.data", "arrays", "endless", "PyDataset")),
-    *(Case(data, "mirrored") for data in ("tf.data", "arrays", "endless", "PyDataset")),
+    Case("arrays", "one_device"),
+    *(Case(data, "mirrored") for data in ("tf.data", "arrays")),
     Case("unknown length", "mirrored", 3),
     Case("tf.data", "central_storage"),
 ]
+# What others are made of, put together otherwise: a minute or two each.
+MORE = [
+    Case("endless", steps_per_execution=2),
+    *(Case(data, "one_device") for data in ("tf.data", "endless", "PyDataset")),
+    *(Case(data, "mirrored") for data in ("endless", "PyDataset")),
+]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.soak) for case in MORE)], ids=str
+)
 def test_interrupted(case: Case, uninterrupted: Any, tmp_path: Path) -> None:
     """Interrupted behind the first batch, within an epoch, behind the last batch of one, during
     validation, and between epochs: weights, optimizer, History, what callbacks know and what they
