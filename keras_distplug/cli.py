@@ -100,11 +100,12 @@ def _add_run(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -
                 "keras-distplug run --workers 4 -- python train.py --epochs 10",
                 "keras-distplug run --workers 4 --ps 1 -- python train.py",
             ),
-            "0 all workers, or the chief that they serve, completed training; 2 wrong usage; 124 a "
-            "worker did not start in time; 127 the command was not found; 128 + n ended by signal n, "
-            "such as ctrl-C; 93 it makes no progress, or a worker has ended with 93, for something "
-            "that would come each time; otherwise that of the first worker that failed. 130, of ctrl-C to a worker, is never "
-            "started again; 143, of workers that were told to go and have saved, is no failure.",
+            "0 all workers, or the chief that they serve, completed training; 2 wrong usage; 124 "
+            "a worker did not start in time; 127 the command was not found; 128 + n ended by "
+            "signal n, such as ctrl-C; 93 it makes no progress, or a worker has ended with 93, "
+            "for something that would come each time; otherwise that of the first worker that "
+            "failed. 130, of ctrl-C to a worker, is never started again; 143, of workers that "
+            "were told to go and have saved, is no failure.",
         ),
     )
     parser.add_argument("--workers", type=int, required=True, metavar="N", help="how many")

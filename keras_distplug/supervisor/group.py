@@ -134,9 +134,8 @@ class Group:
         ended: list[Ended] = []
         deadline = time.monotonic() + _KILL_SECS
         while self.lives(workers):
-            self.signal(
-                signal.SIGKILL, workers
-            )  # each time: what was being started was not seen before
+            # Each time: what was being started was not seen before.
+            self.signal(signal.SIGKILL, workers)
             ended += self.wait(_POLL_SECS).ended
             if time.monotonic() > deadline:
                 raise SupervisorError(

@@ -109,8 +109,9 @@ def run(job: Job, environ: Mapping[str, str], open_log: OpenLog | None = None) -
 
     Returns:
         The exit code: 0 once every worker, or the chief that they serve, has completed training;
-        128 + n when signal n ended the supervisor; 130 or 93 when a worker has left with it, which is never started again; 93 if
-        too many attempts made no progress; otherwise that of the first failure of the last attempt.
+        128 + n when signal n ended the supervisor; 130 or 93 when a worker has left with it, which
+        is never started again; 93 if too many attempts made no progress; otherwise that of the
+        first failure of the last attempt.
     """
     refuse_foreign_cluster(environ)
     check_command(job.command, environ)
