@@ -139,8 +139,8 @@ def _add_run(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="R",
         help="with --ps, how often workers are started again, each alone while the others go on, "
         f"until there is a newer checkpoint (default: {Budgets.replacements}); one that ends ten "
-        "times in a row before it has joined is the end, with code 93; before each but the first "
-        "two of these there is a pause",
+        "times in a row before it has joined, and that nobody has killed, is the end, with code "
+        "93; behind each but the first of these there is a pause",
     )
     parser.add_argument(
         "--max-preemptions",

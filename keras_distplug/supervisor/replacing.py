@@ -17,6 +17,8 @@ _FIRST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 1.0, 30.0
 _NEVER_JOINED = 10  # ends in a row of one worker that it had not joined before
 _LOOK_SECS = 0.1
 
+_KILLED = (-signal.SIGKILL, -signal.SIGTERM)
+
 # Of a worker that says itself that it is not to be started again.
 _NOT_AGAIN = (ExitCode.INTERRUPTED, ExitCode.DO_NOT_RESTART)
 
@@ -28,11 +30,13 @@ class Death:
     Args:
         worker: Its name.
         has_joined: Whether it had joined the cluster.
+        was_killed: Whether somebody else has ended it: by SIGKILL, or SIGTERM.
         saves: The step of the newest checkpoint by then, for each run.
     """
 
     worker: str
     has_joined: bool
+    was_killed: bool
     saves: Mapping[str, int]
 
 
@@ -65,8 +69,7 @@ def decide(deaths: Sequence[Death], budget: int) -> Replace | GiveUp:
 
     A checkpoint that is newer than those before forgives all: killed every few seconds, workers are
     started again for as long as training gets on. The pause grows with the ends of one worker that
-    had not joined: what ends those is in the worker, mostly, and what kills one that computes is
-    not.
+    had not joined, and that nobody has killed: these are its own fault, mostly, and come again.
 
     Args:
         deaths: All of this attempt, the last one last.
@@ -86,7 +89,7 @@ def decide(deaths: Sequence[Death], budget: int) -> Replace | GiveUp:
             f"gave up: {worker} ended {in_a_row} times in a row before it had joined the cluster",
             ExitCode.DO_NOT_RESTART,
         )
-    if in_a_row < 2:
+    if in_a_row < 2 or deaths[-1].was_killed:
         return Replace(0.0)
     return Replace(min(_FIRST_PAUSE_SECS * 2 ** (in_a_row - 2), _LONGEST_PAUSE_SECS))
 
@@ -106,7 +109,7 @@ def _unforgiven(deaths: Sequence[Death]) -> list[Death]:
 def _never_joined(worker: str, deaths: Sequence[Death]) -> int:
     in_a_row = 0
     for death in deaths:
-        if death.worker == worker:
+        if death.worker == worker and (death.has_joined or not death.was_killed):
             in_a_row = 0 if death.has_joined else in_a_row + 1
     return in_a_row
 
@@ -224,7 +227,9 @@ class Replacing:
         if exit_.exit_code in _NOT_AGAIN or self.given_up or self._replacements is None:
             return False
         has_joined = self._contract.read(worker) is not None
-        self._deaths.append(Death(worker, has_joined, self._contract.newest_saves()))
+        was_killed = exit_.returncode in _KILLED
+        saves = self._contract.newest_saves()
+        self._deaths.append(Death(worker, has_joined, was_killed, saves))
         decided = decide(self._deaths, self._replacements.budget)
         if isinstance(decided, GiveUp):
             self.given_up = decided

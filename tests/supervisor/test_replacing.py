@@ -13,9 +13,17 @@ from keras_distplug.supervisor.launch import local_cluster
 from keras_distplug.supervisor.members import Members
 from keras_distplug.supervisor.replacing import Death, GiveUp, Replace, decide
 
-SERVED = Death("worker-0", has_joined=True, saves={})
-STILLBORN = Death("worker-0", has_joined=False, saves={})
-OTHER = Death("worker-1", has_joined=False, saves={})
+
+def death(
+    worker: int = 0, *, has_joined: bool = False, was_killed: bool = False, **saves: int
+) -> Death:
+    return Death(f"worker-{worker}", has_joined, was_killed, saves)
+
+
+SERVED = death(has_joined=True)
+STILLBORN = death()
+KILLED = death(was_killed=True)
+OTHER = death(1)
 GROUP = Members.of(local_cluster(range(4), ps=1))
 
 
@@ -39,6 +47,9 @@ def test_pauses() -> None:
     assert decide([SERVED] * 50, 99) == Replace(0.0)
     assert decide([STILLBORN] * 5 + [SERVED], 99) == Replace(0.0)
     assert decide([STILLBORN, OTHER] * 2, 99) == Replace(1.0)
+    assert decide([KILLED] * 50, 99) == Replace(0.0)
+    assert decide([STILLBORN, KILLED, STILLBORN], 99) == Replace(1.0)
+    assert decide([STILLBORN, STILLBORN, KILLED], 99) == Replace(0.0)
 
 
 def test_never_joined() -> None:
@@ -53,7 +64,7 @@ def test_never_joined() -> None:
 @pytest.mark.parametrize(("budget", "often"), [(0, "0 times"), (1, "once"), (3, "3 times")])
 def test_budget(budget: int, often: str) -> None:
     """All workers have one budget, and the code is then that of the last one."""
-    deaths = [SERVED, Death("worker-1", has_joined=True, saves={})] * 2
+    deaths = [SERVED, death(1, has_joined=True)] * 2
     assert decide(deaths[: budget + 1], budget) == GiveUp(
         f"gave up: workers were started again {often} without a newer checkpoint "
         "(--max-worker-restarts)"
@@ -64,15 +75,12 @@ def test_budget(budget: int, often: str) -> None:
 def test_progress() -> None:
     """A newer checkpoint forgives what was before; the same one again does not."""
 
-    def died(step: int, run: str = "run-1") -> Death:
-        return Death("worker-0", has_joined=False, saves={run: step})
-
-    assert decide([died(10)] * 4, 9) == Replace(4.0)
-    assert decide([*[died(10)] * 4, died(11)], 3) == Replace(0.0)
-    assert decide([*[died(10)] * 4, died(1, "run-2")], 3) == Replace(0.0)
-    assert isinstance(decide([*[died(10)] * 3, died(10)], 3), GiveUp)
-    assert decide([STILLBORN, STILLBORN, died(1)], 9) == Replace(0.0), "newer than none"
-    forever = [died(step // 3) for step in range(300)]
+    assert decide([death(a=10)] * 4, 9) == Replace(4.0)
+    assert decide([*[death(a=10)] * 4, death(a=11)], 3) == Replace(0.0)
+    assert decide([*[death(a=10)] * 4, death(b=1)], 3) == Replace(0.0)
+    assert isinstance(decide([*[death(a=10)] * 3, death(a=10)], 3), GiveUp)
+    assert decide([STILLBORN, STILLBORN, death(a=1)], 9) == Replace(0.0), "newer than none"
+    forever = [death(a=step // 3) for step in range(300)]
     assert all(isinstance(decide(forever[:end], 3), Replace) for end in range(1, 300))
 
 
