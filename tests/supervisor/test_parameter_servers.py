@@ -172,7 +172,7 @@ complete()
     code, printed = job.finish()
     assert code == 0, printed
     assert sum("death of" in mark for mark in job.marks()) >= 18
-    assert "restart 17 of a worker alone" in printed
+    assert "restart 16 of a worker alone" in printed, "the last two may not be told any more"
     assert "pause" not in printed
 
 
@@ -707,14 +707,15 @@ if task != "chief":
         os.kill(os.getpid(), signal.SIGKILL)
     sleep()
 train()
-await_marks("fault", 2)
-while contract.read("worker-0") is None:
-    time.sleep(0.01)
+await_marks("told")
 complete()
 """,
         "--ps=1",
         "--log=events",
     )
+    job.read_until("restart 2 of a worker alone")
+    with (job.folder / "marks").open("a") as marks:
+        marks.write("told\n")
     code, printed = job.finish()
     assert code == 0, printed
     assert job.marks().count("fault") == 2
