@@ -561,6 +561,39 @@ complete()
     assert "chief-0 completed training" in printed
 
 
+def test_ps_that_dies_with_the_completion(start: Start) -> None:
+    """Completed training is the chief's: a parameter server that is found dead in the same look is
+    no failure."""
+    job = start(
+        """
+mark(f"{name} {os.getpid()}")
+if task != "chief":
+    contract.report(name, Phase.JOINED, str(os.getpid()))
+    sleep()
+await_training("worker-0", "worker-1", "ps-0")
+train()
+await_marks("told")
+os.kill(int(contract.read("ps-0").why), signal.SIGKILL)
+mark("fault")
+complete()
+""",
+        "--ps=1",
+    )
+    await_until(lambda: len(job.marks()) == 4, "all have begun")
+    pids = {name: int(pid) for name, pid in (mark.split() for mark in job.marks())}
+    job.process.send_signal(signal.SIGSTOP)  # it then sees both at once
+    with (job.folder / "marks").open("a") as marks:
+        marks.write("told\n")
+    await_until(lambda: is_dead(pids["ps-0"]) and is_dead(pids["chief-0"]), "both are dead")
+    job.process.send_signal(signal.SIGCONT)
+    code, printed = job.finish()
+    assert code == 0, printed
+    assert job.marks().count("fault") == 1
+    assert "chief-0 completed training in " in printed
+    assert "0 restarts\n" in printed
+    assert all(is_dead(pid) for pid in pids.values())
+
+
 def test_missing_ps(start: Start) -> None:
     """A parameter server that does not join in time is a failure that names it, and not the chief,
     which waits for it."""
