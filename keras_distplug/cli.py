@@ -92,19 +92,34 @@ def _add_run(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "run",
         help="run a training script on several local processes until it is done",
         description="Starts local workers, each with its TF_CONFIG, and starts all of them again "
-        "when one fails.",
+        "when one fails. With --ps they serve a chief, and one that fails is started again alone.",
         usage="%(prog)s --workers N [options] -- COMMAND [ARGUMENT ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=arguments.epilog(
-            ("keras-distplug run --workers 4 -- python train.py --epochs 10",),
-            "0 all workers completed training; 2 wrong usage; 124 a worker did not start in time; "
-            "127 the command was not found; 128 + n ended by signal n, such as ctrl-C; 93 it makes "
-            "no progress, or a worker has ended with 93, for something that would come each time; "
-            "otherwise that of the first worker that failed. 130, of ctrl-C to a worker, is never "
-            "started again; 143, of workers that were told to go and have saved, is no failure.",
+            (
+                "keras-distplug run --workers 4 -- python train.py --epochs 10",
+                "keras-distplug run --workers 4 --ps 1 -- python train.py",
+            ),
+            "0 all workers, or the chief that they serve, completed training; 2 wrong usage; 124 "
+            "a worker did not start in time; 127 the command was not found; 128 + n ended by "
+            "signal n, such as ctrl-C; 93 it makes no progress, or a worker has ended with 93, "
+            "for something that would come each time; otherwise that of the first worker that "
+            "failed. 130, of ctrl-C to a worker, is never started again; 143, of workers that "
+            "were told to go and have saved, is no failure.",
         ),
     )
     parser.add_argument("--workers", type=int, required=True, metavar="N", help="how many")
+    parser.add_argument(
+        "--ps",
+        type=int,
+        default=0,
+        metavar="N",
+        help="how many parameter servers: for asynchronous training, in which they keep the "
+        "variables, the workers compute, and a chief, started besides, trains (default: none)",
+    )
+    parser.add_argument(
+        "--chief", action="store_true", help="goes with --ps, which starts a chief with or without"
+    )
     parser.add_argument(
         "--devices-per-worker",
         type=int,
@@ -117,6 +132,15 @@ def _add_run(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         default=Budgets.failures,
         metavar="R",
         help="how often a failed group is started again (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-worker-restarts",
+        type=int,
+        metavar="R",
+        help="with --ps, how often workers are started again, each alone while the others go on, "
+        f"until there is a newer checkpoint (default: {Budgets.replacements}); one that ends ten "
+        "times in a row before it has joined, and that nobody has killed, is the end, with code "
+        "93; behind each but the first of these there is a pause",
     )
     parser.add_argument(
         "--max-preemptions",
@@ -198,14 +222,27 @@ def _run(parsed: argparse.Namespace, command: Sequence[str]) -> int:
     from keras_distplug.supervisor.restarts import Budgets
     from keras_distplug.supervisor.run import Job, run
 
+    if parsed.ps == 0:
+        for option, given in (
+            ("--chief", parsed.chief),
+            ("--max-worker-restarts", parsed.max_worker_restarts is not None),
+        ):
+            if given:
+                raise ConfigurationError(
+                    f"{option} is for workers that serve a chief, beside parameter servers. Give "
+                    f"their number with --ps, or leave {option} out."
+                )
+    alone = parsed.max_worker_restarts
     job = Job(
         command=tuple(command),
         workers=parsed.workers,
+        ps=parsed.ps,
         devices_per_worker=parsed.devices_per_worker,
         budgets=Budgets(
             failures=parsed.max_restarts,
             preemptions=parsed.max_preemptions,
             without_progress=parsed.max_without_progress,
+            replacements=Budgets.replacements if alone is None else alone,
             min_workers=parsed.min_workers,
         ),
         warm_spares=parsed.warm_spares,

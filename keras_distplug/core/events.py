@@ -332,8 +332,8 @@ class Started(Event):
     """The processes of an attempt are started.
 
     Args:
-        workers: Their names.
-        slots: Their places in the job.
+        workers: Their names: "worker-0", and "chief-0" and "ps-0" beside parameter servers.
+        slots: The places in the job that the workers among them have.
         spares: Those of them that were warm spares.
     """
 
@@ -344,7 +344,8 @@ class Started(Event):
 
 @dataclass(frozen=True)
 class Training(Event):
-    """All workers have trained their first batch of this attempt.
+    """All workers have trained their first batch of this attempt; beside parameter servers, the
+    chief has.
 
     Args:
         secs: Since the failure before; None in the first attempt.
@@ -369,6 +370,28 @@ class Failed(Event):
     worker: str
     cause: str
     exit_code: int
+    what: str
+
+
+@dataclass(frozen=True)
+class StartedAgain(Event):
+    """A worker of a group with parameter servers has ended, and is started again alone: the others
+    go on. It is no failure of the attempt.
+
+    Args:
+        worker: Its name.
+        cause: What kind of end.
+        exit_code: As a shell has it.
+        times: How often workers were started again in this attempt, this time included.
+        pause_secs: After so long.
+        what: For people.
+    """
+
+    worker: str
+    cause: str
+    exit_code: int
+    times: int
+    pause_secs: float
     what: str
 
 

@@ -274,6 +274,7 @@ def _told(event: Event) -> str | None:
             | events.SlowReplica(what=what)
             | events.Hung(what=what)
             | events.Failed(what=what)
+            | events.StartedAgain(what=what)
         ):
             return what
         case events.RolledBack():

@@ -193,6 +193,11 @@ class Supervised:
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
+    def forget(self, worker: str) -> None:
+        """Removes what a worker has told that is gone, for the one that takes its place."""
+        for path in (self._path(worker), self.pulse_of(worker)):
+            path.unlink(missing_ok=True)
+
     @property
     def _logs(self) -> Path:
         return self.status_dir / "logs"

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -69,23 +70,23 @@ class Group:
         self._selector = selectors.DefaultSelector()
         self._selector.register(interruptions, selectors.EVENT_READ)
         self._running: dict[str, _Process] = {}
-        self._marks: set[str] = set()
+        self._marks: dict[str, str] = {}
         self._readers: dict[str, threading.Thread] = {}
 
-    @property
-    def running(self) -> bool:
-        """True while a worker's command has not ended."""
-        return bool(self._running)
+    def runs(self, workers: Collection[str] | None = None) -> bool:
+        """True while the command of one of these, by default of any, has not ended."""
+        return any(worker in self._running for worker in self._named(workers))
 
-    @property
-    def living(self) -> bool:
-        """True while a worker, or something that it started, has not ended."""
-        return self.running or guard.living(self._marks)
+    def lives(self, workers: Collection[str] | None = None) -> bool:
+        """True while one of these, by default of all, or something that it started, has not
+        ended."""
+        return self.runs(workers) or guard.living(self._marks_of(workers))
 
     def add(self, worker: str, started: Started) -> None:
-        """Takes care of a worker that has been started."""
+        """Takes care of a worker that has been started. Nothing may live of one that had its
+        name."""
         handle = started.handle
-        self._marks.add(started.mark)
+        self._marks[worker] = started.mark
         process = _Process(worker, handle, os.pidfd_open(handle.pid))
         self._selector.register(process.pidfd, selectors.EVENT_READ, process)
         self._running[worker] = process
@@ -116,20 +117,25 @@ class Group:
         now = time.time()  # one for all: nobody knows in which order they ended
         return Happened(tuple(self._reap(process, now) for process in gone), signals)
 
-    def signal(self, number: signal.Signals) -> None:
-        """Sends a signal to every worker and whatever it started."""
-        guard.signal_all(self._marks, number)
+    def signal(self, number: signal.Signals, workers: Collection[str] | None = None) -> None:
+        """Sends a signal to these workers, by default to all, and to whatever they started."""
+        guard.signal_all(self._marks_of(workers), number)
 
-    def kill(self) -> tuple[Ended, ...]:
-        """Kills every worker and whatever it started, and waits until they are dead.
+    def kill(self, workers: Collection[str] | None = None) -> tuple[Ended, ...]:
+        """Kills these workers, by default all, and whatever they started, and waits until they are
+        dead.
+
+        Returns:
+            The ends of workers meanwhile, of others too.
 
         Raises:
             SupervisorError: If one of them does not die.
         """
         ended: list[Ended] = []
         deadline = time.monotonic() + _KILL_SECS
-        while self.living:
-            self.signal(signal.SIGKILL)  # each time: what was being started was not seen before
+        while self.lives(workers):
+            # Each time: what was being started was not seen before.
+            self.signal(signal.SIGKILL, workers)
             ended += self.wait(_POLL_SECS).ended
             if time.monotonic() > deadline:
                 raise SupervisorError(
@@ -161,6 +167,12 @@ class Group:
                 self.drain()
         finally:
             self._selector.close()
+
+    def _named(self, workers: Collection[str] | None) -> Collection[str]:
+        return self._marks if workers is None else workers
+
+    def _marks_of(self, workers: Collection[str] | None) -> set[str]:
+        return {self._marks[worker] for worker in self._named(workers)}
 
     def _reap(self, process: _Process, now: float) -> Ended:
         self._selector.unregister(process.pidfd)

@@ -44,13 +44,22 @@ def free_ports(count: int, avoid: Collection[int] = ()) -> tuple[int, ...]:
     return tuple(ports)
 
 
-def local_cluster(ports: Sequence[int]) -> list[Role]:
+def local_cluster(ports: Sequence[int], ps: int = 0) -> list[Role]:
     """A worker for each port; a single process when there is only one.
 
     A TF_CONFIG of one worker would make TensorFlow form a cluster of one, with a server that
     nobody needs.
+
+    Args:
+        ports: Of the processes.
+        ps: How many of them are parameter servers, the last ones. The first is then the chief.
     """
-    cluster = {"worker": tuple(f"127.0.0.1:{port}" for port in ports)} if len(ports) > 1 else {}
+    at = [f"127.0.0.1:{port}" for port in ports]
+    cluster = {"worker": tuple(at)} if len(at) > 1 else {}
+    if ps:
+        cluster = {"chief": (at[0],), "worker": tuple(at[1:-ps]), "ps": tuple(at[-ps:])}
+        places = [(task, place) for task, of in cluster.items() for place in range(len(of))]
+        return [Role(task, place, cluster, "supervisor") for task, place in places]
     return [Role("worker", index, cluster, "supervisor") for index in range(len(ports))]
 
 

@@ -28,6 +28,8 @@ class Budgets:
         preemptions: After its workers were told to go, and have saved.
         without_progress: So many attempts in a row, with the same workers, that made no newer
             checkpoint than there was are the end, whatever is left of the other budgets.
+        replacements: Of workers beside parameter servers, each alone, until there is a newer
+            checkpoint.
         min_workers: With how many workers it may go on, where one fails again and again. None: not
             with fewer than there were.
     """
@@ -35,6 +37,7 @@ class Budgets:
     failures: int = 10
     preemptions: int = 100
     without_progress: int = 3
+    replacements: int = 100
     min_workers: int | None = None
 
     def __post_init__(self) -> None:
@@ -42,6 +45,7 @@ class Budgets:
             ("--max-restarts", self.failures, 0),
             ("--max-preemptions", self.preemptions, 0),
             ("--max-without-progress", self.without_progress, 1),
+            ("--max-worker-restarts", self.replacements, 0),
             ("--min-workers", self.min_workers, 1),
         ):
             if value is not None and value < least:
@@ -109,6 +113,8 @@ def decide(history: Sequence[Attempt], budgets: Budgets) -> Again | End:
         return End(0)
     if (final := _final(outcome)) is not None:
         return End(final, f"not started again, for {_FINAL[final]}")
+    if (given_up := outcome.given_up) is not None:
+        return End(failure.exit_code if given_up.code is None else given_up.code, given_up.why)
     preemptions = sum(each.outcome.is_preempted for each in history)
     failures = len(history) - preemptions
     if preemptions > budgets.preemptions:

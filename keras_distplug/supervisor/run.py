@@ -15,19 +15,12 @@ from pathlib import Path
 
 from keras_distplug.core import events
 from keras_distplug.core.errors import ConfigurationError
-from keras_distplug.core.events import Ended, Failed, Started, Training
+from keras_distplug.core.events import Ended, Failed, Started, StartedAgain, Training
 from keras_distplug.core.supervised import Phase, Status, Supervised
 from keras_distplug.core.timeouts import Timeouts
-from keras_distplug.supervisor.attempt import (
-    FAILURES,
-    Cause,
-    Exit,
-    Limits,
-    Listener,
-    Outcome,
-    run_attempt,
-)
+from keras_distplug.supervisor.attempt import Limits, Listener, Outcome, run_attempt
 from keras_distplug.supervisor.events import EventLog, OpenLog
+from keras_distplug.supervisor.exits import FAILURES, Cause, Exit
 from keras_distplug.supervisor.group import Group
 from keras_distplug.supervisor.guard import Guard
 from keras_distplug.supervisor.launch import (
@@ -38,9 +31,11 @@ from keras_distplug.supervisor.launch import (
     local_cluster,
     refuse_foreign_cluster,
     visible_gpus,
-    worker_environment,
 )
+from keras_distplug.supervisor.launcher import Launcher
+from keras_distplug.supervisor.members import Members
 from keras_distplug.supervisor.output import Output
+from keras_distplug.supervisor.replacing import Replaced, Replacements
 from keras_distplug.supervisor.restarts import Again, Attempt, Budgets, End, decide
 from keras_distplug.supervisor.signals import Interruptions
 from keras_distplug.supervisor.spares import Spares
@@ -53,6 +48,7 @@ class Job:
     Args:
         command: What every worker runs.
         workers: How many.
+        ps: How many parameter servers beside them, which make them serve a chief; 0 for none.
         devices_per_worker: Devices for each; None for equal shares of the GPUs.
         budgets: How often it is started again.
         warm_spares: Whether as many processes as workers wait to take their places.
@@ -63,6 +59,7 @@ class Job:
 
     command: tuple[str, ...]
     workers: int
+    ps: int = 0
     devices_per_worker: int | None = None
     budgets: Budgets = field(default_factory=Budgets)
     warm_spares: bool = False
@@ -78,15 +75,28 @@ class Job:
             )
         if self.workers < 1:
             raise ConfigurationError(f"--workers must be >= 1. Received: {self.workers}")
+        if self.ps < 0:
+            raise ConfigurationError(f"--ps must be >= 0. Received: {self.ps}")
         if self.devices_per_worker is not None and self.devices_per_worker < 1:
             raise ConfigurationError(
                 f"--devices-per-worker must be >= 1. Received: {self.devices_per_worker}"
             )
         least = self.budgets.min_workers
+        if least is not None and self.ps:
+            raise ConfigurationError(
+                "--min-workers is for workers that train together. Beside parameter servers "
+                "(--ps) the others go on at once without a worker that fails, and it is started "
+                "again alone: leave --min-workers out; --max-worker-restarts says how often."
+            )
         if least is not None and least > self.workers:
             raise ConfigurationError(
                 f"--min-workers must be <= --workers ({self.workers}). Received: {least}"
             )
+
+    @property
+    def others(self) -> int:
+        """How many processes it has beside the workers: parameter servers, and their chief."""
+        return 1 + self.ps if self.ps else 0
 
 
 def run(job: Job, environ: Mapping[str, str], open_log: OpenLog | None = None) -> int:
@@ -98,14 +108,15 @@ def run(job: Job, environ: Mapping[str, str], open_log: OpenLog | None = None) -
         open_log: Opens a file beside the log that the workers keep of their run.
 
     Returns:
-        The exit code: 0 once every worker has completed training; 128 + n when signal n ended the
-        supervisor; 130 or 93 when a worker has left with it, which is never started again; 93 if
-        too many attempts made no progress; otherwise that of the first failure of the last attempt.
+        The exit code: 0 once every worker, or the chief that they serve, has completed training;
+        128 + n when signal n ended the supervisor; 130 or 93 when a worker has left with it, which
+        is never started again; 93 if too many attempts made no progress; otherwise that of the
+        first failure of the last attempt.
     """
     refuse_foreign_cluster(environ)
     check_command(job.command, environ)
     gpus = divide_gpus(visible_gpus(environ), job.workers, job.devices_per_worker)
-    names = [role.name for role in local_cluster(range(job.workers))]
+    names = [role.name for role in local_cluster(range(job.workers + job.others), job.ps)]
     name_of_job, begun = uuid.uuid4().hex, time.monotonic()
     with ExitStack() as stack:
         log = stack.enter_context(EventLog(job.log, name_of_job, open_log))
@@ -117,7 +128,7 @@ def run(job: Job, environ: Mapping[str, str], open_log: OpenLog | None = None) -
             Spares(job.command, common, name_of_job, folder / "spares", has_gpus=bool(gpus))
         )
         output = stack.enter_context(Output(names, live_worker=names[0]))
-        output.note(f"starting {_count(job.workers, 'worker')}: {shlex.join(job.command)}")
+        output.note(f"starting {_described(job)}: {shlex.join(job.command)}")
         history: list[Attempt] = []
         slots, ports = tuple(range(job.workers)), tuple[int, ...]()
         while True:
@@ -129,19 +140,23 @@ def run(job: Job, environ: Mapping[str, str], open_log: OpenLog | None = None) -
             )
             contract.status_dir.mkdir(parents=True)  # something may have tidied up
             log.ask(contract.logs)
-            ports = free_ports(len(slots), avoid=ports)
+            ports = free_ports(len(slots) + job.others, avoid=ports)
+            roles = local_cluster(ports, job.ps)
             reporter = _Reporter(job, output, log, spares, history)
             with Group(output, interruptions) as group:
-                warm = []
-                for role, slot in zip(local_cluster(ports), slots, strict=True):
-                    own = gpus[slot] if gpus else None
-                    started, is_warm = spares.start(worker_environment(common, role, contract, own))
-                    group.add(role.name, started)
-                    warm += [role.name] * is_warm
-                reporter.started(names[: len(slots)], slots, warm)
+                own = [gpus[slot] for slot in slots] if gpus else None
+                launcher = Launcher(group, spares, roles, contract, common, own)
+                warm = [role.name for role in roles if launcher.start(role.name)]
+                reporter.started([role.name for role in roles], slots, warm)
                 reporter.tell_of_spares()
-                listener = Listener(reporter.failed, reporter.training)
-                outcome = run_attempt(group, names[: len(slots)], contract, job.limits, listener)
+                outcome = run_attempt(
+                    group,
+                    Members.of(roles),
+                    contract,
+                    job.limits,
+                    reporter.listener,
+                    Replacements(job.budgets.replacements, launcher.start),
+                )
             history.append(Attempt(slots, outcome, contract.newest_saves()))
             next_ = decide(history, job.budgets)
             if isinstance(next_, Again):
@@ -184,6 +199,10 @@ class _Reporter:
         self._number = len(history)
         self._failures = sum(not each.outcome.is_preempted for each in history)
 
+    @property
+    def listener(self) -> Listener:
+        return Listener(self.failed, self.training, self.replaced, self.back)
+
     def started(self, workers: Sequence[str], slots: Sequence[int], warm: Sequence[str]) -> None:
         self._workers = workers
         self._log.note(Started(tuple(workers), tuple(slots), tuple(warm)), self._number)
@@ -198,6 +217,29 @@ class _Reporter:
             told = Training(reached - failure.at, str(failure))
             self._output.note(report)
         self._log.note(told, self._number)
+        self._prepare_spares()
+
+    def replaced(self, replaced: Replaced) -> None:
+        ended, times = replaced.exit, f"restart {replaced.times} of a worker alone"
+        if replaced.pause_secs:
+            times += f", behind a pause of {replaced.pause_secs:g} s"
+        self._output.note(f"{ended}; the others go on; {times}")
+        what = StartedAgain(
+            ended.worker,
+            ended.cause.name,
+            ended.exit_code,
+            replaced.times,
+            replaced.pause_secs,
+            f"{ended}; {times}",
+        )
+        self._log.note(what, self._number)
+
+    def back(self, worker: str, secs: float, is_complete: bool) -> None:
+        self._output.note(f"{worker} has joined again, {secs:.1f} s after")
+        if is_complete:  # else one of the spares may not have taken its part yet
+            self._prepare_spares()
+
+    def _prepare_spares(self) -> None:
         if self._job.warm_spares:
             self._spares.prepare(len(self._workers))
             self.tell_of_spares()
@@ -211,7 +253,8 @@ class _Reporter:
             what = Failed(failure.worker, failure.cause.name, failure.exit_code, str(failure))
             self._log.note(what, self._number)
         told = all(failure.cause is Cause.PREEMPTED for failure in failures)
-        stopping = "; stopping all workers" if len(self._workers) > 1 and not told else ""
+        everyone = "processes" if self._job.ps else "workers"
+        stopping = f"; stopping all {everyone}" if len(self._workers) > 1 and not told else ""
         self._output.note("; ".join(str(failure) for failure in failures) + stopping)
 
     def again(self, next_: Again) -> None:
@@ -234,8 +277,12 @@ def closing_report(history: Sequence[Attempt], end: End, elapsed_secs: float) ->
         return [f"{end.why}: {'; '.join(str(exit_) for exit_ in last.exits)}"]
     failure = last.first_failure
     if failure is None:
-        everyone = _count(len(history[-1].slots), "worker")
+        trainers = [exit_.worker for exit_ in last.exits if exit_.cause is Cause.COMPLETED]
+        is_served = len(trainers) < len(last.exits)
+        everyone = trainers[0] if is_served else _count(len(history[-1].slots), "worker")
         restarts = _count(sum(not each.outcome.is_preempted for each in history[:-1]), "restart")
+        if alone := sum(each.outcome.replaced for each in history):
+            restarts += f", {_count(alone, 'restart')} of workers alone"
         return [f"{everyone} completed training in {elapsed_secs:.1f} s, {restarts}"]
     lines = [f"{end.why}; exit code {end.code}", f"first failure: {_dated(failure)}"]
     for exit_ in last.exits:
@@ -273,6 +320,11 @@ def _consequence(exit_: Exit, failure: Exit) -> str:
 
 def _dated(exit_: Exit) -> str:
     return f"{exit_} at {time.strftime('%H:%M:%S', time.localtime(exit_.at))}"
+
+
+def _described(job: Job) -> str:
+    workers = _count(job.workers, "worker")
+    return f"a chief, {workers} and {_count(job.ps, 'parameter server')}" if job.ps else workers
 
 
 def _count(number: int, noun: str) -> str:

@@ -50,6 +50,7 @@ def test_names() -> None:
         *("began", "restored", "window", "epoch_ended", "saved", "save_failed", "quarantined"),
         *("preempted", "slow_replica", "update_left_out", "rolled_back", "diverged", "hung"),
         *("peer_lost", "finished", "started", "training", "failed", "again", "ended"),
+        "started_again",
     }
 
 

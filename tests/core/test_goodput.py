@@ -74,6 +74,18 @@ def test_killed() -> None:
     assert sum(secs.values()) == pytest.approx(whole(found)) == 28
 
 
+def test_worker_that_was_started_again_alone() -> None:
+    """It ends no attempt, and takes no time of the chief's."""
+    fits = [fit(window(103, 0, 0, "job", start_up=3), window(110, 70, 70, "job", step=7))]
+    again = events.StartedAgain("worker-1", "FAILED", 137, 1, 0.0, "worker-1 was killed")
+    told = [of_supervisor(99, events.Started(("chief-0", "worker-0", "worker-1", "ps-0"), (0, 1)))]
+    supervised = [*told, of_supervisor(105, again)]
+    assert goodput.spans(fits, supervised) == goodput.spans(fits, told)
+    assert goodput.attempts(fits, supervised) == goodput.attempts(fits, told)
+    [attempt] = goodput.attempts(fits, supervised)
+    assert (attempt.end, attempt.exit_code) == (None, None)
+
+
 @pytest.mark.parametrize(
     ("last", "category"),
     [

@@ -24,8 +24,8 @@ os.environ.update(hidden)
 
 contract = Supervised.from_env()
 tf_config = json.loads(os.environ.get("TF_CONFIG", "{}"))
-index = tf_config["task"]["index"] if tf_config else 0
-attempt, name = contract.attempt, f"worker-{index}"
+task, index = tf_config["task"].values() if tf_config else ("worker", 0)
+attempt, name = contract.attempt, f"{task}-{index}"
 
 def mark(text):
     with open(Path(__file__).with_name("marks"), "a") as file:
@@ -34,6 +34,10 @@ def mark(text):
 def train():
     for phase in (Phase.JOINED, Phase.FITTING, Phase.TRAINING):
         contract.report(name, phase)
+
+def serve():
+    contract.report(name, Phase.JOINED)
+    sleep()
 
 def complete():
     contract.report(name, Phase.COMPLETED)
@@ -45,6 +49,12 @@ def sleep():
 def await_training(*others):
     deadline = time.monotonic() + 20
     while any(contract.read(other) is None for other in others) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+def await_marks(text, count=1):
+    path, deadline = Path(__file__).with_name("marks"), time.monotonic() + 20
+    while not path.exists() or path.read_text().count(text) < count:
+        assert time.monotonic() < deadline, f"not marked {count} times: {text}"
         time.sleep(0.01)
 """
 
@@ -94,6 +104,15 @@ class Supervision:
         """Waits until the workers have marked `count` numbers: their pids."""
         await_until(lambda: len(self.marks()) >= count, f"{count} pids marked")
         return [int(mark) for mark in self.marks()]
+
+    def read_until(self, text: str) -> str:
+        """Waits for a line with `text` to be printed; what was printed since the last call."""
+        assert self.process.stdout is not None
+        lines: list[str] = []
+        while text not in "".join(lines[-1:]):
+            lines.append(self.process.stdout.readline())
+            assert lines[-1], f"ended without {text!r}: {''.join(lines)}"
+        return "".join(lines)
 
     def finish(self) -> tuple[int, str]:
         """The exit code and everything that was printed."""

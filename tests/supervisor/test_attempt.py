@@ -8,7 +8,8 @@ import pytest
 
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.supervised import Phase, Status
-from keras_distplug.supervisor.attempt import Cause, Exit, Limits, Outcome, earliest_first, judge
+from keras_distplug.supervisor.attempt import Limits, Outcome
+from keras_distplug.supervisor.exits import Cause, Exit, earliest_first, judge
 from keras_distplug.supervisor.group import Ended
 from keras_distplug.supervisor.restarts import Attempt, Budgets, End, decide
 from keras_distplug.supervisor.run import closing_report, recovery_report

@@ -46,8 +46,8 @@ def test_exit_code(group: Group) -> None:
     group.add("a", spawn(["sh", "-c", "exit 3"], os.environ))
     ended = wait_for_end(group)
     assert (ended.worker, ended.returncode) == ("a", 3)
-    assert not group.running
-    assert not group.living
+    assert not group.runs()
+    assert not group.lives()
 
 
 def test_what_a_command_leaves_behind(group: Group, tmp_path: Path) -> None:
@@ -55,8 +55,8 @@ def test_what_a_command_leaves_behind(group: Group, tmp_path: Path) -> None:
     group.add("a", spawn(["sh", "-c", f"setsid sleep 60 & echo $! > {tmp_path}/pid"], os.environ))
     pid = read_pid(tmp_path / "pid")
     assert wait_for_end(group).returncode == 0
-    assert not group.running
-    assert group.living
+    assert not group.runs()
+    assert group.lives()
     group.kill()
     assert is_dead(pid)
 

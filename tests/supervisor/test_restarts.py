@@ -8,7 +8,8 @@ from collections.abc import Mapping
 import pytest
 
 from keras_distplug.core.errors import ConfigurationError
-from keras_distplug.supervisor.attempt import Cause, Exit, Outcome
+from keras_distplug.supervisor.attempt import Outcome
+from keras_distplug.supervisor.exits import Cause, Exit
 from keras_distplug.supervisor.restarts import Again, Attempt, Budgets, End, decide
 
 ALL = (0, 1, 2)

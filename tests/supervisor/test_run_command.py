@@ -504,6 +504,17 @@ def test_no_tensorflow() -> None:
         (("run", "--workers", "1", "--max-preemptions", "-1", "--", "true"), "must be >= 0"),
         (("run", "--workers", "1", "--max-without-progress", "0", "--", "true"), "must be >= 1"),
         (("run", "--workers", "1", "--min-workers", "2", "--", "true"), "must be <= --workers (1)"),
+        (("run", "--workers", "1", "--ps", "-1", "--", "true"), "--ps must be >= 0. Received: -1"),
+        (("run", "--workers", "1", "--chief", "--", "true"), "Give their number with --ps"),
+        (("run", "--workers", "1", "--max-worker-restarts", "1", "--", "true"), "number with --ps"),
+        (
+            (*("run", "--workers", "1", "--ps", "1"), "--max-worker-restarts", "-1", "--", "true"),
+            "--max-worker-restarts must be >= 0. Received: -1",
+        ),
+        (
+            ("run", "--workers", "2", "--ps", "1", "--min-workers", "1", "--", "true"),
+            "leave --min-workers out",
+        ),
         (("run", "--workers", "1", "--log", "/no/such/folder/log", "--", "true"), "Give --log a"),
     ],
 )

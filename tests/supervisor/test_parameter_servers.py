@@ -1,0 +1,762 @@
+"""`keras-distplug run --ps`: who may die without whom, of a chief, workers and servers."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from supervision import Supervision, await_until, is_dead
+
+from keras_distplug.core.events import from_line
+from keras_distplug.core.summary import summary
+
+Start = Callable[..., Supervision]
+
+SERVE = """
+mark(f"{attempt} {name} {os.getpid()} {json.dumps(tf_config['cluster'])}")
+"""
+
+
+def started(job: Supervision) -> list[tuple[int, str, int, dict[str, list[str]]]]:
+    """Attempt, name, pid and cluster of each process, in the order of their starts."""
+    lines = [mark.split(" ", 3) for mark in job.marks() if mark.count(" ") >= 3]
+    return [(int(one[0]), one[1], int(one[2]), json.loads(one[3])) for one in lines]
+
+
+def logged(job: Supervision) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (job.folder / "events").read_text().splitlines()]
+
+
+def test_roles(start: Start) -> None:
+    """All know the same cluster and their own place in it; the job is done, and nobody left, once
+    the chief has completed training, though the others never end by themselves."""
+    job = start(
+        SERVE
+        + """
+print("hello")
+if task != "chief":
+    serve()
+await_training("worker-0", "worker-1", "ps-0", "ps-1")
+train()
+complete()
+""",
+        "--ps=2",
+        "--chief",
+        "--log=events",
+    )
+    code, printed = job.finish()
+    assert code == 0, printed
+    processes = started(job)
+    names = ["chief-0", "ps-0", "ps-1", "worker-0", "worker-1"]
+    assert sorted(name for _, name, _, _ in processes) == names
+    cluster = processes[0][3]
+    assert all(each[3] == cluster for each in processes)
+    assert {task: len(of) for task, of in cluster.items()} == {"chief": 1, "worker": 2, "ps": 2}
+    assert len({address for of in cluster.values() for address in of}) == 5
+    assert all(is_dead(pid) for _, _, pid, _ in processes)
+    assert all(f"[{name}] hello\n" in printed for name in names)
+    assert "starting a chief, 2 workers and 2 parameter servers: " in printed
+    assert "chief-0 completed training in " in printed
+    assert "0 restarts\n" in printed
+    assert not any("woke up" in mark for mark in job.marks())
+    events = logged(job)
+    assert [each["event"] for each in events] == ["started", "training", "ended"]
+    assert events[0]["workers"] == ["chief-0", "worker-0", "worker-1", "ps-0", "ps-1"]
+    assert events[0]["slots"] == [0, 1]
+
+
+def test_devices(start: Start) -> None:
+    """GPUs, and `--devices-per-worker`, are the workers'."""
+    job = start(
+        """
+mark(f"{name} {contract.devices_per_worker} {os.environ['CUDA_VISIBLE_DEVICES']}")
+if task != "chief":
+    serve()
+await_marks("-", 4)
+train()
+complete()
+""",
+        "--ps=1",
+        "--devices-per-worker=2",
+        CUDA_VISIBLE_DEVICES="4,5,6,7",
+    )
+    code, printed = job.finish()
+    assert code == 0, printed
+    assert sorted(job.marks()) == [
+        *("chief-0 None ", "ps-0 None ", "worker-0 2 4,5", "worker-1 2 6,7"),
+    ]
+
+
+DEATHS = {
+    "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL", 137),
+    "SIGTERM": ("os.kill(os.getpid(), signal.SIGTERM)", "was killed by SIGTERM", 143),
+    "SIGSEGV": ("os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV", 139),
+    "an error": ("raise ValueError('no')", "exited with code 1", 1),
+    "a lost chief": ("os._exit(201)", "left because it lost another worker (exit code 201)", 201),
+    "code 0": ("sys.exit(0)", "left while the chief needed it (exit code 0)", 1),
+    "completed": ("complete(); sys.exit(0)", "left while the chief needed it (exit code 0)", 1),
+}
+
+
+@pytest.mark.parametrize("death", DEATHS)
+def test_worker_that_dies(start: Start, death: str) -> None:
+    """A worker that dies is started again alone, with the same part, and the others go on."""
+    action, told, exit_code = DEATHS[death]
+    job = start(
+        SERVE
+        + f"""
+if name == "worker-1" and not Path(__file__).with_name("dead").exists():
+    contract.report(name, Phase.JOINED)
+    await_training("chief-0")
+    Path(__file__).with_name("dead").touch()
+    mark("fault")
+    {action}
+if task != "chief":
+    serve()
+train()
+await_marks("told")
+complete()
+""",
+        "--ps=1",
+        "--log=events",
+    )
+    before = job.read_until("worker-1 has joined again, ")
+    with (job.folder / "marks").open("a") as marks:
+        marks.write("told\n")
+    code, printed = job.finish()
+    printed = before + printed
+    assert code == 0, printed
+    assert job.marks().count("fault") == 1
+    processes = started(job)
+    starts = Counter((attempt, name) for attempt, name, _, _ in processes)
+    assert starts == {(0, "chief-0"): 1, (0, "worker-0"): 1, (0, "worker-1"): 2, (0, "ps-0"): 1}
+    assert len({json.dumps(cluster) for _, _, _, cluster in processes}) == 1
+    assert all(is_dead(pid) for _, _, pid, _ in processes)
+    assert f"worker-1 {told}; the others go on; restart 1 of a worker alone\n" in printed
+    assert "0 restarts, 1 restart of workers alone\n" in printed
+    assert "stopping all" not in printed
+    events = logged(job)
+    assert [each["event"] for each in events] == ["started", "training", "started_again", "ended"]
+    again = events[2]
+    assert (again["worker"], again["exit_code"], again["times"]) == ("worker-1", exit_code, 1)
+    assert again["what"].startswith(f"worker-1 {told}; restart 1 of a worker alone")
+
+
+def test_workers_that_die_again_and_again(start: Start) -> None:
+    """Workers may die more often than a job is started again, as long as there are checkpoints."""
+    job = start(
+        """
+if task == "ps":
+    serve()
+if task == "worker":
+    contract.report(name, Phase.JOINED)
+    await_training("chief-0")
+    mark(f"death of {name}")
+    os.kill(os.getpid(), signal.SIGKILL)
+train()
+for step in range(1, 10):
+    await_marks("death", 2 * step)
+    contract.saved("run-0001", step)
+complete()
+""",
+        "--ps=1",
+        "--max-restarts=0",
+        "--max-worker-restarts=6",
+    )
+    code, printed = job.finish()
+    assert code == 0, printed
+    assert sum("death of" in mark for mark in job.marks()) >= 18
+    assert "restart 16 of a worker alone" in printed, "the last two may not be told any more"
+    assert "pause" not in printed
+
+
+def test_budget_of_workers(start: Start) -> None:
+    """When workers have died too often without a newer checkpoint, the job ends, and the report
+    names the worker and the budget."""
+    job = start(
+        """
+if task == "worker" and index == 1:
+    contract.report(name, Phase.JOINED)
+    await_training("chief-0")
+    mark("fault")
+    sys.exit(7)
+mark(os.getpid())
+if task != "chief":
+    serve()
+train()
+sleep()
+""",
+        "--ps=1",
+        "--max-worker-restarts=2",
+        "--log=events",
+    )
+    code, printed = job.finish()
+    assert code == 7, printed
+    assert job.marks().count("fault") == 3
+    pids = [int(mark) for mark in job.marks() if mark != "fault"]
+    assert len(pids) == 3
+    assert all(is_dead(pid) for pid in pids)
+    why = "gave up: workers were started again 2 times without a newer checkpoint "
+    assert f"{why}(--max-worker-restarts); exit code 7" in printed
+    assert "first failure: worker-1 exited with code 7 at " in printed
+    assert "then: chief-0 was ended by the supervisor (SIGTERM)" in printed
+    assert "restart 1 of 10" not in printed
+    assert [each["event"] for each in logged(job)] == [
+        *("started", "training", "started_again", "started_again", "failed", "ended"),
+    ]
+
+
+def test_worker_that_never_joins(start: Start) -> None:
+    """What ends before it has joined is started again behind pauses that grow. A signal to the
+    supervisor is heard in one."""
+    job = start(
+        """
+if name == "worker-0":
+    mark("fault")
+    sys.exit("no such file")
+if task != "chief":
+    serve()
+await_training("worker-1", "ps-0")
+train()
+sleep()
+""",
+        "--ps=1",
+    )
+    await_until(lambda: job.marks().count("fault") == 3, "three starts")
+    before = job.read_until("pause of 2 s")
+    assert before.count("[worker-0] no such file\n") == 3, "last words stand before"
+    job.process.terminate()
+    code, printed = job.finish()
+    assert code == 143, printed
+    assert "restart 2 of a worker alone, behind a pause of 1 s" in before
+    assert "ended by SIGTERM to the supervisor: " in printed
+    assert job.marks().count("fault") == 3
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "why"),
+    [("sys.exit(93)", 93, "it would fail in the same way"), ("os._exit(130)", 130, "ctrl-C")],
+)
+def test_worker_that_is_not_to_be_started_again(
+    start: Start, failure: str, code: int, why: str
+) -> None:
+    """A worker that says that it is not to be started again ends the job."""
+    job = start(
+        f"""
+if name == "worker-1":
+    mark("fault")
+    {failure}
+serve() if task != "chief" else sleep()
+""",
+        "--ps=1",
+    )
+    returned, printed = job.finish()
+    assert returned == code, printed
+    assert job.marks() == ["fault"]
+    assert f"not started again, for {why}" in printed.replace("it was the user's ", "")
+    assert "first failure: worker-1 " in printed
+
+
+def test_what_a_worker_leaves_behind(start: Start, tmp_path: Path) -> None:
+    """Before a worker is started again nothing lives that it has started, in whatever session it
+    hides: it would still have the port."""
+    job = start(
+        """
+import socket
+if task == "worker":
+    host, port = tf_config["cluster"]["worker"][index].split(":")
+    listener = socket.socket()
+    try:
+        listener.bind((host, int(port)))
+        listener.listen()
+    except OSError as error:
+        mark(f"no port: {error}")
+        sys.exit(3)
+    mark(f"{name} listens {os.getpid()} {os.getppid()}")
+    if name == "worker-1":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if task != "chief":
+    serve()
+await_marks("listens", 2)
+train()
+[line] = [each for each in Path(__file__).with_name("marks").read_text().splitlines()
+          if each.startswith("worker-1 listens")]
+mark("fault")
+os.kill(int(line.split()[3]), signal.SIGKILL)  # the shell, whose child lives on
+await_marks("worker-1 listens", 2)
+complete()
+""",
+        "--ps=1",
+        command=("bash", "-c", f"{sys.executable} {tmp_path / 'train.py'}; exit $?"),
+    )
+    code, printed = job.finish()
+    assert code == 0, printed
+    assert job.marks().count("fault") == 1
+    assert not [mark for mark in job.marks() if "no port" in mark]
+    first, second = (int(mark.split()[2]) for mark in job.marks() if "worker-1 listens" in mark)
+    assert first != second
+    assert is_dead(first)
+    assert is_dead(second)
+    assert "worker-1 was killed by SIGKILL; the others go on" in printed
+
+
+def test_ps_that_dies(start: Start) -> None:
+    """A parameter server that dies ends the attempt, and all start again on new ports."""
+    job = start(
+        SERVE
+        + """
+if attempt == 0 and task == "ps":
+    contract.report(name, Phase.JOINED)
+    await_training("chief-0")
+    contract.saved("run-0001", 20)
+    mark("fault")
+    os.kill(os.getpid(), signal.SIGKILL)
+if task != "chief":
+    serve()
+await_training("worker-0", "worker-1")
+train()
+if attempt == 0:
+    sleep()
+complete()
+""",
+        "--ps=1",
+        "--log=events",
+    )
+    code, printed = job.finish()
+    assert code == 0, printed
+    assert job.marks().count("fault") == 1
+    processes = started(job)
+    assert Counter(attempt for attempt, _, _, _ in processes) == {0: 4, 1: 4}
+    ports = [{each for of in cluster.values() for each in of} for _, _, _, cluster in processes]
+    assert not ports[0] & ports[-1]
+    assert all(is_dead(pid) for _, _, pid, _ in processes)
+    assert "ps-0 was killed by SIGKILL; stopping all processes\n" in printed
+    assert "restart 1 of 10\n" in printed
+    recovery = [line for line in printed.splitlines() if "training again" in line]
+    assert len(recovery) == 1
+    assert "after ps-0 was killed by SIGKILL: stop " in recovery[0]
+    assert "first step " in recovery[0]
+    assert "chief-0 completed training in " in printed
+    assert [each["event"] for each in logged(job)] == [
+        *("started", "training", "failed", "again", "started", "training", "ended"),
+    ]
+
+
+@pytest.mark.parametrize("first", ["ps", "chief"])
+def test_chief_that_leaves_for_a_lost_ps(start: Start, first: str) -> None:
+    """The cause is the parameter server, also if the chief's end is seen before that one's."""
+    job = start(
+        f"""
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+first = {first!r}
+if task == "worker":
+    serve()
+if task == "ps":
+    contract.report(name, Phase.JOINED)
+    await_training("chief-0")
+    if first == "chief":
+        await_marks("chief left")
+    mark("ps died")
+    os._exit(3)
+await_training("worker-0", "worker-1", "ps-0")
+train()
+if first == "ps":
+    await_marks("ps died")
+mark("chief left")
+os._exit(201)
+""",
+        "--ps=1",
+        "--max-restarts=0",
+    )
+    code, printed = job.finish()
+    assert code == 3, printed
+    assert "first failure: ps-0 exited with code 3 at " in printed
+    assert "gave up after 0 restarts; exit code 3" in printed
+    assert job.marks()[:1] == ["ps died" if first == "ps" else "chief left"]
+
+
+@pytest.mark.parametrize("death", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(4)"])
+def test_chief_that_dies(start: Start, death: str) -> None:
+    """A chief that dies ends the attempt; those who serve are ended, and all start again. One that
+    leaves without having completed training is the same."""
+    job = start(
+        SERVE
+        + f"""
+if task != "chief":
+    serve()
+await_training("worker-0", "worker-1", "ps-0")
+train()
+if attempt == 0:
+    mark("fault")
+    {death}
+if attempt == 1:
+    mark("fault")
+    sys.exit(0)
+complete()
+""",
+        "--ps=1",
+    )
+    code, printed = job.finish()
+    assert code == 0, printed
+    assert job.marks().count("fault") == 2
+    assert Counter(name for _, name, _, _ in started(job)) == dict.fromkeys(
+        ("chief-0", "worker-0", "worker-1", "ps-0"), 3
+    )
+    assert "chief-0 left without completing training (exit code 0); stopping" in printed
+    assert "restart 2 of 10" in printed
+    assert "of workers alone" not in printed
+
+
+@pytest.mark.parametrize(
+    ("leaving", "code", "told"),
+    [
+        ("sys.exit(93)", 93, "not started again, for it would fail in the same way"),
+        ("os._exit(130)", 130, "not started again, for it was the user's ctrl-C"),
+        ("os._exit(8)", 8, "gave up after 0 restarts; exit code 8"),
+    ],
+)
+def test_chief_that_leaves(start: Start, leaving: str, code: int, told: str) -> None:
+    """What the chief ends with is the job's, and the ends of those who served are no failures."""
+    job = start(
+        f"""
+mark(os.getpid())
+if task != "chief":
+    serve()
+await_training("worker-0", "worker-1", "ps-0")
+train()
+{leaving}
+""",
+        "--ps=1",
+        "--max-restarts=0",
+    )
+    returned, printed = job.finish()
+    assert returned == code, printed
+    assert told in printed
+    assert "first failure: chief-0 " in printed
+    assert all(is_dead(pid) for pid in job.pids(4))
+
+
+def test_preempted_chief(start: Start) -> None:
+    """A chief that was told to go, and has saved, is no failure, and those who serve it are told
+    then; all start again."""
+    job = start(
+        """
+def end(number, frame):
+    mark(f"{name} ends")
+    os._exit(0)
+
+signal.signal(signal.SIGTERM, end)
+if task != "chief":
+    serve()
+await_training("worker-0", "worker-1", "ps-0")
+train()
+if attempt == 0:
+    contract.report(name, Phase.PREEMPTED)
+    mark("saved")
+    os._exit(143)
+complete()
+""",
+        "--ps=1",
+        "--max-restarts=0",
+    )
+    code, printed = job.finish()
+    assert code == 0, printed
+    marks = job.marks()
+    assert marks[0] == "saved"
+    assert sorted(marks[1:]) == sorted([*["ps-0 ends", "worker-0 ends", "worker-1 ends"] * 2])
+    assert "chief-0 was told to go, and has saved\n" in printed
+    assert "starting again\n" in printed
+    assert "of workers alone" not in printed
+
+
+def test_signal_to_the_supervisor(start: Start) -> None:
+    """A signal to the supervisor reaches the chief, and those who serve it once it has saved."""
+    job = start(
+        """
+def end(number, frame):
+    if task == "chief":
+        time.sleep(0.5)
+        for server in ("worker-0", "worker-1", "ps-0"):
+            os.kill(int(contract.read(server).why), 0)
+        mark("saved")
+        contract.report(name, Phase.PREEMPTED)
+        os._exit(143)
+    mark(f"{name} ends")
+    os._exit(0)
+
+signal.signal(signal.SIGTERM, end)
+if task != "chief":
+    contract.report(name, Phase.JOINED, str(os.getpid()))
+    sleep()
+await_training("worker-0", "worker-1", "ps-0")
+train()
+mark("trains")
+sleep()
+""",
+        "--ps=1",
+    )
+    await_until(lambda: job.marks() == ["trains"], "training")
+    job.process.terminate()
+    code, printed = job.finish()
+    assert code == 143, printed
+    assert job.marks()[1] == "saved"
+    assert sorted(job.marks()[2:]) == ["ps-0 ends", "worker-0 ends", "worker-1 ends"]
+    assert "ended by SIGTERM to the supervisor: chief-0 exited with code 143; " in printed
+
+
+def test_second_signal(start: Start) -> None:
+    """A second signal to the supervisor kills all at once."""
+    job = start(
+        """
+signal.signal(signal.SIGINT, lambda *_: mark("heard"))
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if task != "chief":
+    serve()
+await_training("worker-0", "worker-1", "ps-0")
+train()
+mark("trains")
+while True:
+    time.sleep(1)
+""",
+        "--ps=1",
+        "--grace=1000",
+    )
+    await_until(lambda: job.marks() == ["trains"], "training")
+    job.process.send_signal(signal.SIGINT)
+    await_until(lambda: job.marks() == ["trains", "heard"], "the chief, and nobody else, has heard")
+    job.process.send_signal(signal.SIGINT)
+    code, printed = job.finish()
+    assert code == 130, printed
+    assert "ps-0 was ended by the supervisor (SIGKILL)" in printed
+
+
+def test_server_that_ignores_sigterm(start: Start) -> None:
+    """Who does not end when the chief is done is killed, and that is no failure. Neither is a
+    worker that has died just before, or that cannot be started again any more."""
+    job = start(
+        """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+mark(os.getpid())
+if task != "chief":
+    contract.report(name, Phase.JOINED, str(os.getpid()))
+    sleep()
+await_training("worker-0", "worker-1", "ps-0")
+train()
+os.kill(int(contract.read("worker-1").why), signal.SIGKILL)
+mark("fault")
+complete()
+""",
+        "--ps=1",
+    )
+    code, printed = job.finish()
+    assert code == 0, printed
+    assert job.marks().count("fault") == 1
+    assert all(is_dead(int(mark)) for mark in job.marks() if mark != "fault")
+    assert "chief-0 completed training" in printed
+
+
+def test_ps_that_dies_with_the_completion(start: Start) -> None:
+    """Completed training is the chief's: a parameter server that is found dead in the same look is
+    no failure."""
+    job = start(
+        """
+mark(f"{name} {os.getpid()}")
+if task != "chief":
+    contract.report(name, Phase.JOINED, str(os.getpid()))
+    sleep()
+await_training("worker-0", "worker-1", "ps-0")
+train()
+await_marks("told")
+os.kill(int(contract.read("ps-0").why), signal.SIGKILL)
+mark("fault")
+complete()
+""",
+        "--ps=1",
+    )
+    await_until(lambda: len(job.marks()) == 4, "all have begun")
+    pids = {name: int(pid) for name, pid in (mark.split() for mark in job.marks())}
+    job.process.send_signal(signal.SIGSTOP)  # it then sees both at once
+    with (job.folder / "marks").open("a") as marks:
+        marks.write("told\n")
+    await_until(lambda: is_dead(pids["ps-0"]) and is_dead(pids["chief-0"]), "both are dead")
+    job.process.send_signal(signal.SIGCONT)
+    code, printed = job.finish()
+    assert code == 0, printed
+    assert job.marks().count("fault") == 1
+    assert "chief-0 completed training in " in printed
+    assert "0 restarts\n" in printed
+    assert all(is_dead(pid) for pid in pids.values())
+
+
+def test_missing_ps(start: Start) -> None:
+    """A parameter server that does not join in time is a failure that names it, and not the chief,
+    which waits for it."""
+    job = start(
+        """
+if task == "worker":
+    serve()
+sleep()
+""",
+        "--ps=1",
+        "--startup-timeout=2",
+        "--max-restarts=0",
+    )
+    code, printed = job.finish()
+    assert code == 124, printed
+    assert (
+        "first failure: ps-0 has not joined the cluster within 2 s (--startup-timeout)" in printed
+    )
+    assert "chief-0 has not joined" not in printed
+
+
+def test_missing_worker(start: Start) -> None:
+    """A worker that does not join in time is ended, and started again alone."""
+    job = start(
+        """
+if name == "worker-1" and not Path(__file__).with_name("dead").exists():
+    Path(__file__).with_name("dead").touch()
+    mark(f"fault {os.getpid()}")
+    sleep()
+if task != "chief":
+    serve()
+await_training("worker-0", "worker-1", "ps-0")
+train()
+complete()
+""",
+        "--ps=1",
+        "--startup-timeout=6",
+        "--max-restarts=0",
+    )
+    code, printed = job.finish()
+    assert code == 0, printed
+    [fault] = job.marks()
+    assert is_dead(int(fault.split()[1]))
+    late = "worker-1 has not joined the cluster within 6 s (--startup-timeout)"
+    assert f"{late}; the others go on; restart 1 of a worker alone" in printed
+    assert "has not joined" not in printed.replace(late, "", 1)
+
+
+def test_worker_without_a_sign_of_life(start: Start) -> None:
+    """A worker that is stopped is ended, and started again alone; a parameter server ends the
+    attempt."""
+    job = start(
+        """
+from keras_distplug.cluster import pulse
+if task == "ps":
+    contract.report(name, Phase.JOINED)
+    pulse.begin()
+    await_marks("worker-1 stops")
+    await_marks("worker-1 is back")
+    if attempt == 0:
+        mark("ps-0 stops")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    sleep()
+if name == "worker-1":
+    contract.report(name, Phase.JOINED)
+    pulse.begin()
+    if not Path(__file__).with_name("dead").exists():
+        Path(__file__).with_name("dead").touch()
+        while not contract.pulse_of(name).exists():
+            time.sleep(0.01)
+        mark("worker-1 stops")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    mark("worker-1 is back")
+    sleep()
+if task == "worker":
+    serve()
+await_training("worker-0", "worker-1", "ps-0")
+train()
+if attempt == 0:
+    sleep()
+complete()
+""",
+        "--ps=1",
+        "--unresponsive-timeout=4",
+    )
+    code, printed = job.finish()
+    assert code == 0, printed
+    assert job.marks()[:3] == ["worker-1 stops", "worker-1 is back", "ps-0 stops"]
+    silent = "has given no sign of life for 4 s, its process: T (stopped) (--unresponsive-timeout)"
+    assert f"worker-1 {silent}; the others go on; restart 1 of a worker alone" in printed
+    assert f"ps-0 {silent}; stopping all processes" in printed
+
+
+def test_spares(start: Start) -> None:
+    """A spare takes the place of a worker that has died, and another one comes in its place."""
+    job = start(
+        """
+from keras_distplug.cluster import spare
+if spare.is_here():
+    mark(f"{os.getpid()} waits")
+    spare.wait_for_part()
+    contract = Supervised.from_env()
+    attempt, (task, index) = contract.attempt, json.loads(os.environ["TF_CONFIG"])["task"].values()
+    name = f"{task}-{index}"
+    mark(f"{os.getpid()} is {name}")
+elif name == "worker-0":
+    contract.report(name, Phase.JOINED)
+    await_marks("waits", 4)
+    mark("fault")
+    os.kill(os.getpid(), signal.SIGKILL)
+if task != "chief":
+    serve()
+await_training("worker-0", "worker-1", "ps-0")
+train()
+await_marks("waits", 5)
+complete()
+""",
+        "--ps=1",
+        "--warm-spares",
+    )
+    before = job.read_until("worker-0 has joined again, ")
+    code, printed = job.finish()
+    assert code == 0, before + printed
+    marks = job.marks()
+    assert marks.count("fault") == 1
+    waited = {int(mark.split()[0]) for mark in marks if mark.endswith("waits")}
+    assert len(waited) == 5
+    assert all(is_dead(pid) for pid in waited)
+    [taken] = [mark for mark in marks if " is " in mark]
+    assert taken.endswith("is worker-0")
+    assert int(taken.split()[0]) in waited
+
+
+def test_log_is_read(start: Start) -> None:
+    """Who reads the log finds a worker that was started again among the incidents, each time."""
+    job = start(
+        """
+Path(__file__).with_name("marks").touch()
+if task != "chief":
+    contract.report(name, Phase.JOINED)
+    if name == "worker-0" and Path(__file__).with_name("marks").read_text().count("fault") < 2:
+        await_training("chief-0")
+        mark("fault")
+        os.kill(os.getpid(), signal.SIGKILL)
+    sleep()
+train()
+await_marks("told")
+complete()
+""",
+        "--ps=1",
+        "--log=events",
+    )
+    job.read_until("restart 2 of a worker alone")
+    with (job.folder / "marks").open("a") as marks:
+        marks.write("told\n")
+    code, printed = job.finish()
+    assert code == 0, printed
+    assert job.marks().count("fault") == 2
+    entries = [from_line(line) for line in (job.folder / "events").read_text().splitlines()]
+    supervised = [entry for entry in entries if entry is not None]
+    assert len(supervised) == len(entries)
+    shown = summary("run-0001", [], supervised, supervised[-1].at)
+    assert [(each["kind"], each["what"]) for each in shown["incidents"]] == [
+        ("started_again", f"worker-0 was killed by SIGKILL; restart {times} of a worker alone")
+        for times in (1, 2)
+    ]

@@ -1,0 +1,140 @@
+"""When a worker is started again alone, and when it is given up; who has not joined in time."""
+
+from __future__ import annotations
+
+from math import inf
+from pathlib import Path
+
+import pytest
+
+from keras_distplug.core.supervised import Phase, Supervised
+from keras_distplug.supervisor.joining import Joining
+from keras_distplug.supervisor.launch import local_cluster
+from keras_distplug.supervisor.members import Members
+from keras_distplug.supervisor.replacing import Death, GiveUp, Replace, decide
+
+
+def death(
+    worker: int = 0, *, has_joined: bool = False, was_killed: bool = False, **saves: int
+) -> Death:
+    return Death(f"worker-{worker}", has_joined, was_killed, saves)
+
+
+SERVED = death(has_joined=True)
+STILLBORN = death()
+KILLED = death(was_killed=True)
+OTHER = death(1)
+GROUP = Members.of(local_cluster(range(4), ps=1))
+
+
+def test_members() -> None:
+    """Beside parameter servers the chief trains alone, and workers can be done without."""
+    assert GROUP.names == ("chief-0", "worker-0", "worker-1", "ps-0")
+    assert GROUP.trainers == ("chief-0",)
+    assert GROUP.replaceable == ("worker-0", "worker-1")
+    together = Members.of(local_cluster(range(2)))
+    assert together.trainers == together.names == ("worker-0", "worker-1")
+    assert together.servers == together.replaceable == ()
+
+
+def test_pauses() -> None:
+    """The pause doubles with the ends of one worker that it had not joined before; one that had
+    joined is started again at once."""
+    found = [decide([STILLBORN] * count, 99) for count in range(1, 10)]
+    assert [each.pause_secs for each in found if isinstance(each, Replace)] == [
+        *(0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0)
+    ]
+    assert decide([SERVED] * 50, 99) == Replace(0.0)
+    assert decide([STILLBORN] * 5 + [SERVED], 99) == Replace(0.0)
+    assert decide([STILLBORN, OTHER] * 2, 99) == Replace(1.0)
+    assert decide([KILLED] * 50, 99) == Replace(0.0)
+    assert decide([STILLBORN, KILLED, STILLBORN], 99) == Replace(1.0)
+    assert decide([STILLBORN, STILLBORN, KILLED], 99) == Replace(0.0)
+
+
+def test_never_joined() -> None:
+    """One that ends ten times in a row before it has joined is given up, with 93."""
+    assert decide([STILLBORN] * 10, 99) == GiveUp(
+        "gave up: worker-0 ended 10 times in a row before it had joined the cluster", 93
+    )
+    assert isinstance(decide([STILLBORN, OTHER] * 9, 99), Replace)
+    assert isinstance(decide([STILLBORN] * 9 + [SERVED] + [STILLBORN], 99), Replace)
+
+
+@pytest.mark.parametrize(("budget", "often"), [(0, "0 times"), (1, "once"), (3, "3 times")])
+def test_budget(budget: int, often: str) -> None:
+    """All workers have one budget, and the code is then that of the last one."""
+    deaths = [SERVED, death(1, has_joined=True)] * 2
+    assert decide(deaths[: budget + 1], budget) == GiveUp(
+        f"gave up: workers were started again {often} without a newer checkpoint "
+        "(--max-worker-restarts)"
+    )
+    assert all(decide(deaths[:count], budget) == Replace(0.0) for count in range(1, budget + 1))
+
+
+def test_progress() -> None:
+    """A newer checkpoint forgives what was before; the same one again does not."""
+
+    assert decide([death(a=10)] * 4, 9) == Replace(4.0)
+    assert decide([*[death(a=10)] * 4, death(a=11)], 3) == Replace(0.0)
+    assert decide([*[death(a=10)] * 4, death(b=1)], 3) == Replace(0.0)
+    assert isinstance(decide([*[death(a=10)] * 3, death(a=10)], 3), GiveUp)
+    assert decide([STILLBORN, STILLBORN, death(a=1)], 9) == Replace(0.0), "newer than none"
+    forever = [death(a=step // 3) for step in range(300)]
+    assert all(isinstance(decide(forever[:end], 3), Replace) for end in range(1, 300))
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def contract(tmp_path: Path) -> Supervised:
+    return Supervised("job", 0, tmp_path)
+
+
+def test_late_workers(contract: Supervised) -> None:
+    """Workers that train together have one time to join, and each that has not is told once."""
+    clock = Clock()
+    joining = Joining(contract, Members(("worker-0", "worker-1")), 3.0, clock)
+    assert joining.due == 103.0
+    contract.report("worker-0", Phase.JOINED)
+    clock.now = 102.9
+    assert joining.late() == []
+    clock.now = 103.0
+    assert joining.late() == ["worker-1"]
+    assert joining.late() == []
+    assert joining.due == inf
+
+
+def test_single_worker(contract: Supervised) -> None:
+    """It has no cluster to join."""
+    clock = Clock()
+    joining = Joining(contract, Members(("worker-0",)), 3.0, clock)
+    clock.now = 999.0
+    assert joining.late() == []
+
+
+def test_chief_joins_last(contract: Supervised) -> None:
+    """A chief's time begins when all that serve it have joined, and it is not blamed for them."""
+    clock = Clock()
+    joining = Joining(contract, GROUP, 3.0, clock)
+    contract.report("ps-0", Phase.JOINED)
+    contract.report("worker-0", Phase.JOINED)
+    clock.now = 103.5
+    assert joining.late() == ["worker-1"]
+    joining.await_start("worker-1")
+    clock.now = 200.0
+    assert joining.late() == []
+    joining.expect("worker-1")
+    assert joining.due == 203.0
+    clock.now = 202.0
+    assert joining.late() == []
+    contract.report("worker-1", Phase.JOINED)
+    assert joining.late() == []
+    assert joining.due == 205.0, "three seconds from when it was last seen to be missing"
+    clock.now = 205.0
+    assert joining.late() == ["chief-0"]
