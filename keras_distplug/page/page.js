@@ -257,7 +257,12 @@ function focusable(main) {
 function render(main, runs) {
   const focused = focusable(main).indexOf(document.activeElement);
   const shown = runs.map((run) => {
-    const made = element("article", { "data-run": run.name }, element("h1", {}, run.name || "run"), headline(run));
+    const made = element("article", { "data-run": run.name }, element("h1", {}, run.name || "run"));
+    if (run.error) {
+      made.append(element("p", { class: "problem" }, `This run cannot be shown. ${run.error}`));
+      return made;
+    }
+    made.append(headline(run));
     if (run.attempts.length) {
       made.append(area(run), attempts(run), heat(run), ranking(run), checkpoints(run), incidents(run));
     }

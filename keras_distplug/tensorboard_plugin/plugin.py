@@ -11,6 +11,7 @@ from typing import Any
 
 from tensorboard.backend import http_util
 from tensorboard.plugins import base_plugin
+from tensorboard.util import tb_logging
 from werkzeug import wrappers
 
 from keras_distplug import page
@@ -22,6 +23,7 @@ from keras_distplug.storage.run_log import Reader, find
 from keras_distplug.tensorboard_plugin.folders import folders_of
 
 NAME = "distplug"
+_logger = tb_logging.get_logger()
 _LOOK_SECS = 30.0  # between looks at checkpoints
 
 
@@ -43,6 +45,7 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         self._folders = folders_of(context.flags)
         self._readers: dict[tuple[str, str], Reader] = {}
         self._states: dict[tuple[str, str], tuple[float, Mapping[int, str] | None]] = {}
+        self._told: set[str] = set()  # what was said of runs that cannot be shown
 
     def get_plugin_apps(self) -> Mapping[str, Callable[..., Any]]:
         return {"/index.js": self._module, "/runs": self._runs}
@@ -84,10 +87,20 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         shown, now = [], time.time()
         for name, files, path in self._logs():
             label = "/".join(part for part in (name, path) if part)
-            key = files.where(), path
-            reader = self._readers.setdefault(key, Reader(files, path))
-            run = summary(label, *reader.read(), now, self._states_of(key, files))
-            del run["now"]  # so that nothing is drawn anew while there is no news
-            shown.append(run)
+            try:
+                shown.append(self._run(label, files, path, now))
+            except Exception as error:
+                # One run that cannot be shown, for whatever reason, hides no other one.
+                shown.append({"name": label, "error": f"{type(error).__name__}: {error}"})
+                if label not in self._told:
+                    _logger.warning("The run %r cannot be shown.", label, exc_info=True)
+                self._told.add(label)
         text = json.dumps(shown, allow_nan=False)
         return http_util.Respond(request, text, "application/json")
+
+    def _run(self, label: str, files: Files, path: str, now: float) -> dict[str, Any]:
+        key = files.where(), path
+        reader = self._readers.setdefault(key, Reader(files, path))
+        run = summary(label, *reader.read(), now, self._states_of(key, files))
+        del run["now"]  # so that nothing is drawn anew while there is no news
+        return run

@@ -103,6 +103,19 @@ def test_folder_that_is_none(tmp_path: Path) -> None:
     assert len(shown(asked)) == 1
 
 
+def test_run_that_cannot_be_read(tmp_path: Path) -> None:
+    """It is shown with what is wrong with it, and the others as they are."""
+    for run in ("run-0001", "run-0002", "run-0003"):
+        put(tmp_path, run)
+    (tmp_path / "run-0002" / "log" / "worker-9.jsonl").mkdir()
+    asked = plugin(logdir=str(tmp_path), logdir_spec="")
+    for _ in range(2):
+        first, second, third = shown(asked)
+        assert first["state"] == third["state"] == "finished"
+        assert second["name"] == "run-0002"
+        assert second["error"].startswith("IsADirectoryError: ")
+
+
 @pytest.mark.parametrize(
     ("flags", "folders"),
     [
