@@ -43,10 +43,9 @@ class Shown(HTMLParser):
             self.legend.append("")
 
     def handle_data(self, data: str) -> None:
-        here = self._open[-1] if self._open else ""
-        if here in ("td", "th"):
+        if "td" in self._open[-3:] or "th" in self._open[-3:]:
             self.tables[self._name][-1][-1] += data
-        if here in ("dt", "dd"):
+        if "dt" in self._open[-2:] or "dd" in self._open[-2:]:
             self.cards[-1] += data
         if "li" in self._open[-4:]:
             self.legend[-1] += data
