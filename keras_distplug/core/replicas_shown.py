@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,9 +46,9 @@ def heat(fits: Sequence[Fit], begin: float, end: float) -> dict[str, Any]:
                 ):
                     if value is None:
                         continue
-                    cells = found[what].setdefault(each.replica, [])
-                    if not cells:
-                        cells += [_NOTHING] * BINS
+                    cells = found[what].get(each.replica)
+                    if cells is None:
+                        cells = found[what][each.replica] = [_NOTHING] * BINS
                     for number in range(first, last + 1):
                         if cells[number] < value:
                             cells[number] = value
@@ -115,16 +114,19 @@ def ranking(fits: Sequence[Fit]) -> list[dict[str, Any]]:
         return []
     session = max(fits, key=lambda fit: fit.begins_at).began.session
     group = [fit for fit in fits if fit.began.session == session]
-    recent: dict[int, deque[_Taken]] = {}
+    recent: dict[int, list[_Taken]] = {}
     where: dict[int, tuple[int, str]] = {}
     for fit in group:
-        for entry in fit.entries:
-            if not isinstance(entry.event, Window):
-                continue
-            for each in entry.event.replicas:
+        windows = [
+            entry.event
+            for entry in fit.entries
+            if isinstance(entry.event, Window) and entry.event.replicas
+        ]
+        for window in windows[-_RECENT:]:
+            for each in window.replicas:
                 where[each.replica] = fit.began.rank, f"{fit.source} on {fit.began.host}"
-                taken = _Taken(entry.event.steps, each.compute_s, entry.event.input_s, each.sync_s)
-                recent.setdefault(each.replica, deque(maxlen=_RECENT)).append(taken)
+                taken = _Taken(window.steps, each.compute_s, window.input_s, each.sync_s)
+                recent.setdefault(each.replica, []).append(taken)
     means = {replica: _mean(taken) for replica, taken in recent.items()}
     own = {replica: mean.compute_s + (mean.input_s or 0.0) for replica, mean in means.items()}
     told = _told_slow(group)
@@ -146,7 +148,7 @@ def ranking(fits: Sequence[Fit]) -> list[dict[str, Any]]:
                 "told": sorted(causes),
             }
         )
-    return sorted(found, key=lambda each: float(each["score"]))[:_MOST_ROWS]
+    return sorted(found, key=lambda each: own[each["replica"]], reverse=True)[:_MOST_ROWS]
 
 
 @dataclass(frozen=True)

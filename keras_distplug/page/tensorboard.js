@@ -2,6 +2,7 @@
 const EVERY_MS = 5000;
 
 function followTheme() {
+  if (window.parent === window) return; // by itself: what the system prefers
   // TensorBoard does not tell a frame its theme, but marks the page around it.
   let around = null;
   try {

@@ -268,7 +268,7 @@ def test_many_replicas() -> None:
     assert sorted(slowest)[0] == 200
     assert (set(most), set(median), set(fastest)) == ({102}, {101}, {100})
     assert {7, 3} <= {row["replica"] for row in heat["rows"]}
-    assert shown["ranking"][0]["replica"] == 7
+    assert [each["replica"] for each in shown["ranking"][:3]] == [7, 255, 254]
     assert len(shown["ranking"]) <= 96
     assert len(json.dumps(shown)) < 500_000
 
