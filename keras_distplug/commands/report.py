@@ -23,7 +23,7 @@ def run(parsed: argparse.Namespace) -> int:
             name,
             *run_log.read(files, name),
             now,
-            survey.states(files, name) if name else None,
+            survey.looked_at(files, name),
         )
         for name in run_log.runs(files, parsed.run)
     ]
@@ -32,7 +32,9 @@ def run(parsed: argparse.Namespace) -> int:
         raise ConfigurationError(f"{out} exists. Give another name, or --overwrite.")
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(page.html(f"keras_distplug: {files.where()}", runs), encoding="utf-8")
+        temporary.write_text(
+            page.html(f"keras_distplug: {files.where()}", runs, now), encoding="utf-8"
+        )
         os.replace(temporary, out)
     except OSError as error:
         temporary.unlink(missing_ok=True)

@@ -2,20 +2,51 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from keras_distplug.core import events, goodput
+from keras_distplug.core import events, goodput, replicas_shown
 from keras_distplug.core.events import Entry, Event, Window
 from keras_distplug.core.goodput import Fit, Span
 from keras_distplug.core.ledger import Category
+from keras_distplug.core.replicas_shown import BINS
 
-_BINS = 240  # of time
-_NOTHING = -1.0
 _MOST_EVENTS = 200
 _LATELY_S = 120.0  # somebody who was heard of since then is still there
 _MINUTES = (1, 5, 15)
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What somebody who has looked has seen of a checkpoint.
+
+    Args:
+        state: As `storage.survey` has it, such as `"committed"` or `"damaged"`.
+        has_sizes: Whether its files were looked at, and have the sizes that were committed.
+    """
+
+    state: str
+    has_sizes: bool
+
+
+def headline(
+    name: str,
+    fits: Sequence[Fit],
+    supervised: Sequence[Entry],
+    now: float,
+    checkpoints: Mapping[int, Looked] | None = None,
+) -> dict[str, Any]:
+    """What tells a run from others; JSON-able. It changes with `now` in its state alone.
+
+    Args:
+        name: The run's.
+        fits: What its workers have told.
+        supervised: What supervisors have.
+        now: Seconds since 1970.
+        checkpoints: Those that are there, by their steps; None if nobody has looked.
+    """
+    return _headline(name, fits, supervised, now, _saved(fits, checkpoints))
 
 
 def summary(
@@ -23,45 +54,69 @@ def summary(
     fits: Sequence[Fit],
     supervised: Sequence[Entry],
     now: float,
-    checkpoints: Mapping[int, str] | None = None,
+    checkpoints: Mapping[int, Looked] | None = None,
 ) -> dict[str, Any]:
-    """What is shown of a run; JSON-able.
-
-    Args:
-        name: The run's.
-        fits: What its workers have told.
-        supervised: What supervisors have.
-        now: Seconds since 1970.
-        checkpoints: The state of each checkpoint that is there, by its step; None if nobody has
-            looked.
-    """
-    spans = goodput.spans(goodput.chiefs(fits), supervised)
-    attempts = goodput.attempts(fits, supervised)
-    secs = goodput.totals(spans)
-    begin, end = (spans[0].begin, spans[-1].end) if spans else (now, now)
+    """All that is shown of a run: its `headline`, which takes the same, and more."""
+    spans = _spans(fits, supervised)
+    begin, end = _range(fits, supervised, spans)
     saved = _saved(fits, checkpoints)
     return {
+        **_headline(name, fits, supervised, now, saved),
+        "secs": {str(category): value for category, value in goodput.totals(spans).items()},
+        "attempts": [_attempt(each) for each in goodput.attempts(fits, supervised)[-_MOST_EVENTS:]],
+        "area": _area(spans, begin, end),
+        "heat": replicas_shown.heat(fits, begin, end),
+        "ranking": replicas_shown.ranking(fits),
+        "checkpoints": saved[-_MOST_EVENTS:],
+        "incidents": _incidents(fits, supervised)[-_MOST_EVENTS:],
+    }
+
+
+def _headline(
+    name: str,
+    fits: Sequence[Fit],
+    supervised: Sequence[Entry],
+    now: float,
+    saved: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    spans = _spans(fits, supervised)
+    begin, end = _range(fits, supervised, spans)
+    attempts = goodput.attempts(fits, supervised)
+    there = [each for each in saved if each["state"] == "committed"]
+    last = next((each for each in reversed(there) if each["verified"]), None)
+    newer = there[-1] if there and there[-1] is not last else None
+    return {
         "name": name,
-        "now": now,
         "begin": begin,
         "end": end,
         "state": _state(fits, attempts, now),
-        "step": max((span.step for span in spans), default=0),
-        "goodput": goodput.goodput(secs),
+        "step": max([span.step for span in spans] or [fit.last_step for fit in fits], default=0),
+        "goodput": goodput.goodput(goodput.totals(spans)),
         "goodput_lately": {
             str(minutes): goodput.goodput(goodput.totals(spans, end - 60 * minutes))
             for minutes in _MINUTES
             if end - begin > 60 * minutes
         },
-        "secs": {str(category): value for category, value in secs.items()},
-        "attempts": [_attempt(each) for each in attempts],
-        "area": _area(spans, begin, end),
-        "heat": _heat(fits, begin, end),
-        "ranking": _ranking(fits),
-        "checkpoints": saved[-_MOST_EVENTS:],
-        "last_checkpoint": next((each for each in reversed(saved) if _counts(each)), None),
-        "incidents": _incidents(fits, supervised)[-_MOST_EVENTS:],
+        "attempted": len(attempts),
+        "last_checkpoint": last and {key: last[key] for key in ("at", "step", "verified")},
+        "newer_checkpoint": newer and {key: newer[key] for key in ("at", "step")},
     }
+
+
+def _spans(fits: Sequence[Fit], supervised: Sequence[Entry]) -> list[Span]:
+    return goodput.spans(goodput.chiefs(fits), supervised)
+
+
+def _range(
+    fits: Sequence[Fit], supervised: Sequence[Entry], spans: Sequence[Span]
+) -> tuple[float, float]:
+    """What charts show; the same as long as nothing new is known."""
+    if spans:
+        return spans[0].begin, spans[-1].end
+    told = [
+        entry.at for entries in (*(fit.entries for fit in fits), supervised) for entry in entries
+    ]
+    return min(told, default=0.0), max(told, default=0.0)
 
 
 def _state(fits: Sequence[Fit], attempts: Sequence[goodput.Attempt], now: float) -> str:
@@ -90,11 +145,11 @@ def _attempt(attempt: goodput.Attempt) -> dict[str, Any]:
 
 def _area(spans: Sequence[Span], begin: float, end: float) -> dict[str, Any]:
     """The share of each category in each stretch of time."""
-    width = (end - begin) / _BINS or 1.0
-    bins = [dict.fromkeys(Category, 0.0) for _ in range(_BINS)]
+    width = (end - begin) / BINS or 1.0  # a run that has only begun has no length
+    bins = [dict.fromkeys(Category, 0.0) for _ in range(BINS)]
     for span in spans:
         first = int((span.begin - begin) / width)
-        last = min(int((span.end - begin) / width), _BINS - 1)
+        last = min(int((span.end - begin) / width), BINS - 1)
         for number in range(first, last + 1):
             left = begin + number * width
             part_s = min(span.end, left + width) - max(span.begin, left)
@@ -113,109 +168,14 @@ def _area(spans: Sequence[Span], begin: float, end: float) -> dict[str, Any]:
     }
 
 
-def _heat(fits: Sequence[Fit], begin: float, end: float) -> dict[str, Any]:
-    """What each replica had in each stretch of time: of several windows, the largest."""
-    width = (end - begin) / _BINS or 1.0
-    found: dict[tuple[str, int], list[float]] = {}
-    where: dict[int, str] = {}
-    for fit in fits:
-        worker = f"{fit.source} on {fit.began.host}"
-        for entry in fit.entries:
-            window = entry.event
-            if not isinstance(window, Window) or not window.replicas:
-                continue
-            last = min(int((entry.at - begin) / width), _BINS - 1)
-            first = max(int((entry.at - sum(window.secs.values()) - begin) / width), 0)
-            for each in window.replicas:
-                where[each.replica] = worker
-                for what, value in (
-                    ("compute", each.compute_s),
-                    ("sync", each.sync_s),
-                    ("input", window.input_s),
-                ):
-                    if value is None:
-                        continue
-                    if (cells := found.get((what, each.replica))) is None:
-                        cells = found[what, each.replica] = [_NOTHING] * _BINS
-                    for number in range(first, last + 1):
-                        if cells[number] < value:
-                            cells[number] = value
-    rows = sorted(where)
-    nothing = [_NOTHING] * _BINS
-    return {
-        "width": width,
-        "rows": [{"replica": row, "where": where[row]} for row in rows],
-        "milliseconds": {
-            what: [
-                [
-                    None if cell == _NOTHING else round(1000 * cell, 3)
-                    for cell in found.get((what, row), nothing)
-                ]
-                for row in rows
-            ]
-            for what in ("compute", "sync", "input")
-            if any(known == what for known, _ in found)
-        },
-    }
-
-
-def _ranking(fits: Sequence[Fit]) -> list[dict[str, Any]]:
-    """Replicas of the last attempt, the slowest first."""
-    if not fits:
-        return []
-    session = max(fits, key=lambda fit: fit.begins_at).began.session
-    compute: dict[int, list[tuple[int, float]]] = {}
-    where: dict[int, str] = {}
-    told: dict[int, set[str]] = {}
-    for fit in fits:
-        if fit.began.session != session:
-            continue
-        for entry in fit.entries:
-            if isinstance(entry.event, Window):
-                for each in entry.event.replicas:
-                    where[each.replica] = f"{entry.source} on {fit.began.host}"
-                    compute.setdefault(each.replica, []).append((entry.event.steps, each.compute_s))
-            elif isinstance(entry.event, events.SlowReplica) and not entry.event.is_over:
-                told.setdefault(entry.event.rank, set()).add(entry.event.cause)
-    means = {
-        replica: sum(n * s for n, s in each) / max(sum(n for n, _ in each), 1)
-        for replica, each in compute.items()
-    }
-    ranks = {fit.source: fit.began.rank for fit in fits if fit.began.session == session}
-    found = []
-    for replica, mean_s in means.items():
-        others = [s for other, s in means.items() if other != replica]
-        rank = ranks[where[replica].partition(" ")[0]]
-        found.append(
-            {
-                "replica": replica,
-                "where": where[replica],
-                "compute_ms": round(1000 * mean_s, 3),
-                "score": round(statistics.median(others) / mean_s, 3) if others and mean_s else 1.0,
-                "told": sorted(told.get(rank, ())),
-            }
-        )
-    return sorted(found, key=lambda each: each["score"])
-
-
-def _saved(fits: Sequence[Fit], states: Mapping[int, str] | None) -> list[dict[str, Any]]:
+def _saved(fits: Sequence[Fit], looked: Mapping[int, Looked] | None) -> list[dict[str, Any]]:
+    """Checkpoints, and what is known of them: where nobody has looked, what the log says."""
     found: list[dict[str, Any]] = []
     for fit in goodput.chiefs(fits):
         for entry in fit.entries:
             event = entry.event
             if isinstance(event, events.Saved):
-                state = "committed" if states is None else states.get(event.step, "replaced")
-                found.append(
-                    {
-                        "at": entry.at,
-                        "step": event.step,
-                        "secs": event.secs,
-                        "stall_secs": event.stall_secs,
-                        "bytes": event.checkpoint_bytes,
-                        "tier": "local" if event.is_local else "shared",
-                        "state": "local" if event.is_local else state,
-                    }
-                )
+                found.append(_row(entry.at, event, looked))
             elif isinstance(event, events.SaveFailed):
                 found.append(
                     {
@@ -226,38 +186,68 @@ def _saved(fits: Sequence[Fit], states: Mapping[int, str] | None) -> list[dict[s
                         "bytes": None,
                         "tier": "local" if event.is_local else "shared",
                         "state": f"failed: {event.why}",
+                        "verified": None,
                     }
                 )
+            elif isinstance(event, events.Restored):
+                _read_back(found, event)
     return found
 
 
-def _counts(saved: Mapping[str, Any]) -> bool:
-    return saved["state"] in ("committed", "local")
+def _row(at: float, event: events.Saved, looked: Mapping[int, Looked] | None) -> dict[str, Any]:
+    seen = Looked("committed", False)
+    if looked is not None and not event.is_local:  # a worker's own disk is not to be seen from here
+        seen = looked.get(event.step, Looked("replaced", False))
+    return {
+        "at": at,
+        "step": event.step,
+        "secs": event.secs,
+        "stall_secs": event.stall_secs,
+        "bytes": event.checkpoint_bytes,
+        "tier": "local" if event.is_local else "shared",
+        "state": seen.state,
+        "verified": "sizes" if seen.has_sizes else None,
+    }
+
+
+def _read_back(saved: Sequence[dict[str, Any]], event: events.Restored) -> None:
+    """Who takes a checkpoint up compares all its bytes with what was committed."""
+    tier = "local" if event.is_local else "shared"
+    for each in reversed(saved):
+        if (each["step"], each["tier"]) == (event.step, tier):
+            if each["state"] == "committed":
+                each["verified"] = "read back"
+            return
 
 
 def _incidents(fits: Sequence[Fit], supervised: Sequence[Entry]) -> list[dict[str, Any]]:
     """All that was not as it should be, each once, though several workers may tell of it."""
     found: list[dict[str, Any]] = []
-    told: set[tuple[str, str]] = set()
+    told: set[tuple[Any, ...]] = set()
     every = [
-        (entry, what)
-        for entries in (*(fit.entries for fit in fits), supervised)
-        for entry in entries
+        (entry, where, what)
+        for entry, where in (
+            *((entry, (fit.began.session,)) for fit in fits for entry in fit.entries),
+            *((entry, (entry.job, entry.attempt)) for entry in supervised),
+        )
         if not isinstance(entry.event, Window) and (what := _told(entry.event)) is not None
     ]
-    for entry, what in sorted(every, key=lambda each: each[0].at):
-        session_and_what = (str(entry.attempt), what)
-        if session_and_what in told and not isinstance(entry.event, events.UpdateLeftOut):
-            continue
-        told.add(session_and_what)
+    for entry, where, what in sorted(every, key=lambda each: each[0].at):
         event = entry.event
+        key = (*where, what, getattr(event, "times", None))
+        if key in told and not isinstance(event, events.UpdateLeftOut):
+            continue
+        told.add(key)
+        replica = getattr(event, "replica", None)
         found.append(
             {
                 "at": entry.at,
                 "kind": next(name for name, kind in Event.kinds.items() if kind is type(event)),
                 "what": what,
                 "source": entry.source,
-                "replicas": list(getattr(event, "replicas", ()) or ()),
+                "replicas": list(getattr(event, "replicas", ()) or ())
+                if replica is None
+                else [replica],
                 "variable": getattr(event, "variable", None),
                 "epoch": getattr(event, "epoch", None),
                 "batch": getattr(event, "batch", None),

@@ -22,25 +22,26 @@ _PAGE = """<!doctype html>
 <script type="application/json" id="runs">{runs}</script>
 <script>
 {script}
-const runs = JSON.parse(document.getElementById("runs").textContent);
-render(document.getElementById("distplug"), runs);
 </script>
 </body>
 </html>
 """
 
 
-def html(title: str, runs: Sequence[Mapping[str, Any]]) -> str:
+def html(title: str, runs: Sequence[Mapping[str, Any]], now: float) -> str:
     """The page.
 
     Args:
         title: Of it.
-        runs: Each as from `core.summary.summary`.
+        runs: Each as from `core.summary.summary`; or, of one that cannot be shown, its `name` and
+            the `error`.
+        now: Seconds since 1970, of which ages are told.
     """
     # Nothing in a string may end the element that it stands in.
-    text = json.dumps(runs, allow_nan=False).replace("<", "\\u003c")
+    text = json.dumps({"now": now, "runs": runs}, allow_nan=False).replace("<", "\\u003c")
     escaped = title.replace("&", "&amp;").replace("<", "&lt;")
-    return _PAGE.format(title=escaped, style=_read("page.css"), runs=text, script=_read("page.js"))
+    script = "\n".join((_read("page.js"), _read("report.js")))
+    return _PAGE.format(title=escaped, style=_read("page.css"), runs=text, script=script)
 
 
 def module() -> str:

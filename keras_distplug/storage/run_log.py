@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from keras_distplug.core.errors import NoCheckpointError
+from keras_distplug.core.errors import CheckpointError, NoCheckpointError
 from keras_distplug.core.events import SUPERVISOR, Began, Entry, from_line
 from keras_distplug.core.goodput import Fit
 from keras_distplug.core.threads import before_threads_end
@@ -265,26 +265,39 @@ def runs(files: Files, only: str | None = None) -> list[str]:
     return found
 
 
-def find(url: str) -> Iterator[tuple[Files, str]]:
+def find(
+    url: str, on_failure: Callable[[str, CheckpointError], None]
+) -> Iterator[tuple[Files, str]]:
     """The folders of all runs that have a log, in a folder and those in it, some levels down.
+
+    Args:
+        url: The folder.
+        on_failure: Called with each folder in there that cannot be listed, and why. What is in it
+            is left out, and what is beside it is not.
 
     Raises:
         ConfigurationError: If `url` names no folder.
-        CheckpointError: If one cannot be listed.
     """
     files = open_files(url)
-    yield from ((files, folder) for folder in _with_log(files, "", _LEVELS))
+    yield from ((files, folder) for folder in _with_log(files, "", _LEVELS, on_failure))
 
 
-def _with_log(files: Files, folder: str, levels: int) -> Iterator[str]:
-    names = layout.names(files, folder)
+def _with_log(
+    files: Files, folder: str, levels: int, on_failure: Callable[[str, CheckpointError], None]
+) -> Iterator[str]:
     path = f"{folder}/" if folder else ""
-    if FOLDER in names and newest(layout.names(files, f"{path}{FOLDER}")):
+    try:
+        names = layout.names(files, folder)
+        has_log = FOLDER in names and bool(newest(layout.names(files, f"{path}{FOLDER}")))
+    except CheckpointError as error:
+        on_failure(folder, error)
+        return
+    if has_log:
         yield folder
     if levels and layout.RECORD not in names:  # a run's other folders are checkpoints
         for name in names:
             if name != FOLDER and not name.startswith("."):
-                yield from _with_log(files, f"{path}{name}", levels - 1)
+                yield from _with_log(files, f"{path}{name}", levels - 1, on_failure)
 
 
 class Reader:
@@ -348,6 +361,8 @@ class _File:
 
     def read_on(self, files: Files, path: str) -> bool:
         """Whether there was something new."""
+        if self._read_bytes and _VERSION.fullmatch(self.name.removesuffix(_SUFFIX)):
+            return False  # in a store no file grows: what is new has another name
         buffer = bytearray(max(0, files.size(path) - self._read_bytes))
         filled = files.read_into(path, self._read_bytes, memoryview(buffer)) if buffer else 0
         # A line may be under way.

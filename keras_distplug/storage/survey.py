@@ -18,6 +18,7 @@ from keras_distplug.core.errors import (
     NoCheckpointError,
 )
 from keras_distplug.core.manifest import Manifest
+from keras_distplug.core.summary import Looked
 from keras_distplug.storage import layout, runs
 from keras_distplug.storage.files import Files
 from keras_distplug.storage.layout import Kind, Place
@@ -27,6 +28,7 @@ from keras_distplug.storage.store import CheckpointStore
 
 State = Literal["committed", "damaged", "unreadable", "cut off", "unfinished"]
 KINDS: tuple[Kind, ...] = ("step", "final")
+_LOOKED_AT = 3  # of the newest checkpoints, by who asks again and again
 
 
 class Depth(IntEnum):
@@ -121,12 +123,42 @@ def run_names(files: Files, only: str | None = None) -> list[str]:
     return [only]
 
 
-def states(files: Files, run: str) -> dict[int, State]:
-    """Of the checkpoints of a run that are there, by step; of several of one step, the best."""
-    found: dict[int, State] = {}
-    for seen in look_at(files, run).checkpoints:
-        if found.get(seen.place.step) != "committed":
-            found[seen.place.step] = seen.state
+def looked_at(files: Files, run: str) -> dict[int, Looked] | None:
+    """What became of the checkpoints of a run, by step; of several of one step, the best.
+
+    The newest few are looked at, their files too. Of the others no more than names is read, so
+    that this may be asked again and again while somebody trains.
+
+    Args:
+        files: A folder that holds the run's folder, some levels down perhaps, or is that.
+        run: The run's folder from there, or `""`.
+
+    Returns:
+        None of a folder that is no run's, such as one of a log by itself.
+
+    Raises:
+        CheckpointError: If it cannot be listed.
+    """
+    if layout.RECORD not in layout.names(files, run):
+        return None
+    store = CheckpointStore(files, run)
+    found: dict[int, Looked] = {}
+    committed = 0
+    for place in sorted(layout.places(files, run), key=_age, reverse=True):
+        names = layout.names(files, store.path(place.name))
+        seen = Looked("cut off" if committed else "unfinished", False)
+        if layout.DAMAGED in names:
+            seen = Looked("damaged", False)
+        elif layout.MANIFEST in names:
+            seen = Looked("committed", False)
+            if committed < _LOOKED_AT:
+                closer = _committed(files, store, place, names, Depth.SIZES)
+                if closer is None:
+                    continue
+                seen = Looked(closer.state, closer.state == "committed")
+            committed += 1
+        if place.step not in found or found[place.step].state != "committed":
+            found[place.step] = seen
     return found
 
 

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tensorboard.backend import http_util
 from tensorboard.plugins import base_plugin
+from tensorboard.util import tb_logging
 from werkzeug import wrappers
 
 from keras_distplug import page
-from keras_distplug.core.errors import DistplugError
-from keras_distplug.core.summary import summary
-from keras_distplug.storage import survey
-from keras_distplug.storage.files import Files, open_files
-from keras_distplug.storage.run_log import Reader, find
+from keras_distplug.core.errors import CheckpointError, ConfigurationError
+from keras_distplug.storage.files import Files
+from keras_distplug.storage.run_log import find
 from keras_distplug.tensorboard_plugin.folders import folders_of
+from keras_distplug.tensorboard_plugin.watched import Answer, Watched, answer
 
 NAME = "distplug"
-_LOOK_SECS = 30.0  # between looks at checkpoints
+_FIND_SECS = 30.0  # between looks for runs in a store, which takes a request for each folder
+_logger = tb_logging.get_logger()
 
 
 class Loader(base_plugin.TBLoader):  # type: ignore[misc]
@@ -41,39 +40,56 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
     def __init__(self, context: base_plugin.TBContext) -> None:
         super().__init__(context)
         self._folders = folders_of(context.flags)
-        self._readers: dict[tuple[str, str], Reader] = {}
-        self._states: dict[tuple[str, str], tuple[float, Mapping[int, str] | None]] = {}
+        self._watched: dict[str, Watched] = {}
+        self._found: dict[str, tuple[float, list[tuple[Files, str]]]] = {}  # in stores
+        self._told: set[tuple[str, str]] = set()  # what was said of runs that cannot be shown
 
     def get_plugin_apps(self) -> Mapping[str, Callable[..., Any]]:
-        return {"/index.js": self._module, "/runs": self._runs}
+        return {"/index.js": self._module, "/runs": self._runs, "/run": self._run}
 
     def is_active(self) -> bool:
-        return any(True for _ in self._logs())
+        return any(True for _ in self._logs({}))
 
     def frontend_metadata(self) -> base_plugin.FrontendMetadata:
         return base_plugin.FrontendMetadata(es_module_path="/index.js", tab_name="Distplug")
 
     # How
 
-    def _logs(self) -> Any:
+    def _logs(self, failed: dict[str, str]) -> Iterator[Watched]:
+        """All runs. What cannot be looked into is put down in `failed`, by its name."""
         for name, folder in self._folders.items():
-            try:
-                for files, path in find(folder):
-                    yield name, files, path
-            except (DistplugError, OSError):
-                continue  # it may come to be there
 
-    def _states_of(self, key: tuple[str, str], files: Files) -> Mapping[int, str] | None:
-        """Of the checkpoints of a run; not looked at each time."""
-        looked_s, states = self._states.get(key, (-math.inf, None))
-        if time.monotonic() - looked_s > _LOOK_SECS:
-            folder, _, name = key[1].rpartition("/")
+            def fail(path: str, error: CheckpointError, name: str = name) -> None:
+                failed[_label(name, path)] = str(error)
+
             try:
-                states = survey.states(open_files(files.where(folder)), name)
-            except (DistplugError, OSError):
-                states = None  # a log beside no run, or nothing that can be read
-            self._states[key] = time.monotonic(), states
-        return states
+                for files, path in self._find(folder, fail):
+                    label = _label(name, path)
+                    if label not in self._watched:
+                        self._watched[label] = Watched(label, files, path)
+                    yield self._watched[label]
+            except ConfigurationError as error:
+                failed[name] = str(error)
+
+    def _find(
+        self, folder: str, on_failure: Callable[[str, CheckpointError], None]
+    ) -> Iterator[tuple[Files, str]]:
+        looked_s, known = self._found.get(folder, (0.0, []))
+        if known and time.monotonic() - looked_s < _FIND_SECS:
+            yield from known
+            return
+        failures: list[str] = []
+
+        def fail(path: str, error: CheckpointError) -> None:
+            failures.append(path)
+            on_failure(path, error)
+
+        found = []
+        for each in find(folder, fail):
+            found.append(each)
+            yield each
+        if found and not failures and not found[0][0].traits.is_near:
+            self._found[folder] = time.monotonic(), found
 
     @wrappers.Request.application  # type: ignore[arg-type]
     def _module(self, request: wrappers.Request) -> Any:
@@ -81,13 +97,52 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
     @wrappers.Request.application  # type: ignore[arg-type]
     def _runs(self, request: wrappers.Request) -> Any:
-        shown, now = [], time.time()
-        for name, files, path in self._logs():
-            label = "/".join(part for part in (name, path) if part)
-            key = files.where(), path
-            reader = self._readers.setdefault(key, Reader(files, path))
-            run = summary(label, *reader.read(), now, self._states_of(key, files))
-            del run["now"]  # so that nothing is drawn anew while there is no news
-            shown.append(run)
-        text = json.dumps(shown, allow_nan=False)
-        return http_util.Respond(request, text, "application/json")
+        """The headlines of all runs."""
+        now = time.time()
+        failed: dict[str, str] = {}
+        shown: list[Mapping[str, Any]] = []
+        for watched in self._logs(failed):
+            try:
+                shown.append(watched.headline(now))
+            except Exception as error:  # noqa: BLE001
+                # One run that cannot be shown, for whatever reason, hides no other one.
+                failed[watched.label] = self._failure(watched, error)
+        shown += [{"name": name, "error": error} for name, error in failed.items()]
+        shown.sort(key=lambda run: str(run["name"]))
+        return _respond(request, answer(shown), now)
+
+    @wrappers.Request.application  # type: ignore[arg-type]
+    def _run(self, request: wrappers.Request) -> Any:
+        """All of the run `name`."""
+        now = time.time()
+        name = request.args.get("name", "")
+        watched = self._watched.get(name)
+        if watched is None:
+            known = {each.label: each for each in self._logs({})}
+            watched = known.get(name)
+        if watched is None:
+            return http_util.Respond(request, f"There is no run {name!r}.", "text/plain", code=404)
+        try:
+            found = watched.details(now)
+        except Exception as error:  # noqa: BLE001
+            found = answer({"name": name, "error": self._failure(watched, error)})
+        return _respond(request, found, now)
+
+    def _failure(self, watched: Watched, error: Exception) -> str:
+        what = f"{type(error).__name__}: {error}"
+        if (watched.label, what) not in self._told:
+            _logger.warning("The run %r cannot be shown.", watched.label, exc_info=error)
+        self._told.add((watched.label, what))
+        return what
+
+
+def _label(name: str, path: str) -> str:
+    return "/".join(part for part in (name, path) if part)
+
+
+def _respond(request: wrappers.Request, found: Answer, now: float) -> Any:
+    """What is shown, unless that is what the browser has; and what time it is."""
+    headers = [("ETag", found.version), ("X-Now", str(now))]
+    if request.headers.get("If-None-Match") == found.version:
+        return http_util.Respond(request, "", "application/json", code=304, headers=headers)
+    return http_util.Respond(request, found.text, "application/json", headers=headers)

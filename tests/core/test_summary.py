@@ -9,16 +9,19 @@ import pytest
 from support import logged
 
 from keras_distplug.core import events
-from keras_distplug.core.events import Entry
-from keras_distplug.core.summary import summary
+from keras_distplug.core.events import SUPERVISOR, Entry, OfReplica
+from keras_distplug.core.goodput import Fit
+from keras_distplug.core.summary import Looked, headline, summary
 
 WINDOWS = 100
+LOOKED = {1950: Looked("damaged", False), 1450: Looked("committed", True)}
+LOOKED[1000] = Looked("committed", False)
 
 
 @pytest.fixture(scope="module")
 def shown() -> dict[str, Any]:
     fits, supervised, end = logged.fits(4, WINDOWS)
-    return summary("run-0001", fits, supervised, end + 60, {1000: "committed", 950: "damaged"})
+    return summary("run-0001", fits, supervised, end + 60, LOOKED)
 
 
 def test_headline(shown: dict[str, Any]) -> None:
@@ -31,13 +34,61 @@ def test_headline(shown: dict[str, Any]) -> None:
     assert shown["secs"]["redone"] == pytest.approx(0.9 * 5)
     assert shown["secs"]["recovery"] == pytest.approx(5)
     assert shown["state"] == "finished"
-    assert shown["last_checkpoint"]["step"] == 1000
-    assert [each["state"] for each in shown["checkpoints"]] == [
-        "replaced",
-        "committed",
-        "replaced",
-        "replaced",
+    assert shown["last_checkpoint"]["step"] == 1450
+    assert shown["newer_checkpoint"] is None
+    assert [(each["state"], each["verified"]) for each in shown["checkpoints"]] == [
+        ("replaced", None),
+        ("committed", None),
+        ("committed", "sizes"),
+        ("damaged", None),
     ]
+
+
+def test_headline_alone(shown: dict[str, Any]) -> None:
+    """It is a part of all, and does not change with time but in its state."""
+    fits, supervised, end = logged.fits(4, WINDOWS)
+    alone = headline("run-0001", fits, supervised, end + 9999, LOOKED)
+    assert alone == {key: shown[key] for key in alone}
+    assert len(json.dumps(alone)) < 1000
+
+
+def saved(step: int, *, is_local: bool = False) -> events.Saved:
+    return events.Saved(step, 0.4, is_local, 0.01, 1)
+
+
+def restored(step: int, *, is_local: bool = False) -> events.Restored:
+    return events.Restored(step, 0, 0, "there", is_local, 0.2)
+
+
+def fit_of(*told: events.Event, session: str = "s", begin: float = 1000.0) -> Fit:
+    """A worker's, that tells something each second."""
+    began = events.Began(session, 0, 1, 1, "node", 1, "Strategy", 9, 0)
+    entries = [Entry(begin + at, "worker-0", each) for at, each in enumerate((began, *told))]
+    return Fit(began, tuple(entries))
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_verified_by_reading(is_local: bool) -> None:
+    """Who takes a checkpoint up has read it back; what was saved since is not verified by that."""
+    first = fit_of(saved(10, is_local=is_local))
+    told = [restored(10, is_local=is_local), saved(20, is_local=is_local)]
+    second = fit_of(*told, session="t", begin=2000.0)
+    shown = summary("a", [first, second], [], 3000.0)
+    assert [each["verified"] for each in shown["checkpoints"]] == ["read back", None]
+    assert (shown["last_checkpoint"]["step"], shown["last_checkpoint"]["verified"]) == (
+        10,
+        "read back",
+    )
+    assert shown["newer_checkpoint"]["step"] == 20
+    other_tier = fit_of(restored(10, is_local=not is_local), session="t", begin=2000.0)
+    assert summary("a", [first, other_tier], [], 3000.0)["last_checkpoint"] is None
+
+
+def test_read_back_and_damaged_since() -> None:
+    """What was seen last counts."""
+    fits = [fit_of(saved(10)), fit_of(restored(10), session="t", begin=2000.0)]
+    shown = summary("a", fits, [], 3000.0, {10: Looked("damaged", False)})
+    assert shown["last_checkpoint"] is None
 
 
 def test_attempts(shown: dict[str, Any]) -> None:
@@ -74,7 +125,9 @@ def test_heat(shown: dict[str, Any]) -> None:
 def test_ranking(shown: dict[str, Any]) -> None:
     """The slowest first, with what was told of it."""
     first, *others = shown["ranking"]
-    assert (first["replica"], first["score"], first["told"]) == (logged.SLOW, 0.5, ["compute"])
+    # What others wait for is compute, 140 for 70 ms, and input, 10 ms of each.
+    assert (first["replica"], first["score"], first["told"]) == (logged.SLOW, 0.533, ["compute"])
+    assert (first["compute_ms"], first["input_ms"], first["sync_ms"]) == (140, 10, 10)
     assert [each["score"] for each in others] == [1.0] * 3
     assert all(not each["told"] for each in others)
 
@@ -86,6 +139,7 @@ def test_incidents(shown: dict[str, Any]) -> None:
         ("update_left_out", "a NaN"),
         ("slow_replica", "slow"),
     ]
+    assert shown["incidents"][2]["replicas"] == [logged.SLOW]
     left_out = shown["incidents"][1]
     assert (left_out["replicas"], left_out["variable"], left_out["batch"]) == (
         [1],
@@ -94,11 +148,144 @@ def test_incidents(shown: dict[str, Any]) -> None:
     )
 
 
+def slow(
+    replica: int | None, cause: str = "compute", *, is_over: bool = False
+) -> events.SlowReplica:
+    return events.SlowReplica(cause, 0, "worker-0", replica, 0.2, 0.1, is_over, f"{cause} slow")
+
+
+def window(
+    step: int, steps: int, *own: tuple[float, float | None], input_s: float | None = None
+) -> events.Window:
+    replicas = tuple(OfReplica(number, *each) for number, each in enumerate(own))
+    return events.Window(step, steps, 0, {"step": 1.0}, 0.1, input_s, None, replicas)
+
+
+def told(shown: dict[str, Any]) -> dict[int, list[str]]:
+    return {each["replica"]: each["told"] for each in shown["ranking"]}
+
+
+def test_only_the_replica_that_is_slow_is_told_of() -> None:
+    """Not the others of its worker; what is the worker's is told of all of its replicas."""
+    windows = [window(10 * n, 10, (0.2, 0.0), (0.1, 0.1)) for n in range(1, 4)]
+    assert told(summary("a", [fit_of(*windows, slow(0))], [], 2000.0)) == {0: ["compute"], 1: []}
+    both = summary("a", [fit_of(*windows, slow(0), slow(None, "input"))], [], 2000.0)
+    assert told(both) == {0: ["compute", "input"], 1: ["input"]}
+
+
+def test_straggler_that_is_none_any_more() -> None:
+    windows = [window(10 * n, 10, (0.2, 0.0), (0.1, 0.1)) for n in range(1, 4)]
+    over = fit_of(*windows, slow(0), slow(None, "input"), slow(0, is_over=True))
+    assert told(summary("a", [over], [], 2000.0)) == {0: ["input"], 1: ["input"]}
+
+
+def test_ranking_is_of_lately() -> None:
+    """Who was slow long ago, and is not any more, does not stand first for that."""
+    before = [window(10 * n, 10, (0.9, 0.0), (0.1, 0.8)) for n in range(1, 101)]
+    since = [window(10 * n, 10, (0.1, 0.1), (0.2, 0.0)) for n in range(101, 131)]
+    first, second = summary("a", [fit_of(*before, *since)], [], 2000.0)["ranking"]
+    assert (first["replica"], first["compute_ms"], first["score"]) == (1, 200, 0.5)
+    assert (second["replica"], second["compute_ms"], second["sync_ms"]) == (0, 100, 100)
+
+
+def test_ranking_by_input() -> None:
+    """A worker whose data come late keeps others waiting as one that computes slowly does."""
+    fits = []
+    for rank, input_s in enumerate((0.0, 0.3)):
+        began = events.Began("s", rank, 2, 2, f"node-{rank}", 1, "Strategy", 9, 0)
+        replicas = (OfReplica(rank, 0.1 - 0.01 * rank, 0.0),)
+        window = events.Window(10, 10, 0, {"step": 4.0}, 0.4, input_s, None, replicas)
+        entries = tuple(
+            Entry(1000.0 + at, f"worker-{rank}", e) for at, e in ((0, began), (4, window))
+        )
+        fits.append(Fit(began, entries))
+    first, _ = summary("a", fits, [], 2000.0)["ranking"]
+    assert (first["replica"], first["where"]) == (1, "worker-1 on node-1")
+    assert (first["input_ms"], first["score"]) == (300, round(0.1 / 0.39, 3))
+
+
+def test_same_incident_twice() -> None:
+    """Of another `fit`, attempt or job, or another rollback, it is another one."""
+    told = events.SaveFailed(10, 1, False, "no space")
+    fits = [fit_of(told, told), fit_of(told, session="t", begin=2000.0)]
+    died = events.Failed("worker-0", "killed", 137, "worker-0 was killed")
+    supervised = [Entry(3000.0, SUPERVISOR, died, job, 0) for job in ("j", "k", "k")]
+    shown = summary("a", fits, supervised, 4000.0)
+    assert [each["kind"] for each in shown["incidents"]] == ["save_failed"] * 2 + ["failed"] * 2
+    back = [events.RolledBack(10, times, "NaN") for times in (1, 1, 2)]
+    assert len(summary("a", [fit_of(*back)], [], 4000.0)["incidents"]) == 2
+
+
+def test_only_begun() -> None:
+    """What is shown does not depend on when somebody looks, and all of it lies in its time."""
+    fits = [fit_of()]
+    shown = summary("a", fits, [], 2000.0)
+    assert (shown["begin"], shown["end"]) == (1000.0, 1000.0)
+    assert shown["area"]["shares"] == {}
+    assert summary("a", fits, [], 2010.0) == shown
+    assert summary("a", [fit_of(saved(0))], [], 2000.0)["end"] == 1001.0
+    began = Entry(990.0, SUPERVISOR, events.Started(("worker-0",), (0,)), "j", 0)
+    assert summary("a", fits, [began], 2000.0)["begin"] == 990.0
+
+
+def many(workers: int, replicas: int, windows: int) -> list[Fit]:
+    """Replica 7 is slow always, and replica 3 for one window."""
+    found = []
+    for rank in range(workers):
+        own = [rank * replicas + number for number in range(replicas)]
+        began = events.Began("s", rank, workers, workers * replicas, "node", 1, "Strategy", 9, 0)
+        told = [Entry(1000.0, f"worker-{rank}", began)]
+        for number in range(windows):
+            taken = tuple(
+                OfReplica(
+                    each,
+                    3.0 if each == 3 and number == 50 else 0.2 if each == 7 else 0.1 + each / 1e5,
+                    0.0123456 * (1 + each / 1000),
+                )
+                for each in own
+            )
+            event = events.Window(10 * number + 10, 10, 0, {"step": 10.0}, 1.0, 0.0234567, 1, taken)
+            told.append(Entry(1010.0 + 10 * number, f"worker-{rank}", event))
+        found.append(Fit(began, tuple(told)))
+    return found
+
+
+def test_many_replicas() -> None:
+    """More than a page has rows for: the slowest, and of all of them the extremes in each
+    stretch of time, so that nothing that was slow is left out."""
+    shown = summary("a", many(64, 4, 240), [], 5000.0)
+    heat = shown["heat"]
+    assert heat["replicas"] == 256
+    assert len(heat["rows"]) <= 96
+    assert [row["where"] for row in heat["rows"][:4]] == [
+        "the slowest of 256",
+        "9 of 10 take less",
+        "the median of 256",
+        "the fastest of 256",
+    ]
+    slowest, most, median, fastest = heat["milliseconds"]["compute"][:4]
+    assert max(slowest) == 3000
+    assert sorted(slowest)[0] == 200
+    assert (set(most), set(median), set(fastest)) == ({102}, {101}, {100})
+    assert {7, 3} <= {row["replica"] for row in heat["rows"]}
+    assert [each["replica"] for each in shown["ranking"][:3]] == [7, 255, 254]
+    assert len(shown["ranking"]) <= 96
+    assert len(json.dumps(shown)) < 500_000
+
+
 def test_size() -> None:
     """64 workers of 20,000 steps fit into half a megabyte."""
     fits, supervised, end = logged.fits(64, 1000)
     text = json.dumps(summary("run-0001", fits, supervised, end), allow_nan=False)
     assert len(text) < 500_000
+
+
+def test_many_attempts() -> None:
+    """A job that is killed again and again does not make the page grow for ever."""
+    fits = [fit_of(saved(1), session=str(n), begin=1000.0 + 10 * n) for n in range(1000)]
+    shown = summary("a", fits, [], 20_000.0)
+    assert (shown["attempted"], len(shown["attempts"])) == (1000, 200)
+    assert shown["attempts"][-1]["number"] == 999
 
 
 @pytest.mark.parametrize(("later_s", "state"), [(10, "training"), (1000, "not heard of any more")])
@@ -121,4 +308,6 @@ def test_told_by_all() -> None:
 
 
 def test_nothing() -> None:
-    assert summary("a", [], [], 1.0)["state"] == "nothing is known yet"
+    shown = summary("a", [], [], 1.0)
+    assert shown["state"] == "nothing is known yet"
+    assert (shown["begin"], shown["end"], shown["step"]) == (0, 0, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from support.browser import Shown, browsed
 from keras_distplug import page
 from keras_distplug.cli import main
 from keras_distplug.core.events import to_line
-from keras_distplug.core.summary import summary
+from keras_distplug.core.goodput import Fit
+from keras_distplug.core.summary import Looked, summary
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +23,9 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
     fits, supervised, end = logged.fits(4, 100)
     folder = tmp_path_factory.mktemp("page")
     path = folder / "report.html"
-    run = summary("run-0001", fits, supervised, end + 60, {1950: "committed"})
-    path.write_text(page.html("runs", [run]))
+    looked = {1950: Looked("committed", True), 1450: Looked("committed", False)}
+    run = summary("run-0001", fits, supervised, end + 60, looked)
+    path.write_text(page.html("runs", [run], end + 60))
     dom, console = browsed(path.as_uri(), folder)
     assert console == ""
     return Shown(dom)
@@ -33,7 +36,8 @@ def test_headline(shown: Shown) -> None:
     assert cards["goodput"] == "68.7 %"  # 0.8 * (2 * 100 - 5) of 2 * 110 + 5 + 2 seconds
     assert cards["step"] == "1950"
     assert cards["attempts"] == "2"
-    assert cards["last checkpoint"] == "step 1950, 1 min 02 s ago"
+    verified = cards["last verified checkpoint"]
+    assert verified == "step 1950, 1 min 02 s ago (sizes verified)"
     assert cards["state"] == "finished"
 
 
@@ -46,7 +50,7 @@ def test_where_the_time_went(shown: Shown) -> None:
 
 
 def test_attempts(shown: Shown) -> None:
-    _, first, second = shown.tables["Attempts"]
+    _, second, first = shown.tables["Attempts, the newest first"]
     assert first[4:] == ["0 to 1000", "50", "137", "worker-1 was killed"]
     assert second[4:] == ["950 to 1950", "0", "", "finished"]
 
@@ -54,20 +58,26 @@ def test_attempts(shown: Shown) -> None:
 def test_ranking(shown: Shown) -> None:
     """The slow one stands first."""
     _, first, *others = shown.tables["Replicas of the last attempt, the slowest first"]
-    assert first == ["2", "worker-2 on node-2", "140", "0.5", "compute"]
+    assert first == ["2", "worker-2 on node-2", "140", "10", "10", "0.533", "compute"]
     assert len(others) == 3
-    assert {each[3] for each in others} == {"1"}
+    assert {each[5] for each in others} == {"1"}
 
 
 def test_checkpoints(shown: Shown) -> None:
     _, *rows = shown.tables["Checkpoints, the newest first"]
     assert [row[0] for row in rows] == ["1950", "1450", "1000", "500"]
-    assert rows[0][2:] == ["123 MB", "0.4 s", "12.0 ms", "shared", "committed"]
+    assert rows[0][2:] == ["123 MB", "0.4 s", "12.0 ms", "shared", "committed", "sizes verified"]
+    assert [row[-2:] for row in rows[1:]] == [
+        ["committed, not verified", ""],
+        ["replaced", ""],
+        ["replaced", ""],
+    ]
 
 
 def test_incidents(shown: Shown) -> None:
     _, *rows = shown.tables["Incidents, the newest first"]
     assert [row[1] for row in rows] == ["slow replica", "update left out", "failed"]
+    assert rows[0][3] == "2"
     assert rows[1][3:] == ["1", "epoch 1, batch 18", "dense/kernel", "a NaN"]
 
 
@@ -76,19 +86,73 @@ def test_text_is_text(tmp_path: Path) -> None:
     evil = "</script><img src=x onerror=\"document.title='owned'\">"
     path = tmp_path / "report.html"
     fits, supervised, end = logged.fits(2, 10)
-    path.write_text(page.html(evil, [summary(evil, fits, supervised, end)]))
+    runs = [summary(evil, fits, supervised, end), {"name": f"{evil}2", "error": evil}]
+    path.write_text(page.html(evil, runs, end))
     dom, console = browsed(path.as_uri(), tmp_path)
     assert console == ""
-    assert "<img" not in re.sub(r"<title>.*?</title>", "", dom)
-    assert "owned'" not in re.findall(r"<title>(.*?)</title>", dom)[0].split("onerror")[0]
+    # The first is the page's own, and those behind it are of charts.
+    title, *_ = re.findall(r"<title>(.*?)</title>", dom)
+    assert title == evil.replace("<", "&lt;").replace(">", "&gt;")
+    assert "<img" not in dom
     assert "&lt;/script&gt;&lt;img" in dom
+
+
+def test_runs_side_by_side(tmp_path: Path) -> None:
+    """One row each, and all of the one that was heard of last."""
+    fits, supervised, end = logged.fits(2, 100)
+    done = summary("a", fits, supervised, end, {1950: Looked("committed", True)})
+    begun = summary("b", [only_begun(fits[0], end + 1)], [], end + 20)
+    broken = {"name": "c", "error": "OSError: it is gone"}
+    path = tmp_path / "report.html"
+    path.write_text(page.html("runs", [done, begun, broken], end + 3600))
+    dom, console = browsed(path.as_uri(), tmp_path)
+    assert console == ""
+    shown = Shown(dom)
+    _, *rows = shown.tables["All runs; a button shows the run below"]
+    share = "68.7 %"
+    assert rows == [
+        ["a", "finished", share, "1950", "2", "step 1950, sizes verified", "1 h 00 min ago"],
+        ["b", "training", "not known", "0", "1", "none", ""],
+        ["c", "cannot be shown: OSError: it is gone", "", "", "", "", ""],
+    ]
+    assert re.findall(r'aria-pressed="true" data-key="(run .)"', dom) == ["run b"]
+    assert re.findall(r'<article data-run="(.)"', dom) == ["b"]
+    # A run that has only begun: no bar lies outside its chart.
+    bars = re.findall(r'<rect x="([^"]*)"[^>]*width="([^"]*)"', dom.partition("<article")[2])
+    assert bars
+    assert all(0 <= float(x) <= 1000 and 0 < float(width) <= 1000 for x, width in bars)
+
+
+def only_begun(fit: Fit, begin: float) -> Fit:
+    """The same, of which nothing but its beginning is known."""
+    return Fit(fit.began, (dataclasses.replace(fit.entries[0], at=begin),))
+
+
+FOREIGN = re.compile(r"""(?:src|href)\s*=|@import|url\((?!["']?#)|["'`(]//""")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '@import "//evil/x.css";',
+        "background: url(//evil/x.png)",
+        'background: url("//evil/x.png")',
+        'fetch("//evil/x")',
+        "fetch(`//evil/x`)",
+        '<img src="//evil/x">',
+    ],
+)
+def test_what_would_need_something(text: str) -> None:
+    assert FOREIGN.search(text)
 
 
 def test_needs_nothing() -> None:
     """Not a name of another machine, but that of SVG."""
-    text = page.html("runs", [])
-    assert set(re.findall(r"https?://[^\s\"']*", text)) == {"http://www.w3.org/2000/svg"}
-    assert not re.findall(r"(src|href|@import|url\((?!#))\s*=", text)
+    fits, supervised, end = logged.fits(2, 10)
+    runs = [summary("run-0001", fits, supervised, end)]
+    for text in (page.html("runs", runs, end), page.module()):
+        assert set(re.findall(r"https?://[^\s\"']*", text)) == {"http://www.w3.org/2000/svg"}
+        assert not FOREIGN.findall(text)
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +168,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["report", str(tmp_path / "runs"), "-o", str(out)]
     assert main(command) == 0
     found = Shown(browsed(out.as_uri(), tmp_path)[0])
-    assert len(found.tables["Attempts"]) == 3
+    assert len(found.tables["Attempts, the newest first"]) == 3
     out.write_text("kept")
     assert main(command) == 2
     assert "--overwrite" in capsys.readouterr().err

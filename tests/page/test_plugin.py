@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import time
 import uuid
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support import logged
+from support import logged, small
 from tensorboard.plugins import base_plugin
 from werkzeug.test import Client
 
+import keras_distplug as kd
+from keras_distplug.cli import main
 from keras_distplug.core.events import to_line
-from keras_distplug.storage.files import open_files
+from keras_distplug.storage import run_log
+from keras_distplug.storage.files import LocalFiles, open_files
+from keras_distplug.tensorboard_plugin import plugin as plugin_module
+from keras_distplug.tensorboard_plugin import watched
 from keras_distplug.tensorboard_plugin.folders import folders_of
 from keras_distplug.tensorboard_plugin.plugin import Loader, Plugin
 
@@ -32,6 +38,13 @@ def get(asked: Plugin, route: str) -> Any:
 def shown(asked: Plugin) -> list[dict[str, Any]]:
     runs: list[dict[str, Any]] = json.loads(get(asked, "/runs").get_data())
     return runs
+
+
+def details(asked: Plugin, name: str) -> dict[str, Any]:
+    response = Client(asked.get_plugin_apps()["/run"]).get("/run", query_string={"name": name})
+    assert response.status_code == 200
+    run: dict[str, Any] = json.loads(response.get_data())
+    return run
 
 
 def put(url: Any, run: str, workers: int = 2, windows: int = 10) -> None:
@@ -87,6 +100,151 @@ def test_news(tmp_path: Path) -> None:
     assert whole["step"] > half["step"]
 
 
+def test_chosen_run(tmp_path: Path) -> None:
+    """All of one run is sent for that one; of the others, what tells them from each other."""
+    put(tmp_path, "a/run-0001")
+    put(tmp_path, "b/run-0001", workers=4)
+    asked = plugin(logdir=str(tmp_path), logdir_spec="")
+    run = details(asked, "b/run-0001")  # though nobody has asked for all of them
+    assert len(run["ranking"]) == 4
+    first, second = shown(asked)
+    assert second == {key: run[key] for key in second}
+    assert "heat" not in first
+    response = Client(asked.get_plugin_apps()["/run"]).get("/run", query_string={"name": "c"})
+    assert response.status_code == 404
+
+
+def test_nothing_new_is_not_sent(tmp_path: Path) -> None:
+    """But the time is, for a browser's clock may be another one."""
+    put(tmp_path, "run-0001")
+    asked = plugin(logdir=str(tmp_path), logdir_spec="")
+    fits, _, _ = logged.fits(1, 20)
+    for route, news in zip(("/runs", "/run?name=run-0001"), fits[1].entries[-10:-8], strict=True):
+        client = Client(asked.get_plugin_apps()[route.partition("?")[0]])
+        first = client.get(route)
+        assert abs(float(first.headers["X-Now"]) - time.time()) < 60
+        again = client.get(route, headers={"If-None-Match": first.headers["ETag"]})
+        assert (again.status_code, again.get_data()) == (304, b"")
+        assert float(again.headers["X-Now"]) >= float(first.headers["X-Now"])
+        with open(tmp_path / "run-0001" / "log" / "1.jsonl", "ab") as file:
+            file.write(to_line(news))
+        third = client.get(route, headers={"If-None-Match": first.headers["ETag"]})
+        assert third.status_code == 200
+        assert third.headers["ETag"] != first.headers["ETag"]
+
+
+def test_nothing_is_made_anew_without_news(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that are over cost no more than a look at their files."""
+    put(tmp_path, "run-0001")
+    asked = plugin(logdir=str(tmp_path), logdir_spec="")
+    before = shown(asked), details(asked, "run-0001")
+
+    def fail(*given: Any) -> Any:
+        raise AssertionError("made anew")
+
+    for name in ("headline", "summary"):
+        monkeypatch.setattr(watched, name, fail)
+    monkeypatch.setattr(watched.survey, "looked_at", fail)
+    assert (shown(asked), details(asked, "run-0001")) == before
+    now = time.time()
+    monkeypatch.setattr(plugin_module, "time", SimpleNamespace(time=lambda: now + 9e9))
+    [run] = shown(asked)  # which proves that it would have been told
+    assert run["error"] == "AssertionError: made anew"
+
+
+def test_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is shown as what it is, and hides none of those beside it."""
+    for folder in ("a", "m", "z"):
+        put(tmp_path, f"{folder}/run-0001")
+    listed = LocalFiles.names
+
+    def names(self: LocalFiles, folder: str = "") -> list[str]:
+        # Root, which tests may be run by, is refused nothing.
+        if folder == "m":
+            raise PermissionError(13, "Permission denied", folder)
+        return listed(self, folder)
+
+    monkeypatch.setattr(LocalFiles, "names", names)
+    asked = plugin(logdir=str(tmp_path), logdir_spec="")
+    assert asked.is_active()
+    first, second, third = shown(asked)
+    assert [first["name"], third["name"]] == ["a/run-0001", "z/run-0001"]
+    assert second["name"] == "m"
+    assert "cannot be listed" in second["error"]
+
+
+class Counted:
+    """Files in a store, and what was asked of it."""
+
+    def __init__(self, files: Any, asked: list[str]) -> None:
+        self._files, self._asked = files, asked
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("size", "names", "read_into", "read"):
+            self._asked.append(name)
+        return getattr(self._files, name)
+
+
+def test_requests_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refresh without news lists the log's folder, and asks for nothing more."""
+    root = f"memory://{uuid.uuid4().hex}"
+    asked: list[str] = []
+    monkeypatch.setattr(run_log, "open_files", lambda url: Counted(open_files(url), asked))
+    files = open_files(root)
+    for rank, fit in enumerate(logged.fits(4, 10)[0]):
+        sink = run_log.sink_for(files, f"run-0001/log/20260101T000000Z-worker-{rank}-aaaa")
+        sink.write(b"".join(map(to_line, fit.entries)))
+    watching = plugin(logdir=root, logdir_spec="")
+    [run] = shown(watching)
+    assert run["attempted"] == 2
+    asked.clear()
+    assert shown(watching) == [run]
+    assert asked == ["names"]
+
+
+def fitted(where: Path, *more: Any) -> None:
+    """A short training, with checkpoints at its epochs' ends."""
+    callbacks = [*more, *kd.defaults(where)]
+    small.model().fit(small.X, small.Y, batch_size=8, epochs=3, verbose=0, callbacks=callbacks)
+    run_log._close_all()
+
+
+def checkpoints_of(folder: Path) -> list[tuple[str, str | None]]:
+    asked = plugin(logdir=str(folder), logdir_spec="")
+    [run] = shown(asked)
+    rows = details(asked, run["name"])["checkpoints"]
+    return [(each["state"], each["verified"]) for each in rows]
+
+
+def test_states_of_checkpoints(tmp_path: Path) -> None:
+    """The same from wherever TensorBoard looks; a file that is cut short is no checkpoint's."""
+    fitted(tmp_path / "mnist")
+    run = tmp_path / "mnist" / "run-0001"
+    seen = [checkpoints_of(folder) for folder in (tmp_path, tmp_path / "mnist", run)]
+    assert seen[0] == seen[1] == seen[2]
+    assert seen[0][-1] == ("committed", "sizes")
+    assert ("unfinished", None) not in seen[0]
+    [*_, newest] = sorted(each for each in run.glob("*-0*") if each.is_dir())
+    for shard in newest.glob("*/*.safetensors"):
+        shard.write_bytes(shard.read_bytes()[:10])
+    for folder in (tmp_path, tmp_path / "mnist", run):
+        rows = checkpoints_of(folder)
+        assert rows[-1] == ("damaged", None)
+        assert ("committed", "sizes") in rows
+    assert main(["report", str(run), "-o", str(tmp_path / "report.html")]) == 0
+    report = (tmp_path / "report.html").read_text()
+    told = json.loads(report.partition('id="runs">')[2].partition("</script>")[0])
+    assert "damaged" in [each["state"] for each in told["runs"][0]["checkpoints"]]
+
+
+def test_log_apart_from_checkpoints(tmp_path: Path) -> None:
+    """Nobody can look at them from there: what the log says of them is not verified."""
+    fitted(tmp_path / "run", kd.RunLog(tmp_path / "logs"))
+    rows = checkpoints_of(tmp_path / "logs")
+    assert rows
+    assert set(rows) == {("committed", None)}
+
+
 def test_module() -> None:
     """One file, that has all it needs, and the name by which TensorBoard calls it."""
     response = get(plugin(logdir="", logdir_spec=""), "/index.js")
@@ -101,6 +259,19 @@ def test_folder_that_is_none(tmp_path: Path) -> None:
     assert shown(asked) == []
     put(tmp_path / "later", "run-0001")
     assert len(shown(asked)) == 1
+
+
+def test_run_that_cannot_be_read(tmp_path: Path) -> None:
+    """It is shown with what is wrong with it, and the others as they are."""
+    for run in ("run-0001", "run-0002", "run-0003"):
+        put(tmp_path, run)
+    (tmp_path / "run-0002" / "log" / "worker-9.jsonl").mkdir()
+    asked = plugin(logdir=str(tmp_path), logdir_spec="")
+    for _ in range(2):
+        first, second, third = shown(asked)
+        assert first["state"] == third["state"] == "finished"
+        assert second["name"] == "run-0002"
+        assert second["error"].startswith("IsADirectoryError: ")
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tensorflow as tf
 from support.browser import Shown, browsed, photographed
 from support.cluster import environment, run_job
+from support.curves import curves_in
 
 from keras_distplug.cli import main
 from keras_distplug.core import events, goodput
@@ -30,6 +32,10 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 SCRIPT = Path(__file__).parents[1] / "workers" / "faulty.py"
 FAULT = "0:1:2:1:kill"
+LATE = 1  # the worker whose data come late
+STEPS = 3  # of an epoch
+EPOCHS = 4
+OF_OTHERS = ("Multiple instances of Three.js", "software WebGL")  # other tabs' complaints
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     folder = tmp_path_factory.mktemp("job")
     log = folder / "events"
     command = [str(SCRIPT), str(folder), "plain_fit", FAULT]
-    ended = run_job(command, 2, f"--log={log}", timeout_s=450)
+    late = {"KERAS_DISTPLUG_TEST_LATE": str(LATE)}
+    ended = run_job(command, 2, f"--log={log}", env=late, timeout_s=450)
     assert ended.returncode == 0, ended.output
     assert (folder / "faults").read_text().split() == [FAULT]
     fits, supervised = run_log.read(open_files(folder / "runs"), "run-0001")
@@ -110,6 +117,21 @@ def test_replicas(job: Job) -> None:
     assert set.union(*map(of, job.fits)) == {0, 1}
 
 
+def test_curves_of_keras(job: Job) -> None:
+    """Keras' own callback, in the same directory: its curves go on where the checkpoint was,
+    though the chief that drew them has ended with the worker that was killed."""
+    curves = curves_in(job.folder / "runs", ["train", "validation"])
+    for run in ("train", "validation"):
+        assert [step for step, _ in curves[run]["epoch_loss"]] == list(range(EPOCHS))
+    first, second = goodput.attempts(job.fits, job.supervised)
+    steps = [step for step, _ in curves["train"]["batch_loss"]]
+    again = len(steps) - (STEPS * EPOCHS - second.first_step)
+    assert steps[:again] == list(range(1, again + 1))
+    assert steps[again:] == list(range(second.first_step + 1, STEPS * EPOCHS + 1))
+    # The fault came, and no step before it is missing; the one it came in may be drawn, too.
+    assert second.first_step <= first.last_step <= again
+
+
 @contextmanager
 def tensorboard(logdir: Path, *options: str) -> Iterator[str]:
     """Its address."""
@@ -139,7 +161,7 @@ def test_tensorboard(job: Job, fast: str, tmp_path: Path) -> None:
     with tensorboard(job.folder / "runs", f"--load_fast={fast}") as address:
         entry = f"{address}data/plugin_entry.html?name=distplug"
         dom, console = browsed(entry, tmp_path)
-        whole, _ = browsed(address, tmp_path)
+        whole, console_of_all = browsed(f"{address}#distplug", tmp_path)
         with urllib.request.urlopen(f"{address}data/plugin/custom_scalars/layout") as answer:
             layout = json.load(answer)
         scalars = f"{address}data/plugin/scalars/tags"
@@ -149,12 +171,22 @@ def test_tensorboard(job: Job, fast: str, tmp_path: Path) -> None:
             picture = pictures / f"distplug-{theme}.png"
             photographed(entry, tmp_path, picture, is_dark=theme == "dark")
             assert picture.stat().st_size > 10_000
+            # Dark is dark, and light is light.
+            assert (brightness(picture) < 0.4) == (theme == "dark")
     assert console == ""
+    ours = [line for line in console_of_all.splitlines() if not any(map(line.count, OF_OTHERS))]
+    assert ours == []
     assert "Distplug" in whole
     [charts] = [each["chart"] for each in layout["category"] if each["title"] == "Distplug"]
     assert [each["title"] for each in charts] == ["goodput", "where the time went"]
     assert "goodput/whole_run" in tags["run-0001/log/goodput"]
     _is_right(Shown(dom), job)
+
+
+def brightness(picture: Path) -> float:
+    """From 0 to 1."""
+    pixels = tf.io.decode_png(picture.read_bytes(), channels=1)
+    return float(tf.reduce_mean(tf.cast(pixels, tf.float32))) / 255
 
 
 def test_report(job: Job, tmp_path: Path) -> None:
@@ -173,16 +205,22 @@ def _is_right(shown: Shown, job: Job) -> None:
     assert cards["goodput"] == f"{100 * share:.1f} %"
     first, second = goodput.attempts(job.fits, job.supervised)
     assert cards["step"] == str(second.last_step)
-    assert cards["last checkpoint"].startswith(f"step {second.last_step}, ")
-    _, *rows = shown.tables["Attempts"]
+    assert cards["last verified checkpoint"].startswith(f"step {second.last_step}, ")
+    assert "(sizes verified)" in cards["last verified checkpoint"]
+    _, *rows = shown.tables["Attempts, the newest first"]
     assert [row[3:] for row in rows] == [
-        ["2", f"0 to {first.last_step}", str(first.lost_steps), "137", first.end],
         ["2", f"{second.first_step} to {second.last_step}", "0", "", "finished"],
+        ["2", f"0 to {first.last_step}", str(first.lost_steps), "137", first.end],
     ]
+    # What was taken up is not there any more, but all of it was read.
+    _, *saved = shown.tables["Checkpoints, the newest first"]
+    assert saved[0][-2:] == ["committed", "sizes verified"]
     _, *ranked = shown.tables["Replicas of the last attempt, the slowest first"]
-    assert sorted(row[0] for row in ranked) == ["0", "1"]
-    scores = [float(row[3]) for row in ranked]
-    assert scores == sorted(scores)
+    assert [row[0] for row in ranked] == [str(LATE), str(1 - LATE)]
+    assert ranked[0][1].startswith(f"worker-{LATE} on ")
+    late, other = (float(row[3]) for row in ranked)
+    assert late > other
+    assert [float(row[5]) < 1 for row in ranked] == [True, False]
     _, *incidents = shown.tables["Incidents, the newest first"]
     assert [row[1:3] for row in incidents][-1] == ["failed", "supervisor"]
     assert "worker-1 was killed by SIGKILL" in incidents[-1][-1]

@@ -43,10 +43,9 @@ class Shown(HTMLParser):
             self.legend.append("")
 
     def handle_data(self, data: str) -> None:
-        here = self._open[-1] if self._open else ""
-        if here in ("td", "th"):
+        if "td" in self._open[-3:] or "th" in self._open[-3:]:
             self.tables[self._name][-1][-1] += data
-        if here in ("dt", "dd"):
+        if "dt" in self._open[-2:] or "dd" in self._open[-2:]:
             self.cards[-1] += data
         if "li" in self._open[-4:]:
             self.legend[-1] += data
@@ -56,15 +55,16 @@ class Shown(HTMLParser):
             pass
 
 
-def browsed(url: str, folder: Path) -> tuple[str, str]:
+def browsed(url: str, folder: Path, secs: int = 10) -> tuple[str, str]:
     """The document as it is when its script has run, and what the browser has complained of, such
     as errors, what a policy forbids, and other machines, of which it finds none.
 
     Args:
         url: Of the page.
         folder: For the browser's own files.
+        secs: By the page's own clock, which waits for answers, and for nothing else.
     """
-    ended = _run(url, folder, "--dump-dom")
+    ended = _run(url, folder, "--dump-dom", secs=secs)
     console = [line for line in ended.stderr.splitlines() if ":CONSOLE" in line]
     return ended.stdout, "\n".join(console)
 
@@ -76,7 +76,7 @@ def photographed(url: str, folder: Path, picture: Path, *, is_dark: bool = False
     _run(url, folder, "--hide-scrollbars", size, f"--screenshot={picture}", *dark)
 
 
-def _run(url: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def _run(url: str, folder: Path, *options: str, secs: int = 10) -> subprocess.CompletedProcess[str]:
     if CHROMIUM is None:
         missing("Chromium", "apt-get install chromium")
     return subprocess.run(
@@ -88,7 +88,7 @@ def _run(url: str, folder: Path, *options: str) -> subprocess.CompletedProcess[s
             "--enable-logging=stderr",
             "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE localhost",
             f"--user-data-dir={folder / 'profile'}",
-            "--virtual-time-budget=10000",
+            f"--virtual-time-budget={1000 * secs}",
             *options,
             url,
         ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -10,17 +11,18 @@ from tensorboard.util import tensor_util
 Curve = list[tuple[int, float]]
 
 
-def curves_in(folder: Path) -> dict[str, dict[str, Curve]]:
-    """For each run, by tag, steps and values."""
+def curves_in(folder: Path, only: Sequence[str] = ()) -> dict[str, dict[str, Curve]]:
+    """For each run, by tag, steps and values; or for some of them."""
     found = {}
-    for run in sorted(each for each in folder.iterdir() if each.is_dir()):
+    names = only or sorted(each.name for each in folder.iterdir() if each.is_dir())
+    for run in (folder / name for name in names):
         events = EventAccumulator(str(run), size_guidance={"tensors": 0})
         events.Reload()
-        found[run.name] = {
-            tag: [
-                (e.step, tensor_util.make_ndarray(e.tensor_proto).item())
-                for e in events.Tensors(tag)
-            ]
-            for tag in events.Tags()["tensors"]
-        }
+        found[run.name] = {tag: _curve(events, tag) for tag in events.Tags()["tensors"]}
     return found
+
+
+def _curve(events: EventAccumulator, tag: str) -> Curve:
+    """Nothing of histograms and graphs."""
+    values = [(e.step, tensor_util.make_ndarray(e.tensor_proto)) for e in events.Tensors(tag)]
+    return [(step, value.item()) for step, value in values if value.size == 1]

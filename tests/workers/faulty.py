@@ -9,6 +9,8 @@ others. FAULT: `attempt:worker:epoch:batch:what`, all counted from 0; what is `k
 this worker's local checkpoints are lost). `attempt:worker:begin:what` comes before training goes
 on, and with `any` for the attempt a fault comes each time. Each fault is noted in FOLDER/faults as
 it happens, and an attempt is what follows a fault.
+KERAS_DISTPLUG_TEST_LATE: a worker whose data come late, in plain_fit; and Keras' TensorBoard writes
+beside the runs then.
 KERAS_DISTPLUG_TEST_STORE: where the checkpoints go, as JSON: a URL and its storage options.
 """
 
@@ -19,6 +21,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 
 folder, way, faults = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
@@ -34,11 +37,14 @@ noted = folder / "faults"
 own_folder = folder / f"local-{worker}"
 attempt = len(noted.read_text().split()) if noted.exists() else 0
 
+import tensorflow as tf  # noqa: E402
 from support import digits_like as case  # noqa: E402
 
 from keras_distplug.storage import saver  # noqa: E402
 
 EPOCHS = 4
+LATE = os.environ.get("KERAS_DISTPLUG_TEST_LATE")
+LATE_S = 0.3
 # What these know decides the end, too.
 KNOWING = [
     keras.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True),
@@ -50,7 +56,9 @@ WRITING = [
     keras.callbacks.ModelCheckpoint(
         folder / "best.weights.h5", "loss", save_best_only=True, save_weights_only=True
     ),
-    keras.callbacks.TensorBoard(folder / "logs", histogram_freq=1),
+    keras.callbacks.TensorBoard(
+        folder / ("runs" if LATE else "logs"), histogram_freq=1, update_freq=1 if LATE else "epoch"
+    ),
 ]
 directory, storage_options = json.loads(
     os.environ.get("KERAS_DISTPLUG_TEST_STORE", json.dumps([str(folder / "runs"), None]))
@@ -70,6 +78,20 @@ def do(what):
         saver.wait_for_all()
         shutil.rmtree(own_folder)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def later(x, y, weight):
+    """The same batch, if this worker is the one, after a while."""
+
+    def wait(x):
+        time.sleep(LATE_S)
+        return x
+
+    if str(worker) != LATE:
+        return x, y, weight
+    late = tf.numpy_function(wait, [x], x.dtype)
+    late.set_shape(x.shape)
+    return late, y, weight
 
 
 class Harm(keras.callbacks.Callback):
@@ -121,7 +143,7 @@ if not way.startswith("plain"):
 else:
     with strategy.scope():
         model = case.build()
-    data = case.dataset()
+    data = case.dataset().map(later) if LATE else case.dataset()
     ours = kd.defaults(directory, storage_options=storage_options)
     if way == "plain_in_epoch":
         ours = [kd.BackupAndRestore(directory, **each_batch)]

@@ -1,0 +1,132 @@
+"""A run that somebody looks at again and again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keras_distplug.core import events
+from keras_distplug.core.events import Entry
+from keras_distplug.core.goodput import Fit
+from keras_distplug.core.summary import Looked, headline, summary
+from keras_distplug.storage import survey
+from keras_distplug.storage.files import Files
+from keras_distplug.storage.run_log import Reader
+
+_LOOK_SECS = 30.0  # between looks at what the log does not tell of
+_LOOK_SHARE = 0.1  # of the time in which nothing came: a run of last week does not change any more
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is sent.
+
+    Args:
+        text: As JSON.
+        version: Another one for each other text.
+    """
+
+    text: str
+    version: str
+
+
+def answer(found: Any) -> Answer:
+    text = json.dumps(found, allow_nan=False)
+    return Answer(text, f'"{hashlib.sha256(text.encode()).hexdigest()[:32]}"')
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What is known of a run.
+
+    Args:
+        at: Since when, in seconds since 1970.
+        fits: What its workers have told.
+        supervised: What supervisors have.
+        checkpoints: Those that are there; None if that is not known.
+    """
+
+    at: float
+    fits: Sequence[Fit]
+    supervised: Sequence[Entry]
+    checkpoints: Mapping[int, Looked] | None
+
+    def is_same(self, fits: Sequence[Fit], supervised: Sequence[Entry]) -> bool:
+        """Whether that is what was known: a reader gives what it gave, while nothing is new."""
+        return _are_same(self.fits, fits) and _are_same(self.supervised, supervised)
+
+    def is_due(self, now: float) -> bool:
+        """Whether what changes without news, as its state and its checkpoints, may have."""
+        heard = max(
+            [fit.ends_at for fit in self.fits] + [each.at for each in self.supervised[-1:]],
+            default=self.at,
+        )
+        return now - self.at > max(_LOOK_SECS, _LOOK_SHARE * (self.at - heard))
+
+
+class Watched:
+    """Makes what is shown of a run, anew when there is news.
+
+    Args:
+        label: What it is called.
+        files: A folder that holds the run's folder, some levels down perhaps.
+        path: The run's folder, from there.
+    """
+
+    def __init__(self, label: str, files: Files, path: str) -> None:
+        self.label = label
+        self._files = files
+        self._path = path
+        self._reader = Reader(files, path)
+        self._known: _Known | None = None
+        self._headline: dict[str, Any] | None = None
+        self._details: Answer | None = None
+        self._updating = threading.Lock()
+
+    def headline(self, now: float) -> dict[str, Any]:
+        """As `core.summary.headline`."""
+        with self._updating:
+            known = self._update(now)
+            if self._headline is None:
+                self._headline = self._made(headline, known)
+                answer(self._headline)  # nothing that JSON has not comes among the other runs
+            return self._headline
+
+    def details(self, now: float) -> Answer:
+        """As `core.summary.summary`."""
+        with self._updating:
+            known = self._update(now)
+            if self._details is None:
+                self._details = answer(self._made(summary, known))
+            return self._details
+
+    # How
+
+    def _made(self, what: Callable[..., dict[str, Any]], known: _Known) -> dict[str, Any]:
+        return what(self.label, known.fits, known.supervised, known.at, known.checkpoints)
+
+    def _update(self, now: float) -> _Known:
+        fits, supervised = self._reader.read()
+        known = self._known
+        if known is not None and known.is_same(fits, supervised) and not known.is_due(now):
+            return known
+        checkpoints: Mapping[int, Looked] | None
+        if known is None or known.is_due(now) or _saves(fits) != _saves(known.fits):
+            checkpoints = survey.looked_at(self._files, self._path)
+        else:
+            checkpoints = known.checkpoints
+        self._known = _Known(now, fits, supervised, checkpoints)
+        self._headline = self._details = None
+        return self._known
+
+
+def _are_same(before: Sequence[Any], after: Sequence[Any]) -> bool:
+    return len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True))
+
+
+def _saves(fits: Sequence[Fit]) -> int:
+    return sum(isinstance(entry.event, events.Saved) for fit in fits for entry in fit.entries)
