@@ -173,7 +173,7 @@ def distributed_fit(
         validation_data=feed.validation_data,
         shuffle=False,
         initial_epoch=initial_epoch,
-        steps_per_epoch=steps_per_epoch,
+        steps_per_epoch=feed.steps_per_epoch,
         validation_steps=validation_steps,
         validation_batch_size=validation_batch_size,
         validation_freq=validation_freq,

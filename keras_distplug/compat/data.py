@@ -34,6 +34,17 @@ class LateDistributedDataset(tf.distribute.DistributedDataset):  # type: ignore[
     def use(self, strategy: tf.distribute.Strategy) -> None:
         raise NotImplementedError
 
+    def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
+        """What one of the workers reads that ParameterServerStrategy schedules steps on. It is made
+        there, in a function that is traced here.
+
+        Args:
+            worker: Its number.
+            workers: How many there are.
+            seed: Two numbers, for orders of its own.
+        """
+        raise NotImplementedError
+
 
 def tell_strategy(iterator: Any, strategy: tf.distribute.Strategy) -> None:
     """Tells the data of an epoch iterator of Keras, if they ask for it, who reads them."""
