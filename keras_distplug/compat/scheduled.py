@@ -1,6 +1,6 @@
-"""`fit` under ParameterServerStrategy: the chief schedules steps, workers take them, each for itself.
+"""`fit` under ParameterServerStrategy: the chief schedules steps, and workers take them.
 
-What is wrong upstream (Keras 3.10 to 3.15, TensorFlow 2.18 to 2.21; keras-team/keras#19933):
+What is wrong upstream (Keras 3.10 to 3.15, TensorFlow 2.18 to 2.21; no issue of either is known):
 
 - `fit`, `evaluate` and `predict` read the data on the chief, which TensorFlow refuses ("you need to
   pass this dataset to ClusterCoordinator.create_per_worker_dataset"), and run each step there.
@@ -24,7 +24,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_distplug.compat import shared_state
+from keras_distplug.compat import gates, optimizers, shared_state
 from keras_distplug.compat.data import LateDistributedDataset
 from keras_distplug.compat.model import all_variables, layers_of, optimizers_of
 from keras_distplug.compat.override import override
@@ -65,6 +65,11 @@ def leave_out_non_finite(model: keras.Model) -> None:
     schedule.leave_out_non_finite()
 
 
+def forget_left_out(model: keras.Model) -> None:
+    schedule: _Schedule = vars(model)[_SCHEDULE]
+    schedule.forget_left_out()
+
+
 def left_out(model: keras.Model) -> tuple[int, int]:
     """How many steps were left out since the begin of this `fit`, and in a row by now."""
     schedule: _Schedule = vars(model)[_SCHEDULE]
@@ -85,6 +90,7 @@ class _Schedule:
         self._workers = len(resolver_of(self._strategy).cluster_spec().as_dict()["worker"])
         self._data: LateDistributedDataset | None = None
         self._left_out: shared_state.LeftOut | None = None
+        self._leaves_out = False  # of the next `fit`
         with self._strategy.scope():
             # Once for each time that a worker has begun to read, it being started again among them.
             self._begun = tf.Variable(tf.zeros([self._workers], tf.int64), trainable=False)
@@ -118,7 +124,11 @@ class _Schedule:
         data, model = self._data, self._model
         if data is None:
             raise DataError("There are no data to train on: `fit` has given none.")
-        step = self._make_step(model.steps_per_execution)
+        for optimizer in optimizers_of(model).values():
+            gates.put_before(optimizer, self._left_out if self._leaves_out else None)
+        left_out = self._left_out if self._leaves_out else None
+        self._leaves_out = False
+        step = self._make_step(model.steps_per_execution, left_out)
         iterators: list[Any] = []
 
         def function(_: Any) -> dict[str, Any]:
@@ -137,8 +147,10 @@ class _Schedule:
 
     # Steps
 
-    def _make_step(self, steps: int) -> Callable[[Any], None]:
-        model, strategy, left_out = self._model, self._strategy, self._left_out
+    def _make_step(
+        self, steps: int, left_out: shared_state.LeftOut | None
+    ) -> Callable[[Any], None]:
+        model, strategy = self._model, self._strategy
 
         @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
         def of_worker(batch: Any, number: tf.Tensor) -> None:
@@ -196,10 +208,15 @@ class _Schedule:
         if self._left_out is None:
             with self._strategy.scope():
                 self._left_out = shared_state.LeftOut()
+        self._leaves_out = True
         self._left_out.reset()
         for optimizer in optimizers_of(self._model).values():
-            self._left_out.stand_before(optimizer)
+            optimizers.give_gate(optimizer)
         shared_state.note_losses(self._model)
+
+    def forget_left_out(self) -> None:
+        if self._left_out is not None:
+            self._left_out.reset()
 
     def left_out(self) -> tuple[int, int]:
         return (0, 0) if self._left_out is None else self._left_out.counts()

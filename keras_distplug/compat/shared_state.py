@@ -1,7 +1,7 @@
 """Variables that several workers change at once, each in its own step.
 
-What is wrong upstream where steps overlap (Keras 3.10 to 3.15, TensorFlow 2.18 to 2.21;
-keras-team/keras#19933): `assign_add` of Keras' variables is `assign(self + value)`, and metrics,
+What is wrong upstream where steps overlap (Keras 3.10 to 3.15; no issue is known):
+`assign_add` of Keras' variables is `assign(self + value)`, and metrics,
 seeds and statistics `assign`, so that what others have added between reading and writing is lost:
 425 of 600 counted. What optimizers do to the weights is TensorFlow's own `assign_add`.
 
@@ -21,7 +21,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_distplug.compat import gates, optimizers
+from keras_distplug.compat import gates
 from keras_distplug.compat.model import layers_of, optimizers_of
 from keras_distplug.compat.override import mark, override
 
@@ -115,10 +115,6 @@ class LeftOut:
     def counts(self) -> tuple[int, int]:
         """How many there were, and in a row by now."""
         return int(self._total.numpy()), int(self._in_a_row.numpy())
-
-    def stand_before(self, optimizer: keras.optimizers.Optimizer) -> None:
-        optimizers.give_gate(optimizer)
-        gates.put_before(optimizer, self)
 
     def count(self, step: _Step) -> tf.Tensor | None:
         """Whether all of a step is finite; None if it tells nothing of that."""

@@ -78,8 +78,8 @@ def _check_parameter_server(choice: Choice, cluster: Cluster) -> None:
     has = ", ".join(f"{len(tasks)} {task!r}" for task, tasks in cluster.cluster.items())
     if choice.name != "parameter_server":
         raise ConfigurationError(
-            f"strategy={choice.name!r} was asked for, but {cluster.source} describes a cluster with "
-            f"parameter servers ({has}). Use strategy='parameter_server' or 'auto', or leave the "
+            f"strategy={choice.name!r} was asked for, but {cluster.source} describes a cluster "
+            f"with parameter servers ({has}). Use strategy='parameter_server' or 'auto', or leave the "
             "'ps' tasks out."
         )
     missing = [task for task in ("chief", "worker", "ps") if task not in cluster.cluster]

@@ -23,6 +23,7 @@ PATIENCE = "KERAS_DISTPLUG_CHIEF_GONE_SECS"
 
 _PATIENCE_S = 300.0  # a scheduler may start the chief again, with these servers
 _LOOK_S = 1.0
+_LEAST_THREADS = 4
 _CONNECT_S = 1.0
 
 
@@ -47,7 +48,14 @@ def serve(
     addresses = {task: list(of_type) for task, of_type in cluster.items()}
     try:
         server = tf.distribute.Server(
-            tf.train.ClusterSpec(addresses), task_type, index, protocol="grpc", start=True
+            tf.train.ClusterSpec(addresses),
+            task_type,
+            index,
+            protocol="grpc",
+            config=tf.compat.v1.ConfigProto(
+                # A function that asks another task keeps a thread while it waits for the answer.
+                inter_op_parallelism_threads=max(os.cpu_count() or 1, _LEAST_THREADS)
+            ),
         )
     except tf.errors.OpError as error:
         raise ConfigurationError(

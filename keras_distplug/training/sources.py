@@ -262,7 +262,6 @@ class _Orders:
             behind,
         )
 
-
     def of_worker(self, seed: tf.Tensor) -> tf.data.Dataset:
         """With orders that follow from `seed`, and from those of the user and the run."""
         ours = tf.constant(self._seeds, tf.int64)
