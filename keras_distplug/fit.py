@@ -160,7 +160,6 @@ def distributed_fit(
         class_weight=class_weight,
         validation_data=validation_data() if callable(validation_data) else validation_data,
         validation_split=validation_split,
-        steps_per_epoch=steps_per_epoch,
     )
     if role.is_chief:
         announce(f"input: {feed.description}")
@@ -173,7 +172,7 @@ def distributed_fit(
         validation_data=feed.validation_data,
         shuffle=False,
         initial_epoch=initial_epoch,
-        steps_per_epoch=feed.steps_per_epoch,
+        steps_per_epoch=steps_per_epoch,
         validation_steps=validation_steps,
         validation_batch_size=validation_batch_size,
         validation_freq=validation_freq,

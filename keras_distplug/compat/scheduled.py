@@ -103,6 +103,12 @@ class _Schedule:
             if isinstance(data, LateDistributedDataset):
                 data.use(self._strategy)
                 self._data = data
+                data.is_endless = iterator.steps_per_epoch is not None
+                if iterator.steps_per_epoch is None and iterator.data_adapter.num_batches is None:
+                    raise DataError(
+                        "How many batches an epoch has is not known: the data have no end, or do "
+                        "not say where it is. Give `steps_per_epoch`."
+                    )
                 spec = data.element_spec
             elif vars(self._model)["_distribute_strategy"] is None:
                 spec = iterator.data_adapter.get_tf_dataset().element_spec  # `evaluate`
@@ -184,6 +190,7 @@ class _Schedule:
         # What is trained already makes the order another one than before.
         trained = 0 if optimizer is None else int(keras.ops.convert_to_numpy(optimizer.iterations))
 
+        @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
         def of_worker() -> tf.data.Dataset:
             worker = tf.cast(
                 tf.distribute.coordinator.experimental_get_current_worker_index(), tf.int64

@@ -78,9 +78,11 @@ def wait_for_end(chief: str, patience_s: float) -> None:
     A machine that does not answer counts as one where nobody listens.
     """
     seen_s: float | None = None
-    while seen_s is None or time.monotonic() - seen_s < patience_s:
+    while True:
         if _listens(chief):
             seen_s = time.monotonic()
+        elif seen_s is not None and time.monotonic() - seen_s >= patience_s:
+            return
         time.sleep(_LOOK_S)
 
 

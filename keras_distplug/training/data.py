@@ -29,13 +29,11 @@ class Feed:
         x: The first argument of `Model.fit` that carries all of the data.
         validation_data: For `Model.fit`, split off from `x` if that was asked for.
         description: How the data is shuffled and split over the workers, for people.
-        steps_per_epoch: For `Model.fit`.
     """
 
     x: InputAdapter
     validation_data: Any
     description: str
-    steps_per_epoch: int | None = None
 
 
 class InputAdapter(compat_data.DataAdapter):  # type: ignore[misc]
@@ -53,8 +51,7 @@ class InputAdapter(compat_data.DataAdapter):  # type: ignore[misc]
 
     @property
     def num_batches(self) -> int | None:
-        # Workers read their data over and over, as long as steps are scheduled.
-        return None if self._positioned.is_scheduled else self._positioned.source.num_batches
+        return None if self._positioned.is_endless else self._positioned.source.num_batches
 
     @property
     def batch_size(self) -> int | None:
@@ -139,7 +136,6 @@ def feed(
     class_weight: dict[int, float] | None = None,
     validation_data: Any = None,
     validation_split: float = 0.0,
-    steps_per_epoch: int | None = None,
 ) -> Feed:
     """Makes the input of `fit` out of what the user gave.
 
@@ -155,7 +151,6 @@ def feed(
         class_weight: As in `Model.fit`.
         validation_data: As in `Model.fit`.
         validation_split: As in `Model.fit`.
-        steps_per_epoch: As in `Model.fit`.
 
     Raises:
         DataError: For data of an unknown kind, not batched, or with batches smaller than the
@@ -175,16 +170,10 @@ def feed(
     adapter.get_tf_dataset().use(strategy)
     warn_of(source)
     if adapter.get_tf_dataset().is_scheduled:
-        steps_per_epoch = steps_per_epoch or source.num_batches
-        if steps_per_epoch is None:
-            raise DataError(
-                "How many batches an epoch has is not known: the data have no end, or do not say "
-                "where it is. Give `steps_per_epoch`."
-            )
         how = f"{how}; each worker reads for itself"
     elif strategy.num_replicas_in_sync > 1:
         how = f"{how}; {_sharding(source)}"
-    return Feed(adapter, validation_data, how, steps_per_epoch)
+    return Feed(adapter, validation_data, how)
 
 
 def _source(

@@ -176,8 +176,9 @@ class TfData:
         """The pipeline with other orders; or its share of the batches, where there are none to draw
         or they cannot be told apart."""
         if self._orders is None or not self._orders.nodes:
-            dataset = compat_data.from_graph(compat_data.to_graph(self.whole))
-            return dataset.shard(workers, worker)
+            with tf.init_scope():  # out of the function that is traced
+                graph = compat_data.to_graph(self.whole)
+            return compat_data.from_graph(graph).shard(workers, worker)
         return self._orders.of_worker(seed)
 
     def batches(self, passed: int, start: int, behind: int = 0) -> tf.data.Dataset:
