@@ -284,6 +284,8 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         self._batch = batch
         self._updates: int | None = None
+        if self._on_workers is not None:
+            return
         optimizer = self.model.optimizer
         # A `LossScaleOptimizer` does not count what it leaves out itself.
         counts = not isinstance(optimizer, keras.optimizers.LossScaleOptimizer | None)

@@ -3,7 +3,8 @@
     python scheduled.py FOLDER [STEPS_PER_EPOCH]
 
 The chief writes FOLDER/batches (a line for each that it has scheduled, with the steps that are done
-where it looks) and FOLDER/outcome.json. A batch takes a while, so that there is time to interfere.
+where it looks) and FOLDER/outcome.json. A batch takes a while, so that there is time to interfere,
+and in the middle of an epoch it waits while there is FOLDER/wait.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class Told(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         print(batch, file=self.file, flush=True)
         time.sleep(0.01)
+        while batch == steps // 2 and (folder / "wait").exists():
+            time.sleep(0.05)
 
 
 def steps_of(model: keras.Model) -> int:
@@ -79,6 +82,7 @@ outcome = {
     "began": told.began,
     "steps": steps_of(model),
     "samples": float(keras.ops.convert_to_numpy(accuracy.count)),
+    "readers": vars(model)["_distplug_schedule"]._begun.numpy().tolist(),
     "evaluate": model.evaluate(X, Y, verbose=0),
     "accuracy": history.history["accuracy"],
     "secs": time.monotonic() - begun_s,

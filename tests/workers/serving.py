@@ -240,7 +240,8 @@ def goes_on() -> dict[str, Any]:
 
 def refused() -> dict[str, Any]:
     """The error for what cannot be right."""
-    rnn = (keras.layers.Reshape((4, 4)), keras.layers.LSTM(2, stateful=True))
+    rnn = (keras.layers.Reshape((4, 4)), keras.layers.LSTM(2))
+    rnn[1].stateful = True  # Keras asks for a fixed size of batches before it is built
     adam = keras.optimizers.Adam
     cases: dict[str, Any] = {
         "accumulation": lambda: build(optimizer=adam(gradient_accumulation_steps=2)),
