@@ -160,7 +160,6 @@ def distributed_fit(
         class_weight=class_weight,
         validation_data=validation_data() if callable(validation_data) else validation_data,
         validation_split=validation_split,
-        steps_per_epoch=steps_per_epoch,
     )
     if role.is_chief:
         announce(f"input: {feed.description}")

@@ -15,6 +15,7 @@ from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.log import announce
 from keras_distplug.core.supervised import JOINED_BY, Phase, Supervised
 from keras_distplug.core.timeouts import Timeouts
+from keras_distplug.strategies import servers
 from keras_distplug.strategies.select import Choice, choose
 
 _AUTOMATIC = "KERAS_DISTPLUG_AUTO_INIT"  # "0" leaves joining to the script
@@ -71,15 +72,16 @@ def init(
     role = roles.from_environment(os.environ)
     gpus = len(tf.config.list_physical_devices("GPU"))
     choice = choose(strategy, role, gpus)
+    if choice.name == "parameter_server":
+        # A task that is being started again is to be waited for, instead of failing at once.
+        os.environ["GRPC_FAIL_FAST"] = "use_caller"
+        if role.is_server:
+            _serve(role)
     if choice.name not in _joined:
         _joined[choice.name] = _make(choice, role, timeouts)
         _joined_with[choice.name] = timeouts
         if role.is_chief:
-            replicas = _joined[choice.name].num_replicas_in_sync
-            announce(
-                f"strategy {choice.name} ({choice.reason}): {role.world_size} worker"
-                f"{'s' * (role.world_size > 1)}, {replicas} replica{'s' * (replicas > 1)}"
-            )
+            announce(f"strategy {choice.name} ({choice.reason}): {_size(choice, role)}")
         if (supervised := Supervised.from_env()) is not None:
             supervised.report(role.name, Phase.JOINED)
     elif choice.name == "multi_worker" and (
@@ -172,13 +174,16 @@ def needs_fresh_context(strategy: str) -> bool:
         roles.from_environment(os.environ),
         len(tf.config.list_physical_devices("GPU")),
     )
-    return choice.name == "multi_worker" and not _joined and context.is_initialized()
+    needs = choice.name in ("multi_worker", "parameter_server")
+    return needs and not _joined and context.is_initialized()
 
 
 def name_of(strategy: tf.distribute.Strategy) -> str:
     """What `init` calls a strategy of this kind; the name of its class if it has no such name."""
     if workers.is_multi_worker(strategy):
         return "multi_worker"
+    if workers.is_scheduled(strategy):
+        return "parameter_server"
     if isinstance(strategy, tf.distribute.MirroredStrategy):
         return "mirrored"
     if isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy):
@@ -193,6 +198,8 @@ def _make(choice: Choice, role: roles.Role, timeouts: Timeouts) -> tf.distribute
         return tf.distribute.MirroredStrategy(_devices())
     if choice.name == "central_storage":
         return tf.distribute.experimental.CentralStorageStrategy(_devices(), "CPU:0")
+    if choice.name == "parameter_server":
+        return _parameter_server(role)
     if choice.name != "multi_worker":
         return tf.distribute.get_strategy()
     os.environ["TF_CONFIG"] = role.to_tf_config()
@@ -211,6 +218,45 @@ def _make(choice: Choice, role: roles.Role, timeouts: Timeouts) -> tf.distribute
         )
     trainer.install_dispatch()
     return strategy
+
+
+def _parameter_server(role: roles.Role) -> tf.distribute.Strategy:
+    os.environ["TF_CONFIG"] = role.to_tf_config()
+    peers.watch()
+    strategy = tf.distribute.ParameterServerStrategy(
+        tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    )
+    if strategy.num_replicas_in_sync > 1:
+        raise ConfigurationError(
+            "Under ParameterServerStrategy each worker has to have one GPU at most. Received: "
+            f"workers with {strategy.num_replicas_in_sync} GPUs. Start a worker for each GPU, with "
+            "a CUDA_VISIBLE_DEVICES of its own."
+        )
+    trainer.install_dispatch()
+    return strategy
+
+
+def _serve(role: roles.Role) -> None:
+    """Never returns."""
+    supervised = Supervised.from_env()
+
+    def on_ready() -> None:
+        if supervised is not None:
+            supervised.report(role.name, Phase.JOINED)
+
+    servers.serve(role.cluster, role.task_type, role.index, on_ready)
+
+
+def _size(choice: Choice, role: roles.Role) -> str:
+    if choice.name == "parameter_server":
+        workers, servers = len(role.cluster["worker"]), len(role.cluster["ps"])
+        return f"{_counted(workers, 'worker')}, {_counted(servers, 'parameter server')}"
+    replicas = _joined[choice.name].num_replicas_in_sync
+    return f"{_counted(role.world_size, 'worker')}, {_counted(replicas, 'replica')}"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number > 1)}"
 
 
 def _devices() -> list[str] | None:

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 
 from keras_distplug.cluster import agreement, roles
+from keras_distplug.compat import scheduled
 from keras_distplug.core.errors import NoCheckpointError
 from keras_distplug.core.log import announce
 from keras_distplug.storage import architecture, runs, saver
@@ -64,6 +65,7 @@ def export(
     def save(run: str, stored: Stored, path: Path) -> None:
         # To save a model that several workers have is a collective, as reading its metrics is.
         if model is not None and role.world_size == 1:
+            scheduled.settle(model)
             training_export.save_through(model, stored.manifest, stored.values, path)
         else:
             made = architecture.recall(files, run, stored.manifest.cursor.step)

@@ -14,7 +14,7 @@ import numpy as np
 from keras_distplug.callbacks.candidates import Found
 from keras_distplug.cluster.agreement import Workers
 from keras_distplug.cluster.roles import Role
-from keras_distplug.compat import epochs
+from keras_distplug.compat import epochs, scheduled
 from keras_distplug.compat import model as compat_model
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, OtherRunError
 from keras_distplug.core.log import announce
@@ -111,6 +111,7 @@ class FitState:
         self, logs: Mapping[str, Any] | None, completion: Completion | None = None
     ) -> TrainState:
         """The state as it is now. All workers call this together."""
+        scheduled.settle(self._model)
         history = self._model.history
         callbacks, arrays = callback_states.capture(self._others)
         in_epoch = bool(self.cursor.batch)
@@ -219,6 +220,7 @@ class FitState:
     def roll_back(self, found: Found) -> CheckpointError | None:
         """As `read`, while training goes on with the batch that comes next. The metrics of the
         epoch go on from those of the checkpoint if that is from the same epoch."""
+        scheduled.settle(self._model)
         damage = self._read_values(found)
         if damage is None:
             there = found.stored.manifest.cursor

@@ -17,9 +17,11 @@ import keras
 
 from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
 from keras_distplug.callbacks.incidents import Incidents
+from keras_distplug.callbacks.left_out import LeftOutOnWorkers
 from keras_distplug.callbacks.one_of_a_kind import stood_aside
 from keras_distplug.cluster import agreement
 from keras_distplug.compat import callback_list, trainer
+from keras_distplug.compat.workers import is_scheduled
 from keras_distplug.core.errors import (
     AgreementError,
     CheckpointError,
@@ -86,7 +88,7 @@ class LeftOut:
             it is not known which.
         culprits: The replicas it came from. None of them if only the sum of all is not finite; all
             of them if they met the same.
-        replicas: How many there are.
+        replicas: How many there are; 0 where workers train each for itself, and do not tell.
         score: How far the norm of the gradients is above those before, where it is finite and was
             looked at.
         loss_score: The same of the loss, of all replicas together.
@@ -110,7 +112,9 @@ class LeftOut:
             if score is not None
         ]
         what = f"{', '.join(told)}; " if told else ""
-        if not self.culprits:
+        if not self.replicas:
+            why = "a worker has a loss or gradients that are not finite"
+        elif not self.culprits:
             why = "the gradients of all replicas together are not finite, those of each are"
         elif len(self.culprits) == self.replicas > 1:
             why = f"each of the {self.replicas} replicas met it; {self.culprits[0]}"
@@ -163,6 +167,9 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
     - It sees what goes through `optimizer.apply` or `apply_gradients`, also of a `train_step` of
       your own, and losses from `compute_loss`. It says so if there is nothing of that.
     - Variables other than Keras' own, in layers of yours, are not put back.
+    - Under ParameterServerStrategy, workers leave out and count, and the chief asks each second: it
+      is not known whose updates they were, `max_score` and `max_incidents` do not apply, and how
+      many there are in a row is as near as overlapping steps tell.
     - With `jit_compile=True` XLA compiles a step with this in it to other instructions, whose last
       bits differ from those without. **Not verified on GPU.**
 
@@ -220,6 +227,7 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         self._in_a_row = 0
         self._rollbacks = 0
         self._has_guard = False  # not where another one does the work
+        self._on_workers: LeftOutOnWorkers | None = None
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -241,8 +249,12 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         # Here, because Keras makes the step before `on_train_begin`.
         if stood_aside(self, callback_list.move_to_front(self)):
             return
-        self._has_guard = True
         self._guard = Guard.of(model)
+        self._on_workers = None
+        if is_scheduled(model.distribute_strategy):
+            self._on_workers = LeftOutOnWorkers(model)
+            return
+        self._has_guard = True
         self._guard.want(self.max_score)
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
@@ -256,22 +268,32 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         self._backups = [each for each in others if isinstance(each, BackupAndRestore)]
         self._role = agreement.role_under(self.model.distribute_strategy)
         self._agreement = agreement.among(self._role)
-        self._replicas = self.model.distribute_strategy.num_replicas_in_sync
+        self._replicas = (
+            self.model.distribute_strategy.num_replicas_in_sync if self._on_workers is None else 0
+        )
         self._where = f"{self._role.name} on {socket.gethostname()}"
         self._in_a_row = self._rollbacks = 0
         self._guard.set_windows({})
         self._incidents = Incidents(
             self._guard, self._backups[0] if self._backups else None, self.max_incidents
         )
-        self._is_new = True
+        self._is_new = self._on_workers is None
+        if self._on_workers is not None:
+            announce(
+                "NaNWatchdog: workers leave out what is not finite and count it; whose it was, "
+                "`max_score` and `max_incidents` do not apply where they train each for itself"
+            )
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         self._epoch = epoch
         self._has_trained = False
+        self._trained = self._left_out = 0
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         self._batch = batch
         self._updates: int | None = None
+        if self._on_workers is not None:
+            return
         optimizer = self.model.optimizer
         # A `LossScaleOptimizer` does not count what it leaves out itself.
         counts = not isinstance(optimizer, keras.optimizers.LossScaleOptimizer | None)
@@ -279,6 +301,10 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
             self._updates = int(keras.ops.convert_to_numpy(optimizer.iterations))
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._on_workers is not None:
+            self._trained += self.model.steps_per_execution
+            self._hear_of_workers(self._on_workers, at_once=False)
+            return
         if self._is_new:
             self._say_what_is_not_seen()
         self._incidents.look_after()
@@ -289,6 +315,9 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         self._look_at(steps, logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._on_workers is not None:
+            self._hear_of_workers(self._on_workers, at_once=True)
+            self._has_trained = self._left_out < self._trained
         if not self._has_trained and logs is not None:
             # Metrics of no batch are 0, which would be the best loss that there ever was.
             logs.update(
@@ -309,6 +338,19 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
                 "was compiled with or has as an attribute. What is not finite is not kept out.",
                 stacklevel=2,
             )
+
+    def _hear_of_workers(self, workers: LeftOutOnWorkers, *, at_once: bool) -> None:
+        news = workers.news(at_once=at_once)
+        if not news or not news[0]:
+            return
+        self._left_out += news[0]
+        for in_a_row in range(max(1, news[1] - news[0] + 1), max(1, news[1]) + 1):
+            self._in_a_row = in_a_row
+            self._tell(None, (), None)
+        self._in_a_row = news[1]
+        if self._in_a_row > self.max_skips:
+            self._climb()
+            workers.begin_anew()
 
     def _look_at(self, steps: list[list[Fault]], logs: dict[str, Any] | None) -> None:
         places = self._places(steps)
@@ -387,14 +429,16 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
             for number, (first, *_) in enumerate(steps)
         ]
 
-    def _tell(self, place: int | None, culprits: tuple[OfReplica, ...], first: Fault) -> None:
+    def _tell(
+        self, place: int | None, culprits: tuple[OfReplica, ...], first: Fault | None
+    ) -> None:
         fault = LeftOut(
             self._epoch,
             None if place is None else self._batch + place,
             culprits,
             self._replicas,
-            first.score,
-            first.loss_score,
+            None if first is None else first.score,
+            None if first is None else first.loss_score,
             self._in_a_row,
         )
         if self._role.is_chief:

@@ -255,7 +255,7 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
         if cause.is_user or signal.SIGINT in self._received:
             raise KeyboardInterrupt
         if self.exit or (self.exit is None and not is_interactive() and _in_main_thread()):
-            if self._role.world_size > 1:
+            if self._role.cluster:
                 leaving.with_code(ExitCode.PREEMPTED)
             sys.exit(ExitCode.PREEMPTED)
         raise Preempted(

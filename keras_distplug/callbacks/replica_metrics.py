@@ -23,7 +23,7 @@ from keras_distplug.callbacks.step_windows import OwnWindows, StepWindows, tell_
 from keras_distplug.cluster import agreement
 from keras_distplug.cluster.reports import Reports
 from keras_distplug.compat import callback_list, trainer
-from keras_distplug.compat.workers import replicas_here
+from keras_distplug.compat.workers import is_scheduled, replicas_here
 from keras_distplug.core.divergence import Divergence, divergence
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.events import Diverged
@@ -148,6 +148,12 @@ class ReplicaMetrics(keras.callbacks.Callback):  # type: ignore[misc]
         self._windows = None
         # Here, because Keras makes the step before `on_train_begin`.
         if stood_aside(self, callback_list.move_to_front(self)):
+            return
+        if is_scheduled(model.distribute_strategy):
+            announce(
+                "ReplicaMetrics: there are no replicas that take a step together, so nothing is "
+                "compared or written"
+            )
             return
         own = OwnWindows(model, syncs=True, readings=True, fingerprints=self.fingerprints)
         self._windows = StepWindows(own, self.every_steps)

@@ -15,6 +15,7 @@ from keras_distplug.cluster import agreement
 from keras_distplug.cluster.reports import Reports
 from keras_distplug.cluster.roles import Role
 from keras_distplug.compat import steps
+from keras_distplug.compat.workers import is_scheduled
 from keras_distplug.core.errors import AgreementError
 from keras_distplug.core.log import announce
 from keras_distplug.core.step_reports import ReplicaReport, StepReport, as_text, from_text
@@ -53,15 +54,22 @@ class OwnWindows:
         self.where = f"{self.role.name} on {socket.gethostname()}"
         self.seen = 0  # steps of this window
         self._step = 0
+        self._before: int | None = None
         self._hears = False
 
     @property
     def updates(self) -> int:
-        """As the optimizer counts them, which goes on where a checkpoint was taken up."""
+        """As the optimizer counts them, which goes on where a checkpoint was taken up.
+
+        Where another process has that count, those that were scheduled: it is asked once, because
+        that takes as long as a small step, and it may be gone.
+        """
         optimizer = self._model.optimizer
         if optimizer is None:
             return self._step
-        return int(keras.ops.convert_to_numpy(optimizer.iterations))
+        if not is_scheduled(self._model.distribute_strategy):
+            return int(keras.ops.convert_to_numpy(optimizer.iterations))
+        return (self._before or 0) + self._step
 
     def unwant(self) -> None:
         """To be called where it was not `fit` that called `set_model`."""
@@ -76,6 +84,7 @@ class OwnWindows:
         self._begun_s: float | None = None  # not of the very first step, which is traced
         self._is_first = True
         self.seen = self._step = 0
+        self._before = None
         self._heard.laps.clear()
         self._heard.syncs.clear()
         self._hears = self.role.world_size > 1
@@ -86,6 +95,8 @@ class OwnWindows:
         self._begun_s = None
 
     def begin_step(self) -> None:
+        if self._before is None and is_scheduled(self._model.distribute_strategy):
+            self._before = int(keras.ops.convert_to_numpy(self._model.optimizer.iterations))
         now_s = time.perf_counter()
         self._begins_s.append(now_s)
         if self._begun_s is None and not self._is_first:

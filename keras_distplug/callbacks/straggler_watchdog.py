@@ -17,6 +17,7 @@ from keras_distplug.callbacks.step_windows import OwnWindows, StepWindows, tell_
 from keras_distplug.cluster import agreement
 from keras_distplug.cluster.round_trips import RoundTrips
 from keras_distplug.compat import callback_list, trainer
+from keras_distplug.compat.workers import is_scheduled
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.events import SlowReplica
 from keras_distplug.core.log import announce
@@ -112,6 +113,8 @@ class StragglerWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         self.on_test_begin(logs)
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        if is_scheduled(self.model.distribute_strategy):
+            announce("StragglerWatchdog: nobody waits for a slow worker, so none is looked for")
         if self._windows is None:
             return
         self._judge = Judge(self.threshold, self.windows)

@@ -16,9 +16,9 @@ from keras_distplug.core.errors import AgreementError
 
 def role_under(strategy: Any) -> Role:
     """This process's part under `strategy`, a `tf.distribute.Strategy`."""
-    if not workers.is_multi_worker(strategy):
+    if not workers.is_multi_worker(strategy) and not workers.is_scheduled(strategy):
         return single_process()
-    resolver = strategy.cluster_resolver
+    resolver = workers.resolver_of(strategy)
     cluster = {job: tuple(tasks) for job, tasks in resolver.cluster_spec().as_dict().items()}
     return Role(resolver.task_type, resolver.task_id, cluster, source="the strategy")
 

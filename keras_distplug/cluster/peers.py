@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from keras_distplug.cluster import agreement, leaving
 from keras_distplug.cluster.roles import Role
-from keras_distplug.compat import failures
+from keras_distplug.compat import failures, workers
 from keras_distplug.compat.context import ServiceKeyValues
 from keras_distplug.core.errors import AgreementError, PeerLostError
 from keras_distplug.core.events import PeerLost
@@ -55,6 +55,8 @@ def watch() -> None:
 
 def _explain(error: Exception, strategy: Any) -> PeerLostError | None:
     role = agreement.role_under(strategy)
+    if workers.is_scheduled(strategy) and not isinstance(error, PeerLostError):
+        return _explain_servers(error, role)
     if role.world_size == 1 or isinstance(error, PeerLostError):
         return None
     service = ServiceKeyValues()
@@ -64,13 +66,50 @@ def _explain(error: Exception, strategy: Any) -> PeerLostError | None:
         service.report(f"keras_distplug lost <{who}>")
     if role.is_chief:
         time.sleep(_HEARD_S)
+    return _peer_lost(role, who, "start all workers again")
+
+
+def _explain_servers(error: Exception, role: Role) -> PeerLostError | None:
+    """A worker that is lost is waited for; with a parameter server, its variables are gone."""
+    if (who := lost_server(error, role)) is None:
+        return None
+    return _peer_lost(role, who, "start the chief, the workers and the parameter servers again")
+
+
+def _peer_lost(role: Role, who: str, remedy: str) -> PeerLostError:
     leaving.peer_is_lost()
     report(PeerLost(who))
     return PeerLostError(
-        f"{role.name} lost {who}. Training cannot go on without it: start all workers again. With "
+        f"{role.name} lost {who}. Training cannot go on without it: {remedy}. With "
         "`BackupAndRestore` among the callbacks training then goes on from its newest checkpoint. "
         f"This process ends with the code {ExitCode.PEER_LOST:d} unless the error is caught."
     )
+
+
+def lost_server(error: BaseException, role: Role) -> str | None:
+    """Which parameter server is gone, for people; None if the error has another reason.
+
+    Args:
+        error: What training failed with.
+        role: The chief's place.
+    """
+    chain = list(_chain(error))
+    if not any(map(failures.may_be_of_a_connection, chain)):
+        return None
+    servers = {f"ps-{n} ({address})": address for n, address in enumerate(role.cluster["ps"])}
+    end_s = time.monotonic() + _MARGIN_S
+    while True:
+        gone = [name for name, address in servers.items() if _refuses(address)]
+        if gone:
+            return " and ".join(f"{name}, where nobody listens any more" for name in gone)
+        if time.monotonic() > end_s:
+            break
+        time.sleep(_PAUSE_S)
+    # Another process may be there by now, or its machine gone.
+    named = next((n for n in map(failures.server_in, chain) if n is not None), None)
+    if named is None:
+        return None
+    return f"ps-{named} ({role.cluster['ps'][named]}), which does not answer, or has begun anew"
 
 
 def lost(error: BaseException, role: Role, service: Service) -> str | None:

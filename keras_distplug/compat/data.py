@@ -31,7 +31,20 @@ _PYTHON_OPS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
 class LateDistributedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
     """What `fit` reads as it is, and that learns from `fit` for which strategy."""
 
+    is_endless = False  # whether workers read it over and over, as long as steps are scheduled
+
     def use(self, strategy: tf.distribute.Strategy) -> None:
+        raise NotImplementedError
+
+    def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
+        """What one of the workers reads that ParameterServerStrategy schedules steps on. It is made
+        there, in a function that is traced here.
+
+        Args:
+            worker: Its number.
+            workers: How many there are.
+            seed: Two numbers, for orders of its own.
+        """
         raise NotImplementedError
 
 
@@ -141,7 +154,10 @@ def to_graph(dataset: tf.data.Dataset) -> DatasetGraph:
 
 
 def from_graph(saved: DatasetGraph) -> tf.data.Dataset:
-    variant = tf.raw_ops.DatasetFromGraph(graph_def=saved.graph)
+    with tf.init_scope():
+        # A constant of a function would be folded into a dataset, which cannot be sent to a worker.
+        graph = tf.constant(saved.graph)
+    variant = tf.raw_ops.DatasetFromGraph(graph_def=graph)
     return dataset_ops._VariantDataset(variant, saved.element_spec).with_options(saved.options)
 
 

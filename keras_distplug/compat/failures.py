@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ _OF_A_CONNECTION = (
     tf.errors.DeadlineExceededError,
     tf.errors.InternalError,
 )
+_SERVER = re.compile(r"/job:ps/replica:0/task:(\d+)")
 _MARK = "_distplug_explained"
 
 
@@ -52,6 +54,14 @@ def is_of_a_frozen_service(error: BaseException) -> bool:
     """Whether TensorFlow's error says that whoever keeps the coordination service has not answered
     for as long as a heartbeat may take."""
     return "CoordinationService/Heartbeat" in str(error) and "Deadline Exceeded" in str(error)
+
+
+def server_in(error: BaseException) -> int | None:
+    """The number of the parameter server that TensorFlow's error names as gone."""
+    if not isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError):
+        return None
+    found = _SERVER.search(str(error))
+    return None if found is None else int(found[1])
 
 
 def may_be_of_a_connection(error: BaseException) -> bool:

@@ -207,13 +207,23 @@ class Pipeline:
             leaves_out = elements > 0
             if leaves_out not in made:
                 made[leaves_out] = self._maker(nodes, fixed, cut if leaves_out else None)
-            return made[leaves_out](seeds, elements)
+            values = np.asarray(seeds, "int64").reshape(len(nodes), 2)
+            return made[leaves_out](tf.constant(values), tf.constant(elements, tf.int64))
 
         return remade
 
+    def reseeded(self, nodes: Sequence[str], seeds: tf.Tensor) -> tf.data.Dataset:
+        """The dataset with other seeds, within a function that may run elsewhere.
+
+        Args:
+            nodes: Have a `seed` and a `seed2`.
+            seeds: A row of two for each of them.
+        """
+        return self._maker(nodes, frozenset(), None)(seeds, tf.constant(0, tf.int64))
+
     def _maker(
         self, nodes: Sequence[str], fixed: frozenset[str], cut: _Cut | None
-    ) -> Callable[[Sequence[tuple[int, int]], int], tf.data.Dataset]:
+    ) -> Callable[[tf.Tensor, tf.Tensor], tf.data.Dataset]:
         graph = graph_pb2.GraphDef()
         graph.CopyFrom(self._graph)
         output = self._output if cut is None else _leave_out(graph, cut)
@@ -253,9 +263,8 @@ class Pipeline:
             function = tf.compat.v1.wrap_function(build, specs)
         dataset = self._dataset  # keeps alive what the graph only refers to
 
-        def remade(seeds: Sequence[tuple[int, int]], elements: int) -> tf.data.Dataset:
-            values = np.asarray(seeds, "int64").reshape(len(nodes), 2)
-            variant = function(tf.constant(values), tf.constant(elements, tf.int64))
+        def remade(seeds: tf.Tensor, elements: tf.Tensor) -> tf.data.Dataset:
+            variant = function(seeds, elements)
             made = dataset_ops._VariantDataset(variant, dataset.element_spec)
             return made.with_options(dataset.options())
 

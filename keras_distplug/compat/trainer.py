@@ -34,11 +34,19 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as keras_trainer
 
-from keras_distplug.compat import collectives, logs, losses, optimizers, replica_state, steps
+from keras_distplug.compat import (
+    collectives,
+    logs,
+    losses,
+    optimizers,
+    replica_state,
+    scheduled,
+    steps,
+)
 from keras_distplug.compat.data import batch_size, tell_strategy
 from keras_distplug.compat.model import drop_functions, layers_of, optimizers_of
 from keras_distplug.compat.override import is_marked, mark, override
-from keras_distplug.compat.workers import has_several_replicas, is_multi_worker
+from keras_distplug.compat.workers import has_several_replicas, is_multi_worker, is_scheduled
 from keras_distplug.core.errors import ModelError
 
 _WARNED = "_distplug_warned_of_uneven_batches"
@@ -90,7 +98,9 @@ def adapt(model: keras.Model) -> keras.Model:
     """
     if not mark(model):
         return model
-    if not has_several_replicas(model.distribute_strategy):
+    if is_scheduled(model.distribute_strategy):
+        scheduled.adapt(model)
+    elif not has_several_replicas(model.distribute_strategy):
         override(model, "train_step", steps.only_with_data(model))
         for optimizer in optimizers_of(model).values():
             optimizers.give_gate(optimizer)
@@ -131,7 +141,9 @@ def install_dispatch() -> None:
     def _maybe_symbolic_build(
         self: keras.Model, iterator: Any = None, data_batch: Any = None
     ) -> None:
-        if is_multi_worker(self.distribute_strategy) and not is_adapted(self):
+        strategy = self.distribute_strategy
+        is_ours = is_multi_worker(strategy) or is_scheduled(strategy)
+        if is_ours and not is_adapted(self):
             adapt(self)
             self._maybe_symbolic_build(iterator=iterator, data_batch=data_batch)
         else:

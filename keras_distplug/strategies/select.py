@@ -48,8 +48,7 @@ def choose(requested: str, cluster: Cluster, gpus: int) -> Choice:
         gpus: GPUs that this process sees.
 
     Raises:
-        ConfigurationError: For an unknown name, one that is not supported yet, or one that the
-            cluster contradicts.
+        ConfigurationError: For an unknown name, or one that the cluster contradicts.
     """
     if requested not in NAMES:
         raise ConfigurationError(
@@ -57,11 +56,9 @@ def choose(requested: str, cluster: Cluster, gpus: int) -> Choice:
             f"{', '.join(map(repr, NAMES))}, or a tf.distribute.Strategy."
         )
     choice = _automatic(cluster, gpus) if requested == "auto" else Choice(requested, "asked for")
-    if choice.name == "parameter_server":
-        raise ConfigurationError(
-            f"strategy={choice.name!r} ({choice.reason}) is not supported in this release. "
-            "Use 'mirrored' or 'central_storage' on one machine, 'multi_worker' on several."
-        )
+    if choice.name == "parameter_server" or "ps" in cluster.cluster:
+        _check_parameter_server(choice, cluster)
+        return choice
     if choice.name == "multi_worker" and cluster.world_size < 2:
         raise ConfigurationError(
             "strategy='multi_worker' needs a cluster of at least two workers, but this process is "
@@ -75,6 +72,30 @@ def choose(requested: str, cluster: Cluster, gpus: int) -> Choice:
             "same directory. Use strategy='multi_worker' or 'auto', or start one process only."
         )
     return choice
+
+
+def _check_parameter_server(choice: Choice, cluster: Cluster) -> None:
+    has = ", ".join(f"{len(tasks)} {task!r}" for task, tasks in cluster.cluster.items())
+    if choice.name != "parameter_server":
+        raise ConfigurationError(
+            f"strategy={choice.name!r} was asked for, but {cluster.source} describes a cluster "
+            f"with parameter servers ({has}). Use strategy='parameter_server' or 'auto', or leave "
+            "the 'ps' tasks out."
+        )
+    missing = [task for task in ("chief", "worker", "ps") if task not in cluster.cluster]
+    if missing:
+        raise ConfigurationError(
+            "strategy='parameter_server' needs a cluster with one 'chief', which runs `fit`, "
+            "'worker' tasks, which compute, and 'ps' tasks, which hold the variables. Received: "
+            f"{has or 'a single process'} ({cluster.source}). Missing: {', '.join(missing)}. Start "
+            "the script with `keras-distplug run --workers 2 --ps 1 -- python train.py`, or give "
+            "each process a TF_CONFIG with all three."
+        )
+    if "evaluator" in cluster.cluster:
+        raise ConfigurationError(
+            "An 'evaluator' task has nothing to do here: the chief evaluates between epochs. "
+            f"Received: {has} ({cluster.source}). Leave it out."
+        )
 
 
 def _automatic(cluster: Cluster, gpus: int) -> Choice:

@@ -15,6 +15,7 @@ import tensorflow as tf
 from keras_distplug.compat import data as compat_data
 from keras_distplug.compat import trainer
 from keras_distplug.core.errors import DataError
+from keras_distplug.training.functions import DatasetFunction, takes_context
 from keras_distplug.training.position import Positioned, Source, sharded
 from keras_distplug.training.python_sources import Generator, PyData
 from keras_distplug.training.sources import Arrays, TfData
@@ -50,7 +51,7 @@ class InputAdapter(compat_data.DataAdapter):  # type: ignore[misc]
 
     @property
     def num_batches(self) -> int | None:
-        return self._positioned.source.num_batches
+        return None if self._positioned.is_endless else self._positioned.source.num_batches
 
     @property
     def batch_size(self) -> int | None:
@@ -135,7 +136,6 @@ def feed(
     class_weight: dict[int, float] | None = None,
     validation_data: Any = None,
     validation_split: float = 0.0,
-    steps_per_epoch: int | None = None,
 ) -> Feed:
     """Makes the input of `fit` out of what the user gave.
 
@@ -151,7 +151,6 @@ def feed(
         class_weight: As in `Model.fit`.
         validation_data: As in `Model.fit`.
         validation_split: As in `Model.fit`.
-        steps_per_epoch: As in `Model.fit`.
 
     Raises:
         DataError: For data of an unknown kind, not batched, or with batches smaller than the
@@ -170,7 +169,9 @@ def feed(
     adapter = InputAdapter(source)
     adapter.get_tf_dataset().use(strategy)
     warn_of(source)
-    if strategy.num_replicas_in_sync > 1:
+    if adapter.get_tf_dataset().is_scheduled:
+        how = f"{how}; each worker reads for itself"
+    elif strategy.num_replicas_in_sync > 1:
         how = f"{how}; {_sharding(source)}"
     return Feed(adapter, validation_data, how)
 
@@ -186,23 +187,17 @@ def _source(
     model: keras.Model | None = None,
 ) -> tuple[Source, str]:
     """The data, and how they are shuffled, for people."""
+    if takes_context(x):
+        _refuse_beside(x, y, sample_weight, batch_size)
+        of_workers = DatasetFunction(x, seed, class_weight)
+        _require_batches(of_workers.whole, model)
+        return of_workers, "tf.data, from a function"
     if not _is_batched(x) and not callable(x):
         arrays = _arrays(x, y, sample_weight)
         order = "shuffled by epoch" if shuffle else "in order"
         source = Arrays(arrays, batch_size or 32, seed if shuffle else None, class_weight)
         return source, f"arrays, samples {order}"
-    for name, given in (("y", y), ("sample_weight", sample_weight)):
-        if given is not None:
-            raise DataError(
-                f"`{name}` goes into the dataset when `x` is a {type(x).__name__}. Received: "
-                f"{name} of type {type(given).__name__}. Let the dataset yield "
-                "(x, y) or (x, y, sample_weight)."
-            )
-    if batch_size is not None:
-        raise DataError(
-            f"`batch_size` is for arrays. Received: batch_size={batch_size} and x of type "
-            f"{type(x).__name__}. Batch the dataset by the global batch instead."
-        )
+    _refuse_beside(x, y, sample_weight, batch_size)
     if isinstance(x, keras.utils.PyDataset):
         order = "shuffled by epoch" if shuffle and x.num_batches is not None else "in order"
         return PyData(x, shuffle, seed, class_weight), f"PyDataset, batches {order}"
@@ -217,14 +212,31 @@ def _source(
     return pipeline, f"tf.data, {titles} without a seed seeded by the run"
 
 
+def _refuse_beside(x: Any, y: Any, sample_weight: Any, batch_size: int | None) -> None:
+    for name, given in (("y", y), ("sample_weight", sample_weight)):
+        if given is not None:
+            raise DataError(
+                f"`{name}` goes into the dataset when `x` is a {type(x).__name__}. Received: "
+                f"{name} of type {type(given).__name__}. Let the dataset yield "
+                "(x, y) or (x, y, sample_weight)."
+            )
+    if batch_size is not None:
+        raise DataError(
+            f"`batch_size` is for arrays. Received: batch_size={batch_size} and x of type "
+            f"{type(x).__name__}. Batch the dataset by the global batch instead."
+        )
+
+
 def _is_batched(x: Any) -> bool:
     return isinstance(x, tf.data.Dataset | keras.utils.PyDataset | types.GeneratorType)
 
 
 def _made(x: Any) -> Any:
-    """What `x` returns if it is a function, but itself if that is a generator: each pass has one of
-    its own."""
+    """What `x` returns if it is a function, but itself if that is a generator, of which each pass
+    has one of its own, or a function of an `InputContext`."""
     if not callable(x) or _is_batched(x):
+        return x
+    if takes_context(x):
         return x
     made = x()
     return x if isinstance(made, types.GeneratorType) else made

@@ -18,7 +18,7 @@ import tensorflow as tf
 from keras_distplug.compat import gates, optimizers, share
 from keras_distplug.compat import model as compat_model
 from keras_distplug.compat.override import override
-from keras_distplug.compat.workers import replicas_here
+from keras_distplug.compat.workers import is_scheduled, replicas_here
 from keras_distplug.training.diagnosis import Diagnosis, diagnose
 from keras_distplug.training.gradients import dense, size_of
 from keras_distplug.training.spikes import Window
@@ -169,6 +169,8 @@ class Guard:
             readings: Whether laps have a `Reading`.
             fingerprints: Whether they have a fingerprint of the replica's part of the batch.
         """
+        if is_scheduled(self._model.distribute_strategy):
+            return self.stopwatch.listen()  # to nothing: workers cannot call Python here
         if _Part.STOPWATCH not in self._wanted:
             self.stopwatch.forget_listeners()
         self._wanted.add(_Part.STOPWATCH)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from keras_distplug.compat import data as compat_data
+from keras_distplug.compat import workers
 from keras_distplug.compat.iterators import end_beside
 from keras_distplug.core.errors import DataError
 
@@ -49,6 +50,15 @@ class Source(Protocol):
         """
         ...
 
+    @property
+    def why_not_on_workers(self) -> str | None:
+        """What keeps other processes from reading it by themselves; None if nothing does."""
+        ...
+
+    def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
+        """As `compat.data.LateDistributedDataset.of_worker`."""
+        ...
+
     def fingerprint(self) -> Mapping[str, Any]:
         """What has to be the same when the run goes on; flat and JSON-able."""
         ...
@@ -68,6 +78,7 @@ class Positioned(compat_data.LateDistributedDataset):
     def __init__(self, source: Source) -> None:
         self.source = source
         self.passes = 0
+        self.is_scheduled = False  # once it is used: whether workers read it, and nobody here does
         self._start = self._behind = 0
         self._strategy: tf.distribute.Strategy | None = None
         self._dataset: tf.data.Dataset | None = None
@@ -86,8 +97,20 @@ class Positioned(compat_data.LateDistributedDataset):
                 f"{samples} samples for {replicas} replicas. Batch by at least {replicas}; the "
                 "global batch is split over the replicas."
             )
+        self.is_scheduled = workers.is_scheduled(strategy)
+        if self.is_scheduled:
+            if (why_not := self.source.why_not_on_workers) is not None:
+                raise DataError(
+                    "Under ParameterServerStrategy each worker reads the data by itself, but "
+                    f"{why_not}. Give arrays, a tf.data.Dataset of TensorFlow's operations only, "
+                    "or a function that returns one."
+                )
+            strategy = workers.of_chief()
         if strategy is not self._strategy:
             self._strategy, self._dataset = strategy, None
+
+    def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
+        return self.source.of_worker(worker, workers, seed)
 
     def begin_at(self, passed: int, start: int, behind: int = 0) -> None:
         """Makes the next iterator that of the pass behind `passed` others, from batch `start` on,
@@ -105,6 +128,9 @@ class Positioned(compat_data.LateDistributedDataset):
         self.passes, self._start, self._behind = passed, start, behind
 
     def __iter__(self) -> Iterator[Any]:
+        if self.is_scheduled:
+            self.passes += 1
+            return iter(())
         dataset = self.source.batches(self.passes, self._start, self._behind)
         self._start = self._behind = 0
         self._distribute(dataset)

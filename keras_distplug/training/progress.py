@@ -221,6 +221,13 @@ class _OfKeras:
     def why_not_by_samples(self) -> str | None:
         return None if self._sizes else f"Keras' {self._kind} makes the batches"
 
+    @property
+    def why_not_on_workers(self) -> str:
+        return f"Keras' {self._kind} makes the batches in this process"
+
+    def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
+        raise NotImplementedError(self.why_not_on_workers)
+
     def batches(self, passed: int, start: int, behind: int = 0) -> tf.data.Dataset:
         for _ in range(self._iterators, passed):
             iter(self.whole)

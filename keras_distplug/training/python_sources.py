@@ -49,6 +49,13 @@ class PyData:
     def why_not_by_samples(self) -> str:
         return f"{type(self._given).__name__} makes the batches"
 
+    @property
+    def why_not_on_workers(self) -> str:
+        return f"the Python code of {type(self._given).__name__} is in this process"
+
+    def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
+        raise NotImplementedError(self.why_not_on_workers)
+
     def batches(self, passed: int, start: int, behind: int = 0) -> tf.data.Dataset:
         count = self.num_batches
         order = None
@@ -139,6 +146,13 @@ class Generator:
     @property
     def why_not_by_samples(self) -> str:
         return "a Python generator makes the batches"
+
+    @property
+    def why_not_on_workers(self) -> str:
+        return "the Python generator is in this process"
+
+    def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
+        raise NotImplementedError(self.why_not_on_workers)
 
     def batches(self, passed: int, start: int, behind: int = 0) -> tf.data.Dataset:
         dataset = self._reader.dataset(lambda: self._read(start))

@@ -58,6 +58,10 @@ class Arrays:
     def why_not_by_samples(self) -> None:
         return None
 
+    @property
+    def why_not_on_workers(self) -> None:
+        return None
+
     def batches(self, passed: int, start: int, behind: int = 0) -> tf.data.Dataset:
         return self._pass(passed, start, behind)
 
@@ -71,7 +75,7 @@ class Arrays:
                     max_index=tf.constant(self._samples - 1, tf.int64),
                     rounds=_ROUNDS,
                 )
-            return keras.tree.map_structure(lambda array: tf.gather(array, rows), self._tensors)
+            return self._gathered(rows)
 
         places = tf.data.Dataset.range(behind + start * self.batch_size, self._samples)
         dataset = places.batch(self.batch_size).map(
@@ -80,6 +84,37 @@ class Arrays:
         if self._class_weight is not None:
             dataset = compat_data.class_weighted(dataset, self._class_weight)
         return dataset.prefetch(tf.data.AUTOTUNE)
+
+    def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
+        """Passes over all samples, each in another order; or its share of the batches, where they
+        come in theirs."""
+
+        def pass_of(own: tf.Tensor) -> tf.data.Dataset:
+            rows = tf.data.Dataset.range(self._samples).batch(self.batch_size)
+            return rows.map(
+                lambda rows: tf.raw_ops.RandomIndexShuffle(
+                    index=rows,
+                    seed=tf.concat([own, [tf.constant(self._seed, tf.int64)]], 0),
+                    max_index=tf.constant(self._samples - 1, tf.int64),
+                    rounds=_ROUNDS,
+                )
+            )
+
+        if self._seed is None:
+            rows = tf.data.Dataset.range(self._samples).batch(self.batch_size)
+            rows = rows.shard(workers, worker)
+        else:
+            passes = tf.data.Dataset.counter().map(
+                lambda number: tf.random.experimental.stateless_fold_in(seed, number)
+            )
+            rows = passes.flat_map(pass_of)
+        dataset = rows.map(self._gathered, num_parallel_calls=tf.data.AUTOTUNE)
+        if self._class_weight is not None:
+            dataset = compat_data.class_weighted(dataset, self._class_weight)
+        return dataset.prefetch(tf.data.AUTOTUNE)
+
+    def _gathered(self, rows: tf.Tensor) -> Any:
+        return keras.tree.map_structure(lambda array: tf.gather(array, rows), self._tensors)
 
     def fingerprint(self) -> Mapping[str, Any]:
         return {
@@ -131,6 +166,20 @@ class TfData:
             return f"the pipeline cannot be looked into: {self._why_unreadable}"
         title = self._pipeline.bound_to_batches
         return title and f"of what `{title}` gives, samples cannot be left out"
+
+    @property
+    def why_not_on_workers(self) -> str | None:
+        called = compat_data.python_ops(compat_data.to_graph(self.whole))
+        return f"the pipeline runs Python code ({', '.join(sorted(called))})" if called else None
+
+    def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
+        """The pipeline with other orders; or its share of the batches, where there are none to draw
+        or they cannot be told apart."""
+        if self._orders is None or not self._orders.nodes:
+            with tf.init_scope():  # out of the function that is traced
+                graph = compat_data.to_graph(self.whole)
+            return compat_data.from_graph(graph).shard(workers, worker)
+        return self._orders.of_worker(seed)
 
     def batches(self, passed: int, start: int, behind: int = 0) -> tf.data.Dataset:
         if (start or behind) and self._orders is not None:
@@ -213,6 +262,12 @@ class _Orders:
             start,
             behind,
         )
+
+    def of_worker(self, seed: tf.Tensor) -> tf.data.Dataset:
+        """With orders that follow from `seed`, and from those of the user and the run."""
+        ours = tf.constant(self._seeds, tf.int64)
+        drawn = tf.random.stateless_uniform(ours.shape, seed, 0, 2**62, tf.int64)
+        return self._pipeline.reseeded(self.nodes, tf.bitwise.bitwise_xor(ours, drawn))
 
 
 def _seeds_of(step: pipeline.Step, seed: int, number: int) -> tuple[int, int]:

@@ -43,8 +43,13 @@ class Role:
         return self.task_type == "worker" and self.index == 0
 
     @property
+    def is_server(self) -> bool:
+        """Whether this process only does what the chief of a cluster with 'ps' tasks schedules."""
+        return "ps" in self.cluster and self.task_type in ("worker", "ps")
+
+    @property
     def rank(self) -> int:
-        """The place among the processes that train; 0 for the chief."""
+        """The place among the processes that train together; 0 for the chief."""
         return self.index + ("chief" in self.cluster and self.task_type == "worker")
 
     @property
@@ -54,14 +59,19 @@ class Role:
 
     @property
     def world_size(self) -> int:
-        """How many processes train, the chief included; 1 for a single process."""
+        """How many processes train together, the chief included; 1 for a single process, and where
+        there are 'ps' tasks: there the chief alone has callbacks, and the others serve it."""
+        if "ps" in self.cluster:
+            return 1
         return len(self.cluster.get("chief", ())) + len(self.cluster.get("worker", ())) or 1
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """The names of all processes that train, in the order of their ranks."""
+        """The names of all processes that train together, in the order of their ranks."""
         if not self.cluster:
             return (self.name,)
+        if "ps" in self.cluster:
+            return ("chief-0",)
         tasks = [(task, n) for task in ("chief", "worker") for n in self._tasks(task)]
         return tuple(f"{task}-{n}" for task, n in tasks)
 

@@ -1,0 +1,103 @@
+"""Parameter servers as real processes without a supervisor: real deaths, and what they cost."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.job import Job
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+SCRIPT = Path(__file__).parents[1] / "workers" / "scheduled.py"
+LIMIT_S = 150.0
+STEPS, BATCH = 200, 32
+SAVED_EVERY = 50
+
+
+def job(folder: Path) -> Job:
+    return Job(folder, [str(SCRIPT), str(folder)], 2, {"KERAS_DISTPLUG_CHIEF_GONE_SECS": "1"})
+
+
+def batches(folder: Path) -> list[str]:
+    file = folder / "batches"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "outcome.json").read_text())
+    return found
+
+
+def test_nobody_disturbed(tmp_path: Path) -> None:
+    """Every step is taken once and every sample counted; the model learns; all processes end by
+    themselves, the servers some time after the chief."""
+    with job(tmp_path) as running:
+        assert running.wait("chief", 0, LIMIT_S) == 0, running.told()
+        for task in running.tasks[1:]:
+            assert running.wait(*task, 60) == 0, running.told()
+        assert "the chief has been gone for 1 s" in running.output("ps", 0).read_text()
+    found = outcome(tmp_path)
+    assert (found["steps"], found["samples"]) == (2 * STEPS, STEPS * BATCH)
+    assert found["evaluate"][1] > 0.95
+
+
+def test_killed_worker(tmp_path: Path) -> None:
+    """One of two workers is killed in the middle of an epoch: the other goes on, the one that is
+    started again takes part, and the epoch has all its steps. At most the step that a worker was
+    taking is taken twice."""
+    (tmp_path / "wait").touch()
+    with job(tmp_path) as running:
+        running.await_(lambda: len(batches(tmp_path)) > 30, LIMIT_S)
+        running.kill("worker", 1)
+        assert running.wait("worker", 1, 30) == -signal.SIGKILL
+        running.start("worker", 1)
+        again = running.output("worker", 1)
+        running.await_(lambda: again.read_text().count("serves") == 2, LIMIT_S)
+        assert len(batches(tmp_path)) <= 2 + STEPS // 2
+        (tmp_path / "wait").unlink()
+        assert running.wait("chief", 0, LIMIT_S) == 0, running.told()
+    found = outcome(tmp_path)
+    assert found["readers"] == [1, 2]
+    assert 0 <= found["steps"] - 2 * STEPS <= 1
+    assert found["evaluate"][1] > 0.95
+
+
+def test_killed_parameter_server(tmp_path: Path) -> None:
+    """With it the variables are gone: the chief names it and leaves with 201; the job that is
+    started again goes on from the newest checkpoint."""
+    with job(tmp_path) as running:
+        running.await_(lambda: len(batches(tmp_path)) > 1 + STEPS + 70, LIMIT_S)
+        running.kill("ps", 0)
+        assert running.wait("chief", 0, 60) == 201, running.told()
+        assert "PeerLostError: chief-0 lost ps-0" in running.output("chief", 0).read_text()
+    done = len(batches(tmp_path)) - 1
+    with job(tmp_path) as running:
+        assert running.wait("chief", 0, LIMIT_S) == 0, running.told()
+    found = outcome(tmp_path)
+    # As many are under way, or wait for a worker, as there are workers.
+    assert done - SAVED_EVERY - 5 <= found["began"] <= done
+    assert (found["began"] % SAVED_EVERY, found["steps"]) == (0, 2 * STEPS)
+
+
+def test_told_to_go(tmp_path: Path) -> None:
+    """SIGTERM to the chief: it saves behind all that was scheduled and leaves with 143; the job
+    that is started again takes no step twice."""
+    with job(tmp_path) as running:
+        running.await_(lambda: len(batches(tmp_path)) > 60, LIMIT_S)
+        running.kill("chief", 0, signal.SIGTERM)
+        assert running.wait("chief", 0, 60) == 143, running.told()
+        saved = re.findall(r"checkpoint of step (\d+)", running.output("chief", 0).read_text())
+        for task in running.tasks[1:]:
+            running.kill(*task, signal.SIGTERM)
+            assert running.wait(*task, 10) == -signal.SIGTERM
+    done = len(batches(tmp_path)) - 1
+    with job(tmp_path) as running:
+        assert running.wait("chief", 0, LIMIT_S) == 0, running.told()
+    found = outcome(tmp_path)
+    assert (found["began"], found["steps"]) == (done, 2 * STEPS)
+    assert saved == [str(done)]
