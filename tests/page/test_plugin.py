@@ -216,6 +216,7 @@ def checkpoints_of(folder: Path) -> list[tuple[str, str | None]]:
     return [(each["state"], each["verified"]) for each in rows]
 
 
+@pytest.mark.tf
 def test_states_of_checkpoints(tmp_path: Path) -> None:
     """The same from wherever TensorBoard looks; a file that is cut short is no checkpoint's."""
     fitted(tmp_path / "mnist")
@@ -237,6 +238,7 @@ def test_states_of_checkpoints(tmp_path: Path) -> None:
     assert "damaged" in [each["state"] for each in told["runs"][0]["checkpoints"]]
 
 
+@pytest.mark.tf
 def test_log_apart_from_checkpoints(tmp_path: Path) -> None:
     """Nobody can look at them from there: what the log says of them is not verified."""
     fitted(tmp_path / "run", kd.RunLog(tmp_path / "logs"))

@@ -154,6 +154,7 @@ def tensorboard(logdir: Path, *options: str) -> Iterator[str]:
             server.terminate()
 
 
+@pytest.mark.tf
 @pytest.mark.parametrize("fast", ["true", "false"])
 def test_tensorboard(job: Job, fast: str, tmp_path: Path) -> None:
     """Its tab tells what the command does, whichever of TensorBoard's servers reads the data."""
