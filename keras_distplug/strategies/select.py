@@ -79,8 +79,8 @@ def _check_parameter_server(choice: Choice, cluster: Cluster) -> None:
     if choice.name != "parameter_server":
         raise ConfigurationError(
             f"strategy={choice.name!r} was asked for, but {cluster.source} describes a cluster "
-            f"with parameter servers ({has}). Use strategy='parameter_server' or 'auto', or leave the "
-            "'ps' tasks out."
+            f"with parameter servers ({has}). Use strategy='parameter_server' or 'auto', or leave "
+            "the 'ps' tasks out."
         )
     missing = [task for task in ("chief", "worker", "ps") if task not in cluster.cluster]
     if missing:

@@ -1,4 +1,4 @@
-"""Starts the processes of a job with parameter servers, as a scheduler would, without a supervisor."""
+"""Starts the processes of a job with parameter servers, as a scheduler would."""
 
 from __future__ import annotations
 
