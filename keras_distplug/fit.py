@@ -61,7 +61,11 @@ def distributed_fit(
             from outside is made again inside the scope, and afterwards holds the trained weights
             and optimizer state itself. The trained model under its strategy is `history.model`.
         x: A `tf.data.Dataset` or a `keras.utils.PyDataset` of *global* batches, a generator of
-            them, a function without arguments that returns one of these, or arrays.
+            them, a function without arguments that returns one of these, a function of a
+            `tf.distribute.InputContext` that returns a dataset, or arrays. With parameter servers,
+            each worker reads arrays and datasets over and over, in orders of its own or, where
+            there is no order to draw, its share of the batches; such a function is called for each
+            worker; what Python code makes is refused.
         y: As in `Model.fit`.
         batch_size: Samples in a *global* batch of arrays: it is split over the replicas. Defaults
             to 32.
@@ -83,8 +87,9 @@ def distributed_fit(
         validation_batch_size: As in `Model.fit`.
         validation_freq: As in `Model.fit`.
         strategy: `"auto"` (several workers, by TF_CONFIG, Slurm, Vertex AI or SageMaker ->
-            `"multi_worker"`, several GPUs -> `"mirrored"`, else `"one_device"`), one of these
-            names, `"central_storage"`, or a `tf.distribute.Strategy`. Defaults to `"auto"`.
+            `"multi_worker"`, with 'ps' tasks `"parameter_server"`, several GPUs -> `"mirrored"`,
+            else `"one_device"`), one of these names, `"central_storage"`, or a
+            `tf.distribute.Strategy`. Defaults to `"auto"`.
         directory: Folder of this run, or a URL such as `s3://bucket/runs/mnist`. Defaults to that
             of `defaults()`.
         storage_options: As in `BackupAndRestore`.

@@ -47,9 +47,10 @@ def init(
 
     Args:
         strategy: `"auto"`, `"one_device"`, `"mirrored"`, `"central_storage"` (every device
-            computes, the CPU holds the variables) or `"multi_worker"`. Defaults to `"auto"`:
-            several workers, by TF_CONFIG, Slurm, Vertex AI or SageMaker -> multi_worker; several
-            GPUs -> mirrored; else one device.
+            computes, the CPU holds the variables), `"multi_worker"` or `"parameter_server"`.
+            Defaults to `"auto"`: 'ps' tasks in the cluster -> parameter_server; several workers, by
+            TF_CONFIG, Slurm, Vertex AI or SageMaker -> multi_worker; several GPUs -> mirrored; else
+            one device.
         heartbeat_timeout_secs: After how many seconds without a heartbeat a worker counts as lost,
             at least 1, the same on all workers. Defaults to KERAS_DISTPLUG_HEARTBEAT_TIMEOUT, which
             `keras-distplug run --heartbeat-timeout` sets, and else to TensorFlow's 10.
@@ -60,7 +61,10 @@ def init(
             and else to no limit.
 
     Returns:
-        The strategy, the same object whenever it is the same one.
+        The strategy, the same object whenever it is the same one. In a 'worker' or 'ps' task of a
+        cluster with parameter servers it never returns: the process serves the chief, until it is
+        ended by SIGTERM, or has found nobody at the chief's address for five minutes
+        (KERAS_DISTPLUG_CHIEF_GONE_SECS) after the chief was there.
 
     Raises:
         ConfigurationError: If the strategy is unknown, or does not fit the environment; for a

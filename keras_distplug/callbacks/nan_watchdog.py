@@ -343,11 +343,12 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         news = workers.news(at_once=at_once)
         if not news or not news[0]:
             return
-        self._left_out += news[0]
-        for in_a_row in range(max(1, news[1] - news[0] + 1), max(1, news[1]) + 1):
-            self._in_a_row = in_a_row
+        new, in_a_row = news
+        self._left_out += new
+        for later in reversed(range(new)):
+            self._in_a_row = max(1, in_a_row - later)
             self._tell(None, (), None)
-        self._in_a_row = news[1]
+        self._in_a_row = in_a_row
         if self._in_a_row > self.max_skips:
             self._climb()
             workers.begin_anew()

@@ -76,6 +76,12 @@ def adapt(model: keras.Model) -> keras.Model:
     The logs that callbacks get behind each batch are means over the replicas' own; those of epochs,
     of `evaluate` and of `*_on_batch` are of all samples.
 
+    Under ParameterServerStrategy batches are scheduled on workers, which take their steps each for
+    itself. Callbacks hear of a batch when it is scheduled, with empty logs; as many as there are
+    workers may wait, and as many be under way. Epochs, checkpoints and `evaluate` wait for all of
+    them. Logs of epochs are the results of metrics, which are added up over batches. What other
+    methods of the model do, the chief does alone.
+
     Example:
 
     ```python

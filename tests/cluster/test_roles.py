@@ -45,7 +45,7 @@ def test_worker_0_is_chief_without_a_chief() -> None:
 
 def test_chief_task_is_chief() -> None:
     """The chief task is the chief, worker 0 is not, and the chief counts as one that trains."""
-    cluster = {"chief": ["c:1"], **TWO, "ps": ["p:1"]}
+    cluster = {"chief": ["c:1"], **TWO}
     chief = from_environment(tf_config(cluster, {"type": "chief", "index": 0}))
     worker = from_environment(tf_config(cluster, {"type": "worker", "index": 0}))
     assert (chief.is_chief, worker.is_chief, worker.world_size) == (True, False, 3)

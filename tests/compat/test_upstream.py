@@ -198,3 +198,12 @@ def test_central_storage(central: dict[str, Any]) -> None:
     assert not np.allclose(alone[0], together[0], rtol=1e-2)
     assert central["statistics"][0] == "ValueError"
     assert central["statistics"][-1] == "_assign_func"
+
+
+def test_parameter_server() -> None:
+    """`fit` reads data on the chief, which fails; `assign_add` of Keras' variables writes what it
+    has read. Not mended here: gradients of a table that a partitioner has split."""
+    found = findings("parameter_server", workers=1)
+    assert found["fit"] == "ValueError"
+    assert found["assigned by"] == ["AssignVariableOp"]
+    assert found["tables in parts"] == "AttributeError"

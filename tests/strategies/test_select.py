@@ -30,9 +30,50 @@ def test_auto(cluster: Role, gpus: int, name: str, reason: str) -> None:
 
 
 def test_parameter_servers() -> None:
-    """Tasks of the kind `ps` choose the parameter server strategy, which is refused by name."""
-    with pytest.raises(ConfigurationError, match=r"'parameter_server' \(TF_CONFIG has 'ps'"):
-        choose("auto", WITH_PS, 0)
+    """Tasks of the kind `ps` choose the parameter server strategy."""
+    choice = choose("auto", WITH_PS, 2)
+    assert (choice.name, choice.reason) == ("parameter_server", "TF_CONFIG has 'ps' tasks")
+    assert choose("parameter_server", WITH_PS, 0).name == "parameter_server"
+
+
+@pytest.mark.parametrize("missing", ["chief", "worker", "ps"])
+def test_parts_of_a_cluster_with_parameter_servers(missing: str) -> None:
+    """Each kind of task is needed, and the one that is missing is named."""
+    cluster = {task: tasks for task, tasks in WITH_PS.cluster.items() if task != missing}
+    role = Role(next(iter(cluster)), 0, cluster, "TF_CONFIG")
+    with pytest.raises(ConfigurationError, match=f"Missing: {missing}"):
+        choose("parameter_server", role, 0)
+
+
+def test_parameter_servers_of_nobody() -> None:
+    """A single process has none."""
+    with pytest.raises(ConfigurationError, match=r"a single process .*Missing: chief, worker, ps"):
+        choose("parameter_server", ALONE, 0)
+
+
+def test_parameter_servers_and_an_evaluator() -> None:
+    """An evaluator has nothing to do."""
+    role = Role("evaluator", 0, {**WITH_PS.cluster, "evaluator": ("d:1",)}, "TF_CONFIG")
+    with pytest.raises(ConfigurationError, match="'evaluator'"):
+        choose("auto", role, 0)
+
+
+@pytest.mark.parametrize("name", ["one_device", "mirrored", "multi_worker", "central_storage"])
+def test_another_strategy_beside_parameter_servers(name: str) -> None:
+    """A cluster with parameter servers is for that strategy."""
+    with pytest.raises(ConfigurationError, match="a cluster with parameter servers"):
+        choose(name, WITH_PS, 0)
+
+
+def test_who_trains_beside_parameter_servers() -> None:
+    """The chief alone has callbacks and saves; workers and parameter servers serve."""
+    assert (WITH_PS.world_size, WITH_PS.workers, WITH_PS.rank) == (1, ("chief-0",), 0)
+    assert WITH_PS.is_chief
+    for task in ("worker", "ps"):
+        other = Role(task, 0, WITH_PS.cluster, "TF_CONFIG")
+        assert (other.is_server, other.is_chief) == (True, False)
+    assert not WITH_PS.is_server
+    assert not TWO.is_server
 
 
 @pytest.mark.parametrize("name", ["one_device", "mirrored"])

@@ -300,3 +300,76 @@ def test_what_is_left_out_is_not_computed(start: int) -> None:
     else:
         with pytest.raises(tf.errors.InvalidArgumentError):
             inputs.ids(rest, 1)
+
+
+def read_by_worker(source: Any, worker: int, *seed: int, batches: int) -> list[np.ndarray]:
+    """What one of two workers of a ParameterServerStrategy reads first."""
+    specs: list[Any] = []
+
+    @tf.function
+    def made(worker: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
+        dataset = source.of_worker(worker, 2, seed).repeat()
+        specs[:] = [dataset.element_spec]
+        return tf.data.experimental.to_variant(dataset)
+
+    with tf.device("CPU:0"):
+        variant = made(tf.constant(worker, tf.int64), tf.constant(seed, tf.int64))
+    dataset = tf.data.experimental.from_variant(variant, specs[0])
+    return [np.array(batch[0]) for batch in dataset.take(batches)]
+
+
+NUMBERS = np.arange(24)
+
+
+def numbers() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices((NUMBERS,))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: sources.Arrays((NUMBERS,), 4, seed=3),
+        lambda: sources.TfData(numbers().shuffle(24).batch(4)),
+        lambda: sources.TfData(numbers().shuffle(24, 1).batch(4)),
+    ],
+    ids=["arrays", "unseeded", "seeded"],
+)
+def test_orders_of_workers(make: Callable[[], Any]) -> None:
+    """Each worker reads all samples in each pass, in orders of its own; the same ones for the same
+    seed, and others when it begins anew."""
+    source = make()
+    passes = {
+        seed: np.concatenate(read_by_worker(source, seed[0], *seed, batches=12)).reshape(2, 24)
+        for seed in [(0, 0), (1, 0), (0, 1)]
+    }
+    orders = [order for both in passes.values() for order in both]
+    for order in orders:
+        np.testing.assert_array_equal(np.sort(order), NUMBERS)
+    assert len({tuple(order) for order in orders}) == 6
+    again = np.concatenate(read_by_worker(source, 0, 0, 0, batches=12)).reshape(2, 24)
+    np.testing.assert_array_equal(again, passes[0, 0])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: sources.Arrays((NUMBERS,), 4, seed=None),
+        lambda: sources.TfData(numbers().batch(4)),
+    ],
+    ids=["arrays", "tf.data"],
+)
+def test_shares_of_workers(make: Callable[[], Any]) -> None:
+    """Where there is no order to draw, workers share the batches."""
+    source = make()
+    first, second = (read_by_worker(source, n, n, 0, batches=3) for n in (0, 1))
+    np.testing.assert_array_equal(np.sort(np.concatenate(first + second).ravel()), NUMBERS)
+
+
+def test_a_split_by_a_fixed_order_stays_one() -> None:
+    """A shuffle that the user has fixed, such as that of a split by `take`, is fixed on workers."""
+    fixed = numbers().shuffle(24, 1, False).take(8)
+    expected = {int(number) for (number,) in fixed}
+    source = sources.TfData(fixed.shuffle(8).batch(4))
+    for worker in (0, 1):
+        seen = np.concatenate(read_by_worker(source, worker, worker, 0, batches=2))
+        assert set(seen.ravel().tolist()) == expected

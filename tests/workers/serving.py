@@ -1,6 +1,6 @@
 """Trains under ParameterServerStrategy with all servers in this process, and tells what came out.
 
-    python serving.py FOLDER
+    python serving.py FOLDER [CASE...]
 
 Writes FOLDER/found.json. TensorFlow forms a cluster once in a process, hence all cases in one.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +106,11 @@ def learned() -> dict[str, Any]:
     """Training, validation, and what the methods of Keras make of the trained model."""
     data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(320).batch(BATCH)
     layers = (keras.layers.BatchNormalization(), keras.layers.Dropout(0.1))
-    history = fit(
-        "learned", lambda: build(*layers), data, epochs=4, validation_data=(X[:100], Y[:100])
-    )
+
+    def built() -> keras.Model:
+        return build(*layers, optimizer=keras.optimizers.Adam(0.01))
+
+    history = fit("learned", built, data, epochs=4, validation_data=(X[:100], Y[:100]))
     model = history.model
     model.save(FOLDER / "model.keras")
     model.save_weights(FOLDER / "model.weights.h5")
@@ -154,8 +155,9 @@ def of_context() -> dict[str, Any]:
             self.seen = self.add_variable((WORKERS,), "zeros")
 
         def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-            number = keras.ops.cast(keras.ops.reshape(y_true, (-1,)), "int32")
-            one = keras.ops.one_hot(number, WORKERS)
+            one = keras.ops.one_hot(
+                keras.ops.cast(keras.ops.reshape(y_true, (-1,)), "int32"), WORKERS
+            )
             self.seen.assign_add(keras.ops.sum(one, 0))
 
         def result(self) -> Any:
@@ -239,10 +241,14 @@ def goes_on() -> dict[str, Any]:
     }
 
 
+def stateful() -> keras.Model:
+    model = build(keras.layers.Reshape((4, 4)), keras.layers.LSTM(2))
+    model.layers[2].stateful = True  # before a model is built, Keras asks for batches of one size
+    return model
+
+
 def refused() -> dict[str, Any]:
     """The error for what cannot be right."""
-    rnn = (keras.layers.Reshape((4, 4)), keras.layers.LSTM(2))
-    rnn[1].stateful = True  # Keras asks for a fixed size of batches before it is built
     adam = keras.optimizers.Adam
     cases: dict[str, Any] = {
         "accumulation": lambda: build(optimizer=adam(gradient_accumulation_steps=2)),
@@ -251,7 +257,7 @@ def refused() -> dict[str, Any]:
         "eager": lambda: build(run_eagerly=True),
         "xla": lambda: build(jit_compile=True),
         "constraint": lambda: build(keras.layers.Dense(2, kernel_constraint="non_neg")),
-        "stateful": lambda: build(*rnn),
+        "stateful": stateful,
     }
     found = {name: _error(name, make, X, Y, batch_size=BATCH) for name, make in cases.items()}
     generator = ((X[:16], Y[:16]) for _ in range(100))
@@ -277,9 +283,12 @@ def _error(name: str, *given: Any, **options: Any) -> str:
 
 def averages() -> dict[str, Any]:
     """Moving averages of the weights, which the model has in the end."""
-    optimizer = keras.optimizers.SGD(0.0, use_ema=True)
+
+    def built() -> keras.Model:
+        return build(optimizer=keras.optimizers.SGD(0.0, use_ema=True))
+
     before = build().get_weights()
-    model = fit("averages", lambda: build(optimizer=optimizer), X, Y, batch_size=BATCH).model
+    model = fit("averages", built, X, Y, batch_size=BATCH).model
     return {
         "apart": max(
             float(np.abs(a - b).max()) for a, b in zip(before, model.get_weights(), strict=True)
@@ -299,17 +308,13 @@ CASES = (
     refused,
     averages,
 )
+NAMES = [case.__name__ for case in CASES]
 
 
 def main() -> None:
-    wanted = sys.argv[2:] or [case.__name__ for case in CASES]
-    found = {}
-    for case in CASES:
-        if case.__name__ in wanted:
-            print(case.__name__, round(time.monotonic()), flush=True)
-            found[case.__name__] = case()
+    found = {case.__name__: case() for case in CASES if case.__name__ in (sys.argv[2:] or NAMES)}
     (FOLDER / "found.json").write_text(json.dumps(found, indent=1, default=float))
-    print("done", flush=True)
+    sys.stdout.flush()
     os._exit(0)  # the servers' own end never comes
 
 

@@ -1,7 +1,7 @@
 """What Keras and TensorFlow get wrong by themselves, one finding a line, as JSON.
 
 python upstream.py multi_worker | lost_word | late | alone | mirrored | mirrored_losses |
-    mirrored_overflow | mirrored_empty | second_strategy | central
+    mirrored_overflow | mirrored_empty | second_strategy | central | parameter_server
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from support.cluster import free_ports
 
 
 def say(finding: str, seen: object) -> None:
@@ -362,6 +363,45 @@ def lost_word() -> None:
     os._exit(0)  # a normal end may take for ever
 
 
+def parameter_server() -> None:
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(3)]
+    cluster = {"chief": addresses[:1], "worker": addresses[1:2], "ps": addresses[2:]}
+    # They share the threads of this process, of which each keeps one while it waits.
+    config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=6)
+    servers = [
+        tf.distribute.Server(tf.train.ClusterSpec(cluster), kind, 0, "grpc", config)
+        for kind in ("worker", "ps")
+    ]
+    task = {"type": "chief", "index": 0}
+    os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    partitioner = tf.distribute.experimental.partitioners.FixedShardsPartitioner(2)
+    strategy = tf.distribute.ParameterServerStrategy(resolver, partitioner)
+    with strategy.scope():
+        stock = model()
+        iterations = stock.optimizer.iterations
+        table = keras.layers.Embedding(4, 2)
+        table.build()
+    say("fit", failing_in(lambda: stock.fit(data(), verbose=0))[0])
+
+    @tf.function
+    def count() -> None:
+        iterations.assign_add(1)
+
+    operations = count.get_concrete_function().graph.get_operations()
+    say("assigned by", sorted({each.type for each in operations if "Assign" in each.type}))
+
+    def slope() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(table(np.array([[1, 2]])))
+        tape.gradient(loss, table.embeddings)
+
+    say("tables in parts", failing_in(slope)[0])
+    say("servers", len(servers))
+    sys.stdout.flush()
+    os._exit(0)  # the servers' own end never comes
+
+
 keras.config.disable_traceback_filtering()
 CASES = (
     multi_worker,
@@ -377,5 +417,6 @@ CASES = (
     own_tracker,
     second_strategy,
     central,
+    parameter_server,
 )
 {case.__name__: case for case in CASES}[sys.argv[1]]()

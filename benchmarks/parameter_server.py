@@ -1,0 +1,98 @@
+"""What `fit` with parameter servers costs beside a loop written by hand, what it learns, and what
+kills do to it.
+
+    python benchmarks/parameter_server.py [--steps N] [--rounds N] [--seeds N] [--kills N]
+
+One chief, two workers and a parameter server, as processes on this machine.
+
+- Throughput: steps a second of `distributed_fit` over those of a loop of `ClusterCoordinator`, in
+  one job, in turns, for a step that computes for a few milliseconds. The bar is 0.95.
+- Accuracy: of handwritten digits, over seeds, beside that of one process with the same batches.
+- Kills: a worker, chosen at random, every few seconds; the job has to end with all its steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from support.job import Job  # noqa: E402
+
+WORKERS, LIMIT_S = 2, 3600.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--every", type=float, default=5.0, help="seconds")
+    given = parser.parse_args()
+    for what in ("throughput", "accuracy", "kills"):
+        with tempfile.TemporaryDirectory() as folder:
+            globals()[what](Path(folder), given)
+
+
+def throughput(folder: Path, given: argparse.Namespace) -> None:
+    found = ended(folder, "throughput", given.steps, given.rounds)
+    ratios = [ours / theirs for ours, theirs in found]
+    print(f"steps a second, `fit` and by hand: {found}")
+    print(
+        f"ratio: median {statistics.median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f}; "
+        "the bar is 0.95"
+    )
+
+
+def accuracy(folder: Path, given: argparse.Namespace) -> None:
+    found = ended(folder, "accuracy", given.steps, given.seeds)
+    apart = 100 * (statistics.mean(a for a, _ in found) - statistics.mean(s for _, s in found))
+    print(f"accuracy by seed, with parameter servers and in one process: {found}")
+    print(f"means apart: {apart:+.2f} points; the bar is 1")
+
+
+def kills(folder: Path, given: argparse.Namespace) -> None:
+    killed = 0
+    with job(folder, "kills", 10 * given.steps, 1) as running:
+        running.await_((folder / "begun").exists, LIMIT_S)
+        chief = running.processes["chief", 0]
+        while chief.poll() is None and killed < given.kills:
+            time.sleep(given.every)
+            worker = random.randrange(WORKERS)
+            if chief.poll() is None and running.processes["worker", worker].poll() is None:
+                running.kill("worker", worker)
+                running.wait("worker", worker, 60)
+                running.start("worker", worker)
+                killed += 1
+        code = running.wait("chief", 0, LIMIT_S)
+        assert code == 0, running.told()
+    [steps] = json.loads((folder / "found.json").read_text())
+    print(f"{killed} kills: {steps} updates for {10 * given.steps} steps")
+
+
+def ended(folder: Path, what: str, *numbers: int) -> list[list[float]]:
+    with job(folder, what, *numbers) as running:
+        code = running.wait("chief", 0, LIMIT_S)
+        assert code == 0, running.told()
+    found: list[list[float]] = json.loads((folder / "found.json").read_text())
+    return found
+
+
+def job(folder: Path, what: str, *numbers: int) -> Job:
+    script = str(Path(__file__).parent / "workers" / "serving.py")
+    command = [script, what, str(folder), *map(str, numbers)]
+    return Job(folder, command, WORKERS, {"PATH": os.environ["PATH"]})
+
+
+if __name__ == "__main__":
+    main()

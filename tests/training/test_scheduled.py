@@ -1,0 +1,136 @@
+"""`fit` under ParameterServerStrategy, with two workers in one process."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.cluster import environment
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+SCRIPT = Path(__file__).parents[1] / "workers" / "serving.py"
+STEPS, BATCH = 40, 16
+
+Found = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    folder = tmp_path_factory.mktemp("serving")
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(folder)],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    told: Found = json.loads((folder / "found.json").read_text())
+    return told
+
+
+def test_counts(found: Found) -> None:
+    """No step, and no sample of an epoch, is lost where two workers count at once: by Keras' own
+    `assign_add`, by what assigns sums, and by the optimizer."""
+    counts = found["counts"]
+    assert counts.pop("steps") == 3 * STEPS
+    assert counts.pop("precision") <= STEPS * BATCH
+    assert counts == {name: STEPS * BATCH for name in ("loss", "accuracy", "auc")}
+
+
+def test_several_steps_at_once(found: Found) -> None:
+    """`steps_per_execution`: the same counts."""
+    assert found["executions"] == {"steps": STEPS, "loss": STEPS * BATCH}
+
+
+def test_learns(found: Found) -> None:
+    """History has each epoch, with its validation, and both get better; saved files hold the
+    model, which computes in a single process what it did here."""
+    learned = found["learned"]
+    history = learned["history"]
+    assert {len(values) for values in history.values()} == {4}
+    assert history["loss"][-1] < history["loss"][0] / 1.5
+    assert history["val_binary_accuracy"][-1] > 0.85
+    assert learned["evaluate"] == pytest.approx(learned["alone"], rel=1e-5)
+    assert learned["predict"] < 1e-5
+
+
+def test_statistics(found: Found) -> None:
+    """The moving means of BatchNormalization are those of its inputs, as far as 160 steps while the
+    layer before it learns can tell."""
+    learned = found["learned"]
+    assert np.corrcoef(learned["moving_mean"], learned["mean"])[0, 1] > 0.9
+
+
+def test_model_from_outside(found: Found) -> None:
+    """A model made outside the scope has what was learned; a plain `fit` with `resumable` data has
+    as many steps as these have batches."""
+    assert found["own_model"] == {"steps": STEPS, "plain": 20}
+
+
+def test_function_of_a_context(found: Found) -> None:
+    """Both workers have read, each what was made for it."""
+    seen = found["of_context"]["seen"]
+    assert sum(seen) == STEPS * BATCH
+    assert min(seen) > 0
+
+
+def test_not_finite(found: Found) -> None:
+    """A batch with NaN, which comes to each worker once in ten, changes no weight, statistic or
+    metric, and is counted and told."""
+    not_finite = found["not_finite"]
+    left_out = STEPS - not_finite["steps"]
+    assert left_out > 0
+    assert not_finite["told"] == left_out
+    assert not_finite["loss"] == (STEPS - left_out) * BATCH
+    assert not_finite["finite"]
+
+
+def test_nothing_finite(found: Found) -> None:
+    """Where all is NaN, training ends with the error for that."""
+    assert found["only_nan"] == {"error": "NonFiniteError"}
+
+
+def test_goes_on(found: Found) -> None:
+    """Behind an error in the middle of an epoch, training goes on with the step behind the last
+    checkpoint, which holds all that was scheduled before it, and the epoch's metrics go on."""
+    assert found["goes_on"] == {
+        "began": STEPS + 20,
+        "first": 20,
+        "steps": 2 * STEPS,
+        "loss": STEPS * BATCH,
+        "epochs": [0, 1],
+    }
+
+
+def test_averages(found: Found) -> None:
+    """Moving averages of weights that do not change are these."""
+    assert found["averages"]["apart"] < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("case", "error"),
+    [
+        ("accumulation", "ModelError: .* accumulates gradients"),
+        ("overwriting", "ModelError: .* overwrites weights"),
+        ("scale", "ModelError: .* LossScaleOptimizer"),
+        ("eager", "ModelError: .* run_eagerly"),
+        ("xla", "ModelError: .* jit_compile"),
+        ("constraint", "ModelError: .* constraint on "),
+        ("stateful", "ModelError: .* stateful layer"),
+        ("generator", "DataError: .* the Python generator is in this process"),
+        ("endless", "DataError: .* Give `steps_per_epoch`"),
+        ("plain", "DataError: .*distributed_fit"),
+    ],
+)
+def test_refused(found: Found, case: str, error: str) -> None:
+    """What would be wrong is an error that says what to do."""
+    assert re.match(error, found["refused"][case])
