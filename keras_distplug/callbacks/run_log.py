@@ -60,7 +60,10 @@ class RunLog(keras.callbacks.Callback):  # type: ignore[misc]
     - A stretch is a second at first, and half a minute later on. What was trained since the last
       line of a process that is killed counts as lost time, not as steps.
     - Waiting for data, and for other replicas, is known where the step's times are, as in
-      `StragglerWatchdog`; with `jit_compile=True`, all of a step counts as productive.
+      `StragglerWatchdog`. What XLA compiles is not looked into (`jit_compile=True`, and Keras'
+      `"auto"` on a single GPU), and in one process it is not known how long the steps of an
+      execution of several waited for data: all of these counts as productive, and `keras-distplug
+      goodput` says of how much time it is not known.
 
     Args:
         log_dir: A folder for the files, or a URL, shared by all workers. Defaults to that of the
@@ -368,11 +371,10 @@ class _Writes:
 
 
 def _waits(report: StepReport) -> dict[Category, float]:
-    """Of the steps of a window, what went to waiting; of replicas that wait together, the least."""
-    syncs_s = [each.sync_s for each in report.replicas if each.sync_s is not None]
+    """Of the steps of a window, what went to waiting, as far as that is known."""
     return {
-        Category.INPUT: report.steps * (report.input_s or 0.0),
-        Category.SYNC: report.steps * min(syncs_s, default=0.0),
+        Category.INPUT: report.input_total_s or 0.0,
+        Category.SYNC: report.sync_total_s or 0.0,
     }
 
 

@@ -114,7 +114,8 @@ class Window(Event):
         epoch: That it ends in.
         secs: Seconds by `Category`; all there were.
         step_s: A step, the median; None if there was none.
-        input_s: Waiting for data in a step; None if that is not known.
+        input_s: Waiting for data in a step, the mean; None if that is not known, and then `secs`
+            has none of it.
         memory_bytes: Of the process.
         replicas: The worker's own ones.
     """

@@ -228,6 +228,22 @@ def goodput(secs: Mapping[Category, float]) -> float | None:
     return secs[Category.STEP] / whole_s if whole_s > 0 else None
 
 
+def unknown_waits(fits: Iterable[Fit]) -> dict[Category, float]:
+    """Seconds of steps, of which it is not known how much of them went to what; none if it is."""
+    found = {Category.INPUT: 0.0, Category.SYNC: 0.0}
+    for fit in fits:
+        for entry in fit.entries:
+            window = entry.event
+            if not isinstance(window, Window) or window.step_s is None:
+                continue
+            secs = max(window.secs.get(Category.STEP, 0.0), 0.0)
+            if window.input_s is None:
+                found[Category.INPUT] += secs
+            if fit.began.replicas > 1 and all(each.sync_s is None for each in window.replicas):
+                found[Category.SYNC] += secs
+    return {category: secs for category, secs in found.items() if secs}
+
+
 def attempts(fits: Sequence[Fit], supervised: Sequence[Entry] = ()) -> list[Attempt]:
     """What became of each attempt.
 

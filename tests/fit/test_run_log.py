@@ -131,6 +131,84 @@ def test_waits_for_data(tmp_path: Path) -> None:
     assert secs[Category.INPUT] > 11 * 0.05 * 0.8
 
 
+@pytest.fixture
+def one_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window for each epoch."""
+    monkeypatch.setattr("keras_distplug.callbacks.run_log._LEAST_SECS", 1e9)
+    monkeypatch.setattr("keras_distplug.callbacks.run_log._MOST_SECS", 1e9)
+
+
+def stalling(batches: int, every: int, secs: float) -> tf.data.Dataset:
+    """Of unknown length; one batch of `every` is late."""
+
+    def wait(number: Any, x: Any) -> Any:
+        time.sleep(secs if number % every == every - 1 else 0)
+        return x
+
+    def late(number: Any, x: Any) -> Any:
+        waited = tf.numpy_function(wait, [number, x], tf.float32)
+        waited.set_shape(x.shape)
+        return waited, x[:, :1]
+
+    numbered = tf.data.Dataset.from_tensors(small.X[:8]).repeat(batches).enumerate().map(late)
+    return numbered.filter(lambda x, y: True)
+
+
+@pytest.mark.usefixtures("one_window")
+@pytest.mark.parametrize("kept", [10_000, 7])
+def test_some_batches_are_late(kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What most steps do not wait for is waiting, too, however many steps a window has, and where
+    the data end without having said so."""
+    monkeypatch.setattr("keras_distplug.training.stopwatch._KEPT", kept)
+    fit([kd.RunLog(tmp_path)], x=stalling(40, 5, 0.1), y=None, batch_size=None, epochs=1)
+    [found] = logged(tmp_path, "")
+    [window] = [each for each in of_kind(found, Window) if each.steps]
+    assert window.steps == 40
+    assert window.input_s is not None
+    assert window.input_s >= 8 * 0.1 / 40
+    assert window.secs["input"] >= 8 * 0.1 * 0.999
+    assert goodput.unknown_waits([found]) == {}
+
+
+@pytest.mark.usefixtures("one_window")
+@pytest.mark.parametrize("compiled", [{"steps_per_execution": 2}, {"jit_compile": True}])
+def test_waits_that_are_not_known(compiled: dict[str, Any], tmp_path: Path) -> None:
+    """Which is told, and not taken for none."""
+    model = small.model()
+    model.compile("adam", "mse", **compiled)
+    log = kd.RunLog(tmp_path)
+    model.fit(small.X, small.Y, batch_size=4, verbose=0, callbacks=[log])
+    [found] = logged(tmp_path, "")
+    [window] = [each for each in of_kind(found, Window) if each.steps]
+    assert window.input_s is None
+    assert "input" not in window.secs or not window.secs["input"]
+    assert goodput.unknown_waits([found]) == {Category.INPUT: window.secs["step"]}
+
+
+class SlowToTrace(keras.Model):
+    def train_step(self, data: Any) -> Any:
+        time.sleep(1)
+        return super().train_step(data)
+
+
+@pytest.mark.usefixtures("one_window")
+def test_traced_anew(tmp_path: Path) -> None:
+    """What a trace takes is no waiting for data, though a replica begins behind it: here, that of
+    a batch without samples for one of them."""
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        inputs = keras.Input((4,))
+        model = SlowToTrace(inputs, keras.layers.Dense(1)(inputs))
+        model.compile("sgd", "mse")
+    data = tf.data.Dataset.from_tensor_slices((small.X[:25], small.Y[:25])).batch(8)
+    kd.adapt(model).fit(data, verbose=0, callbacks=[kd.RunLog(tmp_path)])
+    [found] = logged(tmp_path, "")
+    [window] = [each for each in of_kind(found, Window) if each.steps]
+    assert window.steps == 4
+    assert window.secs["step"] >= 1
+    assert window.input_s is not None
+    assert window.secs["input"] < 1
+
+
 def test_interrupted(tmp_path: Path) -> None:
     """Another attempt begins where the checkpoint was; what it trains once more is no progress."""
     callbacks = kd.defaults(tmp_path, save_freq=4)
