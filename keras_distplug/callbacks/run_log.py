@@ -228,7 +228,7 @@ class RunLog(keras.callbacks.Callback):  # type: ignore[misc]
                 f"the log of this run, in {where}, cannot be written, and is tried again: {error}"
             )
 
-        log = Log(sink_for(files, f"{folder}/{stem}"), tell_failure)
+        log = Log(sink_for(files, f"{folder}/{stem}"), tell_failure, writes.lost)
         curves = None
         if role.is_chief:
             run = folder.removesuffix(FOLDER).rstrip("/")
@@ -367,7 +367,14 @@ class _Writes:
     def _write(self, at: float, event: Event) -> None:
         if self._log is not None:
             entry = Entry(at, self._source, event, self._job, self._attempt)
-            self._log.append(events.to_line(entry))
+            is_minor = isinstance(event, Window | events.Beat)
+            self._log.append(events.to_line(entry), is_minor=is_minor)
+
+    def lost(self, lines: int) -> bytes:
+        """From the log's thread."""
+        return events.to_line(
+            Entry(time.time(), self._source, events.LinesLost(lines), self._job, self._attempt)
+        )
 
 
 def _waits(report: StepReport) -> dict[Category, float]:

@@ -311,6 +311,25 @@ class PeerLost(Event):
 
 
 @dataclass(frozen=True)
+class Raised(Event):
+    """This `fit` has ended with an error that no other event tells of."""
+
+    what: str
+
+
+@dataclass(frozen=True)
+class Beat(Event):
+    """The worker's process is there, though there may be nothing else to tell for long."""
+
+
+@dataclass(frozen=True)
+class LinesLost(Event):
+    """Lines of this log could not be written for so long that some were given up."""
+
+    lines: int
+
+
+@dataclass(frozen=True)
 class Finished(Event):
     """`fit` has reached its end.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 import uuid
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from keras_distplug.core import events
-from keras_distplug.core.events import Entry, Event
+from keras_distplug.core.events import Entry, Event, from_line
 from keras_distplug.storage import run_log
 from keras_distplug.storage.files import Files, open_files
 from keras_distplug.storage.run_log import Log, newest, open_beside, read, sink_for
@@ -153,19 +154,59 @@ def test_end_of_a_store_that_fails() -> None:
     written.close()
     assert not written._thread.is_alive()
     assert told == ["full"]
-    assert sum(map(len, written._waiting)) <= 2**20
+    assert sum(len(each.text) for each in written._waiting) <= 2**20
+
+
+def test_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through one that outlasts what can be kept, the beginning stays, and so does what happened;
+    windows go, the oldest first, and how many is told."""
+    monkeypatch.setattr(run_log, "_AGAIN_SECS", 0.01)
+    monkeypatch.setattr(run_log, "_KEPT_BYTES", 4000)
+    sink = Fails()
+    written = Log(sink, lambda error: None, lambda count: line(events.LinesLost(count)))
+    written.append(line(began()))
+    assert sink.tried.acquire(timeout=30)
+    for number in range(100):
+        window = events.Window(number, 1, 0, {"step": 1.0})
+        written.append(line(window, number), is_minor=True)
+        if number % 10 == 0:
+            written.append(line(events.Quarantined(f"step-{number}", "why"), number))
+            assert sink.tried.acquire(timeout=30)
+    sink.is_mended = True
+    assert written.flush()
+    written.close()
+    found = [entry.event for each in sink.written.splitlines() if (entry := from_line(each))]
+    assert found[0] == began()
+    set_aside = [each.checkpoint for each in found if isinstance(each, events.Quarantined)]
+    assert set_aside == [f"step-{number}" for number in range(0, 100, 10)]
+    kept = [each.step for each in found if isinstance(each, events.Window)]
+    assert 0 < len(kept) < 100
+    assert kept == [*range(100 - len(kept), 100)]
+    [lost] = [each for each in found if isinstance(each, events.LinesLost)]
+    assert lost.lines == 100 - len(kept)
 
 
 def test_full_disk(tmp_path: Path) -> None:
-    """Behind a part of a line, the next one begins anew."""
+    """What a disk has taken before it was full is taken back: nothing is there twice, and nothing
+    is cut off."""
     files = open_files(tmp_path)
     sink = sink_for(files, f"{RUN}/log/one")
     sink.write(line(began()))
-    sink._is_torn = True
-    sink.write(line(events.Window(1, 1, 0, {})))
+    path = tmp_path / RUN / "log" / "one.jsonl"
+    size = path.stat().st_size
+    lines = b"".join(line(events.Window(number, 1, 0, {})) for number in range(3))
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + len(lines) // 2, most))
+    try:
+        with pytest.raises(OSError, match=r"one\.jsonl took"):
+            sink.write(lines)
+        assert path.stat().st_size == size
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    sink.write(lines)
     sink.close()
-    assert steps(files) == [1]
-    assert b"\n\n" in (tmp_path / RUN / "log" / "one.jsonl").read_bytes()
+    assert steps(files) == [0, 1, 2]
+    assert path.stat().st_size == size + len(lines)
 
 
 def test_beside(tmp_path: Path) -> None:
