@@ -21,7 +21,7 @@ _WHAT: Mapping[Category, str] = {
     Category.SAVE: "training stands still for a checkpoint",
     Category.RESTORE: "reading a checkpoint",
     Category.START_UP: "processes, up to their first step",
-    Category.REDONE: "steps that an earlier attempt had trained already",
+    Category.REDONE: "steps for others that were lost: of an attempt, left out, rolled back",
     Category.RECOVERY: "from what is known last of an attempt to the next one's start",
     Category.EVALUATION: "validation",
     Category.OTHER: "callbacks, the ends of epochs and processes, nobody training",

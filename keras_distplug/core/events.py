@@ -60,6 +60,8 @@ class Began(Event):
         epochs: That `fit` was asked for.
         step: Batches trained since the run began.
         versions: Of packages.
+        resumes: Whether a run is kept that a `fit` after this one goes on with; without, each is a
+            training of its own.
     """
 
     session: str
@@ -72,6 +74,7 @@ class Began(Event):
     epochs: int
     step: int
     versions: Mapping[str, str] = field(default_factory=dict)
+    resumes: bool = True
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from keras_distplug.core.ledger import Category
 _BINS = 240  # of time
 _NOTHING = -1.0
 _MOST_EVENTS = 200
-_LATELY_S = 120.0  # somebody who was heard of since then is still there
+_LATELY_S = 180.0  # somebody who was heard of since then is still there
+_STARTING_S = 900.0  # as long as a start may take
 _MINUTES = (1, 5, 15)
 
 
@@ -45,7 +46,7 @@ def summary(
         "now": now,
         "begin": begin,
         "end": end,
-        "state": _state(fits, attempts, now),
+        "state": _state(fits, attempts, supervised, now),
         "step": max((span.step for span in spans), default=0),
         "goodput": goodput.goodput(secs),
         "goodput_lately": {
@@ -64,7 +65,23 @@ def summary(
     }
 
 
-def _state(fits: Sequence[Fit], attempts: Sequence[goodput.Attempt], now: float) -> str:
+def _state(
+    fits: Sequence[Fit],
+    attempts: Sequence[goodput.Attempt],
+    supervised: Sequence[Entry],
+    now: float,
+) -> str:
+    begun_at = max((fit.entries[0].at for fit in fits), default=float("-inf"))
+    last_told = max(supervised, key=lambda entry: entry.at, default=None)
+    if last_told is not None and last_told.at > begun_at:
+        match last_told.event:
+            case events.Failed(what=what):
+                return what
+            case events.Again() | events.Started():
+                is_late = now - last_told.at > _STARTING_S
+                return "not heard of any more" if is_late else "being started"
+            case events.Ended(exit_code=code, why=why) if code:
+                return why or f"ended with {code}"
     if not attempts:
         return "nothing is known yet"
     last = attempts[-1]

@@ -39,6 +39,8 @@ _KEPT_BYTES = 2**20  # of what cannot be written
 _AGAIN_SECS = 5.0  # after a failure
 _EVERY_SECS, _LONGEST_SECS, _SHARE = 10.0, 60.0, 0.01  # of uploads
 _LAST_SECS = 10.0
+_BEAT_SECS = 60.0  # without a line
+_LOOKS = 5  # for the newer name of a file that is not there any more
 _LEVELS = 3  # of folders in which runs are looked for
 
 
@@ -151,17 +153,20 @@ class Log:
         on_failure: Called, from the thread, with what keeps lines from being written; once, until
             some are written again.
         lost: Makes the line that says how many were lost; it stands before those that are kept.
+        beat: Makes a line that is written where there is no other one for a minute, or None.
     """
 
     def __init__(
         self,
         sink: Sink,
         on_failure: Callable[[OSError], None],
-        lost: Callable[[int], bytes] | None = None,
+        lost: Callable[[int], bytes | None] = lambda lines: None,
+        beat: Callable[[], bytes | None] = lambda: None,
     ) -> None:
         self._sink = sink
         self._on_failure = on_failure
         self._lost = lost
+        self._beat = beat
         self._waiting: deque[_Line] = deque()
         self._waiting_bytes = 0
         self._has_first = False
@@ -211,7 +216,7 @@ class Log:
         has_failed, pause_s = False, 0.0
         while (taken := self._next(pause_s)) is not None:
             lines, dropped = taken
-            told = [self._lost(dropped)] if dropped and self._lost is not None else []
+            told = [line] if dropped and (line := self._lost(dropped)) is not None else []
             texts = [each.text for each in lines]
             # What the log begins with stays its first line.
             place = 1 if lines[0].is_first else 0
@@ -257,7 +262,10 @@ class Log:
         end."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_hurried, pause_s)
-            self._changed.wait_for(lambda: self._waiting or self._is_closed)
+            while not self._changed.wait_for(lambda: self._waiting or self._is_closed, _BEAT_SECS):
+                if self._has_first and (line := self._beat()) is not None:
+                    self._waiting.append(_Line(line, is_minor=True, is_first=False))
+                    self._waiting_bytes += len(line)
             if not self._waiting:
                 return None
             taken = list(self._waiting), self._dropped
@@ -375,16 +383,15 @@ class Reader:
             return self._read()
 
     def _read(self) -> tuple[list[Fit], list[Entry]]:
+        changed: set[str] = set()
+        for _ in range(_LOOKS):
+            keys, is_whole = self._read_files(changed)
+            if is_whole:
+                break
         stems: dict[str, list[_File]] = {}
-        changed = set()
-        for key, name in sorted(newest(layout.names(self._files, self._folder)).items()):
-            file = self._known.get(key)
-            if file is None or file.name != name:
-                file = self._known[key] = _File(name)
-            with contextlib.suppress(FileNotFoundError):  # a newer one has just taken its place
-                if file.read_on(self._files, f"{self._folder}/{name}"):
-                    changed.add(key[0])
-            stems.setdefault(key[0], []).append(file)
+        for key in keys:
+            if (known := self._known.get(key)) is not None:
+                stems.setdefault(key[0], []).append(known)
         supervised = []
         for stem, parts in stems.items():
             if stem.startswith(f"{SUPERVISOR}-"):
@@ -398,6 +405,22 @@ class Reader:
             sorted(fits, key=lambda fit: fit.begins_at),
             sorted(supervised, key=lambda entry: entry.at),
         )
+
+    def _read_files(self, changed: set[str]) -> tuple[list[tuple[str, int]], bool]:
+        """Which there are, and whether each was still there."""
+        listed, is_whole = sorted(newest(layout.names(self._files, self._folder)).items()), True
+        for key, name in listed:
+            file = self._known.get(key)
+            if file is None or file.name != name:
+                file = _File(name)
+            try:
+                if file.read_on(self._files, f"{self._folder}/{name}"):
+                    changed.add(key[0])
+            except FileNotFoundError:  # a newer one has just taken its place
+                is_whole = False
+            else:
+                self._known[key] = file
+        return [key for key, _ in listed], is_whole
 
 
 class _File:

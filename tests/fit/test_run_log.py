@@ -6,6 +6,8 @@ import gc
 import itertools
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -151,7 +153,10 @@ def stalling(batches: int, every: int, secs: float) -> tf.data.Dataset:
         return waited, x[:, :1]
 
     numbered = tf.data.Dataset.from_tensors(small.X[:8]).repeat(batches).enumerate().map(late)
-    return numbered.filter(lambda x, y: True)
+    # TensorFlow would fetch ahead: a part of a stall would go by while the step before computes.
+    options = tf.data.Options()
+    options.experimental_optimization.inject_prefetch = False
+    return numbered.filter(lambda x, y: True).with_options(options)
 
 
 @pytest.mark.usefixtures("one_window")
@@ -438,6 +443,106 @@ def test_own_folder(tmp_path: Path) -> None:
     fit([kd.RunLog(tmp_path / "b"), *kd.defaults(tmp_path / "c")])
     assert len(logged(tmp_path / "b", "")) == 1
     assert not (tmp_path / "c" / "run-0001" / "log").exists()
+
+
+def test_one_after_the_other(tmp_path: Path) -> None:
+    """Without a BackupAndRestore each is a training of its own: another model's repeats nothing,
+    and the same model's goes on."""
+    model = fit([kd.RunLog(tmp_path)])
+    fit([kd.RunLog(tmp_path)])
+    model.fit(small.X, small.Y, batch_size=8, verbose=0, callbacks=[kd.RunLog(tmp_path)])
+    fits = logged(tmp_path, "")
+    assert [(each.began.step, each.last_step) for each in fits] == [(0, 12), (0, 12), (12, 16)]
+    assert not goodput.totals(goodput.spans(fits))[Category.REDONE]
+    assert [each.lost_steps for each in goodput.attempts(fits)] == [0, 0, 0]
+
+
+def test_clock_that_is_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one `fit`, time goes on, and so do the curves."""
+    stock, back_s = time.time, [0.0]
+    monkeypatch.setattr(time, "time", lambda: stock() - back_s[0])
+
+    class SetsBack(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            back_s[0] = 1800.0
+
+    fit([kd.RunLog(tmp_path)], SetsBack())
+    [found] = logged(tmp_path, "")
+    times = [entry.at for entry in found.entries]
+    assert times == sorted(times)
+    spans = goodput.spans([found])
+    assert spans[-1].step == 12
+    [curves] = curves_in(tmp_path / "log").values()
+    steps = [step for step, _ in curves["goodput/whole_run"]]
+    assert len(steps) == len(of_kind(found, Window))
+    assert steps == sorted(steps)
+
+
+def test_no_way_on(tmp_path: Path) -> None:
+    """NaNWatchdog's end of a training is the end that is told."""
+    x = np.full_like(small.X, np.nan)
+    watchdog = kd.NaNWatchdog(max_skips=1, max_rollbacks=0)
+    with pytest.raises(kd.errors.NonFiniteError):
+        fit([kd.RunLog(tmp_path)], watchdog, x=x)
+    [found] = logged(tmp_path, "")
+    assert isinstance(found.entries[-1].event, events.Raised)
+    [attempt] = goodput.attempts([found])
+    assert attempt.end is not None
+    assert attempt.end.startswith("NonFiniteError: 2 updates in a row were not finite")
+
+
+_FAILS = """
+import sys
+import keras
+from support import small
+import keras_distplug as kd
+
+class Fails(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        raise ValueError("no room")
+
+small.model().fit(small.X, small.Y, verbose=0, callbacks=[kd.RunLog(sys.argv[1]), Fails()])
+"""
+
+
+@pytest.mark.timeout(300)
+def test_error_that_ends_the_process(tmp_path: Path) -> None:
+    """It is the last that is told, and Python tells of it as ever."""
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    ended = subprocess.run(
+        [sys.executable, "-c", _FAILS, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": paths},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=280,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.count("ValueError: no room") == 1
+    [found] = logged(tmp_path, "")
+    assert found.entries[-1].event == events.Raised("ValueError: no room")
+    assert goodput.attempts([found])[0].end == "ValueError: no room"
+
+
+def test_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a callback takes its time, it is told that the process is there; behind an error that
+    has ended `fit`, it is not."""
+    monkeypatch.setattr(run_log, "_BEAT_SECS", 0.02)
+    beats = tmp_path / "log"
+
+    def count() -> int:
+        return sum(path.read_bytes().count(b'"event":"beat"') for path in beats.glob("*.jsonl"))
+
+    class Waits(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            _wait_until(lambda: count() >= 2)
+            raise small.Interrupted
+
+    callbacks = [kd.RunLog(tmp_path), Waits()]
+    with pytest.raises(small.Interrupted):
+        fit(callbacks)
+    writes = callbacks[0]._writes
+    assert writes is not None
+    assert writes.beat() is None
 
 
 def test_in_a_store() -> None:

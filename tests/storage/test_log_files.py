@@ -13,7 +13,7 @@ from keras_distplug.core import events
 from keras_distplug.core.events import Entry, Event, from_line
 from keras_distplug.storage import run_log
 from keras_distplug.storage.files import Files, open_files
-from keras_distplug.storage.run_log import Log, newest, open_beside, read, sink_for
+from keras_distplug.storage.run_log import Log, Reader, newest, open_beside, read, sink_for
 
 RUN = "run-0001"
 
@@ -207,6 +207,55 @@ def test_full_disk(tmp_path: Path) -> None:
     sink.close()
     assert steps(files) == [0, 1, 2]
     assert path.stat().st_size == size + len(lines)
+
+
+def test_read_while_it_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who reads looks again for a file that was replaced behind the listing, and what was known of
+    it is not lost where that happens again and again."""
+    files = open_files(f"memory://{uuid.uuid4().hex}")
+    sink, reader = sink_for(files, f"{RUN}/log/one"), Reader(files, RUN)
+    sink.write(line(began()))
+    replaced, most = [0], [1]
+    stock = type(files).size
+
+    def size(self: Files, path: str) -> int:
+        if replaced[0] < most[0]:
+            replaced[0] += 1
+            sink.write(line(events.Window(replaced[0], 1, 0, {"step": 1.0})))
+        return stock(self, path)
+
+    monkeypatch.setattr(type(files), "size", size)
+
+    def read_steps() -> list[int]:
+        [fit], _ = reader.read()
+        return [each.event.step for each in fit.entries if isinstance(each.event, events.Window)]
+
+    assert read_steps() == [1]
+    assert replaced == [1]
+    most[0] = 1000
+    assert read_steps() == [1]
+    most[0] = 0
+    assert read_steps() == [*range(1, replaced[0] + 1)]
+
+
+def test_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is nothing to tell for long, it is told that somebody is there, once the log has
+    begun."""
+    monkeypatch.setattr(run_log, "_BEAT_SECS", 0.01)
+    asked = threading.Semaphore(0)
+
+    def beat() -> bytes:
+        asked.release()
+        return line(events.Beat())
+
+    sink = sink_for(open_files(tmp_path), f"{RUN}/log/one")
+    written = Log(sink, no_failure, beat=beat)
+    written.append(line(began()))
+    for _ in range(3):
+        assert asked.acquire(timeout=30)
+    written.close()
+    [fit], _ = read(open_files(tmp_path), RUN)
+    assert len([each for each in fit.entries if isinstance(each.event, events.Beat)]) >= 2
 
 
 def test_beside(tmp_path: Path) -> None:
