@@ -17,7 +17,7 @@ from tensorboard.util import tensor_util
 
 from keras_distplug.callbacks.event_files import EventFiles
 from keras_distplug.core import goodput
-from keras_distplug.core.events import Entry, Window
+from keras_distplug.core.events import Entry, Event, Window
 from keras_distplug.core.goodput import Fit, Span, Timeline
 from keras_distplug.core.ledger import Category
 from keras_distplug.core.log import announce
@@ -37,6 +37,7 @@ class GoodputCurves:
         files: For TensorBoard.
         earlier: Gives what the attempts before this one have told.
         begins_at: When this one began, in seconds since 1970.
+        resumes: Whether it may go on with what these have trained.
     """
 
     def __init__(
@@ -44,19 +45,27 @@ class GoodputCurves:
         files: EventFiles,
         earlier: Callable[[], tuple[list[Fit], list[Entry]]],
         begins_at: float,
+        *,
+        resumes: bool = True,
     ) -> None:
         self._files = files
         self._earlier = earlier
         self._begins_at = begins_at
+        self._resumes = resumes
+        self._step = 0
         self._totals = dict.fromkeys(Category, 0.0)
         self._lately: deque[Span] = deque()
-        self._given: queue.SimpleQueue[tuple[float, Window] | None] = queue.SimpleQueue()
+        self._given: queue.SimpleQueue[tuple[float, Window] | Event | None] = queue.SimpleQueue()
         self._has_failed = False
         self._thread = threading.Thread(target=self._run, name=_THREAD, daemon=True)
         self._thread.start()
 
     def add(self, at: float, window: Window) -> None:
         self._given.put((at, window))
+
+    def hear(self, event: Event) -> None:
+        """What is no window."""
+        self._given.put(event)
 
     def close(self) -> None:
         self._given.put(None)
@@ -74,6 +83,9 @@ class GoodputCurves:
         made = self._after(*self._earlier())
         _write_layout(self._files.path)
         while (given := self._given.get()) is not None:
+            if isinstance(given, Event):
+                made.hear(given)
+                continue
             self._take(made.take(*given))
             self._write(given[0])
             try:
@@ -93,7 +105,8 @@ class GoodputCurves:
             starts = [entry.at for entry in supervised]
             self._first_at = min([self._begins_at, *starts])
             made = Timeline(self._first_at)
-        self._take(made.begin(self._begins_at))
+        self._take(made.begin(self._begins_at, resumes=self._resumes))
+        self._step = round(max((span.end for span in self._lately), default=0) - self._first_at)
         return made
 
     def _take(self, spans: Iterable[Span]) -> None:
@@ -103,7 +116,8 @@ class GoodputCurves:
             self._lately.append(span)
 
     def _write(self, at: float) -> None:
-        step = round(at - self._first_at)
+        # TensorBoard drops what came before a step that goes back, as where a clock was set.
+        step = self._step = max(self._step, round(at - self._first_at))
         whole_s = sum(self._totals.values())
         while self._lately and self._lately[0].end < at - 60 * max(_MINUTES):
             self._lately.popleft()

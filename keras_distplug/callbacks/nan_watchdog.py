@@ -28,7 +28,7 @@ from keras_distplug.core.errors import (
     ConfigurationError,
     NonFiniteError,
 )
-from keras_distplug.core.events import RolledBack, UpdateLeftOut
+from keras_distplug.core.events import Raised, RolledBack, UpdateLeftOut
 from keras_distplug.core.log import announce
 from keras_distplug.core.reporting import report
 from keras_distplug.training.guard import Fault, Guard
@@ -478,6 +478,7 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         # Who ends takes the service with it by which others still hear of it.
         with contextlib.suppress(AgreementError):
             self._agreement.barrier("end for NaN", within_s=_ENDING_S)
+        report(Raised(f"{NonFiniteError.__name__}: {why}"))
         return NonFiniteError(f"{why}. {_REMEDY}")
 
 

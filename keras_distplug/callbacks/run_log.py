@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
 import socket
 import sys
+import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
+from types import TracebackType
 from typing import Any
 
 import keras
@@ -60,7 +63,10 @@ class RunLog(keras.callbacks.Callback):  # type: ignore[misc]
     - A stretch is a second at first, and half a minute later on. What was trained since the last
       line of a process that is killed counts as lost time, not as steps.
     - Waiting for data, and for other replicas, is known where the step's times are, as in
-      `StragglerWatchdog`; with `jit_compile=True`, all of a step counts as productive.
+      `StragglerWatchdog`. What XLA compiles is not looked into (`jit_compile=True`, and Keras'
+      `"auto"` on a single GPU), and in one process it is not known how long the steps of an
+      execution of several waited for data: all of these counts as productive, and `keras-distplug
+      goodput` says of how much time it is not known.
 
     Args:
         log_dir: A folder for the files, or a URL, shared by all workers. Defaults to that of the
@@ -205,6 +211,8 @@ class RunLog(keras.callbacks.Callback):  # type: ignore[misc]
             assert self._backup is not None
             files, folder = self._backup.files, f"{self._backup.run_name}/{FOLDER}"
             place, options = self._backup.backup_dir, self._backup.storage_options
+        if self._backup is None:
+            writes.step = self._windows.updates  # it may go on with a model that was trained before
         stem = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}-{role.name}-{session[:8]}"
         began = events.Began(
             session=session,
@@ -217,6 +225,7 @@ class RunLog(keras.callbacks.Callback):  # type: ignore[misc]
             epochs=self.params.get("epochs", 1),
             step=writes.step,
             versions=_versions(),
+            resumes=self._backup is not None,
         )
         where = files.where(folder)
 
@@ -225,7 +234,12 @@ class RunLog(keras.callbacks.Callback):  # type: ignore[misc]
                 f"the log of this run, in {where}, cannot be written, and is tried again: {error}"
             )
 
-        log = Log(sink_for(files, f"{folder}/{stem}"), tell_failure)
+        log = Log(
+            sink_for(files, f"{folder}/{stem}"),
+            tell_failure,
+            _while_there(writes.lost),
+            _while_there(writes.beat),
+        )
         curves = None
         if role.is_chief:
             run = folder.removesuffix(FOLDER).rstrip("/")
@@ -235,7 +249,7 @@ class RunLog(keras.callbacks.Callback):  # type: ignore[misc]
                 return [fit for fit in fits if fit.began.session != session], supervised
 
             event_files = EventFiles(files, f"{folder}/goodput")
-            curves = GoodputCurves(event_files, earlier, writes.begins_at)
+            curves = GoodputCurves(event_files, earlier, writes.begins_at, resumes=began.resumes)
         writes.open(role.name, began, log, curves)
         supervised = Supervised.from_env()
         if role.is_chief and supervised is not None and place is not None:
@@ -261,9 +275,12 @@ class _Writes:
         self._is_first = True
         self._log: Log | None = None
         self._waiting: list[tuple[float, Event]] = []
+        self._trains = threading.get_ident()
         self._begun_s = time.monotonic()
         begun_s = _begun_s()
-        self.begins_at = time.time() - (time.monotonic() - begun_s)
+        self._begun_at, self._at_s = time.time(), _clock_s()
+        self.begins_at = self._begun_at - (time.monotonic() - begun_s)
+        _hear_of_errors()
         self._curves: GoodputCurves | None = None
         self._ledger = Ledger(begun_s, Category.START_UP)
         self._flushed_s = self._begun_s
@@ -279,7 +296,7 @@ class _Writes:
         supervised = Supervised.from_env()
         self._job = None if supervised is None else supervised.job
         self._attempt = None if supervised is None else supervised.attempt
-        self._write(time.time(), began)
+        self._write(self._now(), began)
         self.is_open = self.was_open = True
         for at, event in self._waiting:
             self._write(at, event)
@@ -290,13 +307,17 @@ class _Writes:
     def hear(self, event: Event) -> None:
         if isinstance(event, events.Restored):
             self.step = event.step
-        is_last = isinstance(event, events.Finished | events.Preempted | events.PeerLost)
-        if is_last:
-            self.end_window()
+        is_last = isinstance(
+            event, events.Finished | events.Preempted | events.PeerLost | events.Raised
+        )
+        if is_last or isinstance(event, events.RolledBack):
+            self.end_window()  # with the steps by then
         if self.is_open:
-            self._write(time.time(), event)
+            self._write(self._now(), event)
         else:
-            self._waiting.append((time.time(), event))
+            self._waiting.append((self._now(), event))
+        if self._curves is not None:
+            self._curves.hear(event)
         if is_last:
             self.close()
         elif isinstance(event, events.Hung) and self._log is not None:
@@ -341,7 +362,7 @@ class _Writes:
         report = self._windows.end_window()
         if report is not None:
             secs = split(secs, Category.STEP, _waits(report))
-        now, window = time.time(), _window(self.step, steps, self.epoch, secs, report)
+        now, window = self._now(), _window(self.step, steps, self.epoch, secs, report)
         self._write(now, window)
         if self._curves is not None:
             self._curves.add(now, window)
@@ -364,15 +385,33 @@ class _Writes:
     def _write(self, at: float, event: Event) -> None:
         if self._log is not None:
             entry = Entry(at, self._source, event, self._job, self._attempt)
-            self._log.append(events.to_line(entry))
+            is_minor = isinstance(event, Window | events.Beat)
+            self._log.append(events.to_line(entry), is_minor=is_minor)
+
+    def _now(self) -> float:
+        """Seconds since 1970. In one `fit` they go on where somebody sets the clock."""
+        return self._begun_at + (_clock_s() - self._at_s)
+
+    # From the log's thread
+
+    def lost(self, lines: int) -> bytes:
+        return self._line(events.LinesLost(lines))
+
+    def beat(self) -> bytes | None:
+        trains = sys._current_frames().get(self._trains)
+        is_there = self._fit is not None and self._fit.is_above(trains)
+        return self._line(events.Beat()) if is_there else None
+
+    def _line(self, event: Event) -> bytes:
+        entry = Entry(self._now(), self._source, event, self._job, self._attempt)
+        return events.to_line(entry)
 
 
 def _waits(report: StepReport) -> dict[Category, float]:
-    """Of the steps of a window, what went to waiting; of replicas that wait together, the least."""
-    syncs_s = [each.sync_s for each in report.replicas if each.sync_s is not None]
+    """Of the steps of a window, what went to waiting, as far as that is known."""
     return {
-        Category.INPUT: report.steps * (report.input_s or 0.0),
-        Category.SYNC: report.steps * min(syncs_s, default=0.0),
+        Category.INPUT: report.input_total_s or 0.0,
+        Category.SYNC: report.sync_total_s or 0.0,
     }
 
 
@@ -392,6 +431,37 @@ def _window(
         report.memory_bytes,
         tuple(OfReplica(each.replica, each.compute_s, each.sync_s) for each in report.replicas),
     )
+
+
+def _while_there(method: Callable[..., bytes | None]) -> Callable[..., bytes | None]:
+    """A log's thread keeps nobody alive."""
+    there = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> bytes | None:
+        found = there()
+        return None if found is None else found(*args)
+
+    return call
+
+
+def _clock_s() -> float:
+    """Nobody sets it; where there is such a one, it goes on while the machine sleeps."""
+    clock = getattr(time, "CLOCK_BOOTTIME", None)
+    return time.monotonic() if clock is None else time.clock_gettime(clock)
+
+
+@functools.cache
+def _hear_of_errors() -> None:
+    """An error that ends the process is told of by the log of the `fit` that it has ended."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        for listener in reporting.listeners():
+            if isinstance(listener, _Writes):
+                listener.hear(events.Raised(f"{kind.__name__}: {error}"))
+
+    sys.excepthook = hook
 
 
 _has_begun = False  # a `fit` of this process

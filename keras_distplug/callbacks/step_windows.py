@@ -7,6 +7,7 @@ import os
 import socket
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import keras
@@ -15,7 +16,7 @@ from keras_distplug.cluster import agreement
 from keras_distplug.cluster.reports import Reports
 from keras_distplug.cluster.roles import Role
 from keras_distplug.compat import steps
-from keras_distplug.compat.workers import is_scheduled
+from keras_distplug.compat.workers import is_scheduled, replicas_here
 from keras_distplug.core.errors import AgreementError
 from keras_distplug.core.log import announce
 from keras_distplug.core.step_reports import ReplicaReport, StepReport, as_text, from_text
@@ -78,9 +79,11 @@ class OwnWindows:
     def begin(self) -> None:
         """To be called from `on_train_begin`."""
         self.close()
-        self._waits_s: list[float] = []
         self._steps_s: list[float] = []
-        self._begins_s: list[float] = []
+        self._waits = _Waits()
+        self._replicas_here = replicas_here(self._model.distribute_strategy)
+        self._traces = self._heard.traces
+        self._begins_s = 0.0
         self._begun_s: float | None = None  # not of the very first step, which is traced
         self._is_first = True
         self.seen = self._step = 0
@@ -98,7 +101,7 @@ class OwnWindows:
         if self._before is None and is_scheduled(self._model.distribute_strategy):
             self._before = int(keras.ops.convert_to_numpy(self._model.optimizer.iterations))
         now_s = time.perf_counter()
-        self._begins_s.append(now_s)
+        self._begins_s = now_s
         if self._begun_s is None and not self._is_first:
             self._begun_s = now_s
 
@@ -107,7 +110,12 @@ class OwnWindows:
         now_s = time.perf_counter()
         if self._begun_s is not None:
             self._steps_s.append(now_s - self._begun_s)
-        self._begun_s, self._is_first = now_s, False
+        if self._is_first:  # what was waited for in it was not waited for in a step that counts
+            self._waits = _Waits()
+            self._heard.syncs.clear()
+        elif not self._hears:
+            self._note_wait()
+        self._begun_s, self._is_first, self._traces = now_s, False, self._heard.traces
         self.seen += self._model.steps_per_execution
         self._step += self._model.steps_per_execution
 
@@ -117,6 +125,7 @@ class OwnWindows:
             return None
         laps = [self._heard.laps.popleft() for _ in range(len(self._heard.laps))]
         syncs = [self._heard.syncs.popleft() for _ in range(len(self._heard.syncs))]
+        waits, self._waits = self._waits, _Waits()
         report = StepReport(
             self.role.rank,
             self.where,
@@ -124,11 +133,12 @@ class OwnWindows:
             self.seen,
             statistics.median(self._steps_s) / self._model.steps_per_execution,
             _of_replicas(laps, syncs),
-            self._input_s(laps),
+            waits.mean_s,
             _memory_bytes(),
+            input_total_s=waits.total_s,
+            sync_total_s=_sync_total_s(syncs, len(self._steps_s) * self._model.steps_per_execution),
         )
-        for times in (self._steps_s, self._waits_s, self._begins_s):
-            times.clear()
+        self._steps_s.clear()
         self.seen = 0
         return report
 
@@ -140,17 +150,42 @@ class OwnWindows:
     # How
 
     def _on_fetch(self, seconds: float) -> None:
-        self._waits_s.append(seconds)
+        self._waits.add(seconds)
 
-    def _input_s(self, laps: Sequence[Lap]) -> float | None:
-        if self.role.world_size > 1:
-            return statistics.mean(self._waits_s) if self._waits_s else None
-        # In one process data are fetched within the call.
-        first = min((lap.replica for lap in laps), default=0)
-        begun_s = [lap.begun_s for lap in laps if lap.replica == first]
-        if not begun_s or len(begun_s) != len(self._begins_s):
-            return None
-        return statistics.median(b - a for a, b in zip(self._begins_s, begun_s, strict=True))
+    def _note_wait(self) -> None:
+        """In one process data are fetched within the call: up to the first replica's begin."""
+        if self._heard.traces != self._traces:
+            return
+        laps = self._heard.laps
+        here = min(self._replicas_here, len(laps))
+        if self._model.steps_per_execution > 1 or not here:
+            self._waits.is_known = False
+            return
+        begun_s = min(laps[-place].begun_s for place in range(1, here + 1))
+        if begun_s < self._begins_s:  # it is not of this step
+            self._waits.is_known = False
+        else:
+            self._waits.add(begun_s - self._begins_s)
+
+
+class _Waits:
+    """How long a worker has waited for its data."""
+
+    def __init__(self) -> None:
+        self._secs, self._count = 0.0, 0
+        self.is_known = True
+
+    def add(self, secs: float) -> None:
+        self._secs += secs
+        self._count += 1
+
+    @property
+    def total_s(self) -> float | None:
+        return self._secs if self.is_known and self._count else None
+
+    @property
+    def mean_s(self) -> float | None:
+        return self._secs / self._count if self.is_known and self._count else None
 
 
 class StepWindows:
@@ -236,6 +271,14 @@ class StepWindows:
             self._reports.close(last_secs)
             self._reports = None
         self._own.close()
+
+
+def _sync_total_s(syncs: Sequence[Sync], steps: int) -> float | None:
+    """Of the replica that waited least. The last ones that were heard stand for all steps."""
+    of_replica = defaultdict(list)
+    for sync in syncs:
+        of_replica[sync.replica].append(sync.sync_s)
+    return min((steps * statistics.fmean(each) for each in of_replica.values()), default=None)
 
 
 def _of_replicas(laps: Sequence[Lap], syncs: Sequence[Sync]) -> tuple[ReplicaReport, ...]:

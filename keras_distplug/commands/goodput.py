@@ -21,10 +21,14 @@ _WHAT: Mapping[Category, str] = {
     Category.SAVE: "training stands still for a checkpoint",
     Category.RESTORE: "reading a checkpoint",
     Category.START_UP: "processes, up to their first step",
-    Category.REDONE: "steps that an earlier attempt had trained already",
+    Category.REDONE: "steps for others that were lost: of an attempt, left out, rolled back",
     Category.RECOVERY: "from what is known last of an attempt to the next one's start",
     Category.EVALUATION: "validation",
     Category.OTHER: "callbacks, the ends of epochs and processes, nobody training",
+}
+_WAITS: Mapping[str, str] = {
+    Category.INPUT: "waiting for data",
+    Category.SYNC: "waiting for other replicas",
 }
 _LATELY_MIN = (1, 5, 15)
 
@@ -66,6 +70,7 @@ def _document(files: Files, run: str) -> dict[str, Any]:
         },
         "wall_secs": _wall_secs(spans),
         "secs": dict(secs),
+        "unknown_waits_secs": dict(goodput.unknown_waits(chiefs)),
         "attempts": [_attempt(each) for each in goodput.attempts(fits, supervised)],
         "workers": {rank: dict(of) for rank, of in workers.items()},
     }
@@ -111,6 +116,11 @@ def _print(told: Mapping[str, Any]) -> None:
     ]
     tables.say("")
     tables.say_table("", ("", "seconds", "share", ""), rows, right=("seconds", "share"))
+    for category, unknown_s in told["unknown_waits_secs"].items():
+        tables.say(
+            f"Of {unknown_s:.1f} s of steps it is not known how much was {_WAITS[category]}: XLA "
+            "compiles them, or an execution has several. It counts as updates."
+        )
     tables.say("")
     attempts = [
         (

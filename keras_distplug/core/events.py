@@ -60,6 +60,8 @@ class Began(Event):
         epochs: That `fit` was asked for.
         step: Batches trained since the run began.
         versions: Of packages.
+        resumes: Whether a run is kept that a `fit` after this one goes on with; without, each is a
+            training of its own.
     """
 
     session: str
@@ -72,6 +74,7 @@ class Began(Event):
     epochs: int
     step: int
     versions: Mapping[str, str] = field(default_factory=dict)
+    resumes: bool = True
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,8 @@ class Window(Event):
         epoch: That it ends in.
         secs: Seconds by `Category`; all there were.
         step_s: A step, the median; None if there was none.
-        input_s: Waiting for data in a step; None if that is not known.
+        input_s: Waiting for data in a step, the mean; None if that is not known, and then `secs`
+            has none of it.
         memory_bytes: Of the process.
         replicas: The worker's own ones.
     """
@@ -307,6 +311,25 @@ class PeerLost(Event):
     """Another worker is gone, and this `fit` ends with an error."""
 
     who: str
+
+
+@dataclass(frozen=True)
+class Raised(Event):
+    """This `fit` has ended with an error that no other event tells of."""
+
+    what: str
+
+
+@dataclass(frozen=True)
+class Beat(Event):
+    """The worker's process is there, though there may be nothing else to tell for long."""
+
+
+@dataclass(frozen=True)
+class LinesLost(Event):
+    """Lines of this log could not be written for so long that some were given up."""
+
+    lines: int
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,10 @@ from keras_distplug.core.events import (
     Hung,
     PeerLost,
     Preempted,
+    Raised,
+    RolledBack,
     Started,
+    UpdateLeftOut,
     Window,
 )
 from keras_distplug.core.ledger import Category, split
@@ -130,16 +133,37 @@ class Timeline:
         self._gap = Category.START_UP  # what the time up to the next `fit` goes to
         self._number = -1
         self._step = self._furthest = 0
+        self._lost = 0  # steps that counted, and turned out to be for nothing
+        self._left_out: list[int] = []
 
-    def begin(self, begins_at: float) -> Iterator[Span]:
-        """A `fit` begins."""
+    def begin(self, begins_at: float, *, resumes: bool = True) -> Iterator[Span]:
+        """A `fit` begins.
+
+        Args:
+            begins_at: In seconds since 1970.
+            resumes: Whether it may be one of a run that goes on.
+        """
         yield from self._fill(begins_at)
         self._number += 1
-        self._furthest = max(self._furthest, self._step)
+        self._furthest = max(self._furthest, self._step) if resumes else 0
+        self._lost = 0
+        self._left_out.clear()
+
+    def hear(self, event: Event) -> None:
+        """An update was left out, or some were rolled back: so many of the next steps make up for
+        them, as where an attempt trains again what another one had trained."""
+        if isinstance(event, UpdateLeftOut):
+            self._lost += 1
+            self._left_out.append(self._step)
+        elif isinstance(event, RolledBack):
+            known = sum(step >= event.to_step for step in self._left_out)
+            self._lost += max(0, self._step - event.to_step - known)
+            self._left_out.clear()
 
     def take(self, at: float, window: Window) -> Iterator[Span]:
         """A window of it has ended."""
-        if at <= self._at:
+        if at <= self._at:  # a clock was set back
+            self._step = window.step
             return
         secs = _of_length(window.secs, at - self._at)
         # What comes before the first step does so in time, too.
@@ -149,7 +173,10 @@ class Timeline:
                 min(self._at + sum(before.values()), at), before, window.step - window.steps
             )
         if at > self._at:
-            yield self._span(at, _with_redone(secs, window, self._furthest), window.step)
+            redone = min(window.steps, max(0, self._furthest - (window.step - window.steps)))
+            lost = min(window.steps - redone, self._lost)
+            self._lost -= lost
+            yield self._span(at, _with_redone(secs, window, redone + lost), window.step)
         self._step = window.step
 
     def end(self, *, is_left: bool) -> None:
@@ -184,10 +211,12 @@ def timeline(fits: Sequence[Fit], supervised: Sequence[Entry]) -> tuple[Timeline
     made = Timeline(min([fits[0].begins_at, *_starts(supervised, fits[0])]))
     found: list[Span] = []
     for fit in fits:
-        found += made.begin(fit.begins_at)
+        found += made.begin(fit.begins_at, resumes=fit.began.resumes)
         for entry in fit.entries:
             if isinstance(entry.event, Window):
                 found += made.take(entry.at, entry.event)
+            else:
+                made.hear(entry.event)
         made.end(is_left=_has_left(fit))
     return made, found
 
@@ -228,6 +257,22 @@ def goodput(secs: Mapping[Category, float]) -> float | None:
     return secs[Category.STEP] / whole_s if whole_s > 0 else None
 
 
+def unknown_waits(fits: Iterable[Fit]) -> dict[Category, float]:
+    """Seconds of steps, of which it is not known how much of them went to what; none if it is."""
+    found = {Category.INPUT: 0.0, Category.SYNC: 0.0}
+    for fit in fits:
+        for entry in fit.entries:
+            window = entry.event
+            if not isinstance(window, Window) or window.step_s is None:
+                continue
+            secs = max(window.secs.get(Category.STEP, 0.0), 0.0)
+            if window.input_s is None:
+                found[Category.INPUT] += secs
+            if fit.began.replicas > 1 and all(each.sync_s is None for each in window.replicas):
+                found[Category.SYNC] += secs
+    return {category: secs for category, secs in found.items() if secs}
+
+
 def attempts(fits: Sequence[Fit], supervised: Sequence[Entry] = ()) -> list[Attempt]:
     """What became of each attempt.
 
@@ -245,7 +290,8 @@ def attempts(fits: Sequence[Fit], supervised: Sequence[Entry] = ()) -> list[Atte
         following = groups[number + 1] if number + 1 < len(groups) else None
         again_from = None
         if following is not None:
-            again_from = min(following, key=lambda each: each.began.rank).began.step
+            began = min(following, key=lambda each: each.began.rank).began
+            again_from = began.step if began.resumes else None
         last_step = max(fit.last_step for fit in group)
         failure = _failure(supervised, chief)
         found.append(
@@ -302,10 +348,7 @@ def _of_length(secs: Mapping[str, float], length_s: float) -> dict[Category, flo
     return found
 
 
-def _with_redone(
-    secs: dict[Category, float], window: Window, furthest: int
-) -> dict[Category, float]:
-    again = min(window.steps, max(0, furthest - (window.step - window.steps)))
+def _with_redone(secs: dict[Category, float], window: Window, again: int) -> dict[Category, float]:
     if not again:
         return secs
     share = again / window.steps
@@ -340,6 +383,9 @@ def _end_of(group: Sequence[Fit], failure: Failed | None) -> str | None:
     for fit in group:
         if isinstance(hung := fit.first(Hung), Hung):
             return f"hung: {hung.what}"
+    for fit in group:
+        if isinstance(raised := fit.first(Raised), Raised):
+            return raised.what
     if failure is not None:
         return failure.what
     for fit in group:

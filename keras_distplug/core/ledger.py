@@ -15,7 +15,7 @@ class Category(enum.StrEnum):
     SAVE = "save"  # training stands still for a checkpoint
     RESTORE = "restore"  # reading one
     START_UP = "start_up"  # of a process, up to its first step, which is traced, with that
-    REDONE = "redone"  # steps that an earlier attempt had trained already
+    REDONE = "redone"  # trained already by an earlier attempt, left out, or rolled back
     RECOVERY = "recovery"  # from the last that is known of an attempt to the next one's start
     EVALUATION = "evaluation"  # validation
     OTHER = "other"  # callbacks, the ends of epochs, nobody training

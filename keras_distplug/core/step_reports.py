@@ -44,11 +44,15 @@ class StepReport:
         steps: How many of them it has.
         step_s: A whole step, the median.
         replicas: Its own ones, by number.
-        input_s: How long it waited for its own data in a step; None if that is not known.
+        input_s: How long it waited for its own data in a step, the mean; None if that is not known.
         memory_bytes: What its process has in memory at the end of it; None if that is not known.
         network_s: How long it would take to bring a step's gradients to the chief and back; None
             for the chief, or if that is not known.
         is_network_new: Whether that was measured in this window.
+        input_total_s: How long it waited for its own data in all steps but the first one of a
+            training, and those that were traced anew; None if that is not known.
+        sync_total_s: How long all of its replicas waited for others, and for the sum of gradients,
+            in all steps but that first one: the least of them; None if that is not known.
     """
 
     worker: int
@@ -61,6 +65,8 @@ class StepReport:
     memory_bytes: int | None = None
     network_s: float | None = None
     is_network_new: bool = True
+    input_total_s: float | None = None
+    sync_total_s: float | None = None
 
 
 def as_text(report: StepReport) -> str:
@@ -107,7 +113,14 @@ def merged(reports: Sequence[StepReport]) -> StepReport:
         step_s=mean((each.steps, each.step_s) for each in reports) or 0.0,
         replicas=replicas,
         input_s=mean((each.steps, each.input_s) for each in reports),
+        input_total_s=_sum(each.input_total_s for each in reports),
+        sync_total_s=_sum(each.sync_total_s for each in reports),
     )
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
 
 
 def with_same_data(reports: Sequence[StepReport]) -> tuple[int, ...]:

@@ -13,7 +13,8 @@ from keras_distplug.core.ledger import Category
 from keras_distplug.core.replicas_shown import BINS
 
 _MOST_EVENTS = 200
-_LATELY_S = 120.0  # somebody who was heard of since then is still there
+_LATELY_S = 180.0  # somebody who was heard of since then is still there
+_STARTING_S = 900.0  # as long as a start may take
 _MINUTES = (1, 5, 15)
 
 
@@ -89,7 +90,7 @@ def _headline(
         "name": name,
         "begin": begin,
         "end": end,
-        "state": _state(fits, attempts, now),
+        "state": _state(fits, attempts, supervised, now),
         "step": max([span.step for span in spans] or [fit.last_step for fit in fits], default=0),
         "goodput": goodput.goodput(goodput.totals(spans)),
         "goodput_lately": {
@@ -119,7 +120,23 @@ def _range(
     return min(told, default=0.0), max(told, default=0.0)
 
 
-def _state(fits: Sequence[Fit], attempts: Sequence[goodput.Attempt], now: float) -> str:
+def _state(
+    fits: Sequence[Fit],
+    attempts: Sequence[goodput.Attempt],
+    supervised: Sequence[Entry],
+    now: float,
+) -> str:
+    begun_at = max((fit.entries[0].at for fit in fits), default=float("-inf"))
+    last_told = max(supervised, key=lambda entry: entry.at, default=None)
+    if last_told is not None and last_told.at > begun_at:
+        match last_told.event:
+            case events.Failed(what=what):
+                return what
+            case events.Again() | events.Started():
+                is_late = now - last_told.at > _STARTING_S
+                return "not heard of any more" if is_late else "being started"
+            case events.Ended(exit_code=code, why=why) if code:
+                return why or f"ended with {code}"
     if not attempts:
         return "nothing is known yet"
     last = attempts[-1]
@@ -265,8 +282,11 @@ def _told(event: Event) -> str | None:
             | events.Hung(what=what)
             | events.Failed(what=what)
             | events.StartedAgain(what=what)
+            | events.Raised(what=what)
         ):
             return what
+        case events.LinesLost():
+            return f"{event.lines} lines of this log were lost"
         case events.RolledBack():
             return f"back to step {event.to_step}: {event.why}"
         case events.Quarantined():

@@ -162,7 +162,10 @@ class Supervised:
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps([url, folder, json.loads(options)]))
+            # There may be a password among the options.
+            file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with open(file, "w", encoding="utf-8") as opened:
+                opened.write(json.dumps([url, folder, json.loads(options)]))
             os.replace(temporary, path)
         except OSError as error:
             warnings.warn(

@@ -20,6 +20,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,6 +39,8 @@ _KEPT_BYTES = 2**20  # of what cannot be written
 _AGAIN_SECS = 5.0  # after a failure
 _EVERY_SECS, _LONGEST_SECS, _SHARE = 10.0, 60.0, 0.01  # of uploads
 _LAST_SECS = 10.0
+_BEAT_SECS = 60.0  # without a line
+_LOOKS = 5  # for the newer name of a file that is not there any more
 _LEVELS = 3  # of folders in which runs are looked for
 
 
@@ -64,17 +67,27 @@ class _Appended:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: int | None = None
+        self._bytes = 0  # that count
         self._is_torn = False
 
     def write(self, lines: bytes) -> None:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        # A full disk may have taken a part of a line.
-        given = b"\n" * self._is_torn + lines
+            self._bytes = os.fstat(self._file).st_size
+        if self._is_torn:
+            self._mend(self._file)
         self._is_torn = True
-        if os.write(self._file, given) < len(given):
-            raise OSError(f"{self._path} took a part of it only")
+        if (taken := os.write(self._file, lines)) < len(lines):
+            self._mend(self._file)
+            raise OSError(f"{self._path} took {taken} of {len(lines)} bytes only")
+        self._is_torn = False
+        self._bytes += len(lines)
+
+    def _mend(self, file: int) -> None:
+        """Takes back what a full disk has taken, for all of it is written again. Nobody else writes
+        to this file."""
+        os.ftruncate(file, self._bytes)
         self._is_torn = False
 
     def close(self) -> None:
@@ -121,22 +134,43 @@ def sink_for(files: Files, stem: str) -> Sink:
     return _Uploaded(files, stem)
 
 
+@dataclass(frozen=True)
+class _Line:
+    text: bytes
+    is_minor: bool
+    is_first: bool
+
+
 class Log:
     """Writes lines in a thread, so that whoever has something to tell waits for no storage.
 
-    What cannot be written is tried again, and told once. When the process ends, it waits for the
-    last lines, but not for ever.
+    What cannot be written is tried again, and told once. Where that takes so long that not all can
+    be kept, lines of minor weight go first, the oldest of them before others, and the first line of
+    all never. When the process ends, it waits for the last lines, but not for ever.
 
     Args:
         sink: Where they go.
         on_failure: Called, from the thread, with what keeps lines from being written; once, until
             some are written again.
+        lost: Makes the line that says how many were lost; it stands before those that are kept.
+        beat: Makes a line that is written where there is no other one for a minute, or None.
     """
 
-    def __init__(self, sink: Sink, on_failure: Callable[[OSError], None]) -> None:
+    def __init__(
+        self,
+        sink: Sink,
+        on_failure: Callable[[OSError], None],
+        lost: Callable[[int], bytes | None] = lambda lines: None,
+        beat: Callable[[], bytes | None] = lambda: None,
+    ) -> None:
         self._sink = sink
         self._on_failure = on_failure
-        self._waiting: deque[bytes] = deque()
+        self._lost = lost
+        self._beat = beat
+        self._waiting: deque[_Line] = deque()
+        self._waiting_bytes = 0
+        self._has_first = False
+        self._dropped = 0  # and not told of
         self._changed = threading.Condition()
         self._is_hurried = self._is_closed = self._is_writing = False
         self._thread = threading.Thread(target=self._run, name="keras_distplug-log", daemon=True)
@@ -144,12 +178,18 @@ class Log:
         _close_at_exit()
         _logs.add(self)
 
-    def append(self, line: bytes) -> None:
-        """From any thread."""
+    def append(self, line: bytes, *, is_minor: bool = False) -> None:
+        """From any thread.
+
+        Args:
+            line: With its end.
+            is_minor: Whether others are to be kept rather than this one.
+        """
         with self._changed:
-            self._waiting.append(line)
-            while sum(map(len, self._waiting)) > _KEPT_BYTES:
-                self._waiting.popleft()
+            self._waiting.append(_Line(line, is_minor, is_first=not self._has_first))
+            self._has_first = True
+            self._waiting_bytes += len(line)
+            self._drop_some()
             self._changed.notify_all()
 
     def flush(self, timeout_s: float = _LAST_SECS) -> bool:
@@ -174,9 +214,14 @@ class Log:
 
     def _run(self) -> None:
         has_failed, pause_s = False, 0.0
-        while (lines := self._next(pause_s)) is not None:
+        while (taken := self._next(pause_s)) is not None:
+            lines, dropped = taken
+            told = [line] if dropped and (line := self._lost(dropped)) is not None else []
+            texts = [each.text for each in lines]
+            # What the log begins with stays its first line.
+            place = 1 if lines[0].is_first else 0
             try:
-                self._sink.write(lines)
+                self._sink.write(b"".join([*texts[:place], *told, *texts[place:]]))
                 has_failed, pause_s = False, self._sink.every_secs
             except OSError as error:
                 if not has_failed:
@@ -185,24 +230,49 @@ class Log:
                 with self._changed:
                     if self._is_closed:
                         break
-                    self._waiting.appendleft(lines)
+                    self._waiting.extendleft(reversed(lines))
+                    self._waiting_bytes += sum(len(each.text) for each in lines)
+                    self._dropped += dropped
+                    self._drop_some()
             finally:
                 with self._changed:
                     self._is_writing = False
                     self._changed.notify_all()
         self._sink.close()
 
-    def _next(self, pause_s: float) -> bytes | None:
-        """What waits to be written, once there is some; None at the end."""
+    def _drop_some(self) -> None:
+        """Some more than has to be, so that it is not each line that asks for it."""
+        if self._waiting_bytes <= _KEPT_BYTES:
+            return
+        for is_minor in (True, False):
+            kept: deque[_Line] = deque()
+            for line in self._waiting:
+                may_go = line.is_minor is is_minor and not line.is_first
+                if may_go and self._waiting_bytes > 0.75 * _KEPT_BYTES:
+                    self._waiting_bytes -= len(line.text)
+                    self._dropped += 1
+                else:
+                    kept.append(line)
+            self._waiting = kept
+            if self._waiting_bytes <= _KEPT_BYTES:
+                return
+
+    def _next(self, pause_s: float) -> tuple[list[_Line], int] | None:
+        """What waits to be written, once there is some, and how many lines were lost; None at the
+        end."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_hurried, pause_s)
-            self._changed.wait_for(lambda: self._waiting or self._is_closed)
+            while not self._changed.wait_for(lambda: self._waiting or self._is_closed, _BEAT_SECS):
+                if self._has_first and (line := self._beat()) is not None:
+                    self._waiting.append(_Line(line, is_minor=True, is_first=False))
+                    self._waiting_bytes += len(line)
             if not self._waiting:
                 return None
-            lines = b"".join(self._waiting)
+            taken = list(self._waiting), self._dropped
             self._waiting.clear()
+            self._waiting_bytes = self._dropped = 0
             self._is_writing = True
-        return lines
+        return taken
 
 
 def open_beside(
@@ -326,16 +396,15 @@ class Reader:
             return self._read()
 
     def _read(self) -> tuple[list[Fit], list[Entry]]:
+        changed: set[str] = set()
+        for _ in range(_LOOKS):
+            keys, is_whole = self._read_files(changed)
+            if is_whole:
+                break
         stems: dict[str, list[_File]] = {}
-        changed = set()
-        for key, name in sorted(newest(layout.names(self._files, self._folder)).items()):
-            file = self._known.get(key)
-            if file is None or file.name != name:
-                file = self._known[key] = _File(name)
-            with contextlib.suppress(FileNotFoundError):  # a newer one has just taken its place
-                if file.read_on(self._files, f"{self._folder}/{name}"):
-                    changed.add(key[0])
-            stems.setdefault(key[0], []).append(file)
+        for key in keys:
+            if (known := self._known.get(key)) is not None:
+                stems.setdefault(key[0], []).append(known)
         supervised = []
         for stem, parts in stems.items():
             if stem.startswith(f"{SUPERVISOR}-"):
@@ -349,6 +418,22 @@ class Reader:
             sorted(fits, key=lambda fit: fit.begins_at),
             sorted(supervised, key=lambda entry: entry.at),
         )
+
+    def _read_files(self, changed: set[str]) -> tuple[list[tuple[str, int]], bool]:
+        """Which there are, and whether each was still there."""
+        listed, is_whole = sorted(newest(layout.names(self._files, self._folder)).items()), True
+        for key, name in listed:
+            file = self._known.get(key)
+            if file is None or file.name != name:
+                file = _File(name)
+            try:
+                if file.read_on(self._files, f"{self._folder}/{name}"):
+                    changed.add(key[0])
+            except FileNotFoundError:  # a newer one has just taken its place
+                is_whole = False
+            else:
+                self._known[key] = file
+        return [key for key, _ in listed], is_whole
 
 
 class _File:

@@ -48,7 +48,8 @@ class EventLog:
         self._open_log = open_log
         self._place: Callable[[], Place | None] = lambda: None
         self._waiting: list[bytes] = []
-        self._beside: Lines | None = None
+        self._beside: dict[tuple[str, str], Lines] = {}
+        self._present: Lines | None = None
         self._file: int | None = None
         if path is not None:
             try:
@@ -78,15 +79,20 @@ class EventLog:
         if self._open_log is None:
             return
         self._waiting.append(line)
-        if self._beside is None and (place := self._place()) is not None:
+        if (place := self._place()) is not None:  # else it is where it was
+            key = place[:2]
             try:
-                self._beside = self._open_log(*place, f"{SUPERVISOR}-{self._job}", _tell)
+                # A job may train several runs, and come back to one.
+                if key not in self._beside:
+                    stem = f"{SUPERVISOR}-{self._job}"
+                    self._beside[key] = self._open_log(*place, stem, _tell)
+                self._present = self._beside[key]
             except ConfigurationError as error:
                 _tell(error)
                 self._open_log = None
-        if self._beside is not None:
+        if self._present is not None:
             for each in self._waiting:
-                self._beside.append(each)
+                self._present.append(each)
             self._waiting.clear()
 
     def __enter__(self) -> Self:
@@ -98,8 +104,8 @@ class EventLog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._beside is not None:
-            self._beside.close(_LAST_SECS)
+        for each in self._beside.values():
+            each.close(_LAST_SECS)
         if self._file is not None:
             os.close(self._file)
 

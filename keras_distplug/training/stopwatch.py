@@ -59,12 +59,19 @@ class Sync:
     sync_s: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class Heard:
-    """Where times come to stand, of all replicas of a process."""
+    """Where times come to stand, of all replicas of a process; of each, the last ones.
+
+    Args:
+        laps: Of each replica in each step.
+        syncs: The same.
+        traces: How often a step was traced, which takes its time before any replica begins.
+    """
 
     laps: deque[Lap] = field(default_factory=lambda: deque(maxlen=_KEPT))
     syncs: deque[Sync] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    traces: int = 0
 
 
 class Stopwatch:
@@ -89,6 +96,9 @@ class Stopwatch:
 
     def begun(self, data: Any) -> tuple[Any, tf.Tensor]:
         """`data`, not before the time that is given beside it."""
+        if tf.inside_function():
+            for heard in self._listeners:
+                heard.traces += 1
         flat = [each for each in tf.nest.flatten(data, expand_composites=True) if _is_tensor(each)]
         begun = _called(_now, flat, _part_of(flat[0]))
         with tf.control_dependencies([begun]):

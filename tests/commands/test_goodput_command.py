@@ -62,6 +62,25 @@ def test_json(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run["workers"]["0"] == run["secs"]
 
 
+def test_waits_that_are_not_known(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of how much time it is not known what of it was waiting."""
+    at = time.time() - 20
+    began = events.Began("b", 0, 1, 2, "host", 1, "Strategy", 9, 500)
+    steps = [
+        (at + 1, events.Window(510, 10, 0, {"step": 1.0}, 0.1)),
+        (at + 3, events.Window(530, 20, 0, {"step": 2.0}, 0.1, 0.0)),
+        (at + 4, events.Window(531, 1, 0, {"start_up": 1.0})),
+    ]
+    write(directory / "run-0001", "two", (at, began), *steps)
+    assert main(["goodput", str(directory)]) == 0
+    printed = capsys.readouterr().out
+    assert "Of 1.0 s of steps it is not known how much was waiting for data: XLA" in printed
+    assert "Of 3.0 s of steps it is not known how much was waiting for other replicas" in printed
+    assert main(["goodput", str(directory), "--json"]) == 0
+    [run] = json.loads(capsys.readouterr().out)["runs"]
+    assert run["unknown_waits_secs"] == {"input": 1.0, "sync": 3.0}
+
+
 @pytest.mark.parametrize("arguments", [["--run", "run-0002"], ["--run", "run-0003"]])
 def test_nothing_there(
     arguments: list[str], directory: Path, capsys: pytest.CaptureFixture[str]

@@ -49,6 +49,7 @@ def test_names() -> None:
     assert set(Event.kinds) == {
         *("began", "restored", "window", "epoch_ended", "saved", "save_failed", "quarantined"),
         *("preempted", "slow_replica", "update_left_out", "rolled_back", "diverged", "hung"),
+        *("raised", "beat", "lines_lost"),
         *("peer_lost", "finished", "started", "training", "failed", "again", "ended"),
         "started_again",
     }

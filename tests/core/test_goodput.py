@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 
@@ -123,6 +124,57 @@ def test_clock_that_jumps() -> None:
     """What the worker's own clock has not seen is something else."""
     found = goodput.spans([fit(window(10, 40, 40, step=10), window(60, 80, 40, step=10))])
     assert goodput.totals(found)[C.OTHER] == 40
+
+
+def test_clock_that_was_set_back() -> None:
+    """What cannot be placed is not counted; the step is where it is."""
+    found = goodput.spans(
+        [
+            fit(window(100, 40, 40, step=10)),
+            fit(window(60, 80, 40, step=10), window(110, 90, 10, step=10), session="b", step=40),
+        ]
+    )
+    assert found[-1].step == 90
+    assert sum(goodput.totals(found).values()) == pytest.approx(whole(found)) == 20
+    made = goodput.Timeline(100.0)
+    assert [*made.take(60, Window(80, 40, 0, {"step": 10.0}))] == []
+    assert [each.step for each in made.finish(101.0)] == [80]
+
+
+def test_trainings_of_their_own() -> None:
+    """Where no run is kept, one that begins with the first step repeats nothing."""
+    first = fit(window(10, 40, 40, step=10))
+    for resumes, redone in ((True, 10), (False, 0)):
+        second = fit(window(20, 40, 40, step=10), session="b")
+        second = Fit(dataclasses.replace(second.began, resumes=resumes), second.entries)
+        assert goodput.totals(goodput.spans([first, second]))[C.REDONE] == redone
+        lost = [each.lost_steps for each in goodput.attempts([first, second])]
+        assert lost == [40 if resumes else 0, 0]
+
+
+def test_lost_in_a_fit() -> None:
+    """An update that is left out is no progress, nor is what is rolled back, each counted once."""
+    left_out = events.UpdateLeftOut(0, 1, 1, (0,), ("w",), None, None, False, None, "a NaN")
+    found = [
+        fit(
+            window(10, 10, 10, step=10),
+            Entry(10, "worker-0", left_out),
+            window(20, 20, 10, step=10),
+            Entry(20, "worker-0", left_out),
+            Entry(20, "worker-0", events.RolledBack(15, 1, "NaN")),
+            window(30, 30, 10, step=10),
+        )
+    ]
+    secs = goodput.totals(goodput.spans(found))
+    assert (secs[C.REDONE], secs[C.STEP]) == (1 + 5, 24)
+
+
+def test_ended_by_an_error() -> None:
+    """Which is told rather than what a supervisor saw of it."""
+    failed = of_supervisor(11, events.Failed("worker-0", "FAILED", 1, "worker-0 exited with 1"))
+    raised = Entry(10, "worker-0", events.Raised("ValueError: no"), "job", 0)
+    [found] = goodput.attempts([fit(window(10, 40, 40, "job", step=10), raised)], [failed])
+    assert (found.end, found.exit_code) == ("ValueError: no", 1)
 
 
 def test_supervised() -> None:

@@ -47,6 +47,14 @@ def test_merged() -> None:
     assert (one.sync_s, other.sync_s) == (pytest.approx(0.2), 0.4)
 
 
+def test_merged_totals() -> None:
+    """They are sums, of what is known."""
+    known = replace(REPORT, input_total_s=0.5, sync_total_s=1.0)
+    found = merged([known, REPORT, known])
+    assert (found.input_total_s, found.sync_total_s) == (1.0, 2.0)
+    assert merged([REPORT]).input_total_s is None
+
+
 def test_same_data() -> None:
     """In each step of the window, not in some."""
     assert with_same_data([REPORT]) == ()

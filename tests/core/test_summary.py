@@ -295,6 +295,27 @@ def test_under_way(later_s: float, state: str) -> None:
     assert summary("a", fits[:1], [], fits[0].ends_at + later_s)["state"] == state
 
 
+@pytest.mark.parametrize(
+    ("told", "later_s", "state"),
+    [
+        (events.Failed("worker-1", "FAILED", 1, "worker-1 exited with 1"), 1, "worker-1 exited"),
+        (events.Again(600, (0,)), 500, "being started"),
+        (events.Started(("worker-0",), (0,)), 100, "being started"),
+        (events.Started(("worker-0",), (0,)), 10_000, "not heard of any more"),
+        (events.Ended(1, "too many restarts"), 10_000, "too many restarts"),
+        (events.Training(5.0, "a kill"), 1, "training"),
+    ],
+)
+def test_supervisor_knows_more(told: events.Event, later_s: float, state: str) -> None:
+    """What it told after the last beginning of a `fit` is how things are; what it told before is
+    over."""
+    fits, _, _ = logged.fits(1, 10)
+    end = fits[0].ends_at
+    after, before = (Entry(at, "supervisor", told, "j", 0) for at in (end + 1, fits[0].begins_at))
+    assert summary("a", fits[:1], [after], end + 1 + later_s)["state"].startswith(state)
+    assert summary("a", fits[:1], [before], end + 1)["state"] == "training"
+
+
 def test_told_by_all() -> None:
     """What several workers tell of is one incident."""
     fits, _, end = logged.fits(2, 10)

@@ -6,6 +6,8 @@ import gc
 import itertools
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -129,6 +131,87 @@ def test_waits_for_data(tmp_path: Path) -> None:
     secs = goodput.totals(goodput.spans([found]))
     assert secs[Category.INPUT] > secs[Category.STEP]
     assert secs[Category.INPUT] > 11 * 0.05 * 0.8
+
+
+@pytest.fixture
+def one_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window for each epoch."""
+    monkeypatch.setattr("keras_distplug.callbacks.run_log._LEAST_SECS", 1e9)
+    monkeypatch.setattr("keras_distplug.callbacks.run_log._MOST_SECS", 1e9)
+
+
+def stalling(batches: int, every: int, secs: float) -> tf.data.Dataset:
+    """Of unknown length; one batch of `every` is late."""
+
+    def wait(number: Any, x: Any) -> Any:
+        time.sleep(secs if number % every == every - 1 else 0)
+        return x
+
+    def late(number: Any, x: Any) -> Any:
+        waited = tf.numpy_function(wait, [number, x], tf.float32)
+        waited.set_shape(x.shape)
+        return waited, x[:, :1]
+
+    numbered = tf.data.Dataset.from_tensors(small.X[:8]).repeat(batches).enumerate().map(late)
+    # TensorFlow would fetch ahead: a part of a stall would go by while the step before computes.
+    options = tf.data.Options()
+    options.experimental_optimization.inject_prefetch = False
+    return numbered.filter(lambda x, y: True).with_options(options)
+
+
+@pytest.mark.usefixtures("one_window")
+@pytest.mark.parametrize("kept", [10_000, 7])
+def test_some_batches_are_late(kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What most steps do not wait for is waiting, too, however many steps a window has, and where
+    the data end without having said so."""
+    monkeypatch.setattr("keras_distplug.training.stopwatch._KEPT", kept)
+    fit([kd.RunLog(tmp_path)], x=stalling(40, 5, 0.1), y=None, batch_size=None, epochs=1)
+    [found] = logged(tmp_path, "")
+    [window] = [each for each in of_kind(found, Window) if each.steps]
+    assert window.steps == 40
+    assert window.input_s is not None
+    assert window.input_s >= 8 * 0.1 / 40
+    assert window.secs["input"] >= 8 * 0.1 * 0.999
+    assert goodput.unknown_waits([found]) == {}
+
+
+@pytest.mark.usefixtures("one_window")
+@pytest.mark.parametrize("compiled", [{"steps_per_execution": 2}, {"jit_compile": True}])
+def test_waits_that_are_not_known(compiled: dict[str, Any], tmp_path: Path) -> None:
+    """Which is told, and not taken for none."""
+    model = small.model()
+    model.compile("adam", "mse", **compiled)
+    log = kd.RunLog(tmp_path)
+    model.fit(small.X, small.Y, batch_size=4, verbose=0, callbacks=[log])
+    [found] = logged(tmp_path, "")
+    [window] = [each for each in of_kind(found, Window) if each.steps]
+    assert window.input_s is None
+    assert "input" not in window.secs or not window.secs["input"]
+    assert goodput.unknown_waits([found]) == {Category.INPUT: window.secs["step"]}
+
+
+class SlowToTrace(keras.Model):
+    def train_step(self, data: Any) -> Any:
+        time.sleep(1)
+        return super().train_step(data)
+
+
+@pytest.mark.usefixtures("one_window")
+def test_traced_anew(tmp_path: Path) -> None:
+    """What a trace takes is no waiting for data, though a replica begins behind it: here, that of
+    a batch without samples for one of them."""
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        inputs = keras.Input((4,))
+        model = SlowToTrace(inputs, keras.layers.Dense(1)(inputs))
+        model.compile("sgd", "mse")
+    data = tf.data.Dataset.from_tensor_slices((small.X[:25], small.Y[:25])).batch(8)
+    kd.adapt(model).fit(data, verbose=0, callbacks=[kd.RunLog(tmp_path)])
+    [found] = logged(tmp_path, "")
+    [window] = [each for each in of_kind(found, Window) if each.steps]
+    assert window.steps == 4
+    assert window.secs["step"] >= 1
+    assert window.input_s is not None
+    assert window.secs["input"] < 1
 
 
 def test_interrupted(tmp_path: Path) -> None:
@@ -360,6 +443,106 @@ def test_own_folder(tmp_path: Path) -> None:
     fit([kd.RunLog(tmp_path / "b"), *kd.defaults(tmp_path / "c")])
     assert len(logged(tmp_path / "b", "")) == 1
     assert not (tmp_path / "c" / "run-0001" / "log").exists()
+
+
+def test_one_after_the_other(tmp_path: Path) -> None:
+    """Without a BackupAndRestore each is a training of its own: another model's repeats nothing,
+    and the same model's goes on."""
+    model = fit([kd.RunLog(tmp_path)])
+    fit([kd.RunLog(tmp_path)])
+    model.fit(small.X, small.Y, batch_size=8, verbose=0, callbacks=[kd.RunLog(tmp_path)])
+    fits = logged(tmp_path, "")
+    assert [(each.began.step, each.last_step) for each in fits] == [(0, 12), (0, 12), (12, 16)]
+    assert not goodput.totals(goodput.spans(fits))[Category.REDONE]
+    assert [each.lost_steps for each in goodput.attempts(fits)] == [0, 0, 0]
+
+
+def test_clock_that_is_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one `fit`, time goes on, and so do the curves."""
+    stock, back_s = time.time, [0.0]
+    monkeypatch.setattr(time, "time", lambda: stock() - back_s[0])
+
+    class SetsBack(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            back_s[0] = 1800.0
+
+    fit([kd.RunLog(tmp_path)], SetsBack())
+    [found] = logged(tmp_path, "")
+    times = [entry.at for entry in found.entries]
+    assert times == sorted(times)
+    spans = goodput.spans([found])
+    assert spans[-1].step == 12
+    [curves] = curves_in(tmp_path / "log").values()
+    steps = [step for step, _ in curves["goodput/whole_run"]]
+    assert len(steps) == len(of_kind(found, Window))
+    assert steps == sorted(steps)
+
+
+def test_no_way_on(tmp_path: Path) -> None:
+    """NaNWatchdog's end of a training is the end that is told."""
+    x = np.full_like(small.X, np.nan)
+    watchdog = kd.NaNWatchdog(max_skips=1, max_rollbacks=0)
+    with pytest.raises(kd.errors.NonFiniteError):
+        fit([kd.RunLog(tmp_path)], watchdog, x=x)
+    [found] = logged(tmp_path, "")
+    assert isinstance(found.entries[-1].event, events.Raised)
+    [attempt] = goodput.attempts([found])
+    assert attempt.end is not None
+    assert attempt.end.startswith("NonFiniteError: 2 updates in a row were not finite")
+
+
+_FAILS = """
+import sys
+import keras
+from support import small
+import keras_distplug as kd
+
+class Fails(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        raise ValueError("no room")
+
+small.model().fit(small.X, small.Y, verbose=0, callbacks=[kd.RunLog(sys.argv[1]), Fails()])
+"""
+
+
+@pytest.mark.timeout(300)
+def test_error_that_ends_the_process(tmp_path: Path) -> None:
+    """It is the last that is told, and Python tells of it as ever."""
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    ended = subprocess.run(
+        [sys.executable, "-c", _FAILS, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": paths},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=280,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.count("ValueError: no room") == 1
+    [found] = logged(tmp_path, "")
+    assert found.entries[-1].event == events.Raised("ValueError: no room")
+    assert goodput.attempts([found])[0].end == "ValueError: no room"
+
+
+def test_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a callback takes its time, it is told that the process is there; behind an error that
+    has ended `fit`, it is not."""
+    monkeypatch.setattr(run_log, "_BEAT_SECS", 0.02)
+    beats = tmp_path / "log"
+
+    def count() -> int:
+        return sum(path.read_bytes().count(b'"event":"beat"') for path in beats.glob("*.jsonl"))
+
+    class Waits(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            _wait_until(lambda: count() >= 2)
+            raise small.Interrupted
+
+    callbacks = [kd.RunLog(tmp_path), Waits()]
+    with pytest.raises(small.Interrupted):
+        fit(callbacks)
+    writes = callbacks[0]._writes
+    assert writes is not None
+    assert writes.beat() is None
 
 
 def test_in_a_store() -> None:

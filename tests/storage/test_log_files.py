@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 import uuid
 from pathlib import Path
@@ -9,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from keras_distplug.core import events
-from keras_distplug.core.events import Entry, Event
+from keras_distplug.core.events import Entry, Event, from_line
 from keras_distplug.storage import run_log
 from keras_distplug.storage.files import Files, open_files
-from keras_distplug.storage.run_log import Log, newest, open_beside, read, sink_for
+from keras_distplug.storage.run_log import Log, Reader, newest, open_beside, read, sink_for
 
 RUN = "run-0001"
 
@@ -153,19 +154,108 @@ def test_end_of_a_store_that_fails() -> None:
     written.close()
     assert not written._thread.is_alive()
     assert told == ["full"]
-    assert sum(map(len, written._waiting)) <= 2**20
+    assert sum(len(each.text) for each in written._waiting) <= 2**20
+
+
+def test_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through one that outlasts what can be kept, the beginning stays, and so does what happened;
+    windows go, the oldest first, and how many is told."""
+    monkeypatch.setattr(run_log, "_AGAIN_SECS", 0.01)
+    monkeypatch.setattr(run_log, "_KEPT_BYTES", 4000)
+    sink = Fails()
+    written = Log(sink, lambda error: None, lambda count: line(events.LinesLost(count)))
+    written.append(line(began()))
+    assert sink.tried.acquire(timeout=30)
+    for number in range(100):
+        window = events.Window(number, 1, 0, {"step": 1.0})
+        written.append(line(window, number), is_minor=True)
+        if number % 10 == 0:
+            written.append(line(events.Quarantined(f"step-{number}", "why"), number))
+            assert sink.tried.acquire(timeout=30)
+    sink.is_mended = True
+    assert written.flush()
+    written.close()
+    found = [entry.event for each in sink.written.splitlines() if (entry := from_line(each))]
+    assert found[0] == began()
+    set_aside = [each.checkpoint for each in found if isinstance(each, events.Quarantined)]
+    assert set_aside == [f"step-{number}" for number in range(0, 100, 10)]
+    kept = [each.step for each in found if isinstance(each, events.Window)]
+    assert 0 < len(kept) < 100
+    assert kept == [*range(100 - len(kept), 100)]
+    [lost] = [each for each in found if isinstance(each, events.LinesLost)]
+    assert lost.lines == 100 - len(kept)
 
 
 def test_full_disk(tmp_path: Path) -> None:
-    """Behind a part of a line, the next one begins anew."""
+    """What a disk has taken before it was full is taken back: nothing is there twice, and nothing
+    is cut off."""
     files = open_files(tmp_path)
     sink = sink_for(files, f"{RUN}/log/one")
     sink.write(line(began()))
-    sink._is_torn = True
-    sink.write(line(events.Window(1, 1, 0, {})))
+    path = tmp_path / RUN / "log" / "one.jsonl"
+    size = path.stat().st_size
+    lines = b"".join(line(events.Window(number, 1, 0, {})) for number in range(3))
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + len(lines) // 2, most))
+    try:
+        with pytest.raises(OSError, match=r"one\.jsonl took"):
+            sink.write(lines)
+        assert path.stat().st_size == size
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    sink.write(lines)
     sink.close()
-    assert steps(files) == [1]
-    assert b"\n\n" in (tmp_path / RUN / "log" / "one.jsonl").read_bytes()
+    assert steps(files) == [0, 1, 2]
+    assert path.stat().st_size == size + len(lines)
+
+
+def test_read_while_it_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who reads looks again for a file that was replaced behind the listing, and what was known of
+    it is not lost where that happens again and again."""
+    files = open_files(f"memory://{uuid.uuid4().hex}")
+    sink, reader = sink_for(files, f"{RUN}/log/one"), Reader(files, RUN)
+    sink.write(line(began()))
+    replaced, most = [0], [1]
+    stock = type(files).size
+
+    def size(self: Files, path: str) -> int:
+        if replaced[0] < most[0]:
+            replaced[0] += 1
+            sink.write(line(events.Window(replaced[0], 1, 0, {"step": 1.0})))
+        return stock(self, path)
+
+    monkeypatch.setattr(type(files), "size", size)
+
+    def read_steps() -> list[int]:
+        [fit], _ = reader.read()
+        return [each.event.step for each in fit.entries if isinstance(each.event, events.Window)]
+
+    assert read_steps() == [1]
+    assert replaced == [1]
+    most[0] = 1000
+    assert read_steps() == [1]
+    most[0] = 0
+    assert read_steps() == [*range(1, replaced[0] + 1)]
+
+
+def test_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is nothing to tell for long, it is told that somebody is there, once the log has
+    begun."""
+    monkeypatch.setattr(run_log, "_BEAT_SECS", 0.01)
+    asked = threading.Semaphore(0)
+
+    def beat() -> bytes:
+        asked.release()
+        return line(events.Beat())
+
+    sink = sink_for(open_files(tmp_path), f"{RUN}/log/one")
+    written = Log(sink, no_failure, beat=beat)
+    written.append(line(began()))
+    for _ in range(3):
+        assert asked.acquire(timeout=30)
+    written.close()
+    [fit], _ = read(open_files(tmp_path), RUN)
+    assert len([each for each in fit.entries if isinstance(each.event, events.Beat)]) >= 2
 
 
 def test_beside(tmp_path: Path) -> None:
