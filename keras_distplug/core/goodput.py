@@ -384,7 +384,9 @@ def _end_of(group: Sequence[Fit], failure: Failed | None) -> str | None:
         if isinstance(hung := fit.first(Hung), Hung):
             return f"hung: {hung.what}"
     for fit in group:
-        if isinstance(raised := fit.first(Raised), Raised):
+        # Another worker's error may follow from that of the one that failed first.
+        is_cause = failure is None or failure.worker == fit.source
+        if is_cause and isinstance(raised := fit.first(Raised), Raised):
             return raised.what
     if failure is not None:
         return failure.what

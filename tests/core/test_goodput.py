@@ -170,11 +170,15 @@ def test_lost_in_a_fit() -> None:
 
 
 def test_ended_by_an_error() -> None:
-    """Which is told rather than what a supervisor saw of it."""
+    """Which is told rather than what a supervisor saw of it, unless another worker's end was the
+    first."""
     failed = of_supervisor(11, events.Failed("worker-0", "FAILED", 1, "worker-0 exited with 1"))
     raised = Entry(10, "worker-0", events.Raised("ValueError: no"), "job", 0)
     [found] = goodput.attempts([fit(window(10, 40, 40, "job", step=10), raised)], [failed])
     assert (found.end, found.exit_code) == ("ValueError: no", 1)
+    killed = of_supervisor(11, events.Failed("worker-1", "FAILED", 137, "worker-1 was killed"))
+    [found] = goodput.attempts([fit(window(10, 40, 40, "job", step=10), raised)], [killed])
+    assert (found.end, found.exit_code) == ("worker-1 was killed", 137)
 
 
 def test_supervised() -> None:
