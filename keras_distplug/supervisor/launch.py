@@ -112,9 +112,10 @@ def divide_gpus(
 def refuse_foreign_cluster(environ: Mapping[str, str]) -> None:
     """A scheduler that starts the workers itself would get as many jobs as it has tasks."""
     role = from_environment(environ)
-    if role.world_size > 1:
+    tasks = sum(map(len, role.cluster.values()))
+    if tasks > 1:
         raise ConfigurationError(
-            f"{role.source} says that this process is {role.name} of {role.world_size}: a "
+            f"{role.source} says that this process is {role.name} of {tasks}: a "
             "scheduler starts the workers here. Let it start the script itself (`python train.py`)"
             f", or unset {VARIABLES[role.source]} to run a local group."
         )

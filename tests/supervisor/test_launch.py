@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from keras_distplug.cluster.roles import Role
 from keras_distplug.core import supervised
 from keras_distplug.core.errors import ClusterError, ConfigurationError
 from keras_distplug.core.supervised import Supervised
@@ -108,6 +109,9 @@ def test_foreign_cluster() -> None:
     role = local_cluster([1001, 1002])[1]
     with pytest.raises(ConfigurationError, match=r"worker-1 of 2.*unset TF_CONFIG"):
         refuse_foreign_cluster({"TF_CONFIG": role.to_tf_config()})
+    served = {"chief": ("a:1",), "worker": ("b:1",), "ps": ("c:1",)}
+    with pytest.raises(ConfigurationError, match=r"chief-0 of 3.*unset TF_CONFIG"):
+        refuse_foreign_cluster({"TF_CONFIG": Role("chief", 0, served, "TF_CONFIG").to_tf_config()})
     with pytest.raises(ClusterError, match="not valid JSON"):
         refuse_foreign_cluster({"TF_CONFIG": "{"})
     refuse_foreign_cluster({"TF_CONFIG": "{}"})
