@@ -119,7 +119,8 @@ def _print(told: Mapping[str, Any]) -> None:
     for category, unknown_s in told["unknown_waits_secs"].items():
         tables.say(
             f"Of {unknown_s:.1f} s of steps it is not known how much was {_WAITS[category]}: XLA "
-            "compiles them, or an execution has several. It counts as updates."
+            "compiles them, an execution has several, or a chief schedules them on workers. It "
+            "counts as updates."
         )
     tables.say("")
     attempts = [
