@@ -299,7 +299,7 @@ class Guard:
                 factor = tf.math.divide_no_nan(factor, together.weight)
         if _scales(optimizer) and optimizer.built:
             factor /= tf.cast(optimizer.dynamic_scale, tf.float32)
-        norm = factor * tf.sqrt(2 * _half_sum_of_squares(own))
+        norm = factor * replica.norm(own)
         loss = replica.loss() if replica.losses else tf.constant(math.nan)
         return replica.samples(), loss, norm
 
@@ -323,7 +323,7 @@ class Guard:
         is_gate = _Part.GATE in self._there
         if replica is None or not is_gate or all(gradient is None for gradient in summed):
             return None
-        norm = _norm_of_sum(summed)
+        norm = replica.norm_of_sum(summed)
         name = self._name_of(optimizer)
         score = loss_score = tf.constant(math.nan)
         if _scales(optimizer):
@@ -352,7 +352,7 @@ class Guard:
         updates, loss = tf.identity(optimizer.iterations), replica.loss()
 
         def seen() -> _Seen:
-            own_norm = tf.sqrt(2 * _half_sum_of_squares(own))
+            own_norm = replica.norm(own)
             soundness = tf.stack([_is_sound(gradient) for _, gradient in pairs])
             return updates, loss, own_norm, score, loss_score, soundness
 
@@ -420,6 +420,7 @@ class _Replica:
         self.begun: tf.Tensor | None = None
         self.computed: dict[int, tf.Tensor] = {}  # by optimizer: when its gradients were there
         self.told: dict[str, tuple[tf.Tensor, _Seen]] = {}
+        self._half_squares: dict[int, tuple[Any, tf.Tensor]] = {}
 
     @property
     def losses(self) -> list[tf.Tensor]:
@@ -451,6 +452,29 @@ class _Replica:
     def plain_data(self) -> list[tf.Tensor]:
         flat = tf.nest.flatten(self.data)
         return [each for each in flat if _is_plain(each) and gates.is_here(each)]
+
+    def norm(self, gradients: Sequence[Any]) -> tf.Tensor:
+        """To read a gradient takes as long as the rest of the guard together: each is read once."""
+        halves = []
+        for gradient in gradients:
+            if gradient is None:
+                continue
+            _, half = self._half_squares.get(id(gradient), (None, None))
+            if half is None or not gates.is_here(half):
+                half = _half_square(gradient)
+                self._half_squares[id(gradient)] = gradient, half
+            halves.append(half)
+        return tf.sqrt(2 * tf.add_n(halves))
+
+    def norm_of_sum(self, summed: Sequence[Any]) -> tf.Tensor:
+        """Of what all replicas have the same."""
+        if not _is_one_of_several():
+            return self.norm(summed)
+        context = tf.distribute.get_replica_context()
+        present = [dense(gradient) for gradient in summed if gradient is not None]
+        return gates.of_first(
+            context, lambda each: tf.sqrt(2 * tf.add_n([*map(_half_square, each)])), present
+        )
 
     def has_sound_data(self) -> tf.Tensor:
         flat = tf.nest.flatten(self.data, expand_composites=True)
@@ -505,16 +529,8 @@ def _scales(optimizer: keras.optimizers.Optimizer) -> bool:
     return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
 
 
-def _half_sum_of_squares(gradients: Sequence[Any]) -> tf.Tensor:
-    present = [dense(gradient) for gradient in gradients if gradient is not None]
-    return tf.add_n([tf.nn.l2_loss(tf.cast(each, tf.float32)) for each in present])
-
-
-def _norm_of_sum(summed: Sequence[Any]) -> tf.Tensor:
-    """Of what all replicas have the same."""
-    context = tf.distribute.get_replica_context()
-    present = [dense(gradient) for gradient in summed if gradient is not None]
-    return gates.of_first(context, lambda each: tf.sqrt(2 * _half_sum_of_squares(each)), present)
+def _half_square(gradient: Any) -> tf.Tensor:
+    return tf.nn.l2_loss(tf.cast(dense(gradient), tf.float32))
 
 
 def _is_sound(gradient: Any) -> tf.Tensor:

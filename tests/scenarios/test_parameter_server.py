@@ -19,8 +19,10 @@ STEPS, BATCH = 200, 32
 SAVED_EVERY = 50
 
 
-def job(folder: Path) -> Job:
-    return Job(folder, [str(SCRIPT), str(folder)], 2, {"KERAS_DISTPLUG_CHIEF_GONE_SECS": "1"})
+def job(folder: Path, gone_s: float = LIMIT_S) -> Job:
+    """Whose servers stay for `gone_s` behind the chief."""
+    env = {"KERAS_DISTPLUG_CHIEF_GONE_SECS": str(gone_s)}
+    return Job(folder, [str(SCRIPT), str(folder)], 2, env)
 
 
 def batches(folder: Path) -> list[str]:
@@ -36,7 +38,7 @@ def outcome(folder: Path) -> dict[str, Any]:
 def test_nobody_disturbed(tmp_path: Path) -> None:
     """Every step is taken once and every sample counted; the model learns; all processes end by
     themselves, the servers some time after the chief."""
-    with job(tmp_path) as running:
+    with job(tmp_path, gone_s=1) as running:
         assert running.wait("chief", 0, LIMIT_S) == 0, running.told()
         for task in running.tasks[1:]:
             assert running.wait(*task, 60) == 0, running.told()
