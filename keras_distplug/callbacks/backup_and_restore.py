@@ -13,6 +13,7 @@ import keras
 
 from keras_distplug.callbacks import exports
 from keras_distplug.callbacks.candidates import Candidates, Found
+from keras_distplug.callbacks.executions import Executions
 from keras_distplug.callbacks.fit_state import FitState
 from keras_distplug.callbacks.saves import Saves, Writes
 from keras_distplug.cluster import agreement
@@ -271,6 +272,10 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         self._others = move_to_end(self)
         self._spared = keras_callbacks.spare_files(self._others)
 
+    def set_params(self, params: Mapping[str, Any]) -> None:
+        super().set_params(params)
+        self._executions = Executions(self.model, params.get("steps"))
+
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         for logger in self._spared:
             logger.append = False
@@ -326,9 +331,10 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         # Keras before 3.11 gives `on_train_batch_end` an execution's first batch, not its last.
         self._batch = batch
+        self._executions.begin()
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        self._state.on_train_batch_end(self._batch, self.params.get("steps"))
+        self._state.on_train_batch_end(self._batch, self._executions.end())
         if not self._trained_here:
             self._trained_here = True
             self._report(Phase.TRAINING)
@@ -345,7 +351,9 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         self._stepped_s = time.monotonic()
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        if self._run is not None:
+        if self._run is None:
+            self._executions.unwant()
+        else:
             self._state.on_test_begin()
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:

@@ -7,7 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tensorboard.summary import Writer
+import numpy as np
+from tensorboard.compat.proto import event_pb2, summary_pb2
+from tensorboard.plugins.scalar import metadata as scalars
+from tensorboard.plugins.text import metadata as texts
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.util import tensor_util
 
 from keras_distplug.storage.files import Files, LocalFiles
 
@@ -39,9 +44,13 @@ class EventFiles:
         self._writer: Any = None
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
-        if self._writer is None:
-            self._writer = Writer(str(self.path))
-        self._writer.add_scalar(tag, value, step)
+        metadata = scalars.create_summary_metadata(display_name="", description="")
+        self._add(tag, metadata, np.float32(value), step, time.time())
+
+    def add_text(self, tag: str, text: str, step: int, at: float) -> None:
+        """In Markdown, for TensorBoard's tab "Text"."""
+        metadata = texts.create_summary_metadata(display_name="", description="")
+        self._add(tag, metadata, text, step, at)
 
     def look_after(self) -> None:
         """To be called again and again.
@@ -65,6 +74,16 @@ class EventFiles:
         self._end_file()
         if self._here is not None:
             self._here.cleanup()
+
+    def _add(
+        self, tag: str, metadata: summary_pb2.SummaryMetadata, value: Any, step: int, at: float
+    ) -> None:
+        if self._writer is None:
+            self._writer = EventFileWriter(str(self.path))
+        tensor = tensor_util.make_tensor_proto(value)
+        told = summary_pb2.Summary.Value(tag=tag, metadata=metadata, tensor=tensor)
+        summary = summary_pb2.Summary(value=[told])
+        self._writer.add_event(event_pb2.Event(wall_time=at, step=step, summary=summary))
 
     def _end_file(self) -> None:
         if self._writer is not None:

@@ -81,17 +81,14 @@ class FitState:
         if self._progress is not None:
             self._progress.epoch_begins()
 
-    def on_train_batch_end(self, first: int, steps: int | None) -> None:
-        """To be called with the number of the batch that the step began with, and of batches in an
-        epoch."""
-        done = first + self._model.steps_per_execution
-        done = done if steps is None else min(done, steps)
+    def on_train_batch_end(self, first: int, trained: int) -> None:
+        """To be called with the number of the first of the batches that were trained at once, and
+        how many these were."""
         self.cursor = Cursor(
-            epoch=self.cursor.epoch, batch=done, step=self.cursor.step + done - first
+            epoch=self.cursor.epoch, batch=first + trained, step=self.cursor.step + trained
         )
         if self._progress is not None:
-            # Also behind the end of an epoch: Keras takes so many steps each time.
-            self._progress.trained(self._model.steps_per_execution)
+            self._progress.trained(trained)
 
     def on_test_begin(self) -> None:
         if self._validation is None:

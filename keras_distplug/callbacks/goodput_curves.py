@@ -1,7 +1,8 @@
-"""Goodput as curves for TensorBoard."""
+"""Goodput as curves, and what happens to a run as text, for TensorBoard."""
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -16,7 +17,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.util import tensor_util
 
 from keras_distplug.callbacks.event_files import EventFiles
-from keras_distplug.core import goodput
+from keras_distplug.core import events, goodput, summary
 from keras_distplug.core.events import Entry, Event, Window
 from keras_distplug.core.goodput import Fit, Span, Timeline
 from keras_distplug.core.ledger import Category
@@ -28,10 +29,12 @@ _THREAD = "keras_distplug-goodput"
 
 
 class GoodputCurves:
-    """Writes `goodput/...` behind each window of the chief's, in a thread.
+    """Writes `goodput/...` behind each window of the chief's, and `distplug/events` when there are
+    any, in a thread.
 
     TensorBoard's step is the number of seconds since the first attempt began, for what is trained
-    again has the number of a step that was there before.
+    again has the number of a step that was there before. No two events have the same: TensorBoard
+    would keep one of them.
 
     Args:
         files: For TensorBoard.
@@ -55,17 +58,14 @@ class GoodputCurves:
         self._step = 0
         self._totals = dict.fromkeys(Category, 0.0)
         self._lately: deque[Span] = deque()
-        self._given: queue.SimpleQueue[tuple[float, Window] | Event | None] = queue.SimpleQueue()
+        self._told_at = 0  # TensorBoard's step of the last event
+        self._given: queue.SimpleQueue[tuple[float, Event] | None] = queue.SimpleQueue()
         self._has_failed = False
         self._thread = threading.Thread(target=self._run, name=_THREAD, daemon=True)
         self._thread.start()
 
-    def add(self, at: float, window: Window) -> None:
-        self._given.put((at, window))
-
-    def hear(self, event: Event) -> None:
-        """What is no window."""
-        self._given.put(event)
+    def hear(self, at: float, event: Event) -> None:
+        self._given.put((at, event))
 
     def close(self) -> None:
         self._given.put(None)
@@ -80,14 +80,18 @@ class GoodputCurves:
             announce(f"goodput is not shown in TensorBoard's charts: {error}")
 
     def _write_all(self) -> None:
-        made = self._after(*self._earlier())
+        fits, supervised = self._earlier()
+        made = self._after(fits, supervised)
         _write_layout(self._files.path)
+        self._tell_of_earlier(goodput.chiefs(fits), supervised)
         while (given := self._given.get()) is not None:
-            if isinstance(given, Event):
-                made.hear(given)
+            at, event = given
+            if not isinstance(event, Window):
+                made.hear(event)
+                self._tell(at, event)
                 continue
-            self._take(made.take(*given))
-            self._write(given[0])
+            self._take(made.take(at, event))
+            self._write(at)
             try:
                 self._files.look_after()
             except OSError as error:
@@ -108,6 +112,20 @@ class GoodputCurves:
         self._take(made.begin(self._begins_at, resumes=self._resumes))
         self._step = round(max((span.end for span in self._lately), default=0) - self._first_at)
         return made
+
+    def _tell_of_earlier(self, chiefs: Sequence[Fit], supervised: Sequence[Entry]) -> None:
+        """What supervisors have told since the last attempt; that one wrote the rest."""
+        heard_at = max((fit.ends_at for fit in chiefs), default=-math.inf)
+        entries = [*(entry for fit in chiefs for entry in fit.entries), *supervised]
+        for entry in sorted(entries, key=lambda each: each.at):
+            self._tell(entry.at, entry.event, is_new=entry.at > heard_at)
+
+    def _tell(self, at: float, event: Event, *, is_new: bool = True) -> None:
+        if (what := _in_words(event)) is None:
+            return
+        self._told_at = max(self._told_at + 1, round(at - self._first_at))
+        if is_new:
+            self._files.add_text("distplug/events", what, self._told_at, at)
 
     def _take(self, spans: Iterable[Span]) -> None:
         for span in spans:
@@ -134,6 +152,21 @@ class GoodputCurves:
         for name, share in shares.items():
             if share is not None:
                 self._files.add_scalar(name, share, step)
+
+
+def _in_words(event: Event) -> str | None:
+    match event:
+        case events.Began():
+            return f"training begins, by {event.workers} workers, {event.replicas} replicas"
+        case events.Restored():
+            return f"it goes on behind step {event.step}, from {event.checkpoint}"
+        case events.Saved(is_local=False):
+            return f"checkpoint of step {event.step}"
+        case events.Finished():
+            return f"the end, behind step {event.step}"
+        case _:
+            what = summary.told(event)
+            return None if what is None else f"**{what}**"
 
 
 _LAYOUT = {
@@ -178,8 +211,8 @@ def _write_layout(folder: Path) -> None:
         metadata=custom_scalars.create_summary_metadata(),
         tensor=tensor_util.make_tensor_proto(layout.SerializeToString()),
     )
-    summary = summary_pb2.Summary(value=[value])
     # A file of its own, which is whole before the next one begins.
     writer = EventFileWriter(str(folder))
-    writer.add_event(event_pb2.Event(wall_time=time.time(), step=0, summary=summary))
+    layout_alone = summary_pb2.Summary(value=[value])
+    writer.add_event(event_pb2.Event(wall_time=time.time(), step=0, summary=layout_alone))
     writer.close()

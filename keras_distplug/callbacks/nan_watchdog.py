@@ -16,6 +16,7 @@ from typing import Any
 import keras
 
 from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
+from keras_distplug.callbacks.executions import Executions
 from keras_distplug.callbacks.incidents import Incidents
 from keras_distplug.callbacks.left_out import LeftOutOnWorkers
 from keras_distplug.callbacks.one_of_a_kind import stood_aside
@@ -257,6 +258,10 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         self._has_guard = True
         self._guard.want(self.max_score)
 
+    def set_params(self, params: Mapping[str, Any]) -> None:
+        super().set_params(params)
+        self._executions = Executions(self.model, params.get("steps"))
+
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         self._guard.unwant()
 
@@ -291,6 +296,7 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         self._batch = batch
+        self._executions.begin()
         self._updates: int | None = None
         if self._on_workers is not None:
             return
@@ -301,8 +307,9 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
             self._updates = int(keras.ops.convert_to_numpy(optimizer.iterations))
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        trained = self._executions.end()
         if self._on_workers is not None:
-            self._trained += self.model.steps_per_execution
+            self._trained += trained
             self._hear_of_workers(self._on_workers, at_once=False)
             return
         if self._is_new:
@@ -312,7 +319,7 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         if not steps:
             self._in_a_row, self._has_trained = 0, True
             return
-        self._look_at(steps, logs)
+        self._look_at(steps, trained, logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self._on_workers is not None:
@@ -353,7 +360,7 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
             self._climb()
             workers.begin_anew()
 
-    def _look_at(self, steps: list[list[Fault]], logs: dict[str, Any] | None) -> None:
+    def _look_at(self, steps: list[list[Fault]], trained: int, logs: dict[str, Any] | None) -> None:
         places = self._places(steps)
         own = [self._looked_into(*each) for each in zip(steps, places, strict=True)]
         said = self._agreement.gather(
@@ -377,8 +384,7 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
             culprits = () if is_of_sum else culprits_of(replicas)
             self._keep_finite(steps[number], place, culprits)
             self._tell(place, culprits, first)
-        in_one = self.model.steps_per_execution
-        if in_one > 1 and places[-1] not in (None, in_one - 1):
+        if places[-1] not in (None, trained - 1):
             self._in_a_row, self._has_trained = 0, True
         if self._in_a_row > self.max_skips:
             self._climb()

@@ -20,6 +20,7 @@ import keras
 
 from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
 from keras_distplug.callbacks.event_files import EventFiles
+from keras_distplug.callbacks.executions import Executions
 from keras_distplug.callbacks.goodput_curves import GoodputCurves
 from keras_distplug.callbacks.one_of_a_kind import stood_aside
 from keras_distplug.callbacks.step_windows import OwnWindows
@@ -109,6 +110,11 @@ class RunLog(keras.callbacks.Callback):  # type: ignore[misc]
         # What is reported before the run is known waits.
         self._writes = _Writes(self._windows, callback_list.Calling.now())
 
+    def set_params(self, params: Mapping[str, Any]) -> None:
+        super().set_params(params)
+        if self._windows is not None:
+            self._executions = Executions(self.model, params.get("steps"))
+
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         if self._writes is None or self._windows is None:
             return
@@ -142,19 +148,16 @@ class RunLog(keras.callbacks.Callback):  # type: ignore[misc]
         self._windows.begin_epoch()
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        # Keras before 3.11 gives `on_train_batch_end` an execution's first batch, not its last.
-        self._batch = batch
         if self._writes is not None and self._windows is not None:
             self._writes.begin_step()
             self._windows.begin_step()
+            self._executions.begin()
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         if self._writes is None or self._windows is None:
             return
         self._windows.end_step()
-        done, in_epoch = self._batch + self.model.steps_per_execution, self.params.get("steps")
-        done = done if in_epoch is None else min(done, in_epoch)
-        self._writes.end_step(done - self._batch)
+        self._writes.end_step(self._executions.end())
 
     def on_test_end(self, logs: Mapping[str, Any] | None = None) -> None:
         if self._writes is not None:
@@ -296,9 +299,8 @@ class _Writes:
         supervised = Supervised.from_env()
         self._job = None if supervised is None else supervised.job
         self._attempt = None if supervised is None else supervised.attempt
-        self._write(self._now(), began)
         self.is_open = self.was_open = True
-        for at, event in self._waiting:
+        for at, event in [(self._now(), began), *self._waiting]:
             self._write(at, event)
         self._waiting.clear()
 
@@ -312,12 +314,11 @@ class _Writes:
         )
         if is_last or isinstance(event, events.RolledBack):
             self.end_window()  # with the steps by then
+        now = self._now()
         if self.is_open:
-            self._write(self._now(), event)
+            self._write(now, event)
         else:
-            self._waiting.append((self._now(), event))
-        if self._curves is not None:
-            self._curves.hear(event)
+            self._waiting.append((now, event))
         if is_last:
             self.close()
         elif isinstance(event, events.Hung) and self._log is not None:
@@ -362,10 +363,7 @@ class _Writes:
         report = self._windows.end_window()
         if report is not None:
             secs = split(secs, Category.STEP, _waits(report))
-        now, window = self._now(), _window(self.step, steps, self.epoch, secs, report)
-        self._write(now, window)
-        if self._curves is not None:
-            self._curves.add(now, window)
+        self._write(self._now(), _window(self.step, steps, self.epoch, secs, report))
 
     def close_if_over(self) -> None:
         """An error may have ended its `fit`."""
@@ -387,6 +385,8 @@ class _Writes:
             entry = Entry(at, self._source, event, self._job, self._attempt)
             is_minor = isinstance(event, Window | events.Beat)
             self._log.append(events.to_line(entry), is_minor=is_minor)
+        if self._curves is not None:
+            self._curves.hear(at, event)
 
     def _now(self) -> float:
         """Seconds since 1970. In one `fit` they go on where somebody sets the clock."""

@@ -240,21 +240,21 @@ def _read_back(saved: Sequence[dict[str, Any]], event: events.Restored) -> None:
 def _incidents(fits: Sequence[Fit], supervised: Sequence[Entry]) -> list[dict[str, Any]]:
     """All that was not as it should be, each once, though several workers may tell of it."""
     found: list[dict[str, Any]] = []
-    told: set[tuple[Any, ...]] = set()
+    known: set[tuple[Any, ...]] = set()
     every = [
         (entry, where, what)
         for entry, where in (
             *((entry, (fit.began.session,)) for fit in fits for entry in fit.entries),
             *((entry, (entry.job, entry.attempt)) for entry in supervised),
         )
-        if not isinstance(entry.event, Window) and (what := _told(entry.event)) is not None
+        if not isinstance(entry.event, Window) and (what := told(entry.event)) is not None
     ]
     for entry, where, what in sorted(every, key=lambda each: each[0].at):
         event = entry.event
         key = (*where, what, getattr(event, "times", None))
-        if key in told and not isinstance(event, events.UpdateLeftOut):
+        if key in known and not isinstance(event, events.UpdateLeftOut):
             continue
-        told.add(key)
+        known.add(key)
         replica = getattr(event, "replica", None)
         found.append(
             {
@@ -273,7 +273,8 @@ def _incidents(fits: Sequence[Fit], supervised: Sequence[Entry]) -> list[dict[st
     return found
 
 
-def _told(event: Event) -> str | None:
+def told(event: Event) -> str | None:
+    """What was not as it should be, in words; None if all was."""
     match event:
         case (
             events.UpdateLeftOut(what=what)

@@ -37,6 +37,7 @@ class _Part(Enum):
     SYNCS = auto()
     READINGS = auto()
     FINGERPRINTS = auto()
+    STEPS = auto()
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ class Guard:
         self._windows: dict[str, list[Window]] = {}  # of what, for each replica of this process
         self._model = model
         self._faults: list[Fault] = []
+        self.steps = 0  # that this process has taken while `want_steps` asked for it
         self.stopwatch = Stopwatch()
         self._wanted: set[_Part] = set()
         self._there: set[_Part] = set()
@@ -129,7 +131,7 @@ class Guard:
     def _window_of(self, what: str) -> Window:
         """That of this replica: each keeps its own, which are the same."""
         replicas = self._windows[what]
-        number = tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)
+        number = tf.get_static_value(_number_of_replica())
         return replicas[int(number) % len(replicas)]
 
     def _name_of(self, optimizer: keras.optimizers.Optimizer) -> str:
@@ -183,6 +185,11 @@ class Guard:
         self._put_in_place()
         return self.stopwatch.listen()
 
+    def want_steps(self) -> None:
+        """As `want`, for the number of `steps`."""
+        self._wanted.add(_Part.STEPS)
+        self._put_in_place()
+
     def unwant(self) -> None:
         """To be called where it was not `fit` that called `set_model`."""
         self._wanted = set()
@@ -225,6 +232,8 @@ class Guard:
 
     def _train_step(self, data: Any) -> Any:
         stock = self._stock["train_step"]
+        if _Part.STEPS in self._there:
+            self._count_step()
         if not self._model.jit_compile:
             found, _ = self._guarded(stock, data, is_compiled=False)
             return found
@@ -239,6 +248,16 @@ class Guard:
         for name, (ok, seen) in told.items():
             self._tell_unless(ok, name, functools.partial(tuple, seen), data)
         return found
+
+    def _count_step(self) -> None:
+        number = tf.get_static_value(_number_of_replica())
+        if int(number) % replicas_here(self._model.distribute_strategy) == 0:
+
+            def count() -> np.ndarray:
+                self.steps += 1
+                return np.zeros([], np.int32)
+
+            tf.numpy_function(count, [], tf.int32)
 
     def _guarded(self, stock: Callable[[Any], Any], data: Any, *, is_compiled: bool) -> Any:
         begun = None
@@ -370,7 +389,7 @@ class Guard:
         data: Any,
     ) -> None:
         """Has the host told what this replica has, unless all is well."""
-        number = tf.distribute.get_replica_context().replica_id_in_sync_group
+        number = _number_of_replica()
         traced = self._traced[optimizer]
         flat = tf.nest.flatten(data)
         if not all(each is None or (_is_plain(each) and gates.is_here(each)) for each in flat):
@@ -519,6 +538,10 @@ def _norms_of(optimizer: str) -> str:
 
 def _losses_of(optimizer: str) -> str:
     return f"{optimizer}, losses"
+
+
+def _number_of_replica() -> Any:
+    return tf.distribute.get_replica_context().replica_id_in_sync_group
 
 
 def _is_one_of_several() -> bool:

@@ -24,7 +24,9 @@ from keras_distplug import default_callbacks  # noqa: E402
 from keras_distplug.callbacks import backup_and_restore  # noqa: E402
 from keras_distplug.compat import epochs as compat_epochs  # noqa: E402
 from keras_distplug.core.errors import ConfigurationError, OtherRunError  # noqa: E402
-from keras_distplug.storage import saver  # noqa: E402
+from keras_distplug.core.events import Window  # noqa: E402
+from keras_distplug.storage import run_log, saver  # noqa: E402
+from keras_distplug.storage.files import open_files  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -423,6 +425,38 @@ def test_steps_per_execution(tmp_path: Path) -> None:
     with pytest.raises(small.Interrupted):
         fit("b", StopAtOnce())
     assert small.state(fit("b")) == small.state(expected)
+
+
+@pytest.mark.parametrize("kind", ["one", "compiled", "mirrored"])
+@pytest.mark.parametrize(
+    ("data", "steps_per_epoch"), [("unknown length", None), ("endless", 4)], ids=["unknown", "more"]
+)
+def test_counts_what_is_trained(
+    kind: str, data: str, steps_per_epoch: int | None, tmp_path: Path
+) -> None:
+    """An execution trains fewer steps where data end that nobody knew the end of, and more than an
+    epoch was to have where they do not: checkpoints and the log count those that were."""
+    made = (
+        small.dataset().repeat() if data == "endless" else small.dataset().filter(lambda *_: True)
+    )
+    chosen = tf.distribute.get_strategy()
+    if kind == "mirrored":
+        chosen = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with chosen.scope():
+        model = small.model()
+        model.compile("adam", "mse", steps_per_execution=3, jit_compile=kind == "compiled")
+    epochs = 2
+    callbacks = [*kd.defaults(tmp_path), small.Stop()]
+    model.fit(made, epochs=epochs, steps_per_epoch=steps_per_epoch, verbose=0, callbacks=callbacks)
+    trained = epochs * (6 if data == "endless" else 4)
+    assert int(model.optimizer.iterations.numpy()) == trained
+    [run] = tmp_path.glob("run-*")
+    found = sorted(each.name for each in run.glob("step-*"))
+    assert found == [f"step-{trained // 2:08}", f"step-{trained:08}"]
+    run_log._close_all()
+    [log], _ = run_log.read(open_files(tmp_path), run.name)
+    windows = [each.event for each in log.entries if isinstance(each.event, Window)]
+    assert sum(each.steps for each in windows) == trained
 
 
 def test_default_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 from support import small  # noqa: E402
-from support.curves import curves_in  # noqa: E402
+from support.curves import curves_in, texts_in  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.core import events, goodput, reporting  # noqa: E402
@@ -257,6 +257,27 @@ def test_curves(tmp_path: Path) -> None:
     shares = [values[-1][1] for name, values in curves.items() if name.startswith("time/")]
     assert sum(shares) == pytest.approx(1, abs=1e-3)
     assert "time/redone" in curves
+
+
+def test_texts(tmp_path: Path) -> None:
+    """TensorBoard's tab "Text" has what happened, over all attempts, each at a step of its own:
+    what a supervisor has told since the attempt before, too."""
+    with pytest.raises(small.Interrupted):
+        fit(kd.defaults(tmp_path), small.Stop(1, 2))
+    [first] = logged(tmp_path)
+    failed = events.Failed("worker-0", "error", 1, "worker-0 exited with code 1")
+    entry = events.Entry(first.ends_at + 0.001, "supervisor", failed, "job", 1)
+    log = tmp_path / "run-0001" / "log"
+    (log / "supervisor-job.jsonl").write_bytes(events.to_line(entry))
+    fit(kd.defaults(tmp_path))
+    steps, texts = zip(*texts_in(log / "goodput", "distplug/events"), strict=True)
+    assert len(set(steps)) == len(steps)
+    assert list(steps) == sorted(steps)
+    begins = "training begins, by 1 workers, 1 replicas"
+    assert texts[0] == begins
+    assert texts[1:4] == ("checkpoint of step 4", "**worker-0 exited with code 1**", begins)
+    assert texts[4].startswith("it goes on behind step 4, from ")
+    assert texts[-1] == "the end, behind step 12"
 
 
 def test_one_within_another(tmp_path: Path) -> None:

@@ -26,3 +26,11 @@ def _curve(events: EventAccumulator, tag: str) -> Curve:
     """Nothing of histograms and graphs."""
     values = [(e.step, tensor_util.make_ndarray(e.tensor_proto)) for e in events.Tensors(tag)]
     return [(step, value.item()) for step, value in values if value.size == 1]
+
+
+def texts_in(folder: Path, tag: str) -> list[tuple[int, str]]:
+    """Steps and texts of one run."""
+    events = EventAccumulator(str(folder), size_guidance={"tensors": 0})
+    events.Reload()
+    found = [(e.step, tensor_util.make_ndarray(e.tensor_proto)) for e in events.Tensors(tag)]
+    return [(step, value.item().decode()) for step, value in found]
