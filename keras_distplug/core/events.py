@@ -483,10 +483,7 @@ def from_line(line: bytes | str) -> Entry | None:
             return None
         values = _known(kind, said)
         if kind is Window:
-            replicas = said.get("replicas", ())
-            values["replicas"] = tuple(OfReplica(**_known(OfReplica, each)) for each in replicas)
-            for each in values["replicas"]:
-                require_types(each)
+            values["replicas"] = tuple(map(_of_replica, said.get("replicas", ())))
         event = kind(**values)
         require_types(event)
         entry = Entry(said["at"], said["source"], event, said["job"], said["attempt"])
@@ -494,6 +491,12 @@ def from_line(line: bytes | str) -> Entry | None:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return entry
+
+
+def _of_replica(said: Mapping[str, Any]) -> OfReplica:
+    found = OfReplica(**_known(OfReplica, said))
+    require_types(found)
+    return found
 
 
 def _known(kind: type, said: Mapping[str, Any]) -> dict[str, Any]:

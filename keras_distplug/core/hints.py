@@ -18,25 +18,35 @@ def require_types(instance: Any) -> None:
     Known are `Any`, classes, unions, `Mapping[str, T]`, `list[T]` and `tuple[T, ...]`. Where a
     `float` is expected an `int` will do, as JSON has it; a `bool` is neither.
     """
-    for name, hint, check in _checks(instance.__class__):
+    for name, hint, plain, check in _checks(instance.__class__):
         value = getattr(instance, name)
-        if not check(value):
+        # Most are plain, and a log has a million of them.
+        if value.__class__ not in plain and not check(value):
             shown = repr(value)
             shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
             raise TypeError(f"Expected `{name}` to be {hint}. Received: {shown}")
 
 
 @functools.cache
-def _checks(kind: type) -> tuple[tuple[str, str, Check], ...]:
+def _checks(kind: type) -> tuple[tuple[str, str, frozenset[type], Check], ...]:
     hints = typing.get_type_hints(kind)
     return tuple(
-        (field.name, _told(hints[field.name]), _check(hints[field.name]))
-        for field in dataclasses.fields(kind)
+        (name, _told(hints[name]), _plain(hints[name]), _check(hints[name]))
+        for name in (field.name for field in dataclasses.fields(kind))
     )
 
 
 def _told(hint: Any) -> str:
     return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+
+
+def _plain(hint: Any) -> frozenset[type]:
+    """Types whose values will do, whatever they are."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return frozenset[type]().union(*map(_plain, typing.get_args(hint)))
+    if hint is float:
+        return frozenset({float, int})
+    return frozenset({hint} if hint in (int, str, bool, types.NoneType) else ())
 
 
 def _check(hint: Any) -> Check:
@@ -57,8 +67,6 @@ def _check(hint: Any) -> Check:
             and all(type(key) is str for key in value)
             and all(map(inner, value.values()))
         )
-    if hint is float:
-        return lambda value: type(value) in (float, int)
-    if hint in (int, str, bool):
-        return lambda value: type(value) is hint
+    if plain := _plain(hint):
+        return lambda value: type(value) in plain
     return lambda value: isinstance(value, hint)
