@@ -64,6 +64,10 @@ def summary(
     return {
         **_headline(name, fits, supervised, now, saved),
         "secs": {str(category): value for category, value in goodput.totals(spans).items()},
+        "unknown_waits": {
+            str(category): value
+            for category, value in goodput.unknown_waits(goodput.chiefs(fits)).items()
+        },
         "attempts": [_attempt(each) for each in goodput.attempts(fits, supervised)[-_MOST_EVENTS:]],
         "area": _area(spans, begin, end),
         "heat": replicas_shown.heat(fits, begin, end),

@@ -35,13 +35,15 @@ function drawn(name, attributes = {}, ...children) {
   return made;
 }
 
+const WAITS = { input: "waiting for data", sync: "waiting for other replicas" };
 const percent = (share) => (share === null ? "not known" : `${(100 * share).toFixed(1)} %`);
 const milliseconds = (value) => (value === null ? "not known" : value);
 
 function duration(secs) {
   if (secs < 60) return `${secs.toFixed(1)} s`;
-  const minutes = Math.round(secs / 60);
-  if (minutes < 60) return `${Math.floor(secs / 60)} min ${String(Math.floor(secs % 60)).padStart(2, "0")} s`;
+  const whole = Math.round(secs);
+  const minutes = whole < 3600 ? Math.floor(whole / 60) : Math.round(secs / 60);
+  if (minutes < 60) return `${minutes} min ${String(whole % 60).padStart(2, "0")} s`;
   const hours = Math.floor(minutes / 60);
   if (hours < 48) return `${hours} h ${String(minutes % 60).padStart(2, "0")} min`;
   return `${Math.floor(hours / 24)} d ${String(hours % 24).padStart(2, "0")} h`;
@@ -189,7 +191,9 @@ function area(run) {
     const share = `${name} ${percent(run.secs[name] / total)} (${duration(run.secs[name])})`;
     return element("li", { title: what, "data-category": name }, sample, share);
   });
-  return section("Where the time went", chart, element("ul", { class: "legend" }, ...items));
+  const notes = Object.entries(run.unknown_waits).map(([name, secs]) => element("p", { "data-unknown": name },
+    `Of ${duration(secs)} of updates it is not known how much was ${WAITS[name]}; it counts as updates.`));
+  return section("Where the time went", chart, element("ul", { class: "legend" }, ...items), ...notes);
 }
 
 function attempts(run) {

@@ -13,7 +13,7 @@ from support.browser import Shown, browsed
 
 from keras_distplug import page
 from keras_distplug.cli import main
-from keras_distplug.core.events import to_line
+from keras_distplug.core.events import Window, to_line
 from keras_distplug.core.goodput import Fit
 from keras_distplug.core.summary import Looked, summary
 
@@ -121,6 +121,25 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     bars = re.findall(r'<rect x="([^"]*)"[^>]*width="([^"]*)"', dom.partition("<article")[2])
     assert bars
     assert all(0 <= float(x) <= 1000 and 0 < float(width) <= 1000 for x, width in bars)
+
+
+def test_not_known(tmp_path: Path) -> None:
+    """Of how much time it is not known what was waited for."""
+    fits, supervised, end = logged.fits(2, 100)
+    told = [
+        dataclasses.replace(entry, event=dataclasses.replace(entry.event, input_s=None))
+        if isinstance(entry.event, Window)
+        else entry
+        for entry in fits[0].entries
+    ]
+    run = summary("a", [Fit(fits[0].began, tuple(told)), *fits[1:]], supervised, end)
+    path = tmp_path / "report.html"
+    path.write_text(page.html("runs", [run], end))
+    dom, console = browsed(path.as_uri(), tmp_path)
+    assert console == ""
+    [note] = re.findall(r'<p data-unknown="(input|sync)">([^<]*)', dom)
+    assert note[0] == "input"
+    assert note[1].startswith("Of 1 min 20 s of updates it is not known how much was waiting for")
 
 
 def only_begun(fit: Fit, begin: float) -> Fit:
