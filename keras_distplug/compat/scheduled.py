@@ -189,6 +189,7 @@ class _Schedule:
         optimizer, workers, begun = self._model.optimizer, self._workers, self._begun
         # What is trained already makes the order another one than before.
         trained = 0 if optimizer is None else int(keras.ops.convert_to_numpy(optimizer.iterations))
+        shared_state.begin_averages(self._model)
 
         @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
         def of_worker() -> tf.data.Dataset:

@@ -49,6 +49,19 @@ def share(model: keras.Model) -> None:
                 override(generator, "next", _seed_of_step(generator))
 
 
+def begin_averages(model: keras.Model) -> None:
+    """Makes the moving averages of weights begin with these.
+
+    Keras' optimizers make them so in their first step, which several workers may take at once.
+    """
+    for optimizer in optimizers_of(model).values():
+        averages = getattr(optimizer, "_model_variables_moving_average", None) or ()
+        if averages and not int(keras.ops.convert_to_numpy(optimizer.iterations)):
+            for average, weight in zip(averages, optimizer._trainable_variables, strict=True):
+                if average is not None:
+                    average.assign(weight)
+
+
 @contextmanager
 def step(model: keras.Model, number: tf.Tensor, left_out: LeftOut | None) -> Iterator[None]:
     """A step of `model` is traced within it.
