@@ -1,15 +1,21 @@
-"""Parameter servers as real processes without a supervisor: real deaths, and what they cost."""
+"""Parameter servers as real processes: real deaths, and what they cost."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cluster import environment
 from support.job import Job
+from support.watched import Watched
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -103,3 +109,56 @@ def test_told_to_go(tmp_path: Path) -> None:
     found = outcome(tmp_path)
     assert (found["began"], found["steps"]) == (done, 2 * STEPS)
     assert saved == [str(done)]
+
+
+@contextmanager
+def supervised(folder: Path) -> Iterator[Watched]:
+    options = ["--workers=2", "--ps=1", f"--log={folder / 'events'}"]
+    command = [
+        sys.executable,
+        "-m",
+        "keras_distplug",
+        "run",
+        *options,
+        "--",
+        sys.executable,
+        str(SCRIPT),
+    ]
+    running = Watched([*command, str(folder)], environment({}), folder)
+    try:
+        yield running
+    finally:
+        running.kill()
+
+
+def test_supervised(tmp_path: Path) -> None:
+    """Under `keras-distplug run`, a killed worker comes back alone, and a killed parameter server
+    costs what came since the newest checkpoint; nobody has to do anything."""
+    (tmp_path / "wait").touch()
+
+    def pids(name: str) -> list[int]:
+        return [int(pid) for pid in re.findall(rf"\[{name}\] pid (\d+)", running.output)]
+
+    with supervised(tmp_path) as running:
+        running.await_(lambda: len(batches(tmp_path)) > 30, LIMIT_S)
+        [killed] = pids("worker-1")
+        os.kill(killed, signal.SIGKILL)
+        running.await_(lambda: len(pids("worker-1")) == 2, LIMIT_S)
+        (tmp_path / "wait").unlink()
+        running.await_(lambda: len(batches(tmp_path)) > 1 + STEPS + 70, LIMIT_S)
+        [killed] = pids("ps-0")
+        os.kill(killed, signal.SIGKILL)
+        done = len(batches(tmp_path)) - 1
+        assert running.code(LIMIT_S) == 0, running.output
+    told = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+    alone = [
+        (each["worker"], each["exit_code"]) for each in told if each["event"] == "started_again"
+    ]
+    assert alone == [("worker-1", 137)]
+    failed = [each for each in told if each["event"] == "failed"]
+    assert (failed[0]["worker"], failed[0]["exit_code"]) == ("ps-0", 137)
+    assert {each["attempt"] for each in failed} == {0}
+    found = outcome(tmp_path)
+    assert found["began"] >= done - SAVED_EVERY - 5
+    assert 0 <= found["steps"] - 2 * STEPS <= 1
+    assert found["evaluate"][1] > 0.95

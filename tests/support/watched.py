@@ -9,7 +9,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 
@@ -50,6 +50,14 @@ class Watched:
         with self._more:
             self._more.wait_for(lambda: text in self._text or self._is_over, timeout_s)
         assert text in self._text, f"{text!r} never came:\n{self._text}"
+
+    def await_(self, happens: Callable[[], object], timeout_s: float) -> None:
+        """For what it does besides printing."""
+        end_s = time.monotonic() + timeout_s
+        while not happens():
+            assert not self._is_over, f"it has ended:\n{self._text}"
+            assert time.monotonic() < end_s, f"nothing has happened:\n{self._text}"
+            time.sleep(0.05)
 
     def code(self, timeout_s: float) -> int:
         """How it has ended, as a shell puts it: 128 + n for a death by signal n."""

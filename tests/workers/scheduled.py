@@ -16,14 +16,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-import keras
-import numpy as np
-import tensorflow as tf
+# Under a supervisor, a worker or parameter server stays in the import of the package.
+print(f"pid {os.getpid()}", flush=True)
 
-import keras_distplug as kd
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+
+import keras_distplug as kd  # noqa: E402
 
 folder, steps = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 200
-print(f"pid {os.getpid()}", flush=True)
 kd.init()  # a worker or parameter server stays here
 begun_s = time.monotonic()
 
