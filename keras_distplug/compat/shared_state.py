@@ -115,29 +115,47 @@ def note_losses(model: keras.Model) -> None:
 
 
 class LeftOut:
-    """Steps that are not finite, which are left out. To be made in the strategy's scope."""
+    """Steps that are not finite, which are left out. To be made in the strategy's scope.
 
-    def __init__(self) -> None:
-        self._total = tf.Variable(0, dtype=tf.int64, trainable=False)
-        self._in_a_row = tf.Variable(0, dtype=tf.int64, trainable=False)
+    To ask a parameter server takes as long as a small step, so that a step that goes well does not:
+    those in a row are those between which no update was applied.
+
+    Args:
+        applied: How many updates were, a tensor.
+    """
+
+    def __init__(self, applied: Callable[[], tf.Tensor]) -> None:
+        self._applied = applied
+        self._total, self._in_a_row, self._behind = (
+            tf.Variable(0, dtype=tf.int64, trainable=False) for _ in range(3)
+        )
 
     def reset(self) -> None:
-        self._total.assign(0)
-        self._in_a_row.assign(0)
+        for each in (self._total, self._in_a_row, self._behind):
+            each.assign(0)
 
     def counts(self) -> tuple[int, int]:
         """How many there were, and in a row by now."""
-        return int(self._total.numpy()), int(self._in_a_row.numpy())
+        total, in_a_row, behind = (
+            int(each.numpy()) for each in (self._total, self._in_a_row, self._behind)
+        )
+        return total, in_a_row if int(self._applied()) == behind else 0
 
     def count(self, step: _Step) -> tf.Tensor | None:
         """Whether all of a step is finite; None if it tells nothing of that."""
         if not step.finite:
             return None
         ok = tf.reduce_all(tf.stack(step.finite))
-        self._total.assign_add(tf.cast(~ok, tf.int64))
-        # Where steps overlap this may be off by what others do at the same moment.
-        self._in_a_row.assign(tf.where(ok, tf.zeros([], tf.int64), self._in_a_row + 1))
+        tf.cond(ok, lambda: None, self._count_one)
         return ok
+
+    def _count_one(self) -> None:
+        # Where steps overlap, what is in a row may be off by what others do at the same moment.
+        applied = self._applied()
+        is_next = tf.equal(applied, self._behind)
+        self._total.assign_add(1)
+        self._in_a_row.assign(tf.where(is_next, self._in_a_row, 0) + 1)
+        self._behind.assign(applied)
 
     # The gate of optimizers
 
