@@ -18,8 +18,10 @@ import keras
 import tensorflow as tf
 from keras.src import backend
 
+from keras_distplug.compat import masked
 from keras_distplug.compat.override import override
 from keras_distplug.compat.share import current as current_share
+from keras_distplug.compat.workers import is_scheduled
 
 _GATE = "_distplug_gate"
 _NOTES = "_distplug_notes_assignments"
@@ -82,6 +84,9 @@ def apply(
     opens = gate.opens(optimizer, own, summed, trained)
     if opens is None:
         return stock(summed, variables)
+    if is_scheduled(tf.distribute.get_strategy()) and masked.knows(optimizer):
+        with masked.changed_only_if(opens, [*optimizer.variables, *trained]):
+            return stock(summed, variables)
     places = [i for i, gradient in enumerate(summed) if gradient is not None]
 
     def update(present: Sequence[Any]) -> None:

@@ -215,16 +215,12 @@ class _Schedule:
     def leave_out_non_finite(self) -> None:
         if self._left_out is None:
             with self._strategy.scope():
-                self._left_out = shared_state.LeftOut(self._applied)
+                self._left_out = shared_state.LeftOut()
         self._leaves_out = True
         self._left_out.reset()
         for optimizer in optimizers_of(self._model).values():
             optimizers.give_gate(optimizer)
         shared_state.note_losses(self._model)
-
-    def _applied(self) -> tf.Tensor:
-        iterations = [each.iterations for each in optimizers_of(self._model).values()]
-        return tf.add_n([tf.cast(each._value.read_value(), tf.int64) for each in iterations])
 
     def forget_left_out(self) -> None:
         if self._left_out is not None:

@@ -115,47 +115,31 @@ def note_losses(model: keras.Model) -> None:
 
 
 class LeftOut:
-    """Steps that are not finite, which are left out. To be made in the strategy's scope.
+    """Steps that are not finite, which are left out. To be made in the strategy's scope."""
 
-    To ask a parameter server takes as long as a small step, so that a step that goes well does not:
-    those in a row are those between which no update was applied.
-
-    Args:
-        applied: How many updates were, a tensor.
-    """
-
-    def __init__(self, applied: Callable[[], tf.Tensor]) -> None:
-        self._applied = applied
-        self._total, self._in_a_row, self._behind = (
-            tf.Variable(0, dtype=tf.int64, trainable=False) for _ in range(3)
-        )
+    def __init__(self) -> None:
+        # In all, and in a row.
+        self._counts = tf.Variable(tf.zeros([2], tf.int64), trainable=False)
 
     def reset(self) -> None:
-        for each in (self._total, self._in_a_row, self._behind):
-            each.assign(0)
+        self._counts.assign([0, 0])
 
     def counts(self) -> tuple[int, int]:
         """How many there were, and in a row by now."""
-        total, in_a_row, behind = (
-            int(each.numpy()) for each in (self._total, self._in_a_row, self._behind)
-        )
-        return total, in_a_row if int(self._applied()) == behind else 0
+        total, in_a_row = self._counts.numpy()
+        return int(total), int(in_a_row)
 
     def count(self, step: _Step) -> tf.Tensor | None:
         """Whether all of a step is finite; None if it tells nothing of that."""
         if not step.finite:
             return None
         ok = tf.reduce_all(tf.stack(step.finite))
-        tf.cond(ok, lambda: None, self._count_one)
+        # There, and without a condition, it costs one message.
+        with tf.device(self._counts.device):
+            in_a_row = self._counts.read_value()[1]
+            # Where steps overlap this may be off by what others do at the same moment.
+            self._counts.assign_add(tf.where(ok, tf.stack([0, -in_a_row]), [1, 1]))
         return ok
-
-    def _count_one(self) -> None:
-        # Where steps overlap, what is in a row may be off by what others do at the same moment.
-        applied = self._applied()
-        is_next = tf.equal(applied, self._behind)
-        self._total.assign_add(1)
-        self._in_a_row.assign(tf.where(is_next, self._in_a_row, 0) + 1)
-        self._behind.assign(applied)
 
     # The gate of optimizers
 
