@@ -43,6 +43,10 @@ _FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 _OTHER_CODES = {"0", "1", "2", "3", "124", "127"}  # of commands, beside `ExitCode`
 
 
+# A page whose second block fails, in its line 6.
+WRONG = "<!-- hidden\nzero = 0\n-->\n\n```python\n1 / zero\n```\n"
+
+
 def blocks(text: str) -> list[dict[str, Any]]:
     """The Python of a page that is run: what is shown, and what stands in comments."""
     return [
@@ -63,6 +67,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         {"name": name, "blocks": blocks(path.read_text())}
         for name, path in zip(NAMES, PAGES, strict=True)
     ]
+    pages.append({"name": "control", "blocks": blocks(WRONG)})
     (folder / "pages.json").write_text(json.dumps(pages))
     with ExitStack() as stack:
         place = stack.enter_context(moto(folder))
@@ -106,6 +111,15 @@ def test_examples_run(results: dict[str, Any], name: str) -> None:
     assert results[f"kd.{name}"]["blocks"]
     own = {key: value for key, value in results.items() if key.split(".")[:2] == ["kd", name]}
     assert not [each["error"] for each in own.values() if each["error"]], own
+
+
+@pytest.mark.stores
+@pytest.mark.timeout(1300)
+def test_control(results: dict[str, Any]) -> None:
+    """What is wrong on a page is told, with its line."""
+    error = results["control"]["error"]
+    assert "ZeroDivisionError" in error
+    assert 'File "control", line 6' in error
 
 
 @pytest.mark.stores
