@@ -4,7 +4,7 @@
 import keras_distplug as kd
 
 model.fit(ds, epochs=10, callbacks=kd.defaults("runs/mnist"))
-kd.distributed_fit(model, ds, epochs=10, directory="runs/mnist")
+kd.distributed_fit(model, ds, epochs=10, directory="runs/digits")
 ```
 
 TensorFlow and Keras are loaded when a name that needs them is first used.

@@ -55,7 +55,8 @@ class RunLog(keras.callbacks.Callback):  # type: ignore[misc]
     Example:
 
     ```python
-    model.fit(ds, epochs=10, callbacks=[kd.BackupAndRestore("runs/mnist"), kd.RunLog()])
+    backup = kd.BackupAndRestore("runs/mnist", delete_checkpoint=False)
+    model.fit(ds, epochs=10, callbacks=[backup, kd.RunLog()])
     ```
 
     - It is among `defaults()`; one of your own takes its place.

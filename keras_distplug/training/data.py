@@ -93,7 +93,7 @@ def resumable(
 
     ```python
     model.fit(kd.resumable(ds), epochs=10, callbacks=kd.defaults("runs/mnist", save_freq=100))
-    model.fit(kd.resumable(x, y, batch_size=64), epochs=10, callbacks=kd.defaults("runs/mnist"))
+    model.fit(kd.resumable(x, y, batch_size=64), epochs=10, callbacks=kd.defaults("runs/digits"))
     ```
 
     It stands for `x`, `y`, `batch_size`, `shuffle`, `sample_weight` and `class_weight` of `fit`,
