@@ -1,33 +1,41 @@
 """What `fit` with parameter servers costs beside a loop written by hand, what it learns, and what
 kills do to it.
 
-    python benchmarks/parameter_server.py [--steps N] [--rounds N] [--seeds N] [--kills N]
+    python benchmarks/parameter_server.py [--steps N] [--rounds N] [--seeds N] [--every SECONDS]
 
 One chief, two workers and a parameter server, as processes on this machine.
 
 - Throughput: steps a second of `distributed_fit` over those of a loop of `ClusterCoordinator`, in
   one job, in turns, for a step that computes for a few milliseconds. The bar is 0.95.
 - Accuracy: of handwritten digits, over seeds, beside that of one process with the same batches.
-- Kills: a worker, chosen at random, every few seconds; the job has to end with all its steps.
+- Kills: under the supervisor, a worker, chosen at random, every few seconds until the job has
+  ended, with all its steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
+import re
+import signal
 import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from support.cluster import environment  # noqa: E402
 from support.job import Job  # noqa: E402
+from support.watched import Watched  # noqa: E402
 
+SCRIPT = Path(__file__).parent / "workers" / "serving.py"
 WORKERS, LIMIT_S = 2, 3600.0
 
 
@@ -36,10 +44,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--kills", type=int, default=5)
-    parser.add_argument("--every", type=float, default=5.0, help="seconds")
+    parser.add_argument("--every", type=float, default=5.0, help="seconds between kills")
+    parser.add_argument("--only", choices=["throughput", "accuracy", "kills"])
     given = parser.parse_args()
-    for what in ("throughput", "accuracy", "kills"):
+    for what in [given.only] if given.only else ["throughput", "accuracy", "kills"]:
         with tempfile.TemporaryDirectory() as folder:
             globals()[what](Path(folder), given)
 
@@ -62,22 +70,31 @@ def accuracy(folder: Path, given: argparse.Namespace) -> None:
 
 
 def kills(folder: Path, given: argparse.Namespace) -> None:
+    options = ["--workers", str(WORKERS), "--ps=1", "--warm-spares", f"--log={folder / 'events'}"]
+    command = [sys.executable, "-m", "keras_distplug", "run", *options, "--"]
+    steps = 10 * given.steps
+    command += [sys.executable, str(SCRIPT), "kills", str(folder), str(steps), "1"]
+    running = Watched(command, environment(), folder)
     killed = 0
-    with job(folder, "kills", 10 * given.steps, 1) as running:
+    try:
         running.await_((folder / "begun").exists, LIMIT_S)
-        chief = running.processes["chief", 0]
-        while chief.poll() is None and killed < given.kills:
+        while not (folder / "found.json").exists():
             time.sleep(given.every)
             worker = random.randrange(WORKERS)
-            if chief.poll() is None and running.processes["worker", worker].poll() is None:
-                running.kill("worker", worker)
-                running.wait("worker", worker, 60)
-                running.start("worker", worker)
+            pid = int(re.findall(rf"\[worker-{worker}\] pid (\d+)", running.output)[-1])
+            with contextlib.suppress(ProcessLookupError):  # that of before, which was killed
+                os.kill(pid, signal.SIGKILL)
                 killed += 1
-        code = running.wait("chief", 0, LIMIT_S)
-        assert code == 0, running.told()
-    [steps] = json.loads((folder / "found.json").read_text())
-    print(f"{killed} kills: {steps} updates for {10 * given.steps} steps")
+        assert running.code(LIMIT_S) == 0, running.output
+    finally:
+        running.kill()
+    [applied] = json.loads((folder / "found.json").read_text())
+    told = [json.loads(line)["event"] for line in (folder / "events").read_text().splitlines()]
+    again = Counter(told)["started_again"]
+    print(
+        f"a worker killed each {given.every:g} s: {killed} kills, {again} starts of one alone, "
+        f"{Counter(told)['failed']} of all; {applied} updates for {steps} steps"
+    )
 
 
 def ended(folder: Path, what: str, *numbers: int) -> list[list[float]]:
@@ -89,8 +106,7 @@ def ended(folder: Path, what: str, *numbers: int) -> list[list[float]]:
 
 
 def job(folder: Path, what: str, *numbers: int) -> Job:
-    script = str(Path(__file__).parent / "workers" / "serving.py")
-    command = [script, what, str(folder), *map(str, numbers)]
+    command = [str(SCRIPT), what, str(folder), *map(str, numbers)]
     return Job(folder, command, WORKERS, {"PATH": os.environ["PATH"]})
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import keras
-import numpy as np
-import tensorflow as tf
+# Under a supervisor, a worker stays in the import of the package.
+print(f"pid {os.getpid()}", flush=True)
 
-import keras_distplug as kd
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+
+import keras_distplug as kd  # noqa: E402
 
 what, folder = sys.argv[1], Path(sys.argv[2])
 steps, times = map(int, sys.argv[3:])
