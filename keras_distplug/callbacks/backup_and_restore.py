@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import keras
 
-from keras_distplug.callbacks import exports
+from keras_distplug.callbacks import exports, resuming
 from keras_distplug.callbacks.candidates import Candidates, Found
 from keras_distplug.callbacks.executions import Executions
 from keras_distplug.callbacks.fit_state import FitState
@@ -540,25 +540,14 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
             self._finished = capture.capture(self.model)
 
     def _tell(self, found: Found, run: runs.Run) -> None:
-        cursor, name = found.stored.manifest.cursor, found.stored.name
-        which = f"local checkpoint {found.where}" if found.is_local else f"checkpoint {name}"
-        where = f"{self._where(run.name)}, {which}"
-        batch = f"batch {cursor.batch + 1}, " if cursor.batch else ""
-        if found.ends:
+        announce(
+            resuming.line(found, self._files, run.name, chief=self._role.name, epochs=self._epochs)
+        )
+        if not found.ends and (forgetful := callback_states.without_state(self._others)):
             announce(
-                f"{where}: this run is finished ({cursor.epoch} epochs). Its History and weights "
-                "are returned; give more epochs to go on, or resume=False to begin a new run"
+                f"{', '.join(forgetful)}: what these callbacks knew was not kept; it is where "
+                "they have `state_dict()` and `load_state_dict(state)`"
             )
-        else:
-            announce(
-                f"{where}: resuming at epoch {cursor.epoch + 1}/{self._epochs}, {batch}step "
-                f"{cursor.step}"
-            )
-            if forgetful := callback_states.without_state(self._others):
-                announce(
-                    f"{', '.join(forgetful)}: what these callbacks knew was not kept; it is where "
-                    "they have `state_dict()` and `load_state_dict(state)`"
-                )
 
     def _where(self, run: str) -> str:
         return self._files.where(run)
