@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 
@@ -11,6 +12,12 @@ _NAME = "keras_distplug"
 def announce(message: str) -> None:
     """Says `message` on standard output, or wherever the user sent the logger `keras_distplug`."""
     _logger().info(message)
+
+
+@functools.cache
+def advise(message: str) -> None:
+    """Says `message` once, by the logger `keras_distplug.advice`, which can be silenced alone."""
+    _logger().getChild("advice").info(message)
 
 
 def is_heard() -> bool:
