@@ -12,6 +12,7 @@ from typing import Any, Literal
 import keras
 
 from keras_distplug.callbacks import exports, resuming
+from keras_distplug.callbacks.as_call import as_call
 from keras_distplug.callbacks.candidates import Candidates, Found
 from keras_distplug.callbacks.executions import Executions
 from keras_distplug.callbacks.fit_state import FitState
@@ -162,7 +163,11 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         self.allow_batch_change = allow_batch_change
         self.allow_data_change = allow_data_change
         self.on_busy = on_busy
+        self.max_overhead = max_overhead
         self.max_failed_saves = max_failed_saves
+        self.keep_last = keep_last
+        self.keep_every_steps = keep_every_steps
+        self.keep_best = keep_best
         self.local_tier = local_tier
         self.local_freq = local_freq
         self._cadence = cadence_of(save_freq, max_overhead)
@@ -178,6 +183,8 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         self._trained_here = False
         self._role = single_process()
         self._agreement: agreement.Workers = agreement.Alone()
+
+    __repr__ = as_call
 
     def export(
         self,

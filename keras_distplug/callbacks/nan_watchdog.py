@@ -15,6 +15,7 @@ from typing import Any
 
 import keras
 
+from keras_distplug.callbacks.as_call import as_call
 from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
 from keras_distplug.callbacks.executions import Executions
 from keras_distplug.callbacks.incidents import Incidents
@@ -231,6 +232,8 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         self._trained = self._left_out = 0
         self._has_guard = False  # not where another one does the work
         self._on_workers: LeftOutOnWorkers | None = None
+
+    __repr__ = as_call
 
     def state_dict(self) -> dict[str, Any]:
         return {
