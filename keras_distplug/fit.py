@@ -16,7 +16,7 @@ from keras_distplug.cluster import agreement, peers
 from keras_distplug.compat import context, trainer, versions
 from keras_distplug.compat import model as compat_model
 from keras_distplug.core.errors import ConfigurationError
-from keras_distplug.core.log import announce
+from keras_distplug.core.log import advise, announce
 from keras_distplug.default_callbacks import defaults
 from keras_distplug.strategies import place
 from keras_distplug.training import carry, data
@@ -65,7 +65,8 @@ def distributed_fit(
             `tf.distribute.InputContext` that returns a dataset, or arrays. With parameter servers,
             each worker reads arrays and datasets over and over, in orders of its own or, where
             there is no order to draw, its share of the batches; such a function is called for each
-            worker; what Python code makes is refused.
+            worker; what Python code makes is refused. What a pipeline itself tells could be better
+            about it is said once, by the logger `keras_distplug.advice`.
         y: As in `Model.fit`.
         batch_size: Samples in a *global* batch of arrays: it is split over the replicas. Defaults
             to 32.
@@ -165,9 +166,13 @@ def distributed_fit(
         class_weight=class_weight,
         validation_data=validation_data() if callable(validation_data) else validation_data,
         validation_split=validation_split,
+        workers=role.world_size,
+        epochs=epochs,
     )
     if role.is_chief:
         announce(f"input: {feed.description}")
+        for line in feed.advice:
+            advise(f"advice: {line}")
     history = placed.fit(
         feed.x,
         batch_size=batch_size,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import subprocess
 import sys
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -125,6 +127,22 @@ def test_public_names() -> None:
     assert set(keras_distplug.__all__) <= set(dir(keras_distplug))
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = keras_distplug.nothing
+
+
+@pytest.mark.tf
+def test_hints_of_public_names() -> None:
+    """Editors show what each public function and method takes and gives; none is left open, or
+    names what is not there."""
+    for name in set(keras_distplug.__all__) - {"__version__", "errors"}:
+        value = getattr(keras_distplug, name)
+        functions = [value]
+        if isinstance(value, type):
+            own = [each for key, each in vars(value).items() if not key.startswith("_")]
+            functions = [value.__init__, *filter(inspect.isfunction, own)]
+        for function in functions:
+            hints = typing.get_type_hints(function)
+            named = {*inspect.signature(function).parameters, "return"} - {"self"}
+            assert named <= set(hints), f"{name}, {function.__qualname__}"
 
 
 @pytest.mark.parametrize(

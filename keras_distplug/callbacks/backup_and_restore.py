@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 import keras
 
-from keras_distplug.callbacks import exports
+from keras_distplug.callbacks import exports, resuming
+from keras_distplug.callbacks.as_call import as_call
 from keras_distplug.callbacks.candidates import Candidates, Found
 from keras_distplug.callbacks.executions import Executions
 from keras_distplug.callbacks.fit_state import FitState
@@ -162,7 +163,11 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         self.allow_batch_change = allow_batch_change
         self.allow_data_change = allow_data_change
         self.on_busy = on_busy
+        self.max_overhead = max_overhead
         self.max_failed_saves = max_failed_saves
+        self.keep_last = keep_last
+        self.keep_every_steps = keep_every_steps
+        self.keep_best = keep_best
         self.local_tier = local_tier
         self.local_freq = local_freq
         self._cadence = cadence_of(save_freq, max_overhead)
@@ -178,6 +183,8 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         self._trained_here = False
         self._role = single_process()
         self._agreement: agreement.Workers = agreement.Alone()
+
+    __repr__ = as_call
 
     def export(
         self,
@@ -540,25 +547,14 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
             self._finished = capture.capture(self.model)
 
     def _tell(self, found: Found, run: runs.Run) -> None:
-        cursor, name = found.stored.manifest.cursor, found.stored.name
-        which = f"local checkpoint {found.where}" if found.is_local else f"checkpoint {name}"
-        where = f"{self._where(run.name)}, {which}"
-        batch = f"batch {cursor.batch + 1}, " if cursor.batch else ""
-        if found.ends:
+        announce(
+            resuming.line(found, self._files, run.name, chief=self._role.name, epochs=self._epochs)
+        )
+        if not found.ends and (forgetful := callback_states.without_state(self._others)):
             announce(
-                f"{where}: this run is finished ({cursor.epoch} epochs). Its History and weights "
-                "are returned; give more epochs to go on, or resume=False to begin a new run"
+                f"{', '.join(forgetful)}: what these callbacks knew was not kept; it is where "
+                "they have `state_dict()` and `load_state_dict(state)`"
             )
-        else:
-            announce(
-                f"{where}: resuming at epoch {cursor.epoch + 1}/{self._epochs}, {batch}step "
-                f"{cursor.step}"
-            )
-            if forgetful := callback_states.without_state(self._others):
-                announce(
-                    f"{', '.join(forgetful)}: what these callbacks knew was not kept; it is where "
-                    "they have `state_dict()` and `load_state_dict(state)`"
-                )
 
     def _where(self, run: str) -> str:
         return self._files.where(run)

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 from keras_distplug.callbacks.candidates import Found
+from keras_distplug.callbacks.progress_line import shown
 from keras_distplug.cluster.agreement import Workers
 from keras_distplug.cluster.roles import Role
 from keras_distplug.compat import epochs, scheduled
@@ -19,6 +20,7 @@ from keras_distplug.compat import model as compat_model
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, OtherRunError
 from keras_distplug.core.log import announce
 from keras_distplug.core.manifest import Manifest, first_difference
+from keras_distplug.core.progress import Meter
 from keras_distplug.core.state import Completion, Cursor, TrainState
 from keras_distplug.training import (
     callback_states,
@@ -229,16 +231,17 @@ class FitState:
     def _read_values(self, found: Found) -> CheckpointError | None:
         before = capture.capture(self._model)
         stored, manifest = found.stored, found.stored.manifest
-        failure, word = None, None
-        try:
-            values = stored.values(capture.allocate)
-            self._arrays = capture.restore(self._model, manifest.variables, values)
-        except CheckpointError as error:
-            capture.put_back(self._model, before)
-            failure = error
-            who = f"{self._role.name}: " if self._role.world_size > 1 else ""
-            word = json.dumps([isinstance(error, CorruptCheckpointError), f"{who}{error}"])
-        first = self._agreement.first_complaint("restored", word)
+        failure, word, meter = None, None, Meter()
+        with shown(f"reading {stored.name}", meter, is_shown=self._role.is_chief):
+            try:
+                values = stored.values(capture.allocate, meter)
+                self._arrays = capture.restore(self._model, manifest.variables, values)
+            except CheckpointError as error:
+                capture.put_back(self._model, before)
+                failure = error
+                who = f"{self._role.name}: " if self._role.world_size > 1 else ""
+                word = json.dumps([isinstance(error, CorruptCheckpointError), f"{who}{error}"])
+            first = self._agreement.first_complaint("restored", word)
         if first is None:
             return None
         if failure is None:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import keras
 
+from keras_distplug.callbacks.as_call import as_call
 from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
 from keras_distplug.callbacks.one_of_a_kind import stood_aside
 from keras_distplug.cluster import agreement
@@ -128,6 +129,8 @@ class HangWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         self._undo: list[Callable[[], None]] = []
 
     # Keras' hooks, in the order in which they come
+
+    __repr__ = as_call
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)

@@ -15,6 +15,7 @@ from typing import Any
 
 import keras
 
+from keras_distplug.callbacks.as_call import as_call
 from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
 from keras_distplug.callbacks.executions import Executions
 from keras_distplug.callbacks.incidents import Incidents
@@ -227,18 +228,26 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         self.on_fault = on_fault
         self._in_a_row = 0
         self._rollbacks = 0
+        self._has_trained = False
+        self._trained = self._left_out = 0
         self._has_guard = False  # not where another one does the work
         self._on_workers: LeftOutOnWorkers | None = None
+
+    __repr__ = as_call
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "in_a_row": self._in_a_row,
             "rollbacks": self._rollbacks,
+            "of_epoch": [self._has_trained, self._trained, self._left_out],
             "windows": self._guard.windows() if self._has_guard else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._in_a_row, self._rollbacks = state["in_a_row"], state["rollbacks"]
+        # An epoch may be gone into that has no batch left.
+        of_epoch = state.get("of_epoch", (False, 0, 0))
+        self._has_trained, self._trained, self._left_out = of_epoch
         if self._has_guard:
             self._guard.set_windows(state["windows"])
 

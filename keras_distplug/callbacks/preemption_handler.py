@@ -16,6 +16,7 @@ from typing import Any
 
 import keras
 
+from keras_distplug.callbacks.as_call import as_call
 from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
 from keras_distplug.callbacks.one_of_a_kind import stood_aside
 from keras_distplug.cluster import agreement, leaving
@@ -120,6 +121,8 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
         self._undo: list[Callable[[], None]] = []
 
     # Keras' hooks, in the order in which they come
+
+    __repr__ = as_call
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         others = callback_list.move_to_end(self)

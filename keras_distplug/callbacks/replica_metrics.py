@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 
+from keras_distplug.callbacks.as_call import as_call
 from keras_distplug.callbacks.one_of_a_kind import stood_aside
 from keras_distplug.callbacks.replica_curves import (
     OF_REPLICAS,
@@ -129,6 +130,7 @@ class ReplicaMetrics(keras.callbacks.Callback):  # type: ignore[misc]
                 f"Received: {logs!r}"
             )
         self.log_dir = log_dir
+        self._storage_options = dict(storage_options or {})
         self._files = None if log_dir is None else open_files(log_dir, storage_options)
         self.every_steps = every_steps
         self.logs = tuple(logs)
@@ -139,6 +141,8 @@ class ReplicaMetrics(keras.callbacks.Callback):  # type: ignore[misc]
         self._checks: Reports | None = None
 
     # Keras' hooks, in the order in which they come
+
+    __repr__ = as_call
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)

@@ -18,6 +18,7 @@ from typing import Any
 
 import keras
 
+from keras_distplug.callbacks.as_call import as_call
 from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
 from keras_distplug.callbacks.event_files import EventFiles
 from keras_distplug.callbacks.executions import Executions
@@ -99,6 +100,8 @@ class RunLog(keras.callbacks.Callback):  # type: ignore[misc]
         self._writes: _Writes | None = None
 
     # Keras' hooks, in the order in which they come
+
+    __repr__ = as_call
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Protocol
 
+from keras_distplug.callbacks.progress_line import shown
 from keras_distplug.core.cadence import Pace, Plan
 from keras_distplug.core.errors import SaveError
 from keras_distplug.core.events import Saved, SaveFailed
 from keras_distplug.core.log import announce
+from keras_distplug.core.progress import Meter
 from keras_distplug.core.protocols import Agreement
 from keras_distplug.core.reporting import report
 from keras_distplug.core.state import TrainState
@@ -24,6 +26,11 @@ from keras_distplug.storage.saver import Saver
 
 class Writes(Protocol):
     """Where the checkpoints go."""
+
+    @property
+    def meter(self) -> Meter:
+        """Of the save under way."""
+        ...
 
     def save(self, state: TrainState, attempt: str) -> None:
         """Raises SaveError if it fails."""
@@ -115,7 +122,7 @@ class Saves:
     def save(self, state: Callable[[], TrainState]) -> None:
         """Saves in the background, once a save under way has ended."""
         begin = time.monotonic()
-        self._saver.wait()
+        self._wait_for_saver()
         self._look_after_ended()
         self._number += 1
         attempt = f"{self._attempts}-{self._number}"
@@ -172,7 +179,7 @@ class Saves:
     def _wait_until(self, end_s: float | None) -> str | None:
         """Waits for the save under way. Tells why it has not ended."""
         try:
-            self._saver.wait(None if end_s is None else max(0.0, end_s - time.monotonic()))
+            self._wait_for_saver(None if end_s is None else max(0.0, end_s - time.monotonic()))
         except SaveError as error:
             return str(error)
         self._look_after_ended()
@@ -188,7 +195,7 @@ class Saves:
         Raises:
             SaveError: If it has failed.
         """
-        self._saver.wait()
+        self._wait_for_saver()
         self._look_after_ended()
         if self._failures and not self._is_local:
             raise self._failures[-1]
@@ -197,6 +204,14 @@ class Saves:
                 f"{self._pace.skipped} {self._what}s that were due were left out, because the one "
                 "before was still being written"
             )
+
+    def _wait_for_saver(self, timeout_s: float | None = None) -> None:
+        """Raises SaveError if the save under way takes longer."""
+        if not self._saver.is_busy:
+            return
+        what = f"writing {self._what} of step {self._saver.step}"
+        with shown(what, self._writer.meter, is_shown=self._is_chief):
+            self._saver.wait(timeout_s)
 
     def _agree(self, plan: Callable[[], Plan]) -> Plan:
         word = None

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_distplug.callbacks.as_call import as_call
 from keras_distplug.callbacks.one_of_a_kind import stood_aside
 from keras_distplug.callbacks.step_windows import OwnWindows, StepWindows, tell_what_is_lost
 from keras_distplug.cluster import agreement
@@ -92,6 +93,8 @@ class StragglerWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         self._windows: StepWindows | None = None  # not where there is nothing to compare
 
     # Keras' hooks, in the order in which they come
+
+    __repr__ = as_call
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)

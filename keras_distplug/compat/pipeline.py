@@ -75,6 +75,7 @@ class Step:
         random_ops: In its functions, with whether they have a seed.
         generator_ops: In its functions; of a `tf.random.Generator`.
         python_ops: In its functions.
+        calls: Ops in its functions.
         pure: Its functions give the same for the same element, whatever they were called for.
         unseeded_inside: Titles of unseeded shuffles of datasets that its functions make.
     """
@@ -91,6 +92,7 @@ class Step:
     random_ops: tuple[tuple[str, bool], ...]
     generator_ops: tuple[str, ...]
     python_ops: tuple[str, ...]
+    calls: frozenset[str]
     pure: bool
     unseeded_inside: tuple[str, ...]
 
@@ -143,6 +145,15 @@ class Pipeline:
 
     def step(self, node: str) -> Step:
         return next(each for each in self.steps if each.node == node)
+
+    @property
+    def chain(self) -> Iterator[Step]:
+        """From the output on, as long as one reads one other."""
+        step = self.step(self._output)
+        yield step
+        while len(step.inputs) == 1:
+            step = self.step(step.inputs[0])
+            yield step
 
     @property
     def global_batch(self) -> Step | None:
@@ -423,6 +434,7 @@ def _steps(graph: graph_pb2.GraphDef) -> Iterator[Step]:
             random_ops=tuple(sorted(set(randoms))),
             generator_ops=tuple(sorted(set(generators))),
             python_ops=tuple(sorted({e.op for e in inner if _PYTHON_OPS.fullmatch(e.op)})),
+            calls=frozenset(each.op for each in inner),
             pure=not any(_keeps_state(each.op) for each in inner),
             unseeded_inside=tuple(
                 sorted({_title(op) for function in called for op in _unseeded(function)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 
@@ -10,6 +11,21 @@ _NAME = "keras_distplug"
 
 def announce(message: str) -> None:
     """Says `message` on standard output, or wherever the user sent the logger `keras_distplug`."""
+    _logger().info(message)
+
+
+@functools.cache
+def advise(message: str) -> None:
+    """Says `message` once, by the logger `keras_distplug.advice`, which can be silenced alone."""
+    _logger().getChild("advice").info(message)
+
+
+def is_heard() -> bool:
+    """Whether anybody hears what is announced."""
+    return _logger().isEnabledFor(logging.INFO)
+
+
+def _logger() -> logging.Logger:
     logger = logging.getLogger(_NAME)
     if not logger.handlers and logger.level == logging.NOTSET:
         # TensorFlow's absl puts a handler on the root logger that shows warnings only.
@@ -18,4 +34,4 @@ def announce(message: str) -> None:
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         logger.propagate = False
-    logger.info(message)
+    return logger

@@ -14,7 +14,7 @@ import json
 import uuid
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from keras_distplug.core.errors import (
     SaveError,
 )
 from keras_distplug.core.manifest import Manifest, Shard
+from keras_distplug.core.progress import Meter
 from keras_distplug.core.protocols import Exchange
 from keras_distplug.core.sealed import digest_of
 from keras_distplug.core.state import TrainState
@@ -72,6 +73,7 @@ class Writer:
         self._store = store
         self._team = team
         self._written: dict[int, tuple[str, Shard]] = {}  # by share: where it was written last
+        self.meter = Meter()  # of this worker's share of the save under way
 
     @staticmethod
     def new_attempt() -> str:
@@ -175,6 +177,7 @@ class Writer:
         variables = codec.specs_of(state.arrays)
         traits = self._files.traits
         files = codec.files_for(variables, self._team.size, traits.file_bytes)
+        self.meter.begin(codec.bytes_of(variables) // self._team.size)
         numbers = itertools.count(1)
 
         def new_file() -> str:
@@ -190,11 +193,12 @@ class Writer:
                 file = new_file()
                 with contextlib.suppress(OSError):  # then it is written once more
                     self._files.copy(source, self._store.path(name, file))
+                    self.meter.add(shard.bytes)
                     return replace(shard, file=file)
             file = new_file()
             path = self._store.path(name, file)
             parts = codec.Hashed(codec.encode(pieces, state.arrays))
-            self._files.create(path, parts)
+            self._create(path, parts)
             shard = Shard(file, parts.bytes, parts.xxh3_128)
             self._written[share] = path, shard
             return shard
@@ -203,6 +207,18 @@ class Writer:
         mine = range(files * self._team.rank, files * (self._team.rank + 1))
         jobs = (functools.partial(_retried, functools.partial(write, share)) for share in mine)
         return list(in_order(jobs, traits.at_once))
+
+    def _create(self, path: str, parts: codec.Hashed) -> None:
+        if not self._files.traits.is_near:
+            # All parts are asked for before the first one is sent.
+            self._files.create(path, parts)
+            self.meter.add(parts.bytes)
+            return
+        try:
+            self._files.create(path, _metered(parts, self.meter))
+        except BaseException:
+            self.meter.add(-parts.bytes)  # they are written once more
+            raise
 
     def _is_written(self, share: int, pieces: Sequence[codec.Piece], state: TrainState) -> bool:
         """Has a save before written the same?"""
@@ -256,6 +272,12 @@ class Writer:
         if "failed" in said:
             raise CheckpointError(said["failed"])
         return said["value"]
+
+
+def _metered(parts: codec.Hashed, meter: Meter) -> Iterator[memoryview]:
+    for part in parts:
+        meter.add(part.nbytes)
+        yield part
 
 
 def _fingerprint(state: TrainState) -> str:

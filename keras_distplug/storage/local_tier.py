@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from keras_distplug.core.errors import CheckpointError
+from keras_distplug.core.progress import Meter
 from keras_distplug.core.protocols import Exchange
 from keras_distplug.core.state import TrainState
 from keras_distplug.storage import layout
@@ -108,6 +109,10 @@ class LocalWriter:
         self._tier = tier
         self._session = session
         self._saved = 0
+
+    @property
+    def meter(self) -> Meter:
+        return self._writer.meter
 
     def save(self, state: TrainState, attempt: str) -> None:
         """As `Writer.save`."""

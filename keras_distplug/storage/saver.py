@@ -49,7 +49,7 @@ class Saver:
     def __init__(self, timeout_s: float = 600.0) -> None:
         self._timeout_s = timeout_s
         self._thread: threading.Thread | None = None
-        self._step = 0
+        self.step = 0  # of the newest save
         self._begun_s = self._told_s = 0.0
         self._ended: queue.SimpleQueue[Saved] = queue.SimpleQueue()
         _wait_at_exit()
@@ -69,7 +69,7 @@ class Saver:
         if self.is_busy:
             raise RuntimeError("A save is under way. Call `wait` before `start`.")
 
-        self._step = step
+        self.step = step
         self._begun_s = self._told_s = begun_s = time.monotonic()
 
         def run() -> None:
@@ -92,7 +92,7 @@ class Saver:
         if self.is_busy and now_s - self._told_s > self._timeout_s:
             self._told_s = now_s
             seconds = now_s - self._begun_s
-            found.append(Saved(self._step, seconds, self._hangs(seconds)))
+            found.append(Saved(self.step, seconds, self._hangs(seconds)))
         return found
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -111,7 +111,7 @@ class Saver:
 
     def _hangs(self, seconds: float) -> SaveError:
         return SaveError(
-            f"The checkpoint of step {self._step} was still being written after {seconds:.0f} s. "
+            f"The checkpoint of step {self.step} was still being written after {seconds:.0f} s. "
             "It does not count until it is complete. Look at the storage."
         )
 

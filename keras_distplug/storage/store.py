@@ -17,6 +17,7 @@ from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError
 from keras_distplug.core.events import Quarantined
 from keras_distplug.core.manifest import Manifest, Shard
 from keras_distplug.core.memory import Allocate
+from keras_distplug.core.progress import Meter
 from keras_distplug.core.reporting import report
 from keras_distplug.storage import codec, layout
 from keras_distplug.storage.files import Files
@@ -34,8 +35,9 @@ class Stored:
         name: The name of its folder.
         manifest: All but the values.
         values: Reads key and value of one variable after the other, into the memory that an
-            `Allocate` makes, by default NumPy's. What came out counts once it has ended, for it
-            verifies while it reads, and raises as `CheckpointStore.verify` does.
+            `Allocate` makes, by default NumPy's, and counts what was read with a `Meter`, if it is
+            given one. What came out counts once it has ended, for it verifies while it reads, and
+            raises as `CheckpointStore.verify` does.
     """
 
     name: str
@@ -276,7 +278,11 @@ class CheckpointStore:
         return manifest
 
     def _values(
-        self, name: str, manifest: Manifest, allocate: Allocate | None = None
+        self,
+        name: str,
+        manifest: Manifest,
+        allocate: Allocate | None = None,
+        meter: Meter | None = None,
     ) -> Iterator[tuple[str, Any]]:
         # One after the other, so that the memory of a value that is no longer needed serves for the
         # next: that is faster than new memory, and one copy of a model's state is enough.
@@ -284,16 +290,20 @@ class CheckpointStore:
         # Memory is made by what the manifest says, so it has to be true before.
         self._require_sizes(name, manifest.shards)
         wanted = codec.bytes_of(manifest.variables)
-        if wanted > (there := sum(shard.bytes for shard in manifest.shards)):
+        there = sum(shard.bytes for shard in manifest.shards)
+        if wanted > there:
             raise CorruptCheckpointError(
                 f"{self.where(name)} is said to hold variables of {wanted} bytes, in files of "
                 f"{there} bytes."
             )
+        meter = meter or Meter()
+        meter.begin(there)
         for shard in manifest.shards:
             read_into = functools.partial(self._read_into, name, shard.file)
             where = self.where(name, shard.file)
             read = codec.read(read_into, shard.bytes, room, where, _READERS)
-            for _ in self._checked(name, shard, read):
+            for part in self._checked(name, shard, read):
+                meter.add(part.nbytes)
                 yield from room.take()
             yield from room.take()
         room.require_all_taken()

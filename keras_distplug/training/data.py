@@ -14,7 +14,9 @@ import tensorflow as tf
 
 from keras_distplug.compat import data as compat_data
 from keras_distplug.compat import trainer
+from keras_distplug.compat import workers as compat_workers
 from keras_distplug.core.errors import DataError
+from keras_distplug.training.advice import PREFETCHED
 from keras_distplug.training.functions import DatasetFunction, takes_context
 from keras_distplug.training.position import Positioned, Source, sharded
 from keras_distplug.training.python_sources import Generator, PyData
@@ -29,11 +31,13 @@ class Feed:
         x: The first argument of `Model.fit` that carries all of the data.
         validation_data: For `Model.fit`, split off from `x` if that was asked for.
         description: How the data is shuffled and split over the workers, for people.
+        advice: What could be better about them, a line each.
     """
 
     x: InputAdapter
     validation_data: Any
     description: str
+    advice: tuple[str, ...] = ()
 
 
 class InputAdapter(compat_data.DataAdapter):  # type: ignore[misc]
@@ -41,10 +45,11 @@ class InputAdapter(compat_data.DataAdapter):  # type: ignore[misc]
 
     Args:
         source: The data.
+        fetches_ahead: As in `Positioned`.
     """
 
-    def __init__(self, source: Source) -> None:
-        self._positioned = Positioned(source)
+    def __init__(self, source: Source, *, fetches_ahead: bool = False) -> None:
+        self._positioned = Positioned(source, fetches_ahead=fetches_ahead)
 
     def get_tf_dataset(self) -> Positioned:
         return self._positioned
@@ -136,6 +141,8 @@ def feed(
     class_weight: dict[int, float] | None = None,
     validation_data: Any = None,
     validation_split: float = 0.0,
+    workers: int = 1,
+    epochs: int = 1,
 ) -> Feed:
     """Makes the input of `fit` out of what the user gave.
 
@@ -151,6 +158,8 @@ def feed(
         class_weight: As in `Model.fit`.
         validation_data: As in `Model.fit`.
         validation_split: As in `Model.fit`.
+        workers: How many processes train.
+        epochs: As in `Model.fit`.
 
     Raises:
         DataError: For data of an unknown kind, not batched, or with batches smaller than the
@@ -166,14 +175,22 @@ def feed(
             )
         (x, y, sample_weight), validation_data = _split((x, y, sample_weight), validation_split)
     source, how = _source(x, y, sample_weight, class_weight, batch_size, shuffle, seed, model)
-    adapter = InputAdapter(source)
+    advice: list[str] = []
+    lacks_prefetch = False
+    if isinstance(source, TfData):
+        advice = source.advice(workers=workers, epochs=epochs)
+        # Others than the default strategy fetch ahead by themselves.
+        lacks_prefetch = source.lacks_prefetch and strategy is compat_workers.of_chief()
+    adapter = InputAdapter(source, fetches_ahead=lacks_prefetch)
     adapter.get_tf_dataset().use(strategy)
     warn_of(source)
+    if lacks_prefetch:
+        advice.append(PREFETCHED)
     if adapter.get_tf_dataset().is_scheduled:
         how = f"{how}; each worker reads for itself"
     elif strategy.num_replicas_in_sync > 1:
         how = f"{how}; {_sharding(source)}"
-    return Feed(adapter, validation_data, how)
+    return Feed(adapter, validation_data, how, tuple(advice))
 
 
 def _source(

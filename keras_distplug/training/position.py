@@ -73,10 +73,13 @@ class Positioned(compat_data.LateDistributedDataset):
 
     Args:
         source: The data.
+        fetches_ahead: Whether to make the next batch while a step computes, beside what
+            TensorFlow does.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, *, fetches_ahead: bool = False) -> None:
         self.source = source
+        self._fetches_ahead = fetches_ahead
         self.passes = 0
         self.is_scheduled = False  # once it is used: whether workers read it, and nobody here does
         self._start = self._behind = 0
@@ -157,7 +160,9 @@ class Positioned(compat_data.LateDistributedDataset):
             self._dataset = dataset
             strategy = self._strategy
             assert strategy is not None
-            self._distributed = strategy.experimental_distribute_dataset(sharded(dataset))
+            # A position counts batches that were trained, so that more of them may be made.
+            read = dataset.prefetch(1) if self._fetches_ahead else dataset
+            self._distributed = strategy.experimental_distribute_dataset(sharded(read))
 
 
 def sharded(dataset: tf.data.Dataset) -> tf.data.Dataset:

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from keras_distplug.compat import data as compat_data
 from keras_distplug.compat import pipeline
-from keras_distplug.training import audit
+from keras_distplug.training import advice, audit
 
 # What of a fingerprint differs, too, where a process makes the same pipeline a second time.
 SEEDS = "seeds"
@@ -149,6 +149,16 @@ class TfData:
         except pipeline.UnreadableError as error:
             self._why_unreadable = str(error)
         self._orders = None if self._pipeline is None else _Orders(self._pipeline, seed)
+
+    @property
+    def lacks_prefetch(self) -> bool:
+        return self._pipeline is not None and advice.lacks_prefetch(self._pipeline)
+
+    def advice(self, *, workers: int, epochs: int) -> list[str]:
+        """As `advice.advise`."""
+        if self._pipeline is None:
+            return []
+        return advice.advise(self._pipeline, self.whole, workers=workers, epochs=epochs)
 
     @property
     def num_batches(self) -> int | None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import threading
+import time
 import warnings
 from collections.abc import Callable
 
 import pytest
 
+from keras_distplug.callbacks import progress_line
 from keras_distplug.callbacks.saves import Saves
 from keras_distplug.core.cadence import Cadence, EveryBatches, EveryEpoch, Pace
 from keras_distplug.core.errors import AgreementError, SaveError
+from keras_distplug.core.progress import Meter
 from keras_distplug.core.state import Cursor, TrainState
 from keras_distplug.storage.saver import Saver
 
@@ -47,6 +52,7 @@ class Writer:
 
     def __init__(self) -> None:
         self.saved: list[tuple[int, str]] = []
+        self.meter = Meter()
         self.failing = False
         self.may_write = threading.Event()
         self.may_write.set()
@@ -203,3 +209,83 @@ def test_follower() -> None:
         train(running, range(6, 7))
     running._saver.wait()
     assert writer.saved == [(3, "attempts-1")]
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def finish_slowly(writer: Writer, running: Saves, until: Callable[[], bool]) -> None:
+    """Ends a training whose last save ends once that is so."""
+    writer.may_write.clear()
+    writer.meter.begin(40 * 2**20)
+    writer.meter.add(10 * 2**20)
+    running.save(at(9))
+    released = threading.Thread(target=lambda: (wait_until(until), writer.may_write.set()))
+    released.start()
+    running.finish()
+    released.join()
+
+
+@pytest.mark.parametrize("is_chief", [True, False])
+def test_long_save_is_shown(
+    is_chief: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where training waits for a save, the chief says how far it is; once, in a log."""
+    monkeypatch.setattr(progress_line, "AFTER_SECS", 0.0)
+    writer, waits = Writer(), threading.Event()
+    running = saves(writer, agreement=None if is_chief else Follower("a"), is_chief=is_chief)
+    monkeypatch.setattr(running._saver, "wait", noted(running._saver.wait, waits))
+    finish_slowly(writer, running, lambda: bool(caplog.messages) if is_chief else waits.is_set())
+    said = [line for line in caplog.messages if "writing" in line]
+    expected = "writing checkpoint of step 9: 10 of 40 MB after 0 s"
+    assert said == ([expected] if is_chief else [])
+
+
+def noted(action: Callable[..., None], event: threading.Event) -> Callable[..., None]:
+    def run(*args: object) -> None:
+        event.set()
+        action(*args)
+
+    return run
+
+
+def test_short_save_is_not_shown(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save that ends before the line is due leaves no line, and no thread."""
+    monkeypatch.setattr(progress_line, "AFTER_SECS", 1e6)
+    writer = Writer()
+    running, waits = saves(writer), threading.Event()
+    monkeypatch.setattr(running._saver, "wait", noted(running._saver.wait, waits))
+    finish_slowly(writer, running, waits.is_set)
+    assert caplog.messages == []
+    assert not [each for each in threading.enumerate() if "progress" in each.name]
+
+
+def test_bar_on_a_terminal(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal a bar moves, and the log has no line."""
+    monkeypatch.setattr(progress_line, "AFTER_SECS", 0.0)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    ours, theirs = pty.openpty()
+    shown, writer = bytearray(), Writer()
+
+    def read() -> None:
+        while b"10 of 40 MB" not in shown:
+            shown.extend(os.read(ours, 4096))
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    with open(theirs, "w") as terminal:
+        monkeypatch.setattr("sys.stderr", terminal)
+        finish_slowly(writer, saves(writer), lambda: not reader.is_alive())
+        monkeypatch.undo()
+    os.close(ours)
+    assert "writing checkpoint of step 9" in shown.decode()
+    assert caplog.messages == []

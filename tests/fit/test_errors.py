@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -228,3 +229,74 @@ def test_dataset_that_cannot_be_taken_along(dataset: Callable[[], tf.data.Datase
         carry.pack("x", dataset())
     assert "keras_distplug.init()" in str(raised.value)
     assert "distributed_fit(model, make_x, ...)" in str(raised.value)
+
+
+def on_fault(left_out: Any) -> None:
+    """A function of the user's."""
+
+
+@pytest.mark.parametrize(
+    ("make", "shown"),
+    [
+        (
+            lambda folder: kd.BackupAndRestore(Path("runs/mnist"), save_freq="auto"),
+            "BackupAndRestore(backup_dir='runs/mnist', save_freq='auto')",
+        ),
+        (
+            lambda folder: kd.BackupAndRestore(
+                "runs/mnist",
+                delete_checkpoint=False,
+                local_tier=folder,
+                max_overhead=0.1,
+                keep_last=5,
+                keep_every_steps=100,
+                keep_best=("loss", "min", 1),
+            ),
+            "BackupAndRestore(backup_dir='runs/mnist', delete_checkpoint=False, "
+            "local_tier='{folder}', max_overhead=0.1, keep_last=5, keep_every_steps=100, "
+            "keep_best=('loss', 'min', 1))",
+        ),
+        (
+            lambda folder: kd.BackupAndRestore(
+                "memory://me:hidden@place:1/mnist", storage_options={"secret": "hidden"}
+            ),
+            "BackupAndRestore(backup_dir='memory://place:1/mnist', storage_options={{...}})",
+        ),
+        (lambda folder: kd.HangWatchdog(), "HangWatchdog()"),
+        (lambda folder: kd.HangWatchdog(60, exit=True), "HangWatchdog(step_secs=60, exit=True)"),
+        (
+            lambda folder: kd.NaNWatchdog(max_skips=1, on_fault=on_fault),
+            "NaNWatchdog(max_skips=1, on_fault=on_fault)",
+        ),
+        (
+            lambda folder: kd.PreemptionHandler([signal.SIGTERM], cloud=False),
+            "PreemptionHandler(signals=(SIGTERM,), cloud=False)",
+        ),
+        (lambda folder: kd.StragglerWatchdog(windows=9), "StragglerWatchdog(windows=9)"),
+        (
+            lambda folder: kd.ReplicaMetrics(
+                "memory://logs", storage_options={"token": "hidden"}, logs=["loss_spread"]
+            ),
+            "ReplicaMetrics(log_dir='memory://logs', storage_options={{...}}, "
+            "logs=('loss_spread',))",
+        ),
+        (
+            lambda folder: kd.RunLog("memory://logs", storage_options={"token": "hidden"}),
+            "RunLog(log_dir='memory://logs', storage_options={{...}})",
+        ),
+    ],
+)
+def test_repr(make: Callable[[Path], Any], shown: str, tmp_path: Path) -> None:
+    """A callback shows itself as the call that makes it, without what is secret."""
+    assert repr(make(tmp_path)) == shown.format(folder=tmp_path)
+
+
+def test_repr_of_derived() -> None:
+    """What is derived from one of ours shows what it has of that."""
+
+    class Own(kd.NaNWatchdog):
+        def __init__(self, label: str, **others: Any) -> None:
+            super().__init__(**others)
+            self.label = label
+
+    assert repr(Own("a", max_skips=1)).endswith("Own(label='a')")

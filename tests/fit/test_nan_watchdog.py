@@ -183,8 +183,8 @@ def test_ends(tmp_path: Path) -> None:
     assert heard.places == [(0, 3, 1)]
 
 
-@pytest.mark.parametrize("at", [2, 3, 6])
-def test_goes_on(at: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("at", [(0, 2), (0, 3), (0, 6), (1, 0)])
+def test_goes_on(at: tuple[int, int], tmp_path: Path) -> None:
     """A training that is interrupted around what is left out ends as one that is not: bits,
     History, and how many there were in a row."""
 
@@ -201,10 +201,10 @@ def test_goes_on(at: int, tmp_path: Path) -> None:
     whole, first, second = Heard(), Heard(), Heard()
     expected = fit(tmp_path / "whole", small.Stop(), whole)
     with pytest.raises(small.Interrupted):
-        fit(tmp_path / "two", small.Stop(0, at), first)
+        fit(tmp_path / "two", small.Stop(*at), first)
     assert fit(tmp_path / "two", small.Stop(), second) == expected
     # The batch behind which it was interrupted was not saved, and comes again.
-    again = [place for place in first.places if place[:2] != (0, at)]
+    again = [place for place in first.places if place[:2] != at]
     assert again + second.places == whole.places
 
 

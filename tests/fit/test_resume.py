@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ import keras_distplug as kd  # noqa: E402
 from keras_distplug import default_callbacks  # noqa: E402
 from keras_distplug.callbacks import backup_and_restore  # noqa: E402
 from keras_distplug.compat import epochs as compat_epochs  # noqa: E402
+from keras_distplug.core import log  # noqa: E402
 from keras_distplug.core.errors import ConfigurationError, OtherRunError  # noqa: E402
 from keras_distplug.core.events import Window  # noqa: E402
 from keras_distplug.storage import run_log, saver  # noqa: E402
@@ -585,3 +587,29 @@ def test_models_out_of_the_ordinary(make: Callable[[], keras.Model], tmp_path: P
     assert all(a.numpy().tobytes() == b.numpy().tobytes() for a, b in zip(*others, strict=True))
     predicted = [model.predict(small.X, verbose=0).tobytes() for model in (found, expected)]
     assert predicted[0] == predicted[1]
+
+
+def test_advice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What could be better about the data is said once, and not to who does not want to hear it;
+    where TensorFlow makes no batch ahead, one is."""
+    log.advise.cache_clear()
+    logger = logging.getLogger("keras_distplug.advice")
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    tuned = tf.data.Dataset.from_tensor_slices((small.X, small.Y)).batch(8).shuffle(4, seed=1)
+    untuned, trained = tuned.with_options(options), []
+    try:
+        for number, data in enumerate((untuned, tuned, untuned)):
+            if number == 2:
+                log.advise.cache_clear()
+                logger.setLevel(logging.WARNING)
+            model = small.model()
+            kd.distributed_fit(model, data, verbose=0, directory=tmp_path / str(number))
+            trained.append(small.state(model))
+            # One handler may hear a record twice.
+            said = {id(each): each.getMessage() for each in caplog.records}.values()
+            about = [each.split("`")[1] for each in said if each.startswith("advice: ")]
+            assert about == ["shuffle", "options.autotune.enabled=False"]
+    finally:
+        logger.setLevel(logging.NOTSET)
+    assert trained[0] == trained[1] == trained[2]

@@ -214,14 +214,20 @@ def test_traced_anew(tmp_path: Path) -> None:
     assert window.secs["input"] < 1
 
 
-def test_interrupted(tmp_path: Path) -> None:
-    """Another attempt begins where the checkpoint was; what it trains once more is no progress."""
+def test_interrupted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Another attempt begins where the checkpoint was, and says what is lost; what it trains once
+    more is no progress."""
     callbacks = kd.defaults(tmp_path, save_freq=4)
     callbacks[0].on_busy = "wait"
     with pytest.raises(small.Interrupted):
         fit(callbacks, small.Stop(1, 2))
     saver.wait_for_all()
     fit(kd.defaults(tmp_path, save_freq=4))
+    line = next(each for each in caplog.messages if "resuming at" in each)
+    assert line.endswith(
+        "step-00000004: resuming at epoch 1/3, batch 5, step 4 "
+        "(attempt 2; steps of the one before that are lost: at least 3)"
+    )
     first, second = logged(tmp_path)
     assert (first.last_step, second.began.step) == (7, 4)
     assert names(second)[1] == "Restored"

@@ -133,11 +133,11 @@ def test_wait_if_busy(
     gate, waited = threading.Event(), []
     stock = saver.Saver.wait
 
-    def wait(self: saver.Saver) -> None:
+    def wait(self: saver.Saver, timeout_s: float | None = None) -> None:
         if self.is_busy and not gate.is_set():
             waited.append(True)
             gate.set()
-        stock(self)
+        stock(self, timeout_s)
 
     monkeypatch.setattr(saver.Saver, "wait", wait)
     before_writing(lambda path: None if "step-00000002/" not in path else _wait(gate))

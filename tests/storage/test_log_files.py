@@ -11,8 +11,9 @@ import pytest
 
 from keras_distplug.core import events
 from keras_distplug.core.events import Entry, Event, from_line
-from keras_distplug.storage import run_log
+from keras_distplug.storage import last_attempt, run_log
 from keras_distplug.storage.files import Files, open_files
+from keras_distplug.storage.last_attempt import Before, look_back
 from keras_distplug.storage.run_log import Log, Reader, newest, open_beside, read, sink_for
 
 RUN = "run-0001"
@@ -264,3 +265,53 @@ def test_beside(tmp_path: Path) -> None:
     opened.append(line(events.Ended(0, "")))
     opened.close()
     assert [path.name for path in tmp_path.glob("run-0001/log/*")] == ["supervisor-job.jsonl"]
+
+
+def test_look_back(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attempts are counted by their sessions, and of the last one it is known how far it had come:
+    exactly, where it has told of its end."""
+    monkeypatch.setattr(run_log, "_PART_BYTES", 300)
+    assert look_back(files, RUN, "worker-0") is None
+    stems = [
+        "20261122T101112Z-worker-0-3f0c9a1b",
+        "20261122T101112Z-worker-1-3f0c9a1b",
+        "20261122T111112Z-worker-1-aaaaaaaa",
+        "20261122T111113Z-worker-0-aaaaaaaa",
+        "supervisor-8d1e",
+    ]
+    for stem, last in zip(stems, (30, 31, 41, 40, 99), strict=True):
+        written = log(files, stem)
+        written.append(line(began()))
+        for number in range(20, last + 1):
+            written.append(line(events.Window(number, 1, 0, {"step": 1.0})))
+            if not files.traits.is_near:
+                assert written.flush()
+        written.append(line(events.Beat()))
+        written.close()
+    before = look_back(files, RUN, "worker-0")
+    assert before == Before(2, 40, has_told_all=False)
+    assert look_back(files, RUN, "chief-0") is None
+    assert (before.lost_steps(38), before.lost_steps(40)) == (
+        "at least 2",
+        "none that its log knows of",
+    )
+    written = log(files, "20261122T121113Z-worker-0-bbbbbbbb")
+    written.append(line(began()))
+    written.append(line(events.Window(44, 1, 0, {"step": 1.0})))
+    written.append(line(events.Raised("ValueError: no")))
+    written.close()
+    before = look_back(files, RUN, "worker-0")
+    assert before == Before(3, 44, has_told_all=True)
+    assert (before.lost_steps(38), before.lost_steps(44)) == ("6", "none")
+
+
+def test_look_back_reads_the_end_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a file is; a line that is cut there does not count."""
+    monkeypatch.setattr(last_attempt, "_LAST_BYTES", 400)
+    files = open_files(tmp_path)
+    written = log(files, "20261122T101112Z-worker-0-3f0c9a1b")
+    written.append(line(began()))
+    for number in range(1000):
+        written.append(line(events.Window(number, 1, 0, {"step": 1.0})))
+    written.close()
+    assert look_back(files, RUN, "worker-0") == Before(1, 999, has_told_all=False)

@@ -13,6 +13,8 @@ pytestmark = [pytest.mark.tf, pytest.mark.timeout(120)]
 
 import tensorflow as tf  # noqa: E402
 
+from keras_distplug.compat import pipeline  # noqa: E402
+from keras_distplug.training import advice  # noqa: E402
 from keras_distplug.training.audit import audit  # noqa: E402
 
 D = tf.data.Dataset
@@ -104,3 +106,105 @@ def test_what_cannot_be_had_again(make: Callable[[], tf.data.Dataset], line: str
 def test_what_can(make: Callable[[], tf.data.Dataset]) -> None:
     """Nothing is said of what comes again."""
     assert audit(make()) == []
+
+
+FILE = tf.data.experimental.AutoShardPolicy.FILE
+
+
+def sharded_by_file(names: list[str]) -> tf.data.Dataset:
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = FILE
+    return tf.data.TFRecordDataset(names).batch(2).with_options(options)
+
+
+def images(number: int = 100, side: int = 8) -> tf.data.Dataset:
+    """Decoded from files."""
+
+    def decoded(name: tf.Tensor) -> tf.Tensor:
+        image = tf.io.decode_jpeg(tf.io.read_file(name), channels=3)
+        return tf.ensure_shape(image, [side, side, 3])
+
+    return D.from_tensor_slices([f"{i}.jpg" for i in range(number)]).map(decoded)
+
+
+def advised(dataset: tf.data.Dataset, workers: int = 2, epochs: int = 3) -> list[str]:
+    return advice.advise(pipeline.read(dataset), dataset, workers=workers, epochs=epochs)
+
+
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (lambda: D.range(90).batch(4).shuffle(9), "`shuffle` comes behind `batch`"),
+        (
+            lambda: D.range(90).batch(4).map(lambda i: i).repeat().shuffle(9).prefetch(1),
+            "`shuffle` comes behind `batch`",
+        ),
+        (
+            lambda: D.range(90).shuffle(3).map(lambda i: i).batch(8),
+            r"`shuffle\(buffer_size=3\)` mixes 3 .* the 8 of a batch",
+        ),
+        (lambda: D.range(90).shuffle(90).cache().batch(4), "`shuffle` comes before `cache`"),
+        (lambda: images().batch(4), r"`map` decodes .*\(DecodeJpeg\).* 1 MB"),
+        (lambda: sharded_by_file(["a"]), ".*FILE.* there are 1 for 2 workers"),
+    ],
+)
+def test_advice(make: Callable[[], tf.data.Dataset], line: str) -> None:
+    """One line names what to change, where the pipeline tells it."""
+    [found] = advised(make())
+    assert re.match(line, found), found
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: D.range(90).shuffle(90).batch(4),
+        lambda: D.range(90).shuffle(9).batch(4).shuffle(9),
+        lambda: D.range(90).batch(5).shuffle(18).batch(2),  # of windows
+        lambda: D.range(90).batch(5).unbatch().shuffle(9).batch(4),
+        lambda: D.range(9).batch(1).shuffle(9),
+        lambda: D.range(3).shuffle(3).interleave(lambda i: D.range(90)).batch(8),  # of files
+        lambda: D.range(6).shuffle(6).batch(8),
+        lambda: D.range(90).filter(lambda i: i < 3).shuffle(3).batch(8),
+        lambda: D.range(90).shuffle(90).map(lambda i: i).shuffle(3).batch(8),
+        lambda: D.range(90).shuffle(90).cache().shuffle(90).batch(4),
+        lambda: D.range(90).shuffle(90, reshuffle_each_iteration=False).cache().batch(4),
+        lambda: images().cache().batch(4),
+        lambda: images(100_000, 224).batch(4),
+        lambda: images().map(lambda i: i).repeat().batch(4),
+        lambda: sharded_by_file(["a", "b"]),
+        lambda: D.from_generator(lambda: iter([1]), output_signature=tf.TensorSpec([2])),
+        lambda: D.zip(D.range(9).batch(2), D.range(9).batch(2)).shuffle(2),
+    ],
+)
+def test_no_advice(make: Callable[[], tf.data.Dataset]) -> None:
+    """Nothing is said of what may be meant so."""
+    assert advised(make()) == []
+
+
+def test_no_advice_for_one_epoch_or_worker() -> None:
+    """What concerns epochs, or several workers, is not said without them."""
+    made = [D.range(90).shuffle(90).cache().batch(4), images().batch(4), sharded_by_file(["a"])]
+    assert [advised(each, workers=1, epochs=1) for each in made] == [[], [], []]
+
+
+def untuned(dataset: tf.data.Dataset, inject: bool = True) -> tf.data.Dataset:
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    if not inject:
+        options.experimental_optimization.inject_prefetch = False
+    return dataset.with_options(options)
+
+
+def test_lacks_prefetch() -> None:
+    """Only where TensorFlow adds none, nobody has asked for that, and functions keep no state."""
+    batches = D.range(9).map(lambda i: i).batch(2)
+    found = {
+        "tuned": batches,
+        "untuned": untuned(batches),
+        "not wanted": untuned(batches, inject=False),
+        "there": untuned(batches.prefetch(1)),
+        "parallel": untuned(batches.map(lambda i: i, num_parallel_calls=2)),
+        "python": untuned(batches.map(python)),
+    }
+    lacks = {name for name, each in found.items() if advice.lacks_prefetch(pipeline.read(each))}
+    assert lacks == {"untuned"}

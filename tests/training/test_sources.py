@@ -373,3 +373,40 @@ def test_a_split_by_a_fixed_order_stays_one() -> None:
     for worker in (0, 1):
         seen = np.concatenate(read_by_worker(source, worker, worker, 0, batches=2))
         assert set(seen.ravel().tolist()) == expected
+
+
+def test_fetches_ahead() -> None:
+    """The batch that comes next is made before it is asked for, and makes no difference to where a
+    training goes on."""
+    made: list[int] = []
+    is_ahead = threading.Event()
+
+    def note(number: Any) -> Any:
+        made.append(int(number))
+        if len(made) > 1:
+            is_ahead.set()
+        return number
+
+    options = tf.data.Options()
+    options.autotune.enabled = False  # TensorFlow would fetch ahead by itself
+
+    def data(fetches_ahead: bool) -> Positioned:
+        dataset = tf.data.Dataset.range(6).shuffle(6, seed=3)
+        dataset = dataset.map(lambda i: tf.numpy_function(note, [i], tf.int64))
+        dataset = dataset.map(lambda i: tf.ensure_shape(i, []))
+        return Positioned(
+            sources.TfData(dataset.with_options(options)), fetches_ahead=fetches_ahead
+        )
+
+    plain, ahead = data(False), data(True)
+    next(iter(plain))
+    assert len(made) == 1
+    made.clear()
+    iterator = iter(ahead)
+    first = next(iterator)
+    assert is_ahead.wait(30)
+    expected = [[int(each) for each in pass_] for pass_ in (iter(data(False)), plain)]
+    assert [int(first), *map(int, iterator)] == expected[0]
+    assert [int(each) for each in ahead] == expected[1]
+    ahead.begin_at(1, 4)
+    assert [int(each) for each in ahead] == expected[1][4:]
