@@ -13,7 +13,7 @@ from keras_distplug import startup
 from keras_distplug.callbacks import chief_only
 from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
 from keras_distplug.cluster import agreement, peers
-from keras_distplug.compat import context, splitting, trainer, versions
+from keras_distplug.compat import context, embeddings, trainer, versions
 from keras_distplug.compat import model as compat_model
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.log import announce
@@ -153,10 +153,10 @@ def distributed_fit(
         )
 
     role = agreement.role_under(strategy)
-    with splitting.split(min_shard_bytes):
+    with embeddings.split(min_shard_bytes):
         placed = _place(model, blueprint, strategy, several_workers=role.world_size > 1)
     if placed is model:
-        splitting.require_split(placed, min_shard_bytes)
+        embeddings.require_split(placed, min_shard_bytes)
     trainer.adapt(placed)
     callbacks = _with_backup(
         callbacks, directory=directory, storage_options=storage_options, resume=resume
@@ -181,7 +181,7 @@ def distributed_fit(
     )
     if role.is_chief:
         announce(f"input: {feed.description}")
-    with splitting.split(min_shard_bytes):  # what is built by the first batch
+    with embeddings.split(min_shard_bytes):  # what is built by the first batch
         history = placed.fit(
             feed.x,
             batch_size=batch_size,

@@ -1,8 +1,8 @@
 """Variables in parts, seen as a whole.
 
-`compat/splitting.py` makes them: a Keras variable for each part, which optimizers, who know nothing
-of it, train as a variable of its own. What looks at a model from outside (checkpoints, files, a
-model outside of the scope) sees what would be there without parts.
+`compat/embeddings.py` makes them: a Keras variable for each part, which optimizers, who know
+nothing of it, train as a variable of its own. What looks at a model from outside (checkpoints,
+files, a model outside of the scope) sees what would be there without parts.
 """
 
 from __future__ import annotations

@@ -334,6 +334,25 @@ def apart(these: Any, others: Any) -> float:
     return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
 
 
+def read_by(model: keras.Model) -> tuple[list[list[int]], list[list[int]]]:
+    """The rows of gradients of tables, and the shapes of what is read as a whole."""
+    weights = [each for each in model.trainable_variables if "words" in each.path]
+
+    @tf.function
+    def slopes() -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(np.array([[0, 1, 50, 51, -1]])))
+        return tape.gradient(loss, [part.value for part in weights])
+
+    function = slopes.get_concrete_function()
+    shapes = sorted(
+        each.outputs[0].shape.as_list()
+        for each in function.graph.get_operations()
+        if each.type == "ReadVariableOp"
+    )
+    return [np.asarray(each.indices).tolist() for each in function()], shapes
+
+
 def tables() -> dict[str, Any]:
     """Models from outside the scope that one worker trains, all steps one behind the other, with a
     split table, beside the same in a single process."""
@@ -379,22 +398,10 @@ def tables() -> dict[str, Any]:
     # For a layer that shares the table.
     found["shared"] = apart([tf.convert_to_tensor(model.layers[0].embeddings)], values(alone)[:1])
 
+    found["read"] = read_by(model)
     weights = [each for each in model.trainable_variables if "words" in each.path]
     slots = [each for each in model.optimizer.variables if "words" in each.path]
 
-    @tf.function
-    def slopes() -> Any:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(model(np.array([[0, 1, 50, 51, -1]])))
-        return tape.gradient(loss, [part.value for part in weights])
-
-    function = slopes.get_concrete_function()
-    found["slopes"] = [np.asarray(each.indices).tolist() for each in function()]
-    found["read"] = sorted(
-        each.outputs[0].shape.as_list()
-        for each in function.graph.get_operations()
-        if each.type == "ReadVariableOp"
-    )
     for name, those in (("weights", weights), ("slots", slots)):
         found[name] = [
             (each.shape[0], tf.DeviceSpec.from_string(each.value.device).task) for each in those
@@ -411,7 +418,8 @@ def tables_of_workers() -> dict[str, Any]:
             self.values = values(self.model)
 
     labels = np.where(np.arange(320) == 3, np.nan, FEW)
-    found: dict[str, Any] = {"steps": [], "left_out": [], "parts": [], "loss": [], "apart": []}
+    names = ("steps", "left_out", "parts", "loss", "apart", "read")
+    found: dict[str, Any] = {name: [] for name in names}
     ended: list[np.ndarray] = []
     for epochs, given in ((1, SPLIT), (2, {}), (3, SPLIT)):
         told: list[Any] = []
@@ -436,6 +444,7 @@ def tables_of_workers() -> dict[str, Any]:
         ended = values(model)
         found["steps"].append(steps_of(model))
         found["left_out"].append(len(told))
+        found["read"].append(read_by(model))
         found["parts"].append(sum("words" in v.path for v in model.variables))
         found["loss"].append(model.evaluate(TOKENS, FEW, verbose=0))
     return found

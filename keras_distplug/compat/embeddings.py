@@ -1,11 +1,15 @@
-"""Tables of embeddings whose rows are split over parameter servers.
+"""Tables of embeddings on parameter servers, and those whose rows are split over several.
 
 What is wrong upstream (Keras 3.10 to 3.15, TensorFlow 2.18 to 2.21; no issue of either is known):
-TensorFlow's `variable_partitioner` gives Keras a `ShardedVariable`, which it takes for a single
-one: "'ShardedVariable' object has no attribute 'handle'", as soon as there is a gradient.
 
-Here a layer has a Keras variable for each part, each with as many rows as the others, or one less.
-TensorFlow places one after the other on the next server, and what optimizers keep of it beside it.
+- `take` of Keras reads all of a table before it takes rows of it, and in each step all of it goes
+  to the worker: with 256 MB, a step took a hundred times as long.
+- TensorFlow's `variable_partitioner` gives Keras a `ShardedVariable`, which it takes for a single
+  one: "'ShardedVariable' object has no attribute 'handle'", as soon as there is a gradient.
+
+Here rows are looked up where they are. Where a table is split, a layer has a Keras variable for
+each part, each with as many rows as the others, or one less. TensorFlow places one after the other
+on the next server, and what optimizers keep of it beside it.
 """
 
 from __future__ import annotations
@@ -69,8 +73,12 @@ def require_split(model: keras.Model, min_shard_bytes: int | None) -> None:
 
 
 def adapt(model: keras.Model) -> None:
-    """Makes the methods of `model` and its optimizers that take or give values see whole tables."""
+    """Makes layers of `model` look up rows where they are, and what takes or gives values of it, or
+    its optimizers, see whole tables. Call it again for what was built since."""
     layers = layers_of(model)
+    for layer in layers:
+        if type(layer) is keras.layers.Embedding and layer.built and "call" not in vars(layer):
+            override(layer, "call", _lookup(layer, [layer._embeddings]))
     if not any(map(_is_split, layers)):
         return
     for each in (model, *layers):
@@ -168,12 +176,15 @@ def _rows_of_initial(layer: keras.layers.Embedding, begin: int, end: int) -> Cal
 def _lookup(
     layer: keras.layers.Embedding, parts: list[keras.Variable]
 ) -> Callable[[Any], tf.Tensor]:
+    stock = layer.call
+
     def look_up(indices: tf.Tensor) -> tf.Tensor:
         indices = tf.where(indices < 0, indices + layer.input_dim, indices)  # as Keras has it
-        # Each part is looked up where it is, and has a sparse gradient.
         return tf.nn.embedding_lookup([part.value for part in parts], indices)
 
     def call(inputs: Any) -> Any:
+        if layer.lora_enabled:
+            return stock(inputs)
         if isinstance(inputs, tf.SparseTensor):
             inputs = tf.sparse.to_dense(inputs)
         if keras.backend.standardize_dtype(inputs.dtype) not in ("int32", "int64"):
