@@ -14,6 +14,7 @@ on the next server, and what optimizers keep of it beside it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -138,6 +139,22 @@ def _is_split(layer: keras.Layer) -> bool:
 
 
 def _build(layer: keras.layers.Embedding, count: int) -> None:
+    def make(dtype: Any) -> tf.Tensor:
+        """An initializer has a seed, and would give all parts the same rows."""
+        with tf.device(_CHIEF):  # which has room for it: it saves it as a whole, too
+            shape = (layer.input_dim, layer.output_dim)
+            return tf.convert_to_tensor(layer.embeddings_initializer(shape, dtype=dtype))
+
+    initial = functools.cache(make)
+
+    def initial_rows(begin: int, end: int) -> Callable[..., tf.Tensor]:
+        def initializer(shape: Any, dtype: Any = None) -> tf.Tensor:
+            with tf.device(_CHIEF):
+                # Keras also asks within a graph, out of which no tensor leads.
+                return (initial if tf.executing_eagerly() else make)(dtype)[begin:end]
+
+        return initializer
+
     each, rest = divmod(layer.input_dim, count)
     parts, begin = [], 0
     for number in range(count):
@@ -145,13 +162,14 @@ def _build(layer: keras.layers.Embedding, count: int) -> None:
         parts.append(
             layer.add_weight(
                 shape=(size, layer.output_dim),
-                initializer=_rows_of_initial(layer, begin, begin + size),
+                initializer=initial_rows(begin, begin + size),
                 name=part_name("embeddings", number),
                 regularizer=layer.embeddings_regularizer,
                 constraint=layer.embeddings_constraint,
             )
         )
         begin += size
+    initial.cache_clear()
     [table] = wholes(parts)
     override(layer, _TABLE, table)
     override(layer, "call", _lookup(layer, parts))
@@ -160,17 +178,6 @@ def _build(layer: keras.layers.Embedding, count: int) -> None:
     _see_wholes(layer)
     layer.built = True
     announce(f"the table of layer {layer.name!r} is split over {count} parameter servers")
-
-
-def _rows_of_initial(layer: keras.layers.Embedding, begin: int, end: int) -> Callable[..., Any]:
-    """An initializer has a seed, and would give all parts the same rows."""
-
-    def initializer(shape: Any, dtype: Any = None) -> tf.Tensor:
-        with tf.device(_CHIEF):  # which has room for it: it saves it as a whole, too
-            whole = layer.embeddings_initializer((layer.input_dim, layer.output_dim), dtype=dtype)
-            return tf.convert_to_tensor(whole)[begin:end]
-
-    return initializer
 
 
 def _lookup(
