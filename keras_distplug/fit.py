@@ -13,7 +13,7 @@ from keras_distplug import startup
 from keras_distplug.callbacks import chief_only
 from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
 from keras_distplug.cluster import agreement, peers
-from keras_distplug.compat import context, trainer, versions
+from keras_distplug.compat import context, embeddings, trainer, versions
 from keras_distplug.compat import model as compat_model
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.log import advise, announce
@@ -46,6 +46,7 @@ def distributed_fit(
     storage_options: Mapping[str, Any] | None = None,
     resume: bool = True,
     deterministic: bool = False,
+    min_shard_bytes: int | None = None,
 ) -> keras.callbacks.History:
     """`model.fit` on as many devices and workers as there are, which goes on where it stopped.
 
@@ -101,6 +102,14 @@ def distributed_fit(
             keep a state, such as those with `tf.random.uniform`, run one call after another then,
             and some operations are slower, or refused where there is no such implementation. Needs
             `keras.utils.set_random_seed(seed)` before the model is made. Defaults to `False`.
+        min_shard_bytes: With parameter servers, the table of an `Embedding` layer that is larger
+            than this is split by rows into parts of about this size or more, each on another
+            server; as `MinSizePartitioner` of TensorFlow counts, whose own default is 262,144.
+            Checkpoints and saved files hold it whole, so that any number of servers can go on with
+            it, and the chief needs room for it. Not split are other variables and tables of
+            classes derived of `Embedding`; refused are clipnorm, Adafactor, Lamb, Muon and LoRA.
+            Without effect under other strategies. Defaults to `None`: each table is whole, on one
+            server.
 
     Returns:
         Keras' `History`, complete across restarts.
@@ -114,6 +123,7 @@ def distributed_fit(
     peers.watch()
     if deterministic:
         _compute_the_same_bits()
+    _require_bytes(min_shard_bytes)
     if isinstance(model, keras.Model):
         place.require_compiled(model, "the model given")
     elif not callable(model):
@@ -144,7 +154,10 @@ def distributed_fit(
         )
 
     role = agreement.role_under(strategy)
-    placed = _place(model, blueprint, strategy, several_workers=role.world_size > 1)
+    with embeddings.split(min_shard_bytes):
+        placed = _place(model, blueprint, strategy, several_workers=role.world_size > 1)
+    if placed is model:
+        embeddings.require_split(placed, min_shard_bytes)
     trainer.adapt(placed)
     callbacks = _with_backup(
         callbacks, directory=directory, storage_options=storage_options, resume=resume
@@ -173,20 +186,21 @@ def distributed_fit(
         announce(f"input: {feed.description}")
         for line in feed.advice:
             advise(f"advice: {line}")
-    history = placed.fit(
-        feed.x,
-        batch_size=batch_size,
-        epochs=epochs,
-        verbose=0 if verbose == "auto" and not role.is_chief else verbose,
-        callbacks=callbacks,
-        validation_data=feed.validation_data,
-        shuffle=False,
-        initial_epoch=initial_epoch,
-        steps_per_epoch=steps_per_epoch,
-        validation_steps=validation_steps,
-        validation_batch_size=validation_batch_size,
-        validation_freq=validation_freq,
-    )
+    with embeddings.split(min_shard_bytes):  # what is built by the first batch
+        history = placed.fit(
+            feed.x,
+            batch_size=batch_size,
+            epochs=epochs,
+            verbose=0 if verbose == "auto" and not role.is_chief else verbose,
+            callbacks=callbacks,
+            validation_data=feed.validation_data,
+            shuffle=False,
+            initial_epoch=initial_epoch,
+            steps_per_epoch=steps_per_epoch,
+            validation_steps=validation_steps,
+            validation_batch_size=validation_batch_size,
+            validation_freq=validation_freq,
+        )
     if blueprint is not None:
         place.hand_back(blueprint, placed, revive=fresh)
     return history
@@ -199,6 +213,15 @@ def _compute_the_same_bits() -> None:
             "it. Received: none. Call `keras.utils.set_random_seed(1)` at the top of the script."
         )
     tf.config.experimental.enable_op_determinism()
+
+
+def _require_bytes(min_shard_bytes: int | None) -> None:
+    is_number = isinstance(min_shard_bytes, int) and not isinstance(min_shard_bytes, bool)
+    if min_shard_bytes is not None and not (is_number and min_shard_bytes > 0):
+        raise ConfigurationError(
+            "Expected `min_shard_bytes` to be a number of bytes, at least 1, or None. Received: "
+            f"{min_shard_bytes!r}"
+        )
 
 
 def _joins_late(

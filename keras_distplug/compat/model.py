@@ -17,6 +17,8 @@ from keras.src.backend.common import global_state
 from keras.src.models.functional import Functional, functional_like_constructor
 from keras.src.saving.serialization_lib import ObjectSharingScope
 
+from keras_distplug.compat.tables import parts_of, wholes
+
 _GLOBAL_SEED_GENERATOR = "global_seed_generator"
 
 
@@ -95,10 +97,19 @@ def optimizers_of(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
 
 
 def optimizer_targets(model: keras.Model) -> dict[str, list[int]]:
-    """For each optimizer that is built, the positions in `model.weights` of what it trains."""
-    places = {id(weight): place for place, weight in enumerate(model.weights)}
+    """For each optimizer that is built, the positions in `model.weights` of what it trains: of
+    tables that are split, as if they were not."""
+    places = {
+        id(part): place
+        for place, weight in enumerate(wholes(model.weights))
+        for part in parts_of(weight)
+    }
     return {
-        name: [places[id(v)] for v in _inner(optimizer)._trainable_variables if id(v) in places]
+        name: list(
+            dict.fromkeys(
+                places[id(v)] for v in _inner(optimizer)._trainable_variables if id(v) in places
+            )
+        )
         for name, optimizer in optimizers_of(model).items()
         if optimizer.built
     }
@@ -106,13 +117,13 @@ def optimizer_targets(model: keras.Model) -> dict[str, list[int]]:
 
 def build_optimizers(model: keras.Model, targets: Mapping[str, Sequence[int]]) -> None:
     """Builds those optimizers of `targets` that are not built, as a first step would."""
-    weights = model.weights
+    weights = [parts_of(weight) for weight in wholes(model.weights)]
     for name, optimizer in optimizers_of(model).items():
         if name in targets and not optimizer.built:
             # A LossScaleOptimizer's inner one has the outer one in its variables' names.
             scope = keras.name_scope(optimizer.name, caller=optimizer)
             with model.distribute_strategy.scope(), scope:
-                optimizer.build([weights[place] for place in targets[name]])
+                optimizer.build([part for place in targets[name] for part in weights[place]])
 
 
 def _inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:

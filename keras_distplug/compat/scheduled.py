@@ -24,7 +24,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_distplug.compat import gates, optimizers, shared_state
+from keras_distplug.compat import embeddings, gates, optimizers, shared_state
 from keras_distplug.compat.data import LateDistributedDataset
 from keras_distplug.compat.model import all_variables, layers_of, optimizers_of
 from keras_distplug.compat.override import override
@@ -124,6 +124,7 @@ class _Schedule:
             self._model._symbolic_build(data_batch=data_batch)
         _refuse_what_stays_wrong(self._model)
         shared_state.share(self._model)
+        embeddings.adapt(self._model)
 
     def make_train_function(self, force: bool = False) -> Any:
         """Keras calls it at the begin of each `fit`, behind the callbacks' `set_model`."""
@@ -320,3 +321,4 @@ def _refuse_what_stays_wrong(model: keras.Model) -> None:
                 "what workers add to it while one applies the constraint would be lost",
                 "Use a regularizer, or leave the constraint out.",
             )
+    embeddings.refuse_what_stays_wrong(model, refuse)

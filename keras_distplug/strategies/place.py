@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_distplug.compat import model as compat_model
+from keras_distplug.compat.tables import Table, wholes
 from keras_distplug.core.errors import ModelError
 
 _LOOKUPS = (keras.layers.StringLookup, keras.layers.IntegerLookup, keras.layers.TextVectorization)
@@ -106,7 +107,7 @@ def rebuild(blueprint: Blueprint, from_chief: Callable[[np.ndarray], Any]) -> ke
     if blueprint.optimizer_values:
         compat_model.build_optimizers(model, blueprint.optimizer_targets)
         for variable, value in zip(
-            model.optimizer.variables, blueprint.optimizer_values, strict=True
+            wholes(model.optimizer.variables), blueprint.optimizer_values, strict=True
         ):
             variable.assign(from_chief(value))
     compat_model.refresh(model)
@@ -148,17 +149,18 @@ def hand_back(blueprint: Blueprint, trained: keras.Model, *, revive: bool) -> No
     caller.stop_training = trained.stop_training
 
 
-def state_of(model: keras.Model) -> list[keras.Variable]:
-    """Weights and seed generators of `model`: what makes it what it is."""
+def state_of(model: keras.Model) -> list[keras.Variable | Table]:
+    """Weights and seed generators of `model`: what makes it what it is. Tables are whole."""
     metrics = {id(variable) for variable in model.metrics_variables}
-    return [variable for variable in model.variables if id(variable) not in metrics]
+    return wholes(variable for variable in model.variables if id(variable) not in metrics)
 
 
-def _trained_state(model: keras.Model) -> list[keras.Variable]:
-    return [*state_of(model), *(model.optimizer.variables if model.optimizer is not None else [])]
+def _trained_state(model: keras.Model) -> list[keras.Variable | Table]:
+    optimizer = model.optimizer
+    return [*state_of(model), *wholes(optimizer.variables if optimizer is not None else [])]
 
 
-def _value(variable: keras.Variable) -> np.ndarray:
+def _value(variable: keras.Variable | Table) -> np.ndarray:
     return np.asarray(keras.ops.convert_to_numpy(variable))
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from keras_distplug.compat import memory as compat_memory
 from keras_distplug.compat import model as compat_model
+from keras_distplug.compat.tables import Table, value_of, wholes
 from keras_distplug.core.errors import ModelError
 from keras_distplug.core.manifest import VariableSpec
 from keras_distplug.core.memory import Memory
@@ -25,21 +25,24 @@ _PLAIN = ("float16", "float32", "float64", "int32", "int64")
 _LARGE = 2**18  # elements
 
 
-def variables_of(model: keras.Model) -> dict[str, keras.Variable]:
-    """Weights, seed generators and optimizers' variables of `model` by key, in Keras' order.
+def variables_of(model: keras.Model) -> dict[str, keras.Variable | Table]:
+    """Weights, seed generators and optimizers' variables of `model` by key, in Keras' order. Tables
+    that are split are whole here.
 
     What each replica has of its own is left out; see `own_states`.
     """
     metrics = {id(variable) for variable in model.metrics_variables}
-    named: dict[str, keras.Variable] = {}
+    named: dict[str, keras.Variable | Table] = {}
     _add(named, "model", (v for v in model.variables if id(v) not in metrics))
     for name, optimizer in compat_model.optimizers_of(model).items():
         _add(named, name, optimizer.variables)
     return named
 
 
-def _add(named: dict[str, keras.Variable], group: str, variables: Iterable[keras.Variable]) -> None:
-    for variable in variables:
+def _add(
+    named: dict[str, keras.Variable | Table], group: str, variables: Iterable[keras.Variable]
+) -> None:
+    for variable in wholes(variables):
         if variable.synchronization == "on_read":
             continue
         key = f"{group}/{variable.path}"
@@ -58,14 +61,14 @@ def specs_of(model: keras.Model) -> tuple[VariableSpec, ...]:
     )
 
 
-def capture(model: keras.Model) -> dict[str, tf.Tensor]:
+def capture(model: keras.Model) -> dict[str, Any]:
     """Values of everything in `variables_of`, and of Keras' global random state.
 
     They are references: nothing is copied here, and TensorFlow copies a variable when it changes.
     """
-    arrays = {key: _value(variable) for key, variable in variables_of(model).items()}
+    arrays = {key: value_of(variable) for key, variable in variables_of(model).items()}
     if (generator := compat_model.global_seed_generator()) is not None:
-        arrays[_RANDOM] = _value(generator.state)
+        arrays[_RANDOM] = value_of(generator.state)
     return arrays
 
 
@@ -143,13 +146,9 @@ def build(model: keras.Model, how: Mapping[str, Any]) -> None:
                 f"not be built as it was when the checkpoint was made ({how['model']}): {error}. "
                 "Call `model.build(input_shape)`, or the model on one batch, before `fit`."
             ) from error
-    if max(itertools.chain(*how["optimizers"].values()), default=-1) < len(model.weights):
+    if max(itertools.chain(*how["optimizers"].values()), default=-1) < len(wholes(model.weights)):
         compat_model.build_optimizers(model, how["optimizers"])
 
 
 def _is_beside_model(key: str) -> bool:
     return key == _RANDOM or key.startswith(_BESIDE)
-
-
-def _value(variable: keras.Variable) -> tf.Tensor:
-    return variable.value.read_value()

@@ -202,8 +202,10 @@ def test_central_storage(central: dict[str, Any]) -> None:
 
 def test_parameter_server() -> None:
     """`fit` reads data on the chief, which fails; `assign_add` of Keras' variables writes what it
-    has read. Not mended here: gradients of a table that a partitioner has split."""
+    has read; rows are taken of a table that was read as a whole; gradients of a table that a
+    partitioner has split fail."""
     found = findings("parameter_server", workers=1)
     assert found["fit"] == "ValueError"
     assert found["assigned by"] == ["AssignVariableOp"]
+    assert found["looked up by"] == ["ReadVariableOp"]
     assert found["tables in parts"] == "AttributeError"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -13,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cluster import environment
+from support.cluster import environment, run_workers
 from support.job import Job
 from support.watched import Watched
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 SCRIPT = Path(__file__).parents[1] / "workers" / "scheduled.py"
+SPLIT = SCRIPT.with_name("split.py")
 LIMIT_S = 150.0
 STEPS, BATCH = 200, 32
 SAVED_EVERY = 50
@@ -162,3 +164,27 @@ def test_supervised(tmp_path: Path) -> None:
     assert found["began"] >= done - SAVED_EVERY - 5
     assert 0 <= found["steps"] - 2 * STEPS <= 1
     assert found["evaluate"][1] > 0.95
+
+
+def test_another_number_of_servers(tmp_path: Path) -> None:
+    """A table that is split over two parameter servers is split over three when the run goes on,
+    and is whole where it goes on in a single process: with the same values, and those of the
+    optimizer."""
+    rows = {2: [500, 500], 3: [334, 333, 333]}
+    found = []
+    for epochs, servers in ((1, 2), (2, 3)):
+        command = [str(SPLIT), str(tmp_path), str(epochs)]
+        with Job(tmp_path, command, 1, {}, servers) as running:
+            assert running.wait("chief", 0, LIMIT_S) == 0, running.told()
+        found.append(outcome(tmp_path))
+        assert [size for size, _ in found[-1]["parts"]] == rows[servers]
+        assert {server for _, server in found[-1]["parts"]} == set(range(servers))
+    [alone] = run_workers([str(SPLIT), str(tmp_path), "3"], 1, timeout_s=LIMIT_S)
+    assert alone.returncode == 0, alone.output
+    found.append(outcome(tmp_path))
+    assert len(found[-1]["parts"]) == 1
+    assert [each["steps"] for each in found] == [20, 40, 60]
+    for before, now in itertools.pairwise(found):
+        assert set(now["begun"]) == {"embeddings", "momentum", "velocity"}
+        assert (now["began"], now["begun"]) == (before["steps"], before["ended"])
+    assert found[-1]["loss"] < found[0]["loss"]

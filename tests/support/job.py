@@ -22,16 +22,26 @@ class Job:
     Args:
         folder: For what they print.
         command: Of Python, the same for all.
-        workers: How many there are, beside the chief and one parameter server.
+        workers: How many there are, beside the chief and the parameter servers.
         env: Of all of them.
+        servers: How many parameter servers there are.
     """
 
     def __init__(
-        self, folder: Path, command: Sequence[str], workers: int, env: Mapping[str, str]
+        self,
+        folder: Path,
+        command: Sequence[str],
+        workers: int,
+        env: Mapping[str, str],
+        servers: int = 1,
     ) -> None:
         self._folder, self._command, self._env = folder, list(command), dict(env)
-        addresses = [f"127.0.0.1:{port}" for port in free_ports(workers + 2)]
-        self.cluster = {"chief": addresses[:1], "worker": addresses[2:], "ps": addresses[1:2]}
+        addresses = [f"127.0.0.1:{port}" for port in free_ports(1 + servers + workers)]
+        self.cluster = {
+            "chief": addresses[:1],
+            "worker": addresses[1 + servers :],
+            "ps": addresses[1 : 1 + servers],
+        }
         self.processes: dict[Task, subprocess.Popen[str]] = {}
         for task in self.tasks:
             self.start(*task)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support.cluster import environment
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(480)]
 
 SCRIPT = Path(__file__).parents[1] / "workers" / "serving.py"
 STEPS, BATCH = 40, 16
@@ -30,7 +30,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=280,
+        timeout=460,
     )
     assert done.returncode == 0, done.stdout[-5000:]
     told: Found = json.loads((folder / "found.json").read_text())
@@ -114,6 +114,68 @@ def test_goes_on(found: Found) -> None:
 def test_averages(found: Found) -> None:
     """Moving averages of weights that do not change are these."""
     assert found["averages"]["apart"] < 1e-6
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_split_table(found: Found, optimizer: str) -> None:
+    """Steps one behind the other, with a table that is split, make of weights and optimizer what a
+    single process makes of them with a whole one; and so does a model from outside the scope."""
+    compared = dict(found["tables"][optimizer])
+    assert compared.pop("learned") > 0.01
+    assert max(compared.values()) < 1e-5
+
+
+def test_servers_of_a_split_table(found: Found) -> None:
+    """No server has more than a half of its rows, and each has the slots of those that it has."""
+    (first, one), (second, other) = found["tables"]["weights"]
+    assert (first, second, {one, other}) == (51, 50, {0, 1})
+    assert found["tables"]["slots"] == [[51, one], [51, one], [50, other], [50, other]]
+
+
+def test_rows_of_tables(found: Found) -> None:
+    """A gradient has the rows that were looked up, a negative one from the end, by their number in
+    their part; no table is read as a whole, be it split or not."""
+    dense = [[1], [4, 1]]
+    split, whole = [[[0, 1, 50], [0, 49]], dense], [[[0, 1, 50, 51, 100]], dense]
+    assert found["tables"]["read"] == split
+    assert found["tables_of_workers"]["read"] == [split, whole, split]
+
+
+@pytest.mark.parametrize("how", ["saved", "exported", "set", "loaded", "shared"])
+def test_files_of_a_split_table(found: Found, how: str) -> None:
+    """What is saved or exported, weights that are set or loaded, and what else asks for the
+    embeddings have the table as a whole."""
+    assert found["tables"][how] < 1e-6
+
+
+def test_split_table_of_workers(found: Found) -> None:
+    """Two workers count right, leave a NaN out, and learn; a checkpoint of a split table is taken
+    up whole, to the bit, with its optimizer's slots, and the other way round."""
+    told = found["tables_of_workers"]
+    assert told["parts"] == [2, 1, 2]
+    assert told["apart"] == [0, 0]
+    left_out = np.cumsum(told["left_out"])
+    assert (left_out > 0).all()
+    assert told["steps"] == [STEPS * (n + 1) - left_out[n] for n in range(3)]
+    assert told["loss"][-1] < told["loss"][0] / 2
+
+
+@pytest.mark.parametrize(
+    ("case", "error"),
+    [
+        ("clipnorm", "ModelError: .* clips gradients by clipnorm.* global_clipnorm"),
+        ("adafactor", "ModelError: .* has Adafactor"),
+        ("lora", "ModelError: .* has LoRA"),
+        ("regularizer", "ModelError: .* has OrthogonalRegularizer"),
+        ("constraint", "ModelError: .* constraint on "),
+        ("size", "ConfigurationError: Expected `min_shard_bytes`"),
+        ("made", "ModelError: .* Pass a function"),
+        ("partitioner", "ModelError: .* variable_partitioner.* min_shard_bytes"),
+    ],
+)
+def test_split_table_refused(found: Found, case: str, error: str) -> None:
+    """What a table cannot be split for is an error that says what to do."""
+    assert re.match(error, found["tables_refused"][case])
 
 
 @pytest.mark.parametrize(

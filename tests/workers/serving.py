@@ -17,14 +17,18 @@ import numpy as np
 import tensorflow as tf
 from support.cluster import free_ports
 
-WORKERS = 2
+WORKERS, SERVERS = 2, 2
 STEPS, BATCH = 40, 16
 
 
 def serve() -> list[tf.distribute.Server]:
-    """Workers and a parameter server beside the chief, who finds them in TF_CONFIG."""
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(2 + WORKERS)]
-    cluster = {"chief": addresses[:1], "worker": addresses[1:-1], "ps": addresses[-1:]}
+    """Workers and parameter servers beside the chief, who finds them in TF_CONFIG."""
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(1 + WORKERS + SERVERS)]
+    cluster = {
+        "chief": addresses[:1],
+        "worker": addresses[1:-SERVERS],
+        "ps": addresses[-SERVERS:],
+    }
     # They share the threads of this process, of which each keeps one while it waits.
     config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=WORKERS + 4)
     task = {"type": "chief", "index": 0}
@@ -41,6 +45,7 @@ servers = serve()
 import keras  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
+from keras_distplug.compat.tables import wholes  # noqa: E402
 from keras_distplug.core.errors import DistplugError  # noqa: E402
 
 FOLDER = Path(sys.argv[1])
@@ -296,6 +301,180 @@ def averages() -> dict[str, Any]:
     }
 
 
+WORDS, WIDTH = 101, 4
+SPLIT = {"min_shard_bytes": 1000}  # the table has 1616
+TOKENS = rng.integers(0, WORDS, size=(320, 5))
+FEW = ((TOKENS % 10 < 3).sum(1) > 1).astype("float32")
+
+
+def reader(
+    optimizer: Any = "adam", *, built: bool = True, steps_per_execution: int = 1, **of_table: Any
+) -> keras.Model:
+    """A model with a table."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            *([keras.layers.Input((5,), dtype="int32")] if built else []),
+            keras.layers.Embedding(WORDS, WIDTH, name="words", **of_table),
+            keras.layers.GlobalAveragePooling1D(),
+            keras.layers.Dense(1),
+        ]
+    )
+    loss = keras.losses.BinaryCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, steps_per_execution=steps_per_execution)
+    return model
+
+
+def values(model: keras.Model) -> list[np.ndarray]:
+    return [np.asarray(each) for each in wholes([*model.variables, *model.optimizer.variables])]
+
+
+def apart(these: Any, others: Any) -> float:
+    pairs = zip(these, others, strict=True)
+    return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
+
+
+def read_by(model: keras.Model) -> tuple[list[list[int]], list[list[int]]]:
+    """The rows of gradients of tables, and the shapes of what is read as a whole."""
+    weights = [each for each in model.trainable_variables if "words" in each.path]
+
+    @tf.function
+    def slopes() -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(np.array([[0, 1, 50, 51, -1]])))
+        return tape.gradient(loss, [part.value for part in weights])
+
+    function = slopes.get_concrete_function()
+    shapes = sorted(
+        each.outputs[0].shape.as_list()
+        for each in function.graph.get_operations()
+        if each.type == "ReadVariableOp"
+    )
+    return [np.asarray(each.indices).tolist() for each in function()], shapes
+
+
+def tables() -> dict[str, Any]:
+    """Models from outside the scope that one worker trains, all steps one behind the other, with a
+    split table, beside the same in a single process."""
+
+    def same_batch(context: Any = None) -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensors((TOKENS[:64], FEW[:64])).repeat()
+
+    kd.init()
+    found: dict[str, Any] = {}
+    for kind, config, of_table in (
+        (keras.optimizers.SGD, {"learning_rate": 1.0}, {}),
+        (keras.optimizers.AdamW, {"global_clipnorm": 0.1}, {"embeddings_regularizer": "l2"}),
+    ):
+        alone, trained = (
+            reader(kind(**config), steps_per_execution=STEPS, **of_table) for _ in range(2)
+        )
+        first = alone.get_weights()
+        alone.fit(same_batch(), steps_per_epoch=STEPS, verbose=0)
+        backup = kd.BackupAndRestore(FOLDER / kind.__name__, delete_checkpoint=False)
+        given = {"directory": None, "callbacks": [backup], **SPLIT}
+        model = fit("", trained, same_batch, **given).model
+        found[kind.__name__] = {
+            "learned": apart(first, alone.get_weights()),
+            "trained": apart(values(alone), values(trained)),
+            "model": apart(values(alone), values(model)),
+            "weights": apart(alone.get_weights(), model.get_weights()),
+            "predict": apart(*(m.predict(TOKENS, verbose=0) for m in (alone, model))),
+            "evaluate": abs(
+                alone.evaluate(TOKENS, FEW, verbose=0) - model.evaluate(TOKENS, FEW, verbose=0)
+            ),
+        }
+    model.save(FOLDER / "saved.keras")
+    model.save_weights(FOLDER / "saved.weights.h5")
+    backup.export(FOLDER / "exported.keras")
+    for name in ("saved", "exported"):
+        again = keras.models.load_model(FOLDER / f"{name}.keras")
+        found[name] = apart(values(alone), values(again))
+    model.set_weights(first)
+    found["set"] = apart(first, model.get_weights())
+    model.optimizer.variables[2].assign_add(tf.ones_like(model.optimizer.variables[2]))
+    model.load_weights(FOLDER / "saved.weights.h5")
+    found["loaded"] = apart(values(alone), values(model))
+    # For a layer that shares the table.
+    found["shared"] = apart([tf.convert_to_tensor(model.layers[0].embeddings)], values(alone)[:1])
+
+    found["read"] = read_by(model)
+    weights = [each for each in model.trainable_variables if "words" in each.path]
+    slots = [each for each in model.optimizer.variables if "words" in each.path]
+
+    for name, those in (("weights", weights), ("slots", slots)):
+        found[name] = [
+            (each.shape[0], tf.DeviceSpec.from_string(each.value.device).task) for each in those
+        ]
+    return found
+
+
+def tables_of_workers() -> dict[str, Any]:
+    """Two workers at once, a label with NaN, and checkpoints that go from a split table to a whole
+    one and back. No model is built before it has a batch, or a checkpoint."""
+
+    class Begins(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.values = values(self.model)
+
+    labels = np.where(np.arange(320) == 3, np.nan, FEW)
+    names = ("steps", "left_out", "parts", "loss", "apart", "read")
+    found: dict[str, Any] = {name: [] for name in names}
+    ended: list[np.ndarray] = []
+    for epochs, given in ((1, SPLIT), (2, {}), (3, SPLIT)):
+        told: list[Any] = []
+        callbacks = [
+            kd.NaNWatchdog(max_skips=20, on_fault=told.append),
+            keras.callbacks.EarlyStopping("val_loss", patience=9, restore_best_weights=True),
+            begins := Begins(),
+        ]
+        model = fit(
+            "tables_of_workers",
+            lambda: reader(keras.optimizers.Adam(0.02), built=False),
+            TOKENS,
+            labels,
+            batch_size=BATCH,
+            epochs=epochs,
+            validation_data=(TOKENS, FEW),
+            callbacks=callbacks,
+            **given,
+        ).model
+        if ended:
+            found["apart"].append(apart(ended, begins.values))
+        ended = values(model)
+        found["steps"].append(steps_of(model))
+        found["left_out"].append(len(told))
+        found["read"].append(read_by(model))
+        found["parts"].append(sum("words" in v.path for v in model.variables))
+        found["loss"].append(model.evaluate(TOKENS, FEW, verbose=0))
+    return found
+
+
+def tables_refused() -> dict[str, Any]:
+    """The error for what a table cannot be split for."""
+    strategy = kd.init()
+    orthogonal = keras.regularizers.OrthogonalRegularizer()
+    cases: dict[str, Any] = {
+        "clipnorm": lambda: reader(keras.optimizers.Adam(clipnorm=1.0)),
+        "adafactor": lambda: reader("adafactor"),
+        "lora": lambda: reader(lora_rank=2),
+        "regularizer": lambda: reader(embeddings_regularizer=orthogonal),
+        "constraint": lambda: reader(embeddings_constraint="non_neg"),
+    }
+    found = {name: _error(name, make, TOKENS, FEW, **SPLIT) for name, make in cases.items()}
+    found["size"] = _error("size", reader, TOKENS, FEW, min_shard_bytes=0)
+    with strategy.scope():
+        made = reader()
+    found["made"] = _error("made", made, TOKENS, FEW, **SPLIT)
+    # Where its constructor has it; a process has one such strategy.
+    strategy.extended._variable_partitioner = (
+        tf.distribute.experimental.partitioners.MinSizePartitioner(1000, SERVERS)
+    )
+    found["partitioner"] = _error("partitioner", reader, TOKENS, FEW)
+    strategy.extended._variable_partitioner = None
+    return found
+
+
 CASES = (
     counts,
     executions,
@@ -307,6 +486,9 @@ CASES = (
     goes_on,
     refused,
     averages,
+    tables,
+    tables_of_workers,
+    tables_refused,
 )
 NAMES = [case.__name__ for case in CASES]
 

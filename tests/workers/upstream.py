@@ -391,6 +391,17 @@ def parameter_server() -> None:
     operations = count.get_concrete_function().graph.get_operations()
     say("assigned by", sorted({each.type for each in operations if "Assign" in each.type}))
 
+    whole = keras.layers.Embedding(4, 2)
+    whole.build()
+
+    @tf.function
+    def look_up() -> tf.Tensor:
+        return whole(np.array([[1, 2]]))
+
+    operations = look_up.get_concrete_function().graph.get_operations()
+    ways = {each.type for each in operations} & {"ReadVariableOp", "ResourceGather"}
+    say("looked up by", sorted(ways))
+
     def slope() -> None:
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(table(np.array([[1, 2]])))
