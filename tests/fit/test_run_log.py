@@ -270,6 +270,7 @@ def test_texts(tmp_path: Path) -> None:
     what a supervisor has told since the attempt before, too."""
     with pytest.raises(small.Interrupted):
         fit(kd.defaults(tmp_path), small.Stop(1, 2))
+    saver.wait_for_all()
     [first] = logged(tmp_path)
     failed = events.Failed("worker-0", "error", 1, "worker-0 exited with code 1")
     entry = events.Entry(first.ends_at + 0.001, "supervisor", failed, "job", 1)
@@ -281,8 +282,10 @@ def test_texts(tmp_path: Path) -> None:
     assert list(steps) == sorted(steps)
     begins = "training begins, by 1 workers, 1 replicas"
     assert texts[0] == begins
-    assert texts[1:4] == ("checkpoint of step 4", "**worker-0 exited with code 1**", begins)
-    assert texts[4].startswith("it goes on behind step 4, from ")
+    # The first attempt may end before its checkpoint is complete, of which nobody tells then.
+    place = texts.index("**worker-0 exited with code 1**")
+    assert texts[place + 1] == begins
+    assert texts[place + 2].startswith("it goes on behind step 4, from ")
     assert texts[-1] == "the end, behind step 12"
 
 
