@@ -176,7 +176,7 @@ class Own(keras.Model):
     """A step of its own, with a function in it and an optimizer called by hand."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(name="own")
         self.dense = keras.layers.Dense(1, name="dense")
 
     def call(self, inputs):
