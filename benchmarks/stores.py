@@ -12,7 +12,8 @@ Three ways, each in a process of its own for every round, interleaved, with medi
 - fsspec: `put` of that file, as fsspec's file system does it by default.
 
 Memory is the most that a process held while it sent, over what it held before: for a save the state
-is there before.
+is there before. Where the store is on the same machine, the time of all processors tells how much
+is the store's own work.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class Taken:
 
     seconds: float
     memory_mb: float
+    own_cpu_s: float
+    machine_cpu_s: float  # of all processes, a store on this machine among them
 
 
 class Nobody:
@@ -73,11 +76,22 @@ def memory_mb(field: str) -> float:
     return int(line.split()[1]) * 1024 / MB
 
 
+def cpu_s() -> tuple[float, float]:
+    """Of this process with its children, and of the machine."""
+    user, nice, system, _, _, *interrupts = map(
+        int, Path("/proc/stat").read_text().partition("\n")[0].split()[1:8]
+    )
+    machine_s = (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
+    return sum(os.times()[:4]), machine_s
+
+
 def measured(action: Callable[[], object]) -> Taken:
     Path("/proc/self/clear_refs").write_text("5")  # the most begins anew
-    before_mb, begin = memory_mb("VmRSS"), time.perf_counter()
+    before_mb, (own_s, machine_s), begin = memory_mb("VmRSS"), cpu_s(), time.perf_counter()
     action()
-    return Taken(time.perf_counter() - begin, memory_mb("VmHWM") - before_mb)
+    seconds, (own_end_s, machine_end_s) = time.perf_counter() - begin, cpu_s()
+    memory = memory_mb("VmHWM") - before_mb
+    return Taken(seconds, memory, own_end_s - own_s, machine_end_s - machine_s)
 
 
 def arrays(size_mb: float) -> dict[str, np.ndarray]:
@@ -130,7 +144,8 @@ def measure(
 
 def table_of(taken: Mapping[str, list[Taken]], size_mb: float) -> Table:
     table = Table(title=f"{size_mb:.0f} MB to S3, {len(taken['save'])} rounds")
-    for heading in ("", "MB/s", "least to most", "save's share of it", "memory"):
+    headings = ("", "MB/s", "least to most", "save's share of it", "memory")
+    for heading in (*headings, "its CPU time", "the machine's"):
         table.add_column(heading)
     medians = {
         way: statistics.median(each.seconds for each in found) for way, found in taken.items()
@@ -143,6 +158,9 @@ def table_of(taken: Mapping[str, list[Taken]], size_mb: float) -> Table:
             f"{speeds[0]:.0f} to {speeds[-1]:.0f}",
             f"{medians[way] / medians['save']:.2f}",
             "" if way == "curl" else f"{max(each.memory_mb for each in found):.0f} MB",
+            f"{statistics.median(each.own_cpu_s for each in found):.1f} s",
+            f"{statistics.median(each.machine_cpu_s for each in found):.1f} s of "
+            f"{(os.cpu_count() or 1) * medians[way]:.1f} s",
         )
     return table
 

@@ -74,7 +74,7 @@ class ObjectStore:
 
     @property
     def traits(self) -> Traits:
-        return Traits(file_bytes=32 * 2**20, at_once=2, is_near=False)
+        return Traits(file_bytes=32 * 2**20, at_once=4, is_near=False)
 
     def connect(self, url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
         chosen = {**self.defaults, **options}
