@@ -47,13 +47,15 @@ def _masked(native: tf.Variable, name: str, ok: tf.Tensor) -> Callable[..., Any]
     stock = getattr(native, name)
 
     def method(value: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(value, tf.IndexedSlices):
-            before = tf.gather(native, value.indices) if name == "scatter_update" else 0
-            values = tf.where(ok, value.values, before)
-            value = tf.IndexedSlices(values, value.indices, value.dense_shape)
-        else:
-            value = tf.convert_to_tensor(value, native.dtype)
-            value = tf.where(ok, value, native.read_value() if name == "assign" else 0)
+        # There: each tensor from another process is a message, of which `ok` is one in any case.
+        with tf.device(native.device):
+            if isinstance(value, tf.IndexedSlices):
+                before = tf.gather(native, value.indices) if name == "scatter_update" else 0
+                values = tf.where(ok, value.values, before)
+                value = tf.IndexedSlices(values, value.indices, value.dense_shape)
+            else:
+                value = tf.convert_to_tensor(value, native.dtype)
+                value = tf.where(ok, value, native.read_value() if name == "assign" else 0)
         return stock(value, *args, **kwargs)
 
     return method

@@ -137,13 +137,23 @@ class _Schedule:
         self._leaves_out = False
         step = self._make_step(model.steps_per_execution, left_out)
         iterators: list[Any] = []
+        traces: list[Any] = []
 
         def function(_: Any) -> dict[str, Any]:
             if not iterators:
                 # Here, because what the model goes on from is known by now.
                 iterators.append(self._read_on_workers(data))
+            [iterator] = iterators
             self._wait_for_workers()
-            self._coordinator.schedule(step, args=(iterators[0],))
+            if traces:
+                # The coordinator's own `schedule` looks the trace up each time, and enters the
+                # strategy's scope for it: a tenth of the step of a small model.
+                self._coordinator._cluster.schedule(traces[0], (iterator,), {})
+            else:
+                self._coordinator.schedule(step, args=(iterator,))
+                with self._strategy.scope():
+                    spec = iterator._values[0]._type_spec
+                    traces.append(step.get_concrete_function(spec))
             return {}
 
         model.train_function = function
@@ -154,13 +164,14 @@ class _Schedule:
 
     # Steps
 
-    def _make_step(
-        self, steps: int, left_out: shared_state.LeftOut | None
-    ) -> Callable[[Any], None]:
+    def _make_step(self, steps: int, left_out: shared_state.LeftOut | None) -> Any:
         model, strategy = self._model, self._strategy
 
         @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-        def of_worker(batch: Any, number: tf.Tensor) -> None:
+        def of_worker(batch: Any, numbers: tuple[tf.Tensor, tf.Tensor]) -> None:
+            # TensorFlow takes it out of a step that draws no random numbers.
+            seed = tf.random.experimental.stateless_fold_in(*numbers)
+            number = tf.random.stateless_uniform([], seed, 0, 2**62, tf.int64)
             with shared_state.step(model, number, left_out):
                 model.train_step(batch)
 
@@ -172,8 +183,7 @@ class _Schedule:
                 for _ in tf.range(steps):
                     strategy.run(of_worker, args=next(iterator))
 
-        found: Callable[[Any], None] = step
-        return found
+        return step
 
     def _wait_for_workers(self) -> None:
         """Until no more steps wait for a worker than there are workers.
@@ -202,12 +212,10 @@ class _Schedule:
             seed = tf.stack([tf.constant(trained, tf.int64), worker])
             seed = tf.random.experimental.stateless_fold_in(seed, times)
             batches = data.of_worker(worker, workers, seed).repeat()
-            numbers = tf.data.Dataset.counter().map(
-                lambda place: tf.random.stateless_uniform(
-                    [], tf.random.experimental.stateless_fold_in(seed, place), 0, 2**62, tf.int64
-                )
+            numbers = tf.data.Dataset.zip(
+                tf.data.Dataset.from_tensors(seed).repeat(), tf.data.Dataset.counter()
             )
-            return tf.data.Dataset.zip((batches, numbers))
+            return tf.data.Dataset.zip(batches, numbers)
 
         return iter(self._coordinator.create_per_worker_dataset(of_worker))
 

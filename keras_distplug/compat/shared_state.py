@@ -133,7 +133,7 @@ class LeftOut:
         """Whether all of a step is finite; None if it tells nothing of that."""
         if not step.finite:
             return None
-        ok = tf.reduce_all(tf.stack(step.finite))
+        ok = step.all_of(step.finite)
         # There, and without a condition, it costs one message.
         with tf.device(self._counts.device):
             in_a_row = self._counts.read_value()[1]
@@ -164,7 +164,7 @@ class LeftOut:
             return None
         finite = [tf.reduce_all(tf.math.is_finite(_values_of(each))) for each in present]
         step.finite += finite
-        return tf.reduce_all(tf.stack([ok for ok in step.finite if gates.is_here(ok)]))
+        return step.all_of([ok for ok in step.finite if gates.is_here(ok)])
 
 
 @dataclass
@@ -176,6 +176,16 @@ class _Step:
 
     def __post_init__(self) -> None:
         self.finite: list[tf.Tensor] = []
+        self._asked: tuple[list[tf.Tensor], tf.Tensor] | None = None
+
+    def all_of(self, finite: list[tf.Tensor]) -> tf.Tensor:
+        """Whether all are true; the same tensor for the same ones, as it is sent to other
+        processes."""
+        before, ok = self._asked or ([], None)
+        if ok is None or [id(each) for each in before] != [id(each) for each in finite]:
+            ok = tf.reduce_all(tf.stack(finite))
+            self._asked = (list(finite), ok)
+        return ok
 
 
 class _Current:
@@ -220,7 +230,9 @@ def _in_step(variable: keras.Variable) -> Callable[[Any], None]:
 
 def _natively(variable: keras.Variable) -> Callable[[Any], Any]:
     def assign_add(value: Any) -> Any:
-        variable._value.assign_add(tf.cast(value, variable._value.dtype))
+        native = variable._value
+        with tf.device(native.device):  # a constant from elsewhere is a message
+            native.assign_add(tf.cast(value, native.dtype))
         return variable
 
     return assign_add

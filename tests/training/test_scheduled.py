@@ -51,6 +51,13 @@ def test_several_steps_at_once(found: Found) -> None:
     assert found["executions"] == {"steps": STEPS, "loss": STEPS * BATCH}
 
 
+def test_messages(found: Found) -> None:
+    """Beside its gradients and what it adds to metrics, a worker sends whether all is finite."""
+    messages = found["messages"]
+    assert messages["gradients"] == 4
+    assert messages["sent"] == messages["gradients"] + messages["sums"] + 1
+
+
 def test_learns(found: Found) -> None:
     """History has each epoch, with its validation, and both get better; saved files hold the
     model, which computes in a single process what it did here."""

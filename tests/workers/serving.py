@@ -12,10 +12,12 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
 from support.cluster import free_ports
+from tensorflow.python.distribute.coordinator.cluster_coordinator import Cluster
 
 WORKERS, SERVERS = 2, 2
 STEPS, BATCH = 40, 16
@@ -105,6 +107,32 @@ def executions() -> dict[str, Any]:
     """Several steps at once."""
     model = fit("executions", lambda: build(steps_per_execution=5), X, Y, batch_size=BATCH).model
     return {"steps": steps_of(model), "loss": float(value(model.metrics[0], "count"))}
+
+
+def messages() -> dict[str, int]:
+    """Of a step: the tensors that a worker sends to parameter servers."""
+    with mock.patch.object(
+        Cluster, "schedule", autospec=True, side_effect=Cluster.schedule
+    ) as told:
+        model = fit("messages", build, X, Y, batch_size=BATCH).model
+    step = told.call_args.args[1]
+    places = {inner.name for outer, inner in step.graph.captures if "job:ps" in outer.device}
+
+    def is_there(operation: tf.Operation) -> bool:
+        of_variable = any(each.name in places for each in operation.inputs)
+        return of_variable or "job:ps" in operation.device
+
+    sent = {
+        each.name
+        for operation in step.graph.get_operations()
+        for each in operation.inputs
+        if is_there(operation) and not is_there(each.op) and each.op.type != "Placeholder"
+    }
+    return {
+        "sent": len(sent),
+        "gradients": len(model.trainable_variables),
+        "sums": len(model.metrics_variables),
+    }
 
 
 def learned() -> dict[str, Any]:
@@ -478,6 +506,7 @@ def tables_refused() -> dict[str, Any]:
 CASES = (
     counts,
     executions,
+    messages,
     learned,
     own_model,
     of_context,
