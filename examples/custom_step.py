@@ -6,7 +6,7 @@ trains a network on handwritten digits whose answers change little where a pictu
 beside the loss it keeps the gradient of the loss with respect to the pictures small (Drucker and Le
 Cun, 1992, "Improving generalization performance using double backpropagation"), which takes a
 `train_step` of one's own. It trains twice, on one device and on two, and compares the weights:
-they differ by 1e-6 at most. Without the division by the number of replicas, they differ by 0.5.
+they differ by 1e-5 at most. Without the division by the number of replicas, they differ by 0.5.
 
 The two are parts of this machine's CPU, or its GPUs, where it has several. Batches do not divide:
 the last one of an epoch is smaller, and the replicas' parts of it differ.
