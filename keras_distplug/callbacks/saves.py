@@ -200,10 +200,9 @@ class Saves:
         if self._failures and not self._is_local:
             raise self._failures[-1]
         if self._pace.skipped and self._is_chief:
-            announce(
-                f"{self._pace.skipped} {self._what}s that were due were left out, because the one "
-                "before was still being written"
-            )
+            of_several = f"{self._pace.skipped} {self._what}s that were due were"
+            which = f"1 {self._what} that was due was" if self._pace.skipped == 1 else of_several
+            announce(f"{which} left out, because the one before was still being written")
 
     def _wait_for_saver(self, timeout_s: float | None = None) -> None:
         """Raises SaveError if the save under way takes longer."""

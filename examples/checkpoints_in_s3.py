@@ -1,0 +1,109 @@
+"""Checkpoints in S3, or in a store that talks as it does: Ceph, MinIO, R2.
+
+    pip install 'keras-distplug[tensorflow,s3]'
+
+    python examples/checkpoints_in_s3.py --url s3://bucket/runs/digits
+    python examples/checkpoints_in_s3.py --url s3://bucket/runs/digits --endpoint https://host:9000
+
+    pip install 'moto[server]'
+    python examples/checkpoints_in_s3.py          # with an S3 of its own, in this process's memory
+
+trains a small network on handwritten digits for three epochs, forgets it, and goes on from the
+store for three more: nothing of the first training is left but what the bucket holds. Keys are
+looked for where Amazon's own tools look: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+import digits
+import keras
+
+import keras_distplug as kd
+
+
+def train(url: str, options: Mapping[str, str], epochs: int) -> None:
+    keras.utils.set_random_seed(7)
+    (x_train, y_train), test = digits.load()
+    model = keras.Sequential(
+        [
+            keras.Input(x_train.shape[1:]),
+            keras.layers.Conv2D(16, 3, activation="relu"),
+            keras.layers.Flatten(),
+            keras.layers.Dropout(0.2),
+            keras.layers.Dense(10),
+        ]
+    )
+    model.compile(
+        optimizer=keras.optimizers.Adam(0.005),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    history = model.fit(
+        x_train,
+        y_train,
+        batch_size=64,
+        epochs=epochs,
+        validation_data=test,
+        verbose=2,
+        callbacks=kd.defaults(url, storage_options=options),
+    )
+    accuracy = history.history["val_accuracy"]
+    print(f"validation accuracy {accuracy[-1]:.4f} behind {len(accuracy)} epochs", flush=True)
+
+
+def main(url: str, options: Mapping[str, str]) -> int:
+    train(url, options, epochs=3)
+    train(url, options, epochs=6)  # a new model, which goes on where the bucket says
+    command = [sys.executable, "-m", "keras_distplug", "ls", url]  # `keras-distplug ls URL`
+    return subprocess.run([*command, "--storage-options", json.dumps(options)]).returncode
+
+
+@contextmanager
+def s3_of_its_own() -> Iterator[tuple[str, Mapping[str, str]]]:
+    """A folder in an empty bucket, and the `storage_options` for it. It ends with this process."""
+    try:
+        import s3fs
+        from moto.server import ThreadedMotoServer
+    except ImportError as error:
+        raise SystemExit(
+            "Without --url, this example starts a store of its own, which needs packages that are "
+            f"not installed ({error}). Run pip install 'keras-distplug[s3]' 'moto[server]', or "
+            "give --url."
+        ) from error
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request otherwise
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    options = {"endpoint_url": f"http://{host}:{port}"}
+    # It takes any, but wants some.
+    os.environ.update(AWS_ACCESS_KEY_ID="any", AWS_SECRET_ACCESS_KEY="any")
+    s3fs.S3FileSystem(**options).mkdir("bucket")
+    try:
+        yield "s3://bucket/runs/digits", options
+    finally:
+        server.stop()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--url", help="such as s3://bucket/runs/digits")
+    parser.add_argument("--endpoint", metavar="URL", help="of a store other than Amazon's")
+    arguments = parser.parse_args()
+    if arguments.endpoint and not arguments.url:
+        parser.error("--endpoint goes with --url, which says where in that store")
+    with ExitStack() as stack:
+        if arguments.url:
+            place = arguments.url
+            given = {"endpoint_url": arguments.endpoint} if arguments.endpoint else {}
+        else:
+            place, given = stack.enter_context(s3_of_its_own())
+        sys.exit(main(place, given))
