@@ -24,6 +24,7 @@ from keras_distplug.core.events import (
     Preempted,
     Raised,
     RolledBack,
+    Saved,
     Started,
     UpdateLeftOut,
     Window,
@@ -66,7 +67,9 @@ class Fit:
 
     @cached_property
     def last_step(self) -> int:
-        steps = [entry.event.step for entry in self.entries if isinstance(entry.event, Window)]
+        # A checkpoint may be of a step behind the last window of a worker that died.
+        told = (each.event for each in self.entries)
+        steps = [event.step for event in told if isinstance(event, Window | Saved)]
         return max(steps, default=self.began.step)
 
     def first(self, kind: type[Event]) -> Event | None:

@@ -247,6 +247,17 @@ def test_attempts() -> None:
     assert [each.exit_code for each in found] == [137, None, None]
 
 
+def test_attempt_that_died_behind_its_checkpoint() -> None:
+    """What is in a checkpoint was trained, though the window that has it was not told any more."""
+    saved = Entry(11, "worker-0", events.Saved(60, 0.5, False, 0.01, 1000))
+    fits = [
+        fit(window(10, 54, 54, step=10), saved),
+        fit(window(30, 90, 30, step=9), session="b", step=60),
+    ]
+    first, second = goodput.attempts(fits)
+    assert (first.last_step, first.lost_steps) == (second.first_step, 0) == (60, 0)
+
+
 def test_ledger() -> None:
     """Each moment is put down once; what was part of another category is moved."""
     ledger = Ledger(10.0, C.START_UP)
