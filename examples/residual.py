@@ -26,7 +26,7 @@ STRATEGIES = ("mirrored", "multi_worker", "central_storage", "parameter_server")
 parser.add_argument("--strategy", choices=STRATEGIES, required=True)
 parser.add_argument("--directory", help="of the run; defaults to runs/residual-<strategy>")
 parser.add_argument("--epochs", type=int, default=2)
-parser.add_argument("--samples", type=int, default=1500, help="to train with, at most")
+parser.add_argument("--samples", type=int, default=1200, help="to train with, at most")
 parser.add_argument("--size", type=int, default=32, help="of a picture, in pixels")
 arguments = parser.parse_args()
 
