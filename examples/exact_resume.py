@@ -21,7 +21,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-EPOCHS, BATCHES, KILLS = 6, 24, 3
+EPOCHS, BATCHES = 6, 24
 
 
 def train(directory: Path, kills: list[int]) -> None:
@@ -85,10 +85,10 @@ def train(directory: Path, kills: list[int]) -> None:
     (directory / "outcome.json").write_text(json.dumps(known, sort_keys=True))
 
 
-def demonstrate(folder: Path, seed: int) -> int:
+def demonstrate(folder: Path, seed: int, how_often: int) -> int:
     import numpy as np
 
-    kills = sorted(random.Random(seed).sample(range(1, EPOCHS * BATCHES), KILLS))
+    kills = sorted(random.Random(seed).sample(range(1, EPOCHS * BATCHES), how_often))
     for name, behind in (("undisturbed", []), ("killed", kills)):
         directory = folder / name
         directory.mkdir(parents=True)
@@ -114,10 +114,11 @@ def demonstrate(folder: Path, seed: int) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0, help="from which the kills are drawn")
+    parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--train", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.train:
         train(Path(arguments.train[0]), [int(step) for step in arguments.train[1:]])
     else:
         with tempfile.TemporaryDirectory(prefix="exact-resume-") as scratch:
-            sys.exit(demonstrate(Path(scratch), arguments.seed))
+            sys.exit(demonstrate(Path(scratch), arguments.seed, arguments.kills))

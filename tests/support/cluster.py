@@ -61,6 +61,7 @@ def run_workers(
     workers: int,
     *,
     env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
     hosts: Sequence[Host] | None = None,
     timeout_s: float,
 ) -> list[Ended]:
@@ -82,6 +83,7 @@ def run_workers(
             subprocess.Popen(
                 [*hosts[index].prefix, sys.executable, *command],
                 env=own,
+                cwd=cwd,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -106,6 +108,7 @@ def run_job(
     workers: int,
     *options: str,
     env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
     timeout_s: float,
 ) -> Ended:
     """Runs `command` on workers that `keras-distplug run` starts, and starts again.
@@ -116,6 +119,7 @@ def run_job(
     done = subprocess.run(
         [sys.executable, *run, sys.executable, *command],
         env=environment(env),
+        cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
