@@ -77,6 +77,15 @@ def test_no_word(pretended: Pretended) -> None:
     assert pretended.asked > 1
 
 
+def test_many_workers_look_seldom(pretended: Pretended) -> None:
+    """Of many workers each looks so seldom that all together ask as often as few."""
+    jobs = [SimpleNamespace(name="worker", num_tasks=64 * 100)]
+    pretended.coordination_service = SimpleNamespace(coordinated_job_list=jobs)
+    with pytest.raises(TimeoutError, match="a word"):
+        get(1.0)  # which else is 20 looks
+    assert pretended.asked == 0
+
+
 def test_frozen_service(pretended: Pretended) -> None:
     """A service that does not answer is waited for, too; it is asked once, and never for states."""
     pretended.thaws = threading.Event()
