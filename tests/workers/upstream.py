@@ -363,6 +363,18 @@ def lost_word() -> None:
     os._exit(0)  # a normal end may take for ever
 
 
+def forgetful() -> None:
+    for name in ("EarlyStopping", "ReduceLROnPlateau"):
+        callback = getattr(keras.callbacks, name)(monitor="loss", patience=5)
+        callback.set_model(model())
+        callback.on_train_begin()
+        for epoch, loss in enumerate((1.0, 2.0)):
+            callback.on_epoch_end(epoch, {"loss": loss})
+        waited = callback.wait
+        callback.on_train_begin()
+        say(name, [waited, callback.wait])
+
+
 def parameter_server() -> None:
     addresses = [f"127.0.0.1:{port}" for port in free_ports(3)]
     cluster = {"chief": addresses[:1], "worker": addresses[1:2], "ps": addresses[2:]}
@@ -428,6 +440,7 @@ CASES = (
     own_tracker,
     second_strategy,
     central,
+    forgetful,
     parameter_server,
 )
 {case.__name__: case for case in CASES}[sys.argv[1]]()
