@@ -1,8 +1,8 @@
 """How the workers of a run write a checkpoint together.
 
-Every worker writes its share of the bytes. Each tells the first one what it wrote, which writes the
-manifest once all shares are there: no collective, so that all of this may go on in the background
-of training. A worker that fails tells that, too; then there is no manifest.
+Every worker writes its share of the bytes; of very many, some do. Each tells the first one what it
+wrote, which writes the manifest once all shares are there: no collective, so that all of this may
+go on in the background of training. A worker that fails tells that, too; then there is no manifest.
 """
 
 from __future__ import annotations

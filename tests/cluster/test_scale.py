@@ -83,3 +83,12 @@ def test_writers_of_many() -> None:
         places = [at_scale.commit._place_of(rank, writers, workers) for rank in range(workers)]
         assert [place for place in places if place is not None] == list(range(writers))
         assert places[0] == 0
+
+
+def test_some_write_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a few of many workers have written is whole."""
+    monkeypatch.setattr(at_scale, "STATE_BYTES", 2**22)
+    monkeypatch.setattr(at_scale.commit, "_ALL_WRITE", 3)
+    with at_scale.cluster(7) as made:
+        assert at_scale.saved(made).requests["PUT"] == 3 + 1
+        at_scale.restored(made)  # which compares sizes
