@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import cache
+from importlib import metadata
 from typing import Any
 
 import pytest
@@ -80,6 +82,53 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
     as garbage, whose collection in some later test took more than that test's time-out."""
     if item.get_closest_marker("tf"):
         gc.collect()
+
+
+UPSTREAM = "tests/compat/test_upstream.py"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What a test of upstream's faults has found, as `pytest_terminal_summary` tells it."""
+    report = yield
+    if item.nodeid.startswith(UPSTREAM) and (call.when == "call" or not report.passed):
+        finding = "not known"  # whoever looked for the fault has failed
+        if report.passed:
+            finding = "needed"
+        elif report.skipped or (call.excinfo and call.excinfo.errisinstance(AssertionError)):
+            finding = "unnecessary"
+        fault = inspect.getdoc(getattr(item, "obj", None)) or ""
+        report.user_properties.append(("upstream", [finding, " ".join(fault.split())]))
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Which of upstream's faults are still there: what a test of them found in this run."""
+    found: dict[str, list[str]] = {"needed": [], "unnecessary": [], "not known": []}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, value in getattr(report, "user_properties", ()):
+                if name == "upstream":
+                    finding, fault = value
+                    found[finding].append(f"{report.nodeid.partition('::')[2]}: {fault}")
+    if not any(found.values()):
+        return
+    versions = [f"{name} {_version(name)}" for name in ("tensorflow", "tensorflow-cpu", "keras")]
+    there = ", ".join(each for each in versions if not each.endswith(" "))
+    terminalreporter.section(f"workarounds of upstream's faults, with {there}")
+    for finding, faults in found.items():
+        terminalreporter.write_line(f"{len(faults)} {finding}{':' if faults else ''}")
+        for fault in sorted(faults):
+            terminalreporter.write_line(f"  {fault}")
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 @pytest.fixture

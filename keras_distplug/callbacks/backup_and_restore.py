@@ -295,7 +295,12 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
             self._local = LocalTier(self._local_place[0], run.record.run_id)
         self._epochs = self.params.get("epochs", 1)
         self._state = FitState(
-            self.model, self._others, self._role, self._agreement, run.record.seed
+            self.model,
+            self._others,
+            self._role,
+            self._agreement,
+            run.record.seed,
+            keeps_copies=self._local is not None,
         )
         made = exports.architecture_of(self.model) if self._role.is_chief else None
         with time_spent(Category.RESTORE):

@@ -46,6 +46,7 @@ class FitState:
         role: This process's part.
         agreement: How the workers agree.
         seed: For data that would be shuffled in an order that nobody could repeat.
+        keeps_copies: Whether each worker keeps checkpoints for itself, too.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class FitState:
         role: Role,
         agreement: Workers,
         seed: int,
+        *,
+        keeps_copies: bool = False,
     ) -> None:
         self.cursor = Cursor(epoch=0, batch=0, step=0)
         self.restored: list[keras.callbacks.Callback] = []  # those that got a state
@@ -63,6 +66,7 @@ class FitState:
         self._role = role
         self._agreement = agreement
         self._seed = seed
+        self._keeps_copies = keeps_copies
         self._progress = progress.of_fit(model, seed)
         self._validation: Positioned | None = None
         self._validated = 0  # passes over the validation data before this `fit`
@@ -115,7 +119,11 @@ class FitState:
         callbacks, arrays = callback_states.capture(self._others)
         in_epoch = bool(self.cursor.batch)
         own = own_states.capture(
-            self._model, self._agreement, self._role.world_size, in_epoch=in_epoch
+            self._model,
+            self._agreement,
+            self._role.world_size,
+            in_epoch=in_epoch,
+            random_for_all=self._keeps_copies,
         )
         return TrainState(
             cursor=self.cursor,

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from keras_distplug.cluster.roles import Role, single_process
-from keras_distplug.compat import workers
-from keras_distplug.compat.context import ServiceKeyValues
 from keras_distplug.core.errors import AgreementError
 
 
 def role_under(strategy: Any) -> Role:
     """This process's part under `strategy`, a `tf.distribute.Strategy`."""
+    from keras_distplug.compat import workers  # loads TensorFlow
+
     if not workers.is_multi_worker(strategy) and not workers.is_scheduled(strategy):
         return single_process()
     resolver = workers.resolver_of(strategy)
@@ -25,7 +25,11 @@ def role_under(strategy: Any) -> Role:
 
 def among(role: Role) -> Workers:
     """How the workers of `role`'s cluster agree."""
-    return Alone() if role.world_size == 1 else ThroughKeyValues(role, ServiceKeyValues())
+    if role.world_size == 1:
+        return Alone()
+    from keras_distplug.compat.context import ServiceKeyValues  # loads TensorFlow
+
+    return ThroughKeyValues(role, ServiceKeyValues())
 
 
 class KeyValues(Protocol):
@@ -41,7 +45,9 @@ class KeyValues(Protocol):
         """Waits for `key`. Raises TimeoutError, or ConnectionError if a worker is gone."""
         ...
 
-    def delete(self, key: str) -> None: ...
+    def delete(self, key: str) -> None:
+        """`key`, and all keys below it."""
+        ...
 
     def barrier(self, key: str, timeout_s: float) -> None:
         """Waits until every worker has called with this `key`. Raises like `get`."""
@@ -55,6 +61,9 @@ class Alone:
         if value is None:
             raise AgreementError(f"Agreement on {topic!r}: the only worker gave no value.")
         return value
+
+    def to_chief(self, topic: str, value: str) -> list[str] | None:
+        return [value]
 
     def gather(self, topic: str, value: str) -> list[str]:
         return [value]
@@ -94,10 +103,12 @@ class ThroughKeyValues:
         self._role = role
         self._store = store
         self._timeout_s = timeout_s
-        self._word_before: str | None = None  # the key of what this one said in `gather`
+        self._answer_before: str | None = None  # the key of what the chief said in `gather`
 
     def from_chief(self, topic: str, value: str | None) -> str:
-        key = self._next_key(topic)
+        return self._from_chief(self._next_key(topic), topic, value)
+
+    def _from_chief(self, key: str, topic: str, value: str | None) -> str:
         if self._role.is_chief:
             if value is None:
                 raise AgreementError(f"Agreement on {topic!r}: the chief gave no value.")
@@ -106,23 +117,42 @@ class ThroughKeyValues:
         with self._explained(f"the chief's word on {topic!r}", self._timeout_s):
             return self._store.get(key, self._timeout_s)
 
-    def gather(self, topic: str, value: str) -> list[str]:
+    def to_chief(self, topic: str, value: str) -> list[str] | None:
         key = self._next_key(topic)
-        self._store.put(f"{key}/{self._role.rank}", value)
+        if not self._role.is_chief:
+            self._store.put(f"{key}/{self._role.rank}", value)
+            return None
         said = []
         for rank in range(self._role.world_size):
+            if rank == self._role.rank:
+                said.append(value)
+                continue
             with self._explained(f"the word of worker {rank} on {topic!r}", self._timeout_s):
                 said.append(self._store.get(f"{key}/{rank}", self._timeout_s))
-        # Who has spoken now has heard all of the time before. The store lives as long as the job.
-        if self._word_before is not None:
-            with self._explained(f"the store to forget {self._word_before!r}", self._timeout_s):
-                self._store.delete(self._word_before)
-        self._word_before = f"{key}/{self._role.rank}"
+        self._forget_key(key)  # the store lives as long as the job
+        # Who has spoken now has heard all of the time before.
+        if self._answer_before is not None:
+            self._forget_key(self._answer_before)
+            self._answer_before = None
         return said
 
+    def gather(self, topic: str, value: str) -> list[str]:
+        # The chief alone reads what each says: if all did, messages grew with the workers' square.
+        said = self.to_chief(topic, value)
+        answer = None if said is None else json.dumps(said)
+        told: list[str] = json.loads(self._answered(topic, answer))
+        return told
+
     def first_complaint(self, topic: str, complaint: str | None) -> str | None:
-        said = map(json.loads, self.gather(topic, json.dumps(complaint)))
-        return next((each for each in said if each is not None), None)
+        said = self.to_chief(topic, json.dumps(complaint))
+        answer = None if said is None else next((each for each in said if each != "null"), "null")
+        first: str | None = json.loads(self._answered(topic, answer))
+        return first
+
+    def _answered(self, topic: str, answer: str | None) -> str:
+        key = self._next_key(topic)
+        self._answer_before = key
+        return self._from_chief(key, topic, answer)
 
     def barrier(self, topic: str, within_s: float | None = None) -> None:
         timeout_s = self._timeout_s if within_s is None else within_s
@@ -142,8 +172,11 @@ class ThroughKeyValues:
             return self._store.get(f"keras_distplug/told/{topic}", timeout_s)
 
     def forget(self, topic: str) -> None:
-        with self._explained(f"the store to forget {topic!r}", self._timeout_s):
-            self._store.delete(f"keras_distplug/told/{topic}")
+        self._forget_key(f"keras_distplug/told/{topic}")
+
+    def _forget_key(self, key: str) -> None:
+        with self._explained(f"the store to forget {key!r}", self._timeout_s):
+            self._store.delete(key)
 
     @contextmanager
     def _explained(self, awaited: str, timeout_s: float | None) -> Iterator[None]:

@@ -27,7 +27,7 @@ class Words(Protocol):
         ...
 
     def forget(self, topic: str) -> None:
-        """Makes room."""
+        """Makes room, of topics below this one, too."""
         ...
 
 
@@ -116,8 +116,11 @@ class Reports:
             topic = self._topic(rank, number)
             reports.append(own if rank == self._role.rank else self._heard(topic))
             if self._closed.is_set():
-                return
-        self._on_all(reports)
+                break
+        # The store lives as long as the job.
+        self._words.forget(self._topic(None, number))
+        if not self._closed.is_set():
+            self._on_all(reports)
 
     def _heard(self, topic: str) -> str:
         self._awaited = topic
@@ -125,8 +128,6 @@ class Reports:
             return _CLOSED
         report = self._words.hear(topic, None)
         self._awaited = None
-        # The store lives as long as the job.
-        self._words.forget(topic)
         return report
 
     def _try_to_tell(self, awaited: str) -> None:
@@ -135,5 +136,5 @@ class Reports:
         except AgreementError:
             return
 
-    def _topic(self, rank: int, number: int) -> str:
-        return f"{self._session}/report/{rank}/{number}"
+    def _topic(self, rank: int | None, number: int) -> str:
+        return f"{self._session}/report/{number}" + ("" if rank is None else f"/{rank}")

@@ -113,8 +113,12 @@ class StopTogether:
         text = json.dumps(asdict(cause))
 
         def tell() -> None:
+            # A scheduler may tell all workers at once, and one letter to each is enough.
+            topic, me = self._topic("told", None), self._role.name
             try:
-                self._persist(lambda: self._mailbox.send(text))
+                is_first = self._persist(lambda: self._words.tell_first(topic, me))
+                if is_first or self._hear("told", None) == me:
+                    self._persist(lambda: self._mailbox.send(text))
             except AgreementError as error:
                 self._on_lost(error)
 

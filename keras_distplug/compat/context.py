@@ -24,7 +24,8 @@ from tensorflow.python.eager import context
 
 _HEARTBEAT_S = 10.0  # TensorFlow's own time-out
 _ANSWER_S = 1.0  # for the service, which may be frozen
-_LOOK_S = 1.0  # how often who waits for a word looks whether all workers are there
+_LOOK_S = 1.0  # how often who waits for a word looks whether all workers are there,
+_LOOKS_WORKERS = 64  # up to so many; of more, so seldom that all together look as often
 
 
 def is_initialized() -> bool:
@@ -135,18 +136,19 @@ class ServiceKeyValues:
     def get(self, key: str, timeout_s: float | None) -> str:
         if timeout_s is None:
             return self._get(key, 0)  # without a limit
-        if timeout_s < 2 * _LOOK_S:
+        look_s = _look_s()
+        if timeout_s < 2 * look_s:
             return self._get(key, max(1, int(timeout_s * 1000)))
         # The service lets who waits for the word of a lost worker wait (TensorFlow 2.18 to 2.21).
         end_s = time.monotonic() + timeout_s
         while True:
             left_s = end_s - time.monotonic()
             try:
-                return self._get(key, max(1, int(min(left_s, _LOOK_S) * 1000)))
+                return self._get(key, max(1, int(min(left_s, look_s) * 1000)))
             except TimeoutError:
                 if error := self._first_error():
                     raise ConnectionError(f"{key}: {error}") from None
-                if left_s <= _LOOK_S:
+                if left_s <= look_s:
                     raise
 
     def _get(self, key: str, timeout_ms: int) -> str:
@@ -154,6 +156,7 @@ class ServiceKeyValues:
             return str(context.context().get_config_key_value(key, timeout_ms))
 
     def delete(self, key: str) -> None:
+        """`key`, and all keys below it: `a` with `a/b`."""
         with _as_builtin_errors(key):
             context.context().delete_config_key_value(key)
 
@@ -216,6 +219,13 @@ class ServiceKeyValues:
     def heartbeat_timeout_s(self) -> float:
         set_ms = context.context().coordination_service.heartbeat_timeout_in_ms
         return set_ms / 1000 if set_ms else _HEARTBEAT_S
+
+
+def _look_s() -> float:
+    # What is told of the workers' states grows with their number, too.
+    jobs = context.context().coordination_service.coordinated_job_list
+    workers: int = sum(job.num_tasks for job in jobs)
+    return _LOOK_S * max(1.0, workers / _LOOKS_WORKERS)
 
 
 @contextmanager

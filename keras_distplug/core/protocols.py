@@ -12,6 +12,11 @@ class Agreement(Protocol):
         """The chief gives `value`; everyone returns it. Other workers give None and wait."""
         ...
 
+    def to_chief(self, topic: str, value: str) -> list[str] | None:
+        """Everyone gives a value; the chief returns all of them, in the workers' order, and others
+        None, at once. For what the others have no use for: it would be sent to each of them."""
+        ...
+
     def gather(self, topic: str, value: str) -> list[str]:
         """Everyone gives a value; everyone returns all of them, in the workers' order."""
         ...
@@ -42,5 +47,13 @@ class Exchange(Protocol):
 
         Raises:
             AgreementError: If it says nothing in time, or is gone.
+        """
+        ...
+
+    def forget(self, topic: str) -> None:
+        """Makes room: of what was told of `topic`, and of all topics below it.
+
+        Raises:
+            AgreementError: If that is not possible.
         """
         ...

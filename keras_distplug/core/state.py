@@ -57,7 +57,8 @@ class TrainState:
         completion: Set once the run has reached its end.
         how_built: What makes the model's variables without data, JSON-able.
         callbacks: What other callbacks know, JSON-able; the arrays in it are among `arrays`.
-        random: The random generators of each worker's process, JSON-able.
+        random: The random generators of each worker's process, JSON-able; needed on the worker that
+            writes the manifest.
     """
 
     cursor: Cursor

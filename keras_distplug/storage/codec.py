@@ -220,6 +220,8 @@ class Room:
     def filled(self, name: str) -> None:
         """The piece `name` is where it goes."""
         key, begin, end = self._find(name)
+        if key not in self._missing:
+            raise CorruptCheckpointError(f"{self._source} holds the variable `{key}` twice.")
         self._missing[key] -= end - begin
         if not self._missing[key]:
             self._complete.append(key)

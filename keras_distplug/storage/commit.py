@@ -1,8 +1,8 @@
 """How the workers of a run write a checkpoint together.
 
-Every worker writes its share of the bytes. Each tells the first one what it wrote, which writes the
-manifest once all shares are there: no collective, so that all of this may go on in the background
-of training. A worker that fails tells that, too; then there is no manifest.
+Every worker writes its share of the bytes; of very many, some do. Each tells the first one what it
+wrote, which writes the manifest once all shares are there: no collective, so that all of this may
+go on in the background of training. A worker that fails tells that, too; then there is no manifest.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ from keras_distplug.storage.files import Files
 from keras_distplug.storage.store import CheckpointStore
 
 _PACKAGES = ("keras-distplug", "keras", "tensorflow", "tensorflow-cpu")
+_ALL_WRITE = 64  # workers, each of which writes a share, however small it is
+_SHARE_BYTES = 4 * 2**20  # of more workers not so many write that shares get smaller than this
 _FAILURES = (OSError, CheckpointError, AgreementError)
 T = TypeVar("T")
 
@@ -126,7 +128,7 @@ class Writer:
     def _follow(self, state: TrainState, attempt: str) -> None:
         name = self._hear(f"{attempt}/folder")
         self._tell(
-            f"{attempt}/shards-{self._team.rank}",
+            f"{attempt}/shards/{self._team.rank}",
             lambda: {
                 "shards": [asdict(shard) for shard in self._write_share(state, name, attempt)],
                 "variables": _fingerprint(state),
@@ -164,11 +166,14 @@ class Writer:
                 if rank == 0:
                     shards += self._write_share(state, name, attempt)
                 else:
-                    said = self._hear(f"{attempt}/shards-{rank}")
+                    said = self._hear(f"{attempt}/shards/{rank}")
                     _require_same(_fingerprint(state), said["variables"], rank)
                     shards += [Shard(**each) for each in said["shards"]]
             except _FAILURES as error:
                 failures.append(error)
+        if self._team.size > 1:
+            # Who keeps what was told keeps it as long as the job lives.
+            self._team.exchange.forget(f"{attempt}/shards")
         if failures:
             raise failures[0]
         return shards
@@ -176,8 +181,13 @@ class Writer:
     def _write_share(self, state: TrainState, name: str, attempt: str) -> list[Shard]:
         variables = codec.specs_of(state.arrays)
         traits = self._files.traits
-        files = codec.files_for(variables, self._team.size, traits.file_bytes)
-        self.meter.begin(codec.bytes_of(variables) // self._team.size)
+        writers = _writers(codec.bytes_of(variables), self._team.size)
+        place = _place_of(self._team.rank, writers, self._team.size)
+        if place is None:
+            self.meter.begin(0)
+            return []
+        files = codec.files_for(variables, writers, traits.file_bytes)
+        self.meter.begin(codec.bytes_of(variables) // writers)
         numbers = itertools.count(1)
 
         def new_file() -> str:
@@ -203,8 +213,8 @@ class Writer:
             self._written[share] = path, shard
             return shard
 
-        count = files * self._team.size
-        mine = range(files * self._team.rank, files * (self._team.rank + 1))
+        count = files * writers
+        mine = range(files * place, files * (place + 1))
         jobs = (functools.partial(_retried, functools.partial(write, share)) for share in mine)
         return list(in_order(jobs, traits.at_once))
 
@@ -272,6 +282,19 @@ class Writer:
         if "failed" in said:
             raise CheckpointError(said["failed"])
         return said["value"]
+
+
+def _writers(size: int, workers: int) -> int:
+    """How many of `workers` write a state of `size` bytes. Whoever takes it up reads each file, so
+    that their number must not grow with the workers."""
+    return min(workers, max(_ALL_WRITE, size // _SHARE_BYTES))
+
+
+def _place_of(rank: int, writers: int, workers: int) -> int | None:
+    """Which of the writers this worker is; None if it is none. They are spread over all of them,
+    and so over the machines."""
+    place = -(-rank * writers // workers)
+    return place if place < writers and place * workers // writers == rank else None
 
 
 def _metered(parts: codec.Hashed, meter: Meter) -> Iterator[memoryview]:

@@ -330,12 +330,20 @@ class RemoteFiles:
     def names(self, folder: str = "") -> list[str]:
         def names(fs: Any, full: str) -> list[str]:
             try:
-                found = fs.ls(full, detail=False)
+                found = fs.ls(full, detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 return []
-            paths = (each.rstrip("/") for each in found)
-            inside = (each for each in paths if not full.endswith(each))
-            return sorted({posixpath.basename(each) for each in inside})
+            listed = ((each["name"].rstrip("/"), each) for each in found)
+            inside = {
+                posixpath.basename(path): each for path, each in listed if not full.endswith(path)
+            }
+            # Files never change.
+            self._sizes |= {
+                posixpath.join(folder, name): int(each["size"])
+                for name, each in inside.items()
+                if each["type"] == "file" and each["size"] is not None
+            }
+            return sorted(inside)
 
         return self._ask_again(folder, names)
 

@@ -320,6 +320,12 @@ class CheckpointStore:
             )
 
     def _require_sizes(self, name: str, shards: Iterable[Shard]) -> None:
+        shards = list(shards)
+        if len(shards) > 1 and not self._files.traits.is_near:
+            # One listing tells the sizes of a thousand files, which are not asked for one by one
+            # then.
+            for folder in sorted({shard.file.rpartition("/")[0] for shard in shards}):
+                layout.names(self._files, self.path(name, folder))
         for shard in shards:
             with self._reading(name, shard.file):
                 size = self._files.size(self.path(name, shard.file))

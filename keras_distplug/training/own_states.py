@@ -25,7 +25,7 @@ class OwnStates:
 
     Args:
         arrays: The values of each replica's variables, as `replicas/<replica>/<variable>`.
-        random: The random generators of each worker.
+        random: The random generators of each worker; on the chief alone, unless all were to know.
     """
 
     arrays: Mapping[str, Any] = field(default_factory=dict)
@@ -33,7 +33,12 @@ class OwnStates:
 
 
 def capture(
-    model: keras.Model, agreement: Agreement, world_size: int, *, in_epoch: bool
+    model: keras.Model,
+    agreement: Agreement,
+    world_size: int,
+    *,
+    in_epoch: bool,
+    random_for_all: bool = True,
 ) -> OwnStates:
     """Takes them on all workers, which have to call this together.
 
@@ -42,19 +47,25 @@ def capture(
         agreement: How the workers agree.
         world_size: How many they are.
         in_epoch: Whether metrics count: they begin anew with each epoch.
+        random_for_all: Whether all workers need to know each other's random generators, and not
+            only the chief, which writes the manifest.
     """
     names, variables = _named(model, in_epoch=in_epoch)
     mine = [replica_values.parts(variable) for variable in variables]
     random = random_states.capture()
     if world_size == 1:
         return OwnStates(_by_replica(names, mine), (random,))
-    word = json.dumps([random, [[_text(part) for part in parts] for parts in mine]])
-    said = [json.loads(each) for each in agreement.gather("own states", word)]
-    of_all = [
-        [_array(part) for _, theirs in said for part in theirs[place]]
-        for place in range(len(variables))
-    ]
-    return OwnStates(_by_replica(names, of_all), tuple(random for random, _ in said))
+    of_all: list[list[np.ndarray]] = []
+    if variables:
+        said = [_unpacked(each, mine) for each in agreement.gather("own states", _packed(mine))]
+        of_all = [
+            [np.array(part) for theirs in said for part in theirs[str(place)]]
+            for place in range(len(variables))
+        ]
+    word = json.dumps(random)
+    ask = agreement.gather if random_for_all else agreement.to_chief
+    heard = ask("random", word) or []
+    return OwnStates(_by_replica(names, of_all), tuple(map(json.loads, heard)))
 
 
 def restore(
@@ -130,11 +141,16 @@ def _by_replica(names: Sequence[str], values: Sequence[Sequence[Any]]) -> dict[s
     }
 
 
-def _text(value: Any) -> list[Any]:
-    array = np.asarray(value)
-    return [array.dtype.name, list(array.shape), base64.b64encode(array.tobytes()).decode()]
+def _packed(parts: Sequence[Sequence[Any]]) -> str:
+    """The values of one worker's replicas, one replica after the other. Of a large cluster, all
+    that each says is sent to each, so that it says no more."""
+    values = [part for of_replica in zip(*parts, strict=True) for part in of_replica]
+    return base64.b64encode(b"".join(np.asarray(each).tobytes() for each in values)).decode()
 
 
-def _array(text: Sequence[Any]) -> np.ndarray:
-    dtype, shape, content = text
-    return np.frombuffer(base64.b64decode(content), np.dtype(dtype)).reshape(shape)
+def _unpacked(word: str, mine: Sequence[Sequence[Any]]) -> np.ndarray:
+    """The inverse of `_packed`: a row for each replica, in which each variable's place is a name.
+    Types and shapes are those of this worker."""
+    firsts = [np.asarray(parts[0]) for parts in mine]
+    row = np.dtype([(str(place), each.dtype, each.shape) for place, each in enumerate(firsts)])
+    return np.frombuffer(base64.b64decode(word), row)

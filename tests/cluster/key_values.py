@@ -41,7 +41,8 @@ class Memory:
 
     def delete(self, key: str) -> None:
         with self.changed:
-            del self.values[key]
+            for each in [each for each in self.values if f"{each}/".startswith(f"{key}/")]:
+                del self.values[each]
 
     def barrier(self, key: str, timeout_s: float) -> None:
         raise ConnectionError(f"{key}: socket closed")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -20,7 +21,7 @@ CHIEF, OTHER = (Role("worker", index, CLUSTER, "a test") for index in range(2))
 @pytest.fixture(autouse=True)
 def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two workers in one process would share the count of questions; here all ask the first."""
-    monkeypatch.setattr(agreement, "_questions", iter([1] * 9))
+    monkeypatch.setattr(agreement, "_questions", itertools.repeat(1))
 
 
 def test_from_chief() -> None:
@@ -57,8 +58,17 @@ def test_gather() -> None:
         for topic in ("first", "second", "third"):
             asked = [pool.submit(w.gather, topic, str(n)) for n, w in enumerate(workers)]
             assert [each.result(timeout=10) for each in asked] == [["0", "1"], ["0", "1"]]
-            assert len(store.values) == 2
-            assert all(topic in key for key in store.values)
+            [left] = store.values
+            assert topic in left
+
+
+def test_to_chief() -> None:
+    """The chief alone hears what all say, nobody waits for it, and nothing of it stays."""
+    store = Memory()
+    chief, other = (agreement.ThroughKeyValues(role, store) for role in (CHIEF, OTHER))
+    assert other.to_chief("random", "b") is None
+    assert chief.to_chief("random", "a") == ["a", "b"]
+    assert store.values == {}
 
 
 def test_time_out() -> None:

@@ -103,7 +103,7 @@ def test_end_with_one_missing(workers: Workers) -> None:
 
 def test_words_are_lost(workers: Workers) -> None:
     """That is told once, and nobody is kept."""
-    workers.store.breaks_at = "keras_distplug/told/a session/report/1/0"
+    workers.store.breaks_at = "keras_distplug/told/a session/report/0/1"
     workers.all[0].send(lambda: "0")
     workers.all[0].send(lambda: "0")
     workers.heard.wait_for(lost=1)

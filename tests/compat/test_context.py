@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.cluster import run_workers
 
 pytest.importorskip("tensorflow")
 pytestmark = [pytest.mark.tf, pytest.mark.timeout(60)]
@@ -77,6 +79,15 @@ def test_no_word(pretended: Pretended) -> None:
     assert pretended.asked > 1
 
 
+def test_many_workers_look_seldom(pretended: Pretended) -> None:
+    """Of many workers each looks so seldom that all together ask as often as few."""
+    jobs = [SimpleNamespace(name="worker", num_tasks=64 * 100)]
+    pretended.coordination_service = SimpleNamespace(coordinated_job_list=jobs)
+    with pytest.raises(TimeoutError, match="a word"):
+        get(1.0)  # which else is 20 looks
+    assert pretended.asked == 0
+
+
 def test_frozen_service(pretended: Pretended) -> None:
     """A service that does not answer is waited for, too; it is asked once, and never for states."""
     pretended.thaws = threading.Event()
@@ -104,3 +115,15 @@ def report(message: str) -> None:
 def test_default_of_tensorflow(pretended: Pretended) -> None:
     """Without a time-out of ours, TensorFlow's is known."""
     assert context.ServiceKeyValues().heartbeat_timeout_s == 10.0
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(300)
+def test_deletes_what_is_below() -> None:
+    """With a key the service deletes all below it, so that one message makes room for a word of
+    each worker."""
+    script = Path(__file__).parents[1] / "workers" / "upstream.py"
+    ended = run_workers(
+        [str(script), "lost_word"], 2, env={"KERAS_DISTPLUG_AUTO_INIT": "0"}, timeout_s=240
+    )
+    assert 'FOUND {"deletes what is below": true}' in ended[0].output

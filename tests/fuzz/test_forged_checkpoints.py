@@ -127,6 +127,12 @@ def test_any_depth(text: str) -> None:
         Manifest.from_json(text, "here")
 
 
+def test_file_twice() -> None:
+    body = json.loads(json.dumps(BODY))
+    body["shards"] *= 2
+    read_all(body)
+
+
 @LIMITS
 @given(mutated(BODY))
 def test_manifests(body: Any) -> None:

@@ -45,6 +45,11 @@ class Board:
                 raise AgreementError(f"waited {timeout_s} s for {topic}")
             return self._said[topic]
 
+    def forget(self, topic: str) -> None:
+        with self._news:
+            for each in [each for each in self._said if f"{each}/".startswith(f"{topic}/")]:
+                del self._said[each]
+
 
 Files = Callable[[int], Any]
 

@@ -12,6 +12,7 @@ from stores.conftest import STORES
 from stores.servers import Place
 
 from keras_distplug.storage.files import Files, open_files
+from keras_distplug.storage.remote import RemoteFiles
 
 pytestmark = [pytest.mark.stores, pytest.mark.timeout(300)]
 
@@ -34,6 +35,19 @@ def test_create_and_read(files: Files) -> None:
     assert files.names("a/b") == ["c.bin"]
     assert files.names() == ["a", "empty"]
     assert files.names("none") == []
+
+
+def test_listed_sizes(place: Place) -> None:
+    """Of a store, a listing tells sizes, too, which are not asked for one by one then."""
+    files = open_files(place.url, place.options)
+    files.create("a/one", [OLD])
+    files.create("a/two", [NEW])
+    files.create("a/b/three", [NEW])
+    reader = open_files(place.url, place.options)
+    assert reader.names("a") == ["b", "one", "two"]
+    if isinstance(reader, RemoteFiles):
+        assert reader._sizes == {"a/one": len(OLD), "a/two": len(NEW)}
+    assert (reader.size("a/one"), reader.size("a/two")) == (len(OLD), len(NEW))
 
 
 @pytest.mark.parametrize(

@@ -358,9 +358,24 @@ def lost_word() -> None:
         os._exit(0)
     while service.task_errors() == [None, None]:
         time.sleep(0.1)
+    service.put("folder/word", "")
+    service.delete("folder")
+    say("deletes what is below", service.put_first("folder/word", ""))
     say("lost", failing_in(lambda: context.context().get_config_key_value("never told", 2000))[0])
     sys.stdout.flush()
     os._exit(0)  # a normal end may take for ever
+
+
+def forgetful() -> None:
+    for name in ("EarlyStopping", "ReduceLROnPlateau"):
+        callback = getattr(keras.callbacks, name)(monitor="loss", patience=5)
+        callback.set_model(model())
+        callback.on_train_begin()
+        for epoch, loss in enumerate((1.0, 2.0)):
+            callback.on_epoch_end(epoch, {"loss": loss})
+        waited = callback.wait
+        callback.on_train_begin()
+        say(name, [waited, callback.wait])
 
 
 def parameter_server() -> None:
@@ -428,6 +443,7 @@ CASES = (
     own_tracker,
     second_strategy,
     central,
+    forgetful,
     parameter_server,
 )
 {case.__name__: case for case in CASES}[sys.argv[1]]()

@@ -1,0 +1,94 @@
+"""What many workers say to each other and to the store, counted in a simulation.
+
+The numbers are exact, so that what would make them grow with the square of the workers fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from support import at_scale
+from support.at_scale import Cost
+
+pytestmark = pytest.mark.timeout(120)
+
+COUNTS = (8, 64)
+
+
+@contextmanager
+def cost_of(operation: str, count: int) -> Iterator[Cost]:
+    with at_scale.cluster(count) as made:
+        yield getattr(at_scale, operation)(made)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_agreements(count: int) -> None:
+    """A word of each to the chief, and the chief's word to each."""
+    others = count - 1
+    with cost_of("one_tells_all", count) as cost:
+        assert cost.messages == {"put": 1, "get": others}
+    for name in ("first_complaint", "all_tell_all"):
+        with cost_of(name, count) as cost:
+            assert cost.messages == {"put": others + 1, "get": 2 * others, "delete": 1}
+            assert cost.kept == 1  # until the next time
+    with cost_of("barrier", count) as cost:
+        assert cost.messages == {"barrier": count}
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_stop(count: int) -> None:
+    """All are told at once: one of them sends letters, and all are asked once how far they are."""
+    with cost_of("stop", count) as cost:
+        claims, letters, moments, word = count, count, count, 1
+        assert cost.messages["put"] == claims + letters + moments + word
+        whose_claim, next_letter = count - 1, count
+        assert cost.messages["get"] == whose_claim + next_letter + moments + count
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_statistics(count: int) -> None:
+    """A report of each to the chief, which nobody else reads."""
+    with cost_of("statistics", count) as cost:
+        assert cost.messages == {"put": count - 1, "get": count - 1, "delete": 1}
+        assert cost.kept == 0
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_checkpoints(count: int) -> None:
+    """A save asks the store for no more than its files and a few listings; who restores reads
+    files whose number does not grow with the workers beyond the size of what they hold."""
+    with at_scale.cluster(count) as made:
+        save, restore = at_scale.saved(made), at_scale.restored(made)
+    others = count - 1
+    agreed = {"put": 1 + (others + 1) + others, "get": others + 2 * others + others, "delete": 2}
+    commit = {"put": 2 + others, "get": others + 2 * others, "delete": 1}
+    assert save.messages["get"] == agreed["get"] + commit["get"]
+    assert save.messages["put"] == agreed["put"] + commit["put"]
+    assert save.messages["delete"] == agreed["delete"] + commit["delete"] + 1  # the answer before
+    files = 8 * (2**30 // 8 // 2**25) if count == 8 else 64
+    assert save.requests["PUT"] == files + 1
+    assert save.requests.get("HEAD", 0) == 0
+    assert save.requests["LIST"] < 20
+    assert restore.requests["GET"] <= count * (4 * files + 2)
+    assert restore.requests.get("HEAD", 0) == 0
+    assert restore.requests["LIST"] < count + 20
+
+
+def test_writers_of_many() -> None:
+    """Of thousands of workers so many write that files do not get small; the others none."""
+    for workers, size, writers in ((8, 10, 8), (64, 10, 64), (4096, 10, 64), (4096, 2**30, 256)):
+        assert at_scale.commit._writers(size, workers) == writers
+        places = [at_scale.commit._place_of(rank, writers, workers) for rank in range(workers)]
+        assert [place for place in places if place is not None] == list(range(writers))
+        assert places[0] == 0
+
+
+def test_some_write_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a few of many workers have written is whole."""
+    monkeypatch.setattr(at_scale, "STATE_BYTES", 2**22)
+    monkeypatch.setattr(at_scale.commit, "_ALL_WRITE", 3)
+    with at_scale.cluster(7) as made:
+        assert at_scale.saved(made).requests["PUT"] == 3 + 1
+        at_scale.restored(made)  # which compares sizes

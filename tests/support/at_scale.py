@@ -1,0 +1,343 @@
+"""What many workers do together, in a simulation: each function is one operation, of any number of
+them, with the package's own code."""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import numpy as np
+from support.simulated import (
+    Bucket,
+    Clock,
+    Costs,
+    FilesOfWorker,
+    Service,
+    StoreCosts,
+    simulation,
+)
+
+from keras_distplug.callbacks.candidates import Candidates
+from keras_distplug.cluster.agreement import ThroughKeyValues
+from keras_distplug.cluster.mailbox import Mailbox
+from keras_distplug.cluster.reports import Reports
+from keras_distplug.cluster.roles import Role
+from keras_distplug.cluster.stopping import Cause, StopTogether
+from keras_distplug.core.manifest import Manifest, Shard, VariableSpec
+from keras_distplug.core.state import Cursor, TrainState
+from keras_distplug.core.step_reports import ReplicaReport, StepReport, as_text
+from keras_distplug.storage import commit, runs
+from keras_distplug.storage.commit import Team, Writer
+from keras_distplug.storage.layout import MANIFEST
+from keras_distplug.storage.retention import Retention
+from keras_distplug.storage.store import CheckpointStore
+
+STATE_BYTES, VARIABLES, METRICS = 2**30, 64, 4
+_STAND_FOR = 256  # bytes of the state, for each that is there
+_PLAN = json.dumps({"failed": None, "plan": {"save": True, "next_look": 100}})
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an operation took.
+
+    Args:
+        operation: Its name.
+        workers: How many took part.
+        messages: To the coordination service, by kind.
+        service_bytes: Through it.
+        requests: To the store, by kind.
+        store_bytes: Through it, of all workers.
+        seconds: Until the last worker was done.
+        training_s: What of these training waited for.
+        kept: Words that the service still keeps, beyond one each.
+    """
+
+    operation: str
+    workers: int
+    messages: dict[str, int]
+    service_bytes: int
+    requests: dict[str, int]
+    store_bytes: int
+    seconds: float
+    training_s: float
+    kept: int
+
+
+class Cluster:
+    """Workers of which each is a process of its own."""
+
+    def __init__(self, clock: Clock, count: int, costs: Costs, store_costs: StoreCosts) -> None:
+        addresses = {"worker": tuple(f"host-{rank}:1" for rank in range(count))}
+        self.clock = clock
+        self.roles = [Role("worker", rank, addresses, "a simulation") for rank in range(count)]
+        self.service = Service(clock, count, costs)
+        self.bucket = Bucket(clock, store_costs, _STAND_FOR, {MANIFEST: manifest_bytes(count)})
+        self.agreements = [ThroughKeyValues(role, self.service) for role in self.roles]
+
+    def all_do(self, act: Callable[[int], object]) -> float:
+        """Returns how long that took."""
+        for rank in range(len(self.roles)):
+            self.clock.start(rank, lambda rank=rank: act(rank))  # type: ignore[misc]
+        return self.clock.run()
+
+    def cost(self, operation: str, seconds: float, training_s: float) -> Cost:
+        """Of what was done since the traffic was counted from none."""
+        said, moved = self.service.traffic, self.bucket.traffic
+        return Cost(
+            operation,
+            len(self.roles),
+            dict(said.messages),
+            said.bytes,
+            dict(moved.messages),
+            moved.bytes,
+            seconds,
+            training_s,
+            len(self.service.values),
+        )
+
+    def count_anew(self) -> None:
+        self.service.traffic.__init__()  # type: ignore[misc]
+        self.bucket.traffic.__init__()  # type: ignore[misc]
+
+
+@contextmanager
+def cluster(
+    count: int, costs: Costs | None = None, store_costs: StoreCosts | None = None
+) -> Iterator[Cluster]:
+    with simulation() as clock:
+        yield Cluster(clock, count, costs or Costs(), store_costs or StoreCosts())
+
+
+# Agreements
+
+
+def one_tells_all(of: Cluster) -> Cost:
+    """As at each look whether a checkpoint is due."""
+    seconds = of.all_do(
+        lambda rank: of.agreements[rank].from_chief("save", None if rank else _PLAN)
+    )
+    return of.cost("the chief tells all", seconds, seconds)
+
+
+def all_tell_all(of: Cluster) -> Cost:
+    """As of local checkpoints, or `ReplicaMetrics(logs=...)`."""
+    seconds = of.all_do(lambda rank: of.agreements[rank].gather("local", "x" * 100))
+    return of.cost("all tell all, 100 bytes each", seconds, seconds)
+
+
+def first_complaint(of: Cluster) -> Cost:
+    """As when all have read a checkpoint."""
+    seconds = of.all_do(lambda rank: of.agreements[rank].first_complaint("restored", None))
+    return of.cost("has anybody a complaint?", seconds, seconds)
+
+
+def barrier(of: Cluster) -> Cost:
+    seconds = of.all_do(lambda rank: of.agreements[rank].barrier("finished"))
+    return of.cost("barrier", seconds, seconds)
+
+
+def stop(of: Cluster) -> Cost:
+    """A scheduler tells all workers at once to go."""
+    agreed_s = []
+    stops = []
+
+    def watch(rank: int) -> None:
+        stops.append(StopTogether("a session", of.roles[rank], of.agreements[rank], print))
+
+    of.all_do(watch)
+    of.count_anew()  # of an open question each, which has been there since the training began
+    begun_s = of.clock.now_s
+
+    def tell(rank: int) -> None:
+        stops[rank].tell(Cause("SIGTERM", of.roles[rank].name, 0.0))
+
+    def agree(each: StopTogether, text: str) -> None:
+        stock(each, text)
+        agreed_s.append(of.clock.now_s - begun_s)
+
+    stock = StopTogether._agree
+    for each in stops:
+        mailbox: Mailbox = each._mailbox
+        mailbox._on_letter = lambda text, each=each: agree(each, text)  # type: ignore[misc]
+    of.all_do(tell)
+    assert len({each._stop_at for each in stops}) == 1
+    assert all(each._cause is not None for each in stops)
+    return of.cost("all are told to stop", max(agreed_s), max(agreed_s))
+
+
+# Statistics
+
+
+def statistics(of: Cluster) -> Cost:
+    """The reports of one window of steps, past the thread that trains."""
+    together: list[list[str]] = []
+
+    def report(rank: int) -> None:
+        each = Reports("a session", of.roles[rank], of.agreements[rank], together.append, print)
+        each.send(lambda: as_text(step_report(rank)))
+        each.close(3600.0)
+
+    with mock.patch("keras_distplug.cluster.reports.close_at_exit"):
+        seconds = of.all_do(report)
+    assert len(together[0]) == len(of.roles)
+    return of.cost("statistics of a window", seconds, 0.0)
+
+
+def step_report(rank: int) -> StepReport:
+    replica = ReplicaReport(rank, 0.123456789, 0.012345678, 32.0, 1.2345678, 2.3456789)
+    where = f"worker-{rank} on host-{rank}"
+    return StepReport(
+        rank, where, 1000, 20, 0.1234, (replica,), 0.0012345, 2**31, 0.00123, True, 0.123, 0.456
+    )
+
+
+# Checkpoints
+
+
+def state(count: int) -> TrainState:
+    """A state of 1 GiB, of which each byte stands for many. What each replica has of its own is
+    left out: all workers would look at all of it."""
+    values = np.random.default_rng(0).bytes(STATE_BYTES // _STAND_FOR // VARIABLES)
+    arrays = {f"model/{n:03}": np.frombuffer(values, np.uint8) for n in range(VARIABLES)}
+    return TrainState(Cursor(epoch=0, batch=count, step=count), arrays)
+
+
+def random_word() -> str:
+    """As long as what `training.random_states` takes of Python's and NumPy's generators."""
+    words = base64.b64encode(np.array(random.Random(0).getstate()[1], np.uint32).tobytes()).decode()
+    return json.dumps({"python": [3, words, None], "numpy": ["MT19937", words, 624, 0, 0.0]})
+
+
+def own_word() -> str:
+    """As long as what `training.own_states` says of a replica's metrics."""
+    return base64.b64encode(bytes(4 * METRICS)).decode()
+
+
+@contextmanager
+def _scaled() -> Iterator[None]:
+    traits = FilesOfWorker.traits
+    small = type(traits)(traits.file_bytes // _STAND_FOR, traits.at_once, traits.is_near)
+    with (
+        mock.patch.object(FilesOfWorker, "traits", small),
+        mock.patch.object(commit, "_SHARE_BYTES", commit._SHARE_BYTES // _STAND_FOR),
+    ):
+        yield
+
+
+def saved(of: Cluster) -> Cost:
+    """The second checkpoint of a run that keeps one: the one before is deleted."""
+    files = [of.bucket.seen_by_worker() for _ in of.roles]
+    of.all_do(lambda rank: rank or runs.begin_run(files[0], job=None, seed=0))
+    writers = [
+        Writer(
+            files[rank],
+            CheckpointStore(files[rank], "run-0001", Retention(keep_last=1)),
+            Team(rank, len(of.roles), of.agreements[rank], timeout_s=86400.0),
+        )
+        for rank in range(len(of.roles))
+    ]
+    trained_s = []
+
+    def save(rank: int, number: int, taken: TrainState) -> None:
+        begun_s = of.clock.now_s
+        each = of.agreements[rank]
+        each.from_chief("save", None if rank else _PLAN)
+        each.gather("own states", own_word())
+        each.to_chief("random", random_word())
+        trained_s.append(of.clock.now_s - begun_s)
+        writers[rank].save(taken, f"attempt-{number}")
+
+    with _scaled():
+        for number in (1, 2):
+            of.count_anew()
+            trained_s.clear()
+            taken = state(number)
+            seconds = of.all_do(lambda rank: save(rank, number, taken))  # noqa: B023
+    return of.cost("save of 1 GiB", seconds, max(trained_s))
+
+
+def restored(of: Cluster) -> Cost:
+    """By workers that are started again, and as many as have written it. After `saved`."""
+    of.count_anew()
+    sizes: set[int] = set()
+
+    def restore(rank: int) -> None:
+        files, each = of.bucket.seen_by_worker(), of.agreements[rank]
+        name = None if rank else runs.newest_name(files)
+        run = runs.read_run(files, each.from_chief("run", name))
+        store = CheckpointStore(files, run.name)
+        found = Candidates(store, None, each, is_chief=rank == 0, epochs=1).newest()
+        assert found is not None
+        sizes.add(sum(value.nbytes for _, value in found.stored.values()))
+        each.first_complaint("restored", None)
+
+    with _scaled():
+        seconds = of.all_do(restore)
+    assert sizes == {STATE_BYTES // _STAND_FOR}
+    return of.cost("restore of 1 GiB", seconds, seconds)
+
+
+OPERATIONS = (one_tells_all, first_complaint, all_tell_all, barrier, stop, statistics)
+
+
+def all_costs(
+    count: int, costs: Costs | None = None, store_costs: StoreCosts | None = None
+) -> Iterator[Cost]:
+    """Of each operation, each in a simulation of its own; the restore is behind the save."""
+    for operation in OPERATIONS:
+        with cluster(count, costs, store_costs) as made:
+            yield operation(made)
+    with cluster(count, costs, store_costs) as made:
+        yield saved(made)
+        yield restored(made)
+
+
+# Manifests
+
+
+def manifest_bytes(count: int) -> int:
+    """The length of a manifest of so many workers, of one replica each, in mid-epoch."""
+    return sum(manifest_parts(count).values())
+
+
+def manifest_parts(count: int) -> dict[str, int]:
+    """What of it grows, by what it is, from what two workers more make."""
+    few = _manifest(2, 2)
+    parts = {
+        "random": _manifest(4, 2) - few,
+        "replicas": _manifest(2, 2, replicas=4) - few,
+        "shards": _manifest(2, 4) - few,
+    }
+    writers = commit._writers(STATE_BYTES, count)
+    grown = {"random": count, "replicas": count, "shards": writers}
+    found = {name: size * (grown[name] - 2) // 2 for name, size in parts.items()}
+    return {**found, "rest": few}
+
+
+def _manifest(workers: int, shards: int, replicas: int = 2) -> int:
+    specs = [VariableSpec(f"model/layer_{n}/kernel", (1024, 4096), "float32") for n in range(64)]
+    specs += [
+        VariableSpec(f"replicas/{r:04}/{n:03}/accuracy/total", (), "float32")
+        for r in range(replicas)
+        for n in range(METRICS)
+    ]
+    return len(
+        Manifest(
+            Cursor(epoch=0, batch=1, step=1),
+            tuple(specs),
+            tuple(
+                Shard(f"{'a' * 32}-1/rank-{n:04}-1.safetensors", 10**7, "0f" * 16)
+                for n in range(shards)
+            ),
+            workers,
+            "a" * 32 + "-1",
+            "2026-11-24T00:00:00+00:00",
+            random=tuple(json.loads(random_word()) for _ in range(workers)),
+        ).to_json()
+    )
