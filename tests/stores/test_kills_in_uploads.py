@@ -23,7 +23,7 @@ from keras_distplug.storage.store import CheckpointStore
 
 pytestmark = [pytest.mark.stores, pytest.mark.timeout(600)]
 
-KILLS = 50
+KILLS = [20, pytest.param(50, marks=pytest.mark.soak)]
 ANSWER_TIMEOUT_S = 60
 MB = 10**6
 # Bytes of a checkpoint: few enough that a save takes a few tenths of a second.
@@ -118,8 +118,9 @@ def kept(
         yield stores[request.param], size
 
 
+@pytest.mark.parametrize("asked", KILLS)
 @pytest.mark.parametrize("kept", SIZES, indirect=True)
-def test_kill_in_an_upload(kept: tuple[Place, int]) -> None:
+def test_kill_in_an_upload(kept: tuple[Place, int], asked: int) -> None:
     """Killed again and again in the middle of an upload, a run never loses what it has committed,
     never reads anything else, goes on from there, and leaves nothing behind."""
     place, size = kept
@@ -132,7 +133,7 @@ def test_kill_in_an_upload(kept: tuple[Place, int]) -> None:
     assert (newest, child.end()) == (3, 0)
     kills = 0
     # How many come in an upload depends on how busy the machine is.
-    while kills < KILLS or in_upload < KILLS / 4 or newest < KILLS / 5:
+    while kills < asked or in_upload < asked / 4 or newest < asked / 5:
         kills += 1
         child = Child(place, run, size, range(newest + 1, 10**6))
         try:
