@@ -462,6 +462,11 @@ class Board:
             assert self._changed.wait_for(lambda: topic in self._said, timeout_s)
             return self._said[topic]
 
+    def forget(self, topic: str) -> None:
+        with self._changed:
+            for each in [each for each in self._said if each.startswith(f"{topic}/")]:
+                del self._said[each]
+
 
 class RateLimited(LocalFiles):
     """Each file that is being written takes so many bytes a second, however many there are."""

@@ -50,6 +50,10 @@ class Notes:
             time.sleep(0.0005)
         return note.read_text()
 
+    def forget(self, topic: str) -> None:
+        for note in self._folder.glob(f"{topic}/*".replace("/", "~")):
+            note.unlink()
+
 
 def state(step: int) -> TrainState:
     random_ = np.random.default_rng(step)
