@@ -113,7 +113,7 @@ def test_worker_that_dies(start: Start, death: str) -> None:
         + f"""
 if name == "worker-1" and not Path(__file__).with_name("dead").exists():
     contract.report(name, Phase.JOINED)
-    await_training("chief-0")
+    await_training("chief-0", "worker-0", "ps-0")
     Path(__file__).with_name("dead").touch()
     mark("fault")
     {action}
@@ -142,10 +142,8 @@ complete()
     assert "0 restarts, 1 restart of workers alone\n" in printed
     assert "stopping all" not in printed
     events = logged(job)
-    # All train once worker-0 has joined, which may be later than the death.
-    assert sorted(each["event"] for each in events[1:-1]) == ["started_again", "training"]
-    assert (events[0]["event"], events[-1]["event"]) == ("started", "ended")
-    [again] = [each for each in events if each["event"] == "started_again"]
+    assert [each["event"] for each in events] == ["started", "training", "started_again", "ended"]
+    again = events[2]
     assert (again["worker"], again["exit_code"], again["times"]) == ("worker-1", exit_code, 1)
     assert again["what"].startswith(f"worker-1 {told}; restart 1 of a worker alone")
 
@@ -185,7 +183,7 @@ def test_budget_of_workers(start: Start) -> None:
         """
 if task == "worker" and index == 1:
     contract.report(name, Phase.JOINED)
-    await_training("chief-0")
+    await_training("chief-0", "worker-0", "ps-0")
     mark("fault")
     sys.exit(7)
 mark(os.getpid())
