@@ -147,7 +147,7 @@ class _Schedule:
             self._wait_for_workers()
             if traces:
                 # The coordinator's own `schedule` looks the trace up each time, and enters the
-                # strategy's scope for it: a tenth of the step of a small model.
+                # strategy's scope for it: half a millisecond of the chief's time.
                 self._coordinator._cluster.schedule(traces[0], (iterator,), {})
             else:
                 self._coordinator.schedule(step, args=(iterator,))
