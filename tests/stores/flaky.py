@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 import socket
 import struct
@@ -23,12 +24,14 @@ class Rule:
     Args:
         harm: `"status"` answers with `code`. `"reset_request"` and `"reset_reply"` break the
             connection after `after_bytes` of what is sent or received. `"stall"` takes them and
-            never answers. `"lost_reply"` breaks it once the store has done what it was asked.
+            does not answer until all is mended. `"lost_reply"` breaks it once the store has done
+            what it was asked.
         method: Of the requests.
         path: A pattern in their path.
         times: How many are harmed.
         code: Of the answer.
         after_bytes: As said.
+        rate: The share of such requests that are harmed, by chance.
     """
 
     harm: Harm
@@ -37,6 +40,7 @@ class Rule:
     times: int = 10**9
     code: int = 503
     after_bytes: int = 0
+    rate: float = 1.0
 
 
 class Proxy:
@@ -51,10 +55,13 @@ class Proxy:
     def __init__(self, upstream_port: int) -> None:
         self._upstream_port = upstream_port
         self._rules: list[Rule] = []
+        self._chance = random.Random(0)
         self.port = 0
         self.harmed = 0
         self.stop: Callable[[], object]
         self._stopped: asyncio.Event
+        self._mended: asyncio.Event
+        self._loop: asyncio.AbstractEventLoop
         self._serving: set[asyncio.Task[None] | None] = set()  # asyncio keeps none alive
 
     def harm(self, rule: Rule) -> None:
@@ -62,19 +69,27 @@ class Proxy:
 
     def mend(self) -> None:
         self._rules.clear()
+        self._loop.call_soon_threadsafe(self._release)
+
+    def _release(self) -> None:
+        self._mended.set()
+        self._mended = asyncio.Event()
 
     async def serve(self, ready: threading.Event) -> None:
         server = await asyncio.start_server(self._serve_one, "127.0.0.1", 0, limit=2**20)
         self.port = server.sockets[0].getsockname()[1]
-        loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
-        self.stop = lambda: loop.call_soon_threadsafe(self._stopped.set)
+        self._loop = asyncio.get_running_loop()
+        self._stopped, self._mended = asyncio.Event(), asyncio.Event()
+        self.stop = lambda: self._loop.call_soon_threadsafe(self._stopped.set)
         ready.set()
         await self._stopped.wait()
         server.close()
+        self._release()
 
     def _rule_for(self, method: str, path: str) -> Rule | None:
         for rule in self._rules:
-            if rule.times and re.fullmatch(rule.method, method) and re.search(rule.path, path):
+            is_meant = rule.times and re.fullmatch(rule.method, method)
+            if is_meant and re.search(rule.path, path) and self._chance.random() < rule.rate:
                 rule.times -= 1
                 self.harmed += 1
                 return rule
@@ -103,7 +118,7 @@ class Proxy:
                 return
             if rule and rule.harm == "stall":
                 await _drain_body(client, headers)
-                await self._stopped.wait()
+                await self._mended.wait()
                 return
             store_in, store_out = await asyncio.open_connection("127.0.0.1", self._upstream_port)
             kept = [h for h in head[:-2] if h.lower().split(":")[0] not in ("expect", "connection")]

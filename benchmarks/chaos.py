@@ -1,0 +1,154 @@
+"""Faults of all kinds at random, on workers whose checkpoints are in S3 behind a flaky proxy.
+
+    python benchmarks/chaos.py [--minutes 60] [--workers 3] [--seed 0] [--json FILE]
+
+Real processes train a small convolutional network under `keras-distplug run --warm-spares`, with
+all callbacks of `defaults()` and a checkpoint each 5 batches in Ceph's RADOS Gateway on this
+machine (`--store moto` where that is not installed). They are killed, stopped, told to go, and made
+to hang; their shares of checkpoints cannot be written, and those that were are damaged; requests to
+the store fail, break off and stall; there are NaN in the data. A fault comes 3 to 12 batches behind
+the one before, drawn from `--seed`, and one of four recoveries is hit by another one.
+
+When the time is over, training goes on undisturbed for a few epochs. Then as many workers train as
+many epochs of the same data (with the same NaN), undisturbed, on a disk. All that comes out has to
+be the same, to the bit, and each fault has to have been told by its cause and its process; else the
+exit code is 1.
+
+Detected: from the fault to the supervisor's, or a watchdog's, word of it. Recovered: to the end of
+the first batch behind the restart. Not verified on GPU, nor on several machines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+from stores import servers  # noqa: E402
+from stores.ceph import ceph  # noqa: E402
+from support import chaos, harmed  # noqa: E402
+from support.chaos import Soaked  # noqa: E402
+from support.harmed import Result  # noqa: E402
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--minutes", type=float, default=60.0, help="for which faults come")
+    parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--store", choices=["ceph", "moto"], default="ceph")
+    parser.add_argument("--json", type=Path, help="write the numbers to this file, too")
+    given = parser.parse_args()
+    console = Console(width=120)
+    with ExitStack() as stack:
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
+        for name in ("store", "job"):
+            (home / name).mkdir()
+        start = {"ceph": ceph, "moto": servers.moto}[given.store]
+        place = stack.enter_context(start(home / "store")).folder()
+        soaked = chaos.soak(
+            home / "job",
+            seed=given.seed,
+            workers=given.workers,
+            secs=60 * given.minutes,
+            store_port=urlsplit(place.options["endpoint_url"]).port or 0,
+            directory=place.url,
+            storage_options=lambda port: through(place.options, port),
+            told=lambda line: console.print(line, highlight=False, style="dim"),
+        )
+    unnamed = list(chaos.unnamed(soaked))
+    console.print(table(soaked.ended.results))
+    console.print(summary(soaked, unnamed), highlight=False)
+    if given.json:
+        given.json.write_text(json.dumps(numbers(soaked, unnamed, vars(given)), indent=1))
+    sys.exit(1 if soaked.differences or unnamed else 0)
+
+
+def through(options: Mapping[str, Any], port: int) -> dict[str, Any]:
+    """The same store, reached by another port."""
+    return {**options, "endpoint_url": f"http://127.0.0.1:{port}"}
+
+
+def table(results: Sequence[Result]) -> Table:
+    made = Table(title="by kind of fault: seconds, median (95th percentile, most)")
+    for name in ("fault", "came", "named", "detected", "recovered", "steps lost"):
+        made.add_column(name, justify="left" if name == "fault" else "right")
+    came = [each for each in results if each.came]
+    kinds = sorted({each.fault.kind for each in came})
+    for kind, those in [
+        *((kind, [each for each in came if each.fault.kind == kind]) for kind in kinds),
+        ("all", came),
+    ]:
+        made.add_row(
+            kind,
+            str(len(those)),
+            "" if kind == "flaky_store" else str(sum(each.is_named for each in those)),
+            spread([each.detected_secs for each in those]),
+            spread([each.recovered_secs for each in those]),
+            str(sum(each.steps_lost or 0 for each in those)),
+        )
+    return made
+
+
+def spread(secs: Sequence[float | None]) -> str:
+    known = sorted(each for each in secs if each is not None)
+    if not known:
+        return ""
+    high = known[min(len(known) - 1, round(0.95 * (len(known) - 1)))]
+    return f"{statistics.median(known):.1f} ({high:.1f}, {known[-1]:.1f})"
+
+
+def summary(soaked: Soaked, unnamed: Sequence[str]) -> str:
+    results = soaked.ended.results
+    came = [each for each in results if each.came]
+    restarts = [each for each in came if harmed.KINDS[each.fault.kind].restarts]
+    lost = sum(each.steps_lost or 0 for each in came)
+    where = ", ".join(
+        f"{name} {100 * secs / sum(soaked.secs.values()):.1f} %"
+        for name, secs in sorted(soaked.secs.items(), key=lambda each: -each[1])
+        if secs
+    )
+    lines = [
+        f"{len(came)} faults in {soaked.wall_secs / 60:.1f} minutes, {len(restarts)} of which "
+        f"ended the workers; {soaked.requests_harmed} requests to the store harmed",
+        f"{soaked.epochs} epochs of {chaos.BATCHES} batches; {lost} batches trained again",
+        f"goodput {100 * soaked.goodput:.1f} % ({where})",
+        f"the end beside that of an undisturbed run: "
+        f"{'the same, to the bit' if not soaked.differences else soaked.differences}",
+    ]
+    return "\n".join([*lines, *(f"not named: {each}" for each in unnamed)])
+
+
+def numbers(
+    soaked: Soaked, unnamed: Sequence[str], given: Mapping[str, object]
+) -> dict[str, object]:
+    return {
+        "machine": {"cores": os.cpu_count()},
+        "given": {name: str(value) for name, value in given.items()},
+        "results": [asdict(each) for each in soaked.ended.results if each.came],
+        "unnamed": list(unnamed),
+        "differences": soaked.differences,
+        "requests_harmed": soaked.requests_harmed,
+        "wall_secs": soaked.wall_secs,
+        "epochs": soaked.epochs,
+        "goodput": soaked.goodput,
+        "secs": dict(soaked.secs),
+    }
+
+
+if __name__ == "__main__":
+    main()

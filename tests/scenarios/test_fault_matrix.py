@@ -1,0 +1,58 @@
+"""Faults of all kinds, one after the other, on a job with all that watches over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+from support import fault_matrix, harmed
+from support.fault_matrix import ALL, SERVERS, THREE_WORKERS, Faults
+from support.harmed import Ended, Job, SetUp
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+Train = Callable[[SetUp, Faults], Ended]
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
+    @cache
+    def train(set_up: SetUp, faults: Faults) -> Ended:
+        folder = tmp_path_factory.mktemp("job")
+        job = Job(set_up, str(folder / "runs"), epochs=fault_matrix.epochs(set_up))
+        spares = [] if set_up.servers else ["--warm-spares"]
+        return harmed.run(folder, job, faults(set_up.workers - 1), *spares, timeout_s=800)
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("set_up", "faults"),
+    [
+        pytest.param(
+            *each,
+            id=f"{each[0].title}: {each[1].__name__}",
+            marks=[pytest.mark.soak] if each[0] is THREE_WORKERS else [],
+        )
+        for each in ALL
+    ],
+)
+def test_faults(train: Train, set_up: SetUp, faults: Faults) -> None:
+    """Each fault comes, once; its cause and the process are named; no more is trained again than
+    since the newest checkpoint; and the end is that of a run with the same data that nobody
+    disturbed, to the bit. (With parameter servers, all steps are taken.)"""
+    ended = train(set_up, faults)
+    job = Job(set_up, "", epochs=fault_matrix.epochs(set_up))
+    assert list(fault_matrix.wrong(ended.results, job)) == []
+    for each in ended.results:
+        assert each.fault.moment == "data" or each.came == 1, each
+    if set_up is SERVERS:
+        [outcome] = ended.outcomes
+        done = job.epochs * job.batches
+        # A step is taken twice if its worker is killed behind it, before it has said so.
+        assert done <= outcome["iterations"] <= done + 1
+        return
+    expected = train(set_up, fault_matrix.data).outcomes[0]
+    for outcome in ended.outcomes:
+        assert harmed.differences(outcome, expected) == []

@@ -1,0 +1,234 @@
+"""Does to the processes of a job what its faults say. Loads TensorFlow.
+
+Under parameter servers only the chief trains: it does to the others what can be done from outside.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import fsspec
+import keras
+import numpy as np
+import tensorflow as tf
+from support import fault
+from support.fault import Fault
+from support.where import own_name, workers
+
+from keras_distplug.storage import layout, saver
+from keras_distplug.storage.files import LocalFiles, open_files
+from keras_distplug.storage.remote import RemoteFiles
+
+BATCHES = "batches"  # of each process of the chief, its first one
+Array = np.ndarray
+
+
+class Harm(keras.callbacks.Callback):  # type: ignore[misc]
+    """Makes the faults of a job come, until there is FOLDER/enough.
+
+    Args:
+        folder: Of the job.
+        batches: In an epoch.
+        replicas: Of each worker.
+        strategy: In whose scope the model is.
+        directory: Of the checkpoints.
+        storage_options: Of these.
+        own_folder: What this worker keeps on its own machine.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        batches: int,
+        replicas: int,
+        strategy: tf.distribute.Strategy,
+        directory: str | Path,
+        storage_options: Mapping[str, Any] | None = None,
+        own_folder: Path | None = None,
+    ) -> None:
+        super().__init__()
+        self.faults = fault.read(folder)
+        self.epoch = 0
+        self._folder, self._batches, self._replicas = folder, batches, replicas
+        self._strategy = strategy
+        self._directory, self._options = directory, dict(storage_options or {})
+        self._own_folder = own_folder
+        self._who = own_name()
+        self._steps: int | None = None  # by their place in the data; None before the first one
+        _before_saving(lambda: self._come("saving"))
+
+    # Moments
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._come("begin")
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        is_first, self._steps = self._steps is None, self.epoch * self._batches + batch + 1
+        if is_first and self._who in ("chief-0", "worker-0"):
+            self._note(self._folder / BATCHES, -1)
+        self._come("step")
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._come("validation")
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._come("epoch")
+
+    def on_fit_end(self) -> None:
+        """The script says when `fit` has returned."""
+        self._come("end")
+
+    def on_input(self, number: int, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+        """What becomes of a global batch of an epoch, as it is made."""
+        made = self.epoch * self._batches + number
+        self._come("input", made)
+        for index, each in enumerate(self.faults):
+            if (each.moment, each.at_step) == ("data", made):
+                self._note(self._folder / fault.FIRED, index)
+                arrays = self._with_nan(arrays, each)
+        return arrays
+
+    def _with_nan(self, arrays: tuple[Array, ...], of: Fault) -> tuple[Array, ...]:
+        replica = int(of.who.rpartition("-")[2]) * self._replicas
+        place = ("x", "y", "weight").index(of.where)
+        harmed = list(arrays)
+        harmed[place] = harmed[place].copy()
+        harmed[place][replica * len(harmed[place]) // (workers() * self._replicas)] = np.nan
+        return tuple(harmed)
+
+    # What comes
+
+    def _come(self, moment: fault.Moment, made: int = 0) -> None:
+        for index, each in enumerate(self.faults):
+            is_here = each.moment == moment and self._is_here(each, made)
+            if is_here and self._is_mine(each) and self._is_due(index):
+                self._note(self._folder / fault.FIRED, index)
+                self._do(each)
+
+    def _is_here(self, each: Fault, made: int) -> bool:
+        if each.moment == "step":
+            return self._steps == each.at_step + 1
+        if each.moment == "saving":
+            return (self._steps or 0) > each.at_step
+        if each.moment in ("validation", "epoch"):
+            return each.at_step // self._batches == self.epoch
+        return each.moment in ("begin", "end") or each.at_step == made
+
+    def _is_mine(self, each: Fault) -> bool:
+        return each.who == self._who or (self._who == "chief-0" and each.kind in _FROM_OUTSIDE)
+
+    def _is_due(self, index: int) -> bool:
+        if (self._folder / "enough").exists():
+            return False
+        each = self.faults[index]
+        came = {one.index for one in fault.fired(self._folder)}
+        if index in came and not each.every_time:
+            return False
+        return set(range(index)) <= came if each.after is None else len(came) >= each.after
+
+    def _note(self, file: Path, index: int) -> None:
+        of = self.faults[index]
+        # What is made ahead: all that comes before it will have been trained.
+        steps = of.at_step if index >= 0 and of.moment == "input" else self._steps
+        fault.note(file, fault.Came(index, time.time(), self._who, steps))
+
+    def _do(self, each: Fault) -> None:
+        if each.kind in _FROM_OUTSIDE:
+            pid = int((self._folder / f"pid-{each.who}").read_text())
+            os.kill(pid, _FROM_OUTSIDE[each.kind] or each.number)
+        elif each.kind == "abort":
+            os.abort()
+        elif each.kind == "error":
+            raise RuntimeError("so it was told")
+        elif each.kind == "leave":
+            sys.exit(0)
+        elif each.kind == "vanish":
+            os._exit(9)
+        elif each.kind == "lose":
+            assert self._own_folder is not None
+            saver.wait_for_all()
+            shutil.rmtree(self._own_folder)
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif each.kind == "lock":
+            ctypes.PyDLL(None).sleep(10_000)
+        elif each.kind == "starve":
+            threading.Event().wait()
+        elif each.kind == "stray":
+            self._strategy.run(
+                lambda: tf.distribute.get_replica_context().all_reduce("sum", tf.ones(()))
+            )
+        elif each.kind == "slow":
+            time.sleep(each.secs)
+        elif each.kind == "fails_to_write":
+            _refuse_shards(each.count, each.number)
+        elif each.kind in ("truncate", "flip"):
+            self._damage(each.kind)
+            os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            assert each.kind == "flaky_store", each
+
+    def _damage(self, how: str) -> None:
+        """Of the newest checkpoint, the first file."""
+        saver.wait_for_all()
+        files = open_files(self._directory, self._options)
+        [*_, (_, run)] = layout.runs(files)
+        places = [place for place in layout.places(files, run) if place.kind == "step"]
+        committed = [p for p in places if layout.MANIFEST in files.names(f"{run}/{p.name}")]
+        newest = max(committed)
+        fs, root = fsspec.core.url_to_fs(str(self._directory), **self._options)
+        shard = min(fs.glob(f"{root}/{run}/{newest.name}/*/*.safetensors"))
+        content = bytearray(fs.cat_file(shard))
+        if how == "truncate":
+            del content[len(content) // 2 :]
+        else:
+            content[-1] ^= 1
+        fs.pipe_file(shard, bytes(content))
+
+
+_FROM_OUTSIDE = {
+    "kill": signal.SIGKILL,
+    "crash": signal.SIGSEGV,
+    "stop": signal.SIGSTOP,
+    "tell": None,  # the fault says which
+}
+
+
+def _before_saving(come: Callable[[], None]) -> None:
+    stock = saver.Saver.start
+
+    def start(own: saver.Saver, *arguments: Any) -> None:
+        stock(own, *arguments)
+        come()
+
+    mock.patch.object(saver.Saver, "start", start).start()
+
+
+def _refuse_shards(saves: int, number: int) -> None:
+    """From now on, until so many checkpoints have met it."""
+    refused: set[str] = set()
+
+    def refusing(stock: Callable[..., None]) -> Callable[..., None]:
+        def create(own: Any, path: str, parts: Iterable[bytes | memoryview]) -> None:
+            checkpoint = path.split("/")[-3]  # and not its attempt
+            if path.endswith(".safetensors") and (checkpoint in refused or len(refused) < saves):
+                refused.add(checkpoint)
+                raise OSError(number, os.strerror(number), path)
+            stock(own, path, parts)
+
+        return create
+
+    for kind in (LocalFiles, RemoteFiles):
+        mock.patch.object(kind, "create", refusing(kind.create)).start()

@@ -1,0 +1,273 @@
+"""Runs a job that is done harm to, under the supervisor, and tells what came of each fault."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from support import fault
+from support.cluster import run_job
+from support.fault import Came, Fault
+
+from keras_distplug.core import events
+from keras_distplug.core.events import Entry, Event
+from keras_distplug.core.goodput import Fit
+from keras_distplug.storage import run_log
+from keras_distplug.storage.files import open_files
+
+SCRIPT = Path(__file__).parents[1] / "workers" / "harmed.py"
+BATCHES = "batches"  # the first one of each process of the chief
+
+Outcome = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class SetUp:
+    """How many workers there are, replicas in each, and parameter servers beside a chief."""
+
+    title: str
+    workers: int = 1
+    replicas: int = 1
+    servers: int = 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training.
+
+    Args:
+        set_up: Where.
+        directory: Of its checkpoints.
+        storage_options: Of these.
+        epochs: At most.
+        batches: In an epoch.
+        global_batch: Samples in a batch.
+        save_freq: Batches.
+    """
+
+    set_up: SetUp
+    directory: str
+    storage_options: Mapping[str, Any] | None = None
+    epochs: int = 4
+    batches: int = 12
+    global_batch: int = 12
+    save_freq: int = 4
+
+    def write(self, folder: Path) -> None:
+        (folder / "job.json").write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, folder: Path) -> Job:
+        found = json.loads((folder / "job.json").read_text())
+        return cls(**{**found, "set_up": SetUp(**found["set_up"])})
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a fault.
+
+    Args:
+        fault: Which.
+        came: How often it came.
+        cause: What was said of it first; None if nothing was.
+        detected_secs: Until then, from when it came first.
+        recovered_secs: Until the end of the first batch behind a restart; None without one.
+        steps_lost: Steps that were trained again; None without a restart.
+    """
+
+    fault: Fault
+    came: int
+    cause: str | None = None
+    detected_secs: float | None = None
+    recovered_secs: float | None = None
+    steps_lost: int | None = None
+
+    @property
+    def is_named(self) -> bool:
+        return is_named(self.fault, self.cause)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A job that has come to its end.
+
+    Args:
+        outcomes: Of each worker.
+        results: Of each fault.
+        printed: By all.
+        fits: What the workers have logged.
+        supervised: What the supervisor has.
+    """
+
+    outcomes: list[Outcome]
+    results: list[Result]
+    printed: str
+    fits: list[Fit] = field(repr=False)
+    supervised: list[Entry] = field(repr=False)
+
+
+def run(
+    folder: Path,
+    job: Job,
+    faults: Sequence[Fault] = (),
+    *options: str,
+    timeout_s: float,
+) -> Ended:
+    """Until all its workers have completed training, which they have to."""
+    folder.mkdir(exist_ok=True)
+    job.write(folder)
+    fault.write(folder, faults)
+    many = str(len(faults) + 3)
+    given = ["--max-restarts", many, "--max-without-progress", many]
+    given += ["--unresponsive-timeout", "40", "--heartbeat-timeout", "40"]
+    if job.set_up.servers:
+        given += ["--ps", str(job.set_up.servers)]
+    ended = run_job(
+        [str(SCRIPT), str(folder)], job.set_up.workers, *given, *options, timeout_s=timeout_s
+    )
+    if ended.returncode:
+        raise JobFailedError(ended.returncode, ended.output)
+    return read(folder, job, ended.output)
+
+
+class JobFailedError(AssertionError):
+    """A job that has not come to its end."""
+
+    def __init__(self, returncode: int, printed: str) -> None:
+        super().__init__(f"the job has ended with {returncode}:\n{printed[-20_000:]}")
+
+
+def read(folder: Path, job: Job, printed: str = "") -> Ended:
+    """Of a job that has ended: what came of it."""
+    files = open_files(job.directory, job.storage_options)
+    fits, supervised = run_log.read(files, "run-0001")
+    told = [*supervised, *(entry for each in fits for entry in each.entries)]
+    told.sort(key=lambda entry: entry.at)
+    faults, fired = fault.read(folder), fault.fired(folder)
+    first_batches = fault.noted(folder / BATCHES)
+    results = []
+    for index, each in enumerate(faults):
+        came = [one for one in fired if one.index == index]
+        others = [
+            one.at for one in fired if one.index != index and not _is_of_data(faults[one.index])
+        ]
+        results.append(_result(each, came, others, told, first_batches))
+    names = (
+        ["chief-0"] if job.set_up.servers else [f"worker-{n}" for n in range(job.set_up.workers)]
+    )
+    outcomes = [dict(np.load(folder / f"outcome-{name}.npz")) for name in names]
+    return Ended(outcomes, results, printed, fits, supervised)
+
+
+def _is_of_data(of: Fault) -> bool:
+    return of.moment == "data"
+
+
+def _result(
+    of: Fault,
+    came: Sequence[Came],
+    others: Sequence[float],
+    told: Sequence[Entry],
+    first_batches: Sequence[Came],
+) -> Result:
+    if not came:
+        return Result(of, 0)
+    at = came[0].at
+    # A fault of the data has to wait where another one comes between; all others have their turn.
+    until = min((each for each in others if each > at and not _is_of_data(of)), default=math.inf)
+    kinds = KINDS[of.kind].told_by
+    said = [e for e in told if at <= e.at < until and isinstance(e.event, kinds)]
+    first = next((e for e in said if is_named(of, _text(e.event))), next(iter(said), None))
+    cause, detected_secs = None, None
+    if first is not None:
+        cause = _text(first.event)
+        detected_secs = first.at - max(each.at for each in came if each.at <= first.at)
+    again = next((each for each in first_batches if at < each.at < until), None)
+    if again is None or not KINDS[of.kind].restarts:
+        return Result(of, len(came), cause, detected_secs)
+    assert again.steps is not None
+    # Those that are told to go end behind a step that comes later.
+    lost = None if came[0].steps is None else max(0, came[0].steps - (again.steps - 1))
+    return Result(of, len(came), cause, detected_secs, again.at - at, lost)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is to be said of a kind of fault.
+
+    Args:
+        told_by: The events that tell of it.
+        cause: A pattern of what they say; `{who}` is the process, `{n}` its number.
+        restarts: Whether all processes begin again.
+    """
+
+    told_by: tuple[type[Event], ...]
+    cause: str
+    restarts: bool = True
+
+
+_FAILED = (events.Failed, events.StartedAgain)
+_HUNG = "worker-\\d ended because training hung: "
+KINDS = {
+    "kill": Kind(_FAILED, "{who} was killed by SIGKILL"),
+    "crash": Kind(_FAILED, "{who} was killed by SIGSEGV"),
+    "abort": Kind(_FAILED, "{who} was killed by SIGABRT"),
+    "error": Kind(_FAILED, "{who} exited with code 1"),
+    "vanish": Kind(_FAILED, "{who} exited with code 9"),
+    "leave": Kind(_FAILED, "{who} left without completing training"),
+    "lose": Kind(_FAILED, "{who} was killed by SIGKILL"),
+    "stop": Kind(
+        _FAILED, _HUNG + r"{who} did not answer: stopped \(SIGSTOP\)|{who} .*no sign of life"
+    ),
+    # Its own sentinel is first, mostly.
+    "lock": Kind(_FAILED, "{who} was killed by SIGABRT|" + _HUNG + "{who} did not answer"),
+    "starve": Kind(
+        _FAILED,
+        _HUNG + r"{who} (waits for its input|is) in batch \d+ of epoch \d+, whose input is made",
+    ),
+    "stray": Kind(_FAILED, _HUNG + r"{who} runs harm\.py:\d+ in "),
+    "tell": Kind((events.Preempted,), "{signal} to {who} on "),
+    "slow": Kind((events.Failed, events.Hung), "^$", restarts=False),
+    "nan": Kind((events.UpdateLeftOut,), r"replica \d \({who}|replica {n}", restarts=False),
+    "fails_to_write": Kind((events.SaveFailed,), "No space left on device", restarts=False),
+    "truncate": Kind((events.Quarantined,), r"rank-\d-\d+\.safetensors"),
+    "flip": Kind((events.Quarantined,), r"rank-\d-\d+\.safetensors"),
+    "flaky_store": Kind((), "", restarts=False),
+}
+
+
+def is_named(of: Fault, cause: str | None) -> bool:
+    """Whether what was said of a fault is what should be."""
+    name = signal.Signals(of.number).name if of.kind == "tell" else ""
+    told = {"{who}": of.who, "{n}": of.who.rpartition("-")[2], "{signal}": name}
+    pattern = KINDS[of.kind].cause
+    for each, value in told.items():
+        pattern = pattern.replace(each, value)
+    return bool(re.search(pattern, cause or ""))
+
+
+def _text(event: Event) -> str:
+    if isinstance(event, events.Preempted):
+        return f"{event.what} to {event.where}"
+    if isinstance(event, events.SaveFailed | events.Quarantined):
+        return event.why
+    told_of = events.Failed | events.StartedAgain | events.Hung | events.UpdateLeftOut
+    assert isinstance(event, told_of), event
+    return event.what
+
+
+def differences(found: Outcome, expected: Outcome) -> list[str]:
+    """What is not the same to the bit."""
+    assert found.keys() == expected.keys()
+    return [
+        name
+        for name, array in expected.items()
+        if (found[name].dtype, found[name].tobytes()) != (array.dtype, array.tobytes())
+    ]
