@@ -34,7 +34,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+# In place of this folder, which has another `stores`.
+sys.path[:1] = [str(ROOT), str(ROOT / "tests")]
 
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402

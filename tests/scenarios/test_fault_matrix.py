@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 
@@ -44,7 +45,7 @@ def test_faults(train: Train, set_up: SetUp, faults: Faults) -> None:
     disturbed, to the bit. (With parameter servers, all steps are taken.)"""
     ended = train(set_up, faults)
     job = Job(set_up, "", epochs=fault_matrix.epochs(set_up))
-    assert list(fault_matrix.wrong(ended.results, job)) == []
+    assert list(fault_matrix.wrong(ended.results, job)) == [], ended.printed
     for each in ended.results:
         assert each.fault.moment == "data" or each.came == 1, each
     if set_up is SERVERS:
@@ -53,6 +54,9 @@ def test_faults(train: Train, set_up: SetUp, faults: Faults) -> None:
         # A step is taken twice if its worker is killed behind it, before it has said so.
         assert done <= outcome["iterations"] <= done + 1
         return
+    if faults is fault_matrix.hangs:
+        # As `traceback` prints it, or `faulthandler`, where the interpreter's lock was kept.
+        assert re.search(r'File "\S*harm.py", line \d+,? in _do', ended.printed)
     expected = train(set_up, fault_matrix.data).outcomes[0]
     for outcome in ended.outcomes:
         assert harmed.differences(outcome, expected) == []

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support import fault
 from support.cluster import run_job
+from support.harmed import Outcome, differences
+from support.kills import drawn
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -20,7 +23,6 @@ SETUPS = {
     "2 workers x 2": ("multi_worker", 2, 2),
 }
 
-Outcome = dict[str, np.ndarray]
 Train = Callable[..., list[Outcome]]
 
 
@@ -31,7 +33,9 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
         """The outcome on each worker; as many were killed as should be."""
         folder = tmp_path_factory.mktemp("job")
         name, workers, devices = SETUPS[setup]
-        script = [str(SCRIPT), str(folder), name, str(seed), str(kills)]
+        faults = drawn(seed, kills, workers)
+        fault.write(folder, faults)
+        script = [str(SCRIPT), str(folder), name, str(seed)]
         options = ["--max-restarts", str(kills)]
         if devices > 1:
             options += ["--devices-per-worker", str(devices)]
@@ -39,16 +43,11 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
             [*script, *([control] if control else [])], workers, *options, timeout_s=600
         )
         assert ended.returncode == 0, ended.output
-        noted = folder / "kills"
-        assert (len(noted.read_text().splitlines()) if noted.exists() else 0) == kills, ended.output
-        return [dict(np.load(folder / f"outcome-{worker}.npz")) for worker in range(workers)]
+        came = [each.index for each in fault.fired(folder)]
+        assert came == list(range(kills)), ended.output
+        return [dict(np.load(folder / f"outcome-worker-{n}.npz")) for n in range(workers)]
 
     return train
-
-
-def differences(found: Outcome, expected: Outcome) -> list[str]:
-    assert found.keys() == expected.keys()
-    return [name for name, array in expected.items() if found[name].tobytes() != array.tobytes()]
 
 
 def compare(train: Train, setup: str, seed: int) -> None:

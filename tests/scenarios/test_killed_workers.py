@@ -12,13 +12,15 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from support import fault
 from support.cluster import run_job
+from support.fault import Fault
+from support.harmed import Outcome, differences
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 SCRIPT = Path(__file__).parents[1] / "workers" / "faulty.py"
 
-Outcome = dict[str, np.ndarray]
 Train = Callable[..., tuple[list[Outcome], str]]
 Events = list[dict[str, Any]]
 
@@ -26,25 +28,25 @@ Events = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
     @cache
-    def train(workers: int, way: str, *faults: str) -> tuple[list[Outcome], str]:
-        """The outcome on each worker and what was printed; every fault happened, exactly once."""
+    def train(workers: int, way: str, *faults: Fault) -> tuple[list[Outcome], str]:
+        """The outcome on each worker and what was printed; every fault came, exactly once."""
         folder = tmp_path_factory.mktemp("job")
-        script = [str(SCRIPT), str(folder), way, *faults]
-        ended = run_job(script, workers, timeout_s=450)
+        fault.write(folder, faults)
+        ended = run_job([str(SCRIPT), str(folder), way], workers, timeout_s=450)
         assert ended.returncode == 0, ended.output
-        fired = (folder / "faults").read_text().split() if faults else []
-        assert fired == list(faults)
+        assert [each.index for each in fault.fired(folder)] == list(range(len(faults)))
         return outcomes_in(folder, workers), ended.output
 
     return train
 
 
 def run_supervised(
-    folder: Path, workers: int, options: list[str], way: str, *faults: str, ends_with: int = 0
+    folder: Path, workers: int, options: list[str], way: str, *faults: Fault, ends_with: int = 0
 ) -> tuple[Events, str]:
     """What the supervisor has logged, and what was printed."""
     log = folder / "events"
-    command = [str(SCRIPT), str(folder), way, *faults]
+    fault.write(folder, faults)
+    command = [str(SCRIPT), str(folder), way]
     ended = run_job(command, workers, *options, f"--log={log}", timeout_s=450)
     assert ended.returncode == ends_with, ended.output
     return [json.loads(line) for line in log.read_text().splitlines()], ended.output
@@ -77,31 +79,27 @@ def first_causes(events: Events) -> list[tuple[str, str, int]]:
 
 
 def assert_same(outcomes: list[Outcome], expected: Outcome) -> None:
-    for worker, outcome in enumerate(outcomes):
-        assert outcome.keys() == expected.keys()
-        for name, array in expected.items():
-            assert outcome[name].dtype == array.dtype, f"worker {worker}: {name}"
-            assert outcome[name].tobytes() == array.tobytes(), f"worker {worker}: {name}"
+    assert [differences(outcome, expected) for outcome in outcomes] == [[]] * len(outcomes)
 
 
 @pytest.mark.parametrize(
-    ("way", "fault"),
+    ("way", "what"),
     [
-        ("distributed_fit", "0:0:2:1:kill"),
-        ("in_epoch", "0:1:1:1:kill"),
-        ("distributed_fit", "0:1:3:2:leave"),
+        pytest.param("distributed_fit", fault.kill(0, at_step=7), marks=pytest.mark.soak),
+        ("in_epoch", fault.kill(1, at_step=4)),
+        ("distributed_fit", fault.leave(1, at_step=11)),
     ],
+    ids=str,
 )
-def test_two_workers(train: Train, way: str, fault: str) -> None:
+def test_two_workers(train: Train, way: str, what: Fault) -> None:
     """A job whose chief or other worker dies, or leaves with code 0, ends as if undisturbed."""
     (expected, *others), _ = train(2, "distributed_fit")
     assert_same(others, expected)
-    outcomes, printed = train(2, way, fault)
+    outcomes, printed = train(2, way, what)
     assert_same(outcomes, expected)
     assert bool(re.search(r"resuming at epoch 2/4, batch 2", printed)) is (way == "in_epoch")
-    worker, what = fault.split(":")[1], fault.split(":")[-1]
-    cause = "was killed by SIGKILL" if what == "kill" else "left without completing training"
-    assert re.search(rf"worker-{worker} {cause}.*; stopping all workers", printed)
+    cause = "was killed by SIGKILL" if what.kind == "kill" else "left without completing training"
+    assert re.search(rf"{what.who} {cause}.*; stopping all workers", printed)
     assert "training again" in printed
     assert "1 restart\n" in printed
 
@@ -110,72 +108,41 @@ def test_two_deaths_of_a_plain_fit(train: Train) -> None:
     """`model.fit(..., callbacks=kd.defaults())` survives the chief, and then the other worker."""
     (expected, *others), _ = train(2, "plain_fit")
     assert_same(others, expected)
-    outcomes, printed = train(2, "plain_in_epoch", "0:0:1:2:kill", "1:1:3:0:kill")
+    deaths = (fault.kill(0, at_step=5), fault.kill(1, at_step=9))
+    outcomes, printed = train(2, "plain_in_epoch", *deaths)
     assert_same(outcomes, expected)
     assert "2 restarts\n" in printed
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("fault", ["0:0:2:0:kill", "0:2:2:1:kill"])
-def test_three_workers(train: Train, fault: str) -> None:
+@pytest.mark.parametrize("what", [fault.kill(0, at_step=6), fault.kill(2, at_step=7)], ids=str)
+def test_three_workers(train: Train, what: Fault) -> None:
     """The same with three workers, for the chief and for the last one."""
     (expected, *others), _ = train(3, "distributed_fit")
     assert_same(others, expected)
-    outcomes, _ = train(3, "distributed_fit", fault)
+    outcomes, _ = train(3, "distributed_fit", what)
     assert_same(outcomes, expected)
 
 
-@pytest.mark.parametrize("what", ["kill", "lose"])
-def test_local_tier(train: Train, what: str) -> None:
+@pytest.mark.parametrize("what", [fault.kill(1, at_step=7), fault.lose(1, at_step=7)], ids=str)
+def test_local_tier(train: Train, what: Fault) -> None:
     """Where only local checkpoints were made, a job goes on from the newest that both workers have;
     without those of one it trains anew. Either way it ends as if undisturbed."""
     (expected, *others), _ = train(2, "distributed_fit")
     assert_same(others, expected)
-    outcomes, printed = train(2, "local_tier", f"0:1:2:1:{what}")
+    outcomes, printed = train(2, "local_tier", what)
     assert_same(outcomes, expected)
     resumed = re.search(r"local checkpoint .*: resuming at epoch [23]/4", printed)
-    assert bool(resumed) is (what == "kill"), printed
-
-
-WAYS_TO_DIE = ["0:0:2:1:segv", "1:1:begin:raise", "2:1:3:0:abort"]
-
-
-@pytest.mark.parametrize(
-    ("workers", "faults"),
-    [
-        (2, WAYS_TO_DIE),
-        pytest.param(3, WAYS_TO_DIE, marks=pytest.mark.soak),
-        pytest.param(
-            3, ["0:2:2:1:raise", "1:0:begin:kill", "2:0:3:0:abort"], marks=pytest.mark.soak
-        ),
-    ],
-)
-def test_ways_to_die(train: Train, tmp_path: Path, workers: int, faults: list[str]) -> None:
-    """Signals of a crash, an exception, and a death while training is being taken up again, with
-    spares that take the dead ones' places: each cause is named, and the end is as if undisturbed.
-    """
-    (expected, *_), _ = train(workers, "distributed_fit")
-    events, printed = run_supervised(
-        tmp_path, workers, ["--warm-spares"], "distributed_fit", *faults
-    )
-    assert (tmp_path / "faults").read_text().split() == faults
-    assert_same(outcomes_in(tmp_path, workers), expected)
-    codes = {"segv": 139, "abort": 134, "kill": 137, "raise": 1}
-    assert first_causes(events) == [
-        (f"worker-{fault.split(':')[1]}", "FAILED", codes[fault.split(":")[-1]]) for fault in faults
-    ], printed
-    started = [each for each in events if each["event"] == "started"]
-    assert [bool(each["spares"]) for each in started] == [False, True, False, True]
-    assert "3 restarts\n" in printed
+    assert bool(resumed) is (what.kind == "kill"), printed
 
 
 def test_fewer_workers(train: Train, tmp_path: Path) -> None:
     """Where a worker fails again, the other one goes on alone, with the same data in the same
     order: it ends where both would have ended, but for rounding."""
     (expected, *_), _ = train(2, "distributed_fit")
-    faults = ["0:1:1:1:raise", "1:1:2:0:raise"]
+    faults = [fault.error(1, at_step=4), fault.error(1, at_step=6)]
     events, printed = run_supervised(tmp_path, 2, ["--min-workers=1"], "in_epoch", *faults)
-    assert (tmp_path / "faults").read_text().split() == faults
+    assert [each.index for each in fault.fired(tmp_path)] == [0, 1]
     started = [each for each in events if each["event"] == "started"]
     assert [each["slots"] for each in started] == [[0, 1], [0, 1], [0]]
     [outcome] = outcomes_in(tmp_path, 1)
@@ -189,10 +156,11 @@ def test_fewer_workers(train: Train, tmp_path: Path) -> None:
 def test_crash_loop(tmp_path: Path) -> None:
     """A script that fails at the same place each time is given up, with the code for that, its
     cause, and its newest checkpoint left."""
+    always = fault.error(0, at_step=7, every_time=True)
     events, printed = run_supervised(
-        tmp_path, 1, ["--warm-spares"], "distributed_fit", "any:0:2:1:raise", ends_with=93
+        tmp_path, 1, ["--warm-spares"], "distributed_fit", always, ends_with=93
     )
-    assert (tmp_path / "faults").read_text().split() == ["any:0:2:1:raise"] * 4
+    assert [each.index for each in fault.fired(tmp_path)] == [0] * 4
     assert first_causes(events) == [("worker-0", "FAILED", 1)] * 4
     assert events[-1]["exit_code"] == 93
     assert "RuntimeError: so it was told" in printed

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
+from support import fault
 from support.browser import Shown, browsed, photographed
 from support.cluster import environment, run_job
 from support.curves import curves_in
@@ -31,7 +32,7 @@ from keras_distplug.storage.files import open_files
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 SCRIPT = Path(__file__).parents[1] / "workers" / "faulty.py"
-FAULT = "0:1:2:1:kill"
+FAULT = fault.kill(1, at_step=7)
 LATE = 1  # the worker whose data come late
 STEPS = 3  # of an epoch
 EPOCHS = 4
@@ -50,11 +51,12 @@ class Job:
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     folder = tmp_path_factory.mktemp("job")
     log = folder / "events"
-    command = [str(SCRIPT), str(folder), "plain_fit", FAULT]
+    fault.write(folder, [FAULT])
+    command = [str(SCRIPT), str(folder), "plain_fit"]
     late = {"KERAS_DISTPLUG_TEST_LATE": str(LATE)}
     ended = run_job(command, 2, f"--log={log}", env=late, timeout_s=450)
     assert ended.returncode == 0, ended.output
-    assert (folder / "faults").read_text().split() == [FAULT]
+    assert [each.who for each in fault.fired(folder)] == [FAULT.who]
     fits, supervised = run_log.read(open_files(folder / "runs"), "run-0001")
     noted = [entry for line in log.read_bytes().splitlines() if (entry := from_line(line))]
     return Job(folder, fits, supervised, noted)

@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from stores.conftest import Started
+from support import fault
 from support.cluster import run_job
+from support.fault import Fault
 
 pytest.importorskip("tensorflow")
 pytestmark = [pytest.mark.cluster, pytest.mark.stores, pytest.mark.timeout(600)]
@@ -16,18 +18,19 @@ pytestmark = [pytest.mark.cluster, pytest.mark.stores, pytest.mark.timeout(600)]
 SCRIPT = Path(__file__).parents[1] / "workers" / "faulty.py"
 
 
-def train(stores: Started, folder: Path, *faults: str) -> list[dict[str, bytes]]:
+def train(stores: Started, folder: Path, *faults: Fault) -> list[dict[str, bytes]]:
     """What each of two workers ends with; every fault happened, exactly once."""
     folder.mkdir()
+    fault.write(folder, faults)
     place = stores["moto"]
     ended = run_job(
-        [str(SCRIPT), str(folder), "distributed_fit", *faults],
+        [str(SCRIPT), str(folder), "distributed_fit"],
         2,
         env={"KERAS_DISTPLUG_TEST_STORE": json.dumps([place.url, place.options])},
         timeout_s=400,
     )
     assert ended.returncode == 0, ended.output
-    assert not faults or (folder / "faults").read_text().split() == list(faults)
+    assert [each.index for each in fault.fired(folder)] == list(range(len(faults)))
     assert not faults or f"{place.url}/run-0001, checkpoint step-" in ended.output
     assert place.options["secret"] not in ended.output
     assert not (folder / "runs").exists()
@@ -38,5 +41,5 @@ def train(stores: Started, folder: Path, *faults: str) -> list[dict[str, bytes]]
 def test_killed(stores: Started, tmp_path: Path) -> None:
     """Every worker writes its share to the store and reads all from it."""
     expected = train(stores, tmp_path / "undisturbed")
-    assert train(stores, tmp_path / "killed", "0:1:2:1:kill") == expected
+    assert train(stores, tmp_path / "killed", fault.kill(1, at_step=7)) == expected
     assert expected[0] == expected[1]

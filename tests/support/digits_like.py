@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 150, 64, 3  # the last batch holds 22 samples: uneven everywhere
+BATCHES = 3  # of an epoch
 
 
 def arrays() -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -147,7 +147,8 @@ class Harm(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _do(self, each: Fault) -> None:
         if each.kind in _FROM_OUTSIDE:
-            pid = int((self._folder / f"pid-{each.who}").read_text())
+            others = self._folder / f"pid-{each.who}"
+            pid = os.getpid() if each.who == self._who else int(others.read_text())
             os.kill(pid, _FROM_OUTSIDE[each.kind] or each.number)
         elif each.kind == "abort":
             os.abort()

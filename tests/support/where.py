@@ -15,7 +15,7 @@ def own_name() -> str:
 
 
 def sign_in(folder: Path) -> None:
-    """So that the chief finds this process."""
+    """So that a chief beside parameter servers finds this process."""
     (folder / f"pid-{own_name()}").write_text(str(os.getpid()))
 
 

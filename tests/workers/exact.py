@@ -1,24 +1,20 @@
 """Trains, and is killed at random moments.
 
-    python exact.py FOLDER SETUP SEED KILLS [CONTROL]
+    python exact.py FOLDER SETUP SEED [CONTROL]
 
-SETUP: single, mirrored, or multi_worker. KILLS: how many there are, drawn from SEED with their
-moments and ways; each is noted in FOLDER/kills as it happens. CONTROL: what is not restored, so
-that the comparison has to fail: `seeds`, `metrics`, or `replicas` for those of all replicas but the
-first.
+SETUP: single, mirrored, or multi_worker. SEED: changes what is trained, by its being odd or even.
+CONTROL: what is not restored, so that the comparison has to fail: `seeds`, `metrics`, or `replicas`
+for those of all replicas but the first. What kills it stands in FOLDER/faults.json.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import random
-import signal
 import sys
 from pathlib import Path
 
-folder, setup, seed, kills = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-control = sys.argv[5] if len(sys.argv) > 5 else None
+folder, setup, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+control = sys.argv[4] if len(sys.argv) > 4 else None
 
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
@@ -27,84 +23,17 @@ import tensorflow as tf  # noqa: E402
 import keras_distplug as kd  # noqa: E402
 
 several = "TF_CONFIG" in os.environ
-worker = json.loads(os.environ["TF_CONFIG"])["task"]["index"] if several else 0
-world = len(json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]) if several else 1
 if setup == "mirrored":
     cpu = tf.config.list_physical_devices("CPU")[0]
     each = tf.config.LogicalDeviceConfiguration()
     tf.config.set_logical_device_configuration(cpu, [each, each])
 strategy = kd.init("multi_worker" if several else "one_device" if setup == "single" else setup)
 
-from keras_distplug.storage import saver  # noqa: E402
+from support.harm import Harm  # noqa: E402
+from support.kills import BATCHES, EPOCHS, VALIDATION_BATCHES  # noqa: E402
+from support.where import own_name  # noqa: E402
+
 from keras_distplug.training import own_states  # noqa: E402
-
-EPOCHS, BATCHES, VALIDATION_BATCHES = 5, 7, 3
-WAYS = ("SIGKILL", "_exit", "exception")
-
-
-def drawn() -> list[tuple[str, int, int, str, int]]:
-    """Moment, epoch, batch, way and worker of each kill, in the order in which they can happen."""
-    draw = random.Random(seed)
-    moments = [
-        *(("batch", e, b) for e in range(EPOCHS) for b in range(BATCHES)),
-        *(("saving", e, b) for e in range(EPOCHS) for b in range(BATCHES)),
-        *(("validation", e, b) for e in range(EPOCHS) for b in range(VALIDATION_BATCHES)),
-        *(("epoch", e, 0) for e in range(EPOCHS)),
-        # First and last batches come more often than by chance.
-        *(("batch", e, b) for e in range(EPOCHS) for b in (0, BATCHES - 1)),
-    ]
-    order = {"batch": (0, 0), "saving": (0, 1), "validation": (1, 0), "epoch": (2, 0)}
-    chosen = sorted(
-        draw.sample(moments, kills), key=lambda m: (m[1], order[m[0]][0], m[2], order[m[0]][1])
-    )
-    return [(*moment, draw.choice(WAYS), draw.randrange(world)) for moment in chosen]
-
-
-class Killer(keras.callbacks.Callback):
-    """Ends this process, as it was drawn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        noted = folder / "kills"
-        self.left = drawn()[len(noted.read_text().splitlines()) if noted.exists() else 0 :]
-        self.noted = noted
-        self.epoch = 0
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.epoch = epoch
-
-    def on_train_batch_end(self, batch, logs=None):
-        self._at("batch", batch)
-        if self.left and self.left[0][:3] == ("saving", self.epoch, batch):
-            stock = saver.Saver.start
-
-            def start(own, *arguments):
-                stock(own, *arguments)
-                self._die()
-
-            saver.Saver.start = start
-
-    def on_test_batch_end(self, batch, logs=None):
-        self._at("validation", batch)
-
-    def on_epoch_end(self, epoch, logs=None):
-        self._at("epoch", 0)
-
-    def _at(self, moment, batch):
-        if self.left and self.left[0][:3] == (moment, self.epoch, batch):
-            self._die()
-
-    def _die(self):
-        way, who = self.left[0][3:]
-        if who != worker:
-            return
-        with open(self.noted, "a") as file:
-            file.write(" ".join(map(str, self.left[0])) + "\n")
-        if way == "SIGKILL":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif way == "_exit":
-            os._exit(9)
-        raise RuntimeError("an exception, as it was drawn")
 
 
 def control_experiment() -> None:
@@ -174,7 +103,7 @@ callbacks = [
     ),
     *([] if seed % 2 else [keras.callbacks.ReduceLROnPlateau("loss", patience=1)]),
     keras.callbacks.CSVLogger(folder / "log.csv"),
-    Killer(),
+    Harm(folder, BATCHES, 1, strategy, folder / "runs"),
     kd.BackupAndRestore(folder / "runs", save_freq=2, delete_checkpoint=False, on_busy="wait"),
 ]
 history = kd.distributed_fit(
@@ -197,4 +126,4 @@ state |= {
 state |= {f"best/{i:03}": np.asarray(w) for i, w in enumerate(early.best_weights or ())}
 state["csv"] = np.array((folder / "log.csv").read_text())
 state["epochs"] = np.array(history.epoch)
-np.savez(folder / f"outcome-{worker}.npz", **state)
+np.savez(folder / f"outcome-{own_name()}.npz", **state)

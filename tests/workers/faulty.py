@@ -1,14 +1,10 @@
-"""Trains, and does itself harm where it is told to.
+"""Trains, and is done the harm that FOLDER/faults.json says.
 
-    python faulty.py FOLDER WAY [FAULT ...]
+    python faulty.py FOLDER WAY
 
 WAY: distributed_fit, plain_fit, in_epoch or plain_in_epoch for the same with a checkpoint behind
 each batch, or local_tier for a distributed_fit with local checkpoints at each epoch's end and no
-others. FAULT: `attempt:worker:epoch:batch:what`, all counted from 0; what is `kill` (SIGKILL),
-`segv` (SIGSEGV), `abort`, `raise` (an exception), `leave` (sys.exit(0)), or `lose` (as kill, and
-this worker's local checkpoints are lost). `attempt:worker:begin:what` comes before training goes
-on, and with `any` for the attempt a fault comes each time. Each fault is noted in FOLDER/faults as
-it happens, and an attempt is what follows a fault.
+others. An epoch has 3 batches.
 KERAS_DISTPLUG_TEST_LATE: a worker whose data come late, in plain_fit; and Keras' TensorBoard writes
 beside the runs then.
 KERAS_DISTPLUG_TEST_STORE: where the checkpoints go, as JSON: a URL and its storage options.
@@ -18,13 +14,11 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import signal
 import sys
 import time
 from pathlib import Path
 
-folder, way, faults = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+folder, way = Path(sys.argv[1]), sys.argv[2]
 
 import keras  # noqa: E402
 
@@ -33,14 +27,11 @@ import keras_distplug as kd  # noqa: E402
 strategy = kd.init()
 tf_config = json.loads(os.environ.get("TF_CONFIG", "{}"))
 worker = tf_config["task"]["index"] if tf_config else 0
-noted = folder / "faults"
 own_folder = folder / f"local-{worker}"
-attempt = len(noted.read_text().split()) if noted.exists() else 0
 
 import tensorflow as tf  # noqa: E402
 from support import digits_like as case  # noqa: E402
-
-from keras_distplug.storage import saver  # noqa: E402
+from support.harm import Harm  # noqa: E402
 
 EPOCHS = 4
 LATE = os.environ.get("KERAS_DISTPLUG_TEST_LATE")
@@ -65,21 +56,6 @@ directory, storage_options = json.loads(
 )
 
 
-def do(what):
-    if what == "leave":
-        sys.exit(0)
-    if what == "raise":
-        raise RuntimeError("so it was told")
-    if what == "abort":
-        os.abort()
-    if what == "segv":
-        os.kill(os.getpid(), signal.SIGSEGV)
-    if what == "lose":
-        saver.wait_for_all()
-        shutil.rmtree(own_folder)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def later(x, y, weight):
     """The same batch, if this worker is the one, after a while."""
 
@@ -94,33 +70,15 @@ def later(x, y, weight):
     return late, y, weight
 
 
-class Harm(keras.callbacks.Callback):
-    def on_train_begin(self, logs=None):
-        self.harm("begin")
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.epoch = epoch
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.harm(f"{self.epoch}:{batch}")
-
-    def harm(self, where):
-        for fault in faults:
-            when_and_where, _, what = fault.rpartition(":")
-            if when_and_where in (f"{attempt}:{worker}:{where}", f"any:{worker}:{where}"):
-                with open(noted, "a") as file:
-                    file.write(f"{fault}\n")
-                do(what)
-
-
 with open(folder / f"pids-{worker}", "a") as file:
     file.write(f"{os.getpid()}\n")
 x, y, sample_weight = case.arrays()
+harm = Harm(folder, case.BATCHES, 1, strategy, directory, storage_options, own_folder)
 each_batch = {"save_freq": 1, "on_busy": "wait", "delete_checkpoint": False}
 if not way.startswith("plain"):
     model = case.build()
     place = {"directory": directory, "storage_options": storage_options}
-    callbacks = [*KNOWING, *WRITING, Harm()]
+    callbacks = [*KNOWING, *WRITING, harm]
     if way == "local_tier":
         local = {"local_tier": own_folder, "local_freq": "epoch", "save_freq": "2h"}
         callbacks.append(kd.BackupAndRestore(directory, delete_checkpoint=False, **local))
@@ -150,7 +108,7 @@ else:
     history = model.fit(
         data,
         epochs=EPOCHS,
-        callbacks=[*ours, *KNOWING, *map(kd.chief_only, WRITING), Harm()],
+        callbacks=[*ours, *KNOWING, *map(kd.chief_only, WRITING), harm],
         validation_data=case.dataset(70),
         verbose=2,
     )
