@@ -19,11 +19,11 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 LONGEST_FIRST = (
     "tests/contracts/test_matrix.py",
     "tests/stores",
+    "tests/scenarios/test_fault_matrix.py",
     "tests/scenarios/test_killed_at_random.py",
     "tests/scenarios/test_killed_workers.py",
     "tests/scenarios/test_changed_workers.py",
     "tests/scenarios/test_told_to_go.py",
-    "tests/scenarios/test_hanging_workers.py",
     "tests/scenarios/test_ray.py",
     "tests/scenarios/test_parameter_server.py",
     "tests/scenarios/test_log_of_workers.py",

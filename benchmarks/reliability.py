@@ -1,0 +1,106 @@
+"""Each kind of fault in each set-up: who named it, after how long, and what it cost.
+
+    python benchmarks/reliability.py [--only "2 workers"] [--json FILE]
+
+The matrix of tests/scenarios/test_fault_matrix.py, and with three workers: real processes under
+`keras-distplug run --warm-spares` (without spares beside parameter servers), with all callbacks of
+`defaults()`, a checkpoint each 4 batches, limits of 10 s for a step and 15 s for a callback. The
+faults of a job come one after the other. Detected: from the fault to the first word of the
+supervisor, or a watchdog, that names it. Recovered: to the end of the first batch behind the
+restart. The exit code is 1 unless all came, were named, and the end of each job is that of an
+undisturbed one, to the bit (beside parameter servers: all steps were taken). Not verified on GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# In place of this folder, which has another `stores`.
+sys.path[:1] = [str(ROOT), str(ROOT / "tests")]
+
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+from support import fault_matrix, harmed  # noqa: E402
+from support.fault_matrix import ALL, Faults  # noqa: E402
+from support.harmed import Ended, Job, Result, SetUp  # noqa: E402
+
+TIMEOUT_S = 900.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    titles = list(dict.fromkeys(set_up.title for set_up, _ in ALL))
+    parser.add_argument("--only", choices=titles, nargs="+", default=titles)
+    parser.add_argument("--json", type=Path, help="write the numbers to this file, too")
+    given = parser.parse_args()
+    console = Console(width=150)
+    found: list[tuple[SetUp, Result]] = []
+    wrong: list[str] = []
+    expected: dict[str, Ended] = {}
+    for set_up, faults in ALL:
+        if set_up.title not in given.only:
+            continue
+        ended = trained(set_up, faults)
+        found += [(set_up, each) for each in ended.results]
+        told = list(fault_matrix.wrong(ended.results, job_of(set_up, "")))
+        if not set_up.servers:
+            if set_up.title not in expected:
+                expected[set_up.title] = trained(set_up, fault_matrix.data)
+            undisturbed = expected[set_up.title].outcomes[0]
+            for outcome in ended.outcomes:
+                told += harmed.differences(outcome, undisturbed)
+        wrong += [f"{set_up.title}, {faults.__name__}: {each}" for each in told]
+        console.print(f"{set_up.title}: {faults.__name__}", highlight=False, style="dim")
+    console.print(table(found))
+    for each in wrong:
+        console.print(each, highlight=False)
+    if given.json:
+        results = [{"set_up": set_up.title, **asdict(each)} for set_up, each in found]
+        told = {"machine": {"cores": os.cpu_count()}, "results": results, "wrong": wrong}
+        given.json.write_text(json.dumps(told, indent=1))
+    sys.exit(1 if wrong else 0)
+
+
+def job_of(set_up: SetUp, directory: str) -> Job:
+    return Job(set_up, directory, epochs=fault_matrix.epochs(set_up))
+
+
+def trained(set_up: SetUp, faults: Faults) -> Ended:
+    spares = [] if set_up.servers else ["--warm-spares"]
+    with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
+        job = job_of(set_up, f"{folder}/runs")
+        of = faults(set_up.workers - 1)
+        return harmed.run(Path(folder), job, of, *spares, timeout_s=TIMEOUT_S)
+
+
+def table(found: Sequence[tuple[SetUp, Result]]) -> Table:
+    made = Table(title="seconds, and steps that were trained again")
+    for name in ("set-up", "fault", "detected", "recovered", "steps lost", "named as"):
+        is_text = name in ("set-up", "fault", "named as")
+        made.add_column(name, justify="left" if is_text else "right", no_wrap=name != "named as")
+    for set_up, each in found:
+        made.add_row(
+            set_up.title,
+            str(each.fault),
+            _shown(each.detected_secs),
+            _shown(each.recovered_secs),
+            "" if each.steps_lost is None else str(each.steps_lost),
+            (each.cause or "")[:60],
+        )
+    return made
+
+
+def _shown(secs: float | None) -> str:
+    return "" if secs is None else f"{secs:.1f}"
+
+
+if __name__ == "__main__":
+    main()
