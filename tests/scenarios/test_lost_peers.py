@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+from support import fault
 from support.cluster import Ended, run_workers
+from support.fault import Fault
 
 from keras_distplug.core.events import PeerLost
 from keras_distplug.core.timeouts import HEARTBEAT
@@ -18,43 +20,54 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 SCRIPT = Path(__file__).parents[1] / "workers" / "lost.py"
 
 
-def lose(folder: Path, workers: int, lost: int, *moment: str) -> list[Ended]:
+STEP = 4  # in the second epoch
+
+
+def lose(folder: Path, workers: int, death: Fault, options: str) -> list[Ended]:
     """The ends of the survivors."""
-    command = [str(SCRIPT), str(folder), str(lost), *moment]
-    by_environment = {HEARTBEAT: "3"} if "save" in moment else {}  # else by argument
+    fault.write(folder, [death])
+    command = [str(SCRIPT), str(folder), *options.split()]
+    by_environment = {HEARTBEAT: "3"} if "save" in options else {}  # else by argument
     ended = run_workers(command, workers, env=by_environment, timeout_s=200)
-    assert (folder / "killed").exists()
-    assert ended.pop(lost).returncode == -9
+    assert [each.who for each in fault.fired(folder)] == [death.who]
+    assert ended.pop(number(death)).returncode == -9
     return ended
 
 
+def number(death: Fault) -> int:
+    """Of the worker that is lost."""
+    return int(death.who.removeprefix("worker-"))
+
+
 @pytest.mark.parametrize(
-    ("workers", "lost", "moment"),
+    ("workers", "death", "options"),
     [
-        (2, 1, "step"),
-        (2, 0, "validation"),
-        (2, 1, "save"),
+        (2, fault.kill(1, STEP), ""),
+        (2, fault.kill(0, STEP, "validation"), ""),
+        (2, fault.kill(1, STEP), "save"),
         *(
             pytest.param(*row, marks=pytest.mark.soak)
             for row in [
-                (2, 0, "step"),
-                (2, 0, "save"),
-                (2, 0, "callback"),
-                (2, 1, "callback"),
-                (2, 1, "validation"),
-                (3, 0, "step"),
-                (3, 1, "step"),
-                (3, 2, "step"),
-                (3, 0, "save"),
-                (3, 1, "callback"),
-                (3, 2, "validation"),
+                (2, fault.kill(0, STEP), ""),
+                (2, fault.kill(0, STEP), "save"),
+                (2, fault.kill(0, STEP), "wait"),
+                (2, fault.kill(1, STEP), "wait"),
+                (2, fault.kill(1, STEP, "validation"), ""),
+                (3, fault.kill(0, STEP), ""),
+                (3, fault.kill(1, STEP), ""),
+                (3, fault.kill(2, STEP), ""),
+                (3, fault.kill(0, STEP), "save"),
+                (3, fault.kill(1, STEP), "wait"),
+                (3, fault.kill(2, STEP, "validation"), ""),
             ]
         ),
     ],
+    ids=str,
 )
-def test_survivors(workers: int, lost: int, moment: str, tmp_path: Path) -> None:
+def test_survivors(workers: int, death: Fault, options: str, tmp_path: Path) -> None:
     """Whoever is killed and whenever, the others leave with 201, and name it and no other one."""
-    survivors = lose(tmp_path, workers, lost, moment)
+    survivors = lose(tmp_path, workers, death, options)
+    lost = number(death)
     assert len(survivors) == workers - 1
     fits, _ = run_log.read(open_files(tmp_path), "")
     assert len(fits) == workers
@@ -77,6 +90,6 @@ def test_survivors(workers: int, lost: int, moment: str, tmp_path: Path) -> None
 def test_caught(tmp_path: Path) -> None:
     """A script that catches the error ends with its own code; where TensorFlow does not come to an
     end, by SIGALRM."""
-    [survivor] = lose(tmp_path, 2, 1, "step", "caught")
+    [survivor] = lose(tmp_path, 2, fault.kill(1, STEP), "catch")
     assert survivor.returncode in (7, -14), survivor.output
     assert "caught: worker-0 lost worker-1" in survivor.output

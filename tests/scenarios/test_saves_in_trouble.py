@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import re
 import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support import fault
 from support.cluster import Ended, run_workers
+from support.fault import Fault
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -16,13 +19,22 @@ SCRIPT = Path(__file__).parents[1] / "workers" / "saving.py"
 KILLS = 5
 
 
-def run(folder: Path, workers: int, *harm: object) -> list[Ended]:
+def run(folder: Path, workers: int, *faults: Fault) -> list[Ended]:
+    """Those that have come already do not come again."""
     folder.mkdir(exist_ok=True)
-    return run_workers([str(SCRIPT), str(folder), *map(str, harm)], workers, timeout_s=240)
+    fault.write(folder, faults)
+    return run_workers([str(SCRIPT), str(folder)], workers, timeout_s=240)
+
+
+def came(folder: Path) -> list[tuple[int, str]]:
+    """Which faults, and to whom."""
+    return [(each.index, each.who) for each in fault.fired(folder)]
 
 
 def outcome(folder: Path, worker: int = 0) -> dict[str, bytes]:
-    return {name: a.tobytes() for name, a in np.load(folder / f"outcome-{worker}.npz").items()}
+    return {
+        name: a.tobytes() for name, a in np.load(folder / f"outcome-worker-{worker}.npz").items()
+    }
 
 
 def test_killed_while_it_writes(tmp_path: Path) -> None:
@@ -31,11 +43,13 @@ def test_killed_while_it_writes(tmp_path: Path) -> None:
     random_ = random.Random(4)
     [ended] = run(tmp_path / "a", 1)
     assert ended.returncode == 0, ended.output
-    for _ in range(KILLS):
-        [ended] = run(tmp_path / "b", 1, "kill", random_.randrange(5, 45))
+    kills = [fault.kill_in_call(random_.randrange(5, 45)) for _ in range(KILLS)]
+    for count in range(1, KILLS + 1):
+        [ended] = run(tmp_path / "b", 1, *kills)
         assert ended.returncode == -signal.SIGKILL, ended.output
+        assert came(tmp_path / "b") == [(index, "worker-0") for index in range(count)]
         assert "set aside" not in ended.output
-    [ended] = run(tmp_path / "b", 1)
+    [ended] = run(tmp_path / "b", 1, *kills)
     assert ended.returncode == 0, ended.output
     assert "set aside" not in ended.output
     assert "resuming at epoch" in ended.output
@@ -47,10 +61,12 @@ def test_one_worker_cannot_write(tmp_path: Path) -> None:
     both, and ends in the same bits."""
     for ended in run(tmp_path / "a", 2):
         assert ended.returncode == 0, ended.output
-    chief, other = run(tmp_path / "b", 2, "fail", 1, 3, 4)
-    assert (tmp_path / "b" / "failed").read_text().split() == ["1", "1"]
+    full = fault.fails_to_write(1, at_step=8, saves=2)
+    chief, other = run(tmp_path / "b", 2, full)
     assert (chief.returncode, other.returncode) == (0, 0), chief.output + other.output
-    assert "A checkpoint failed, 2 in a row now" in chief.output
+    assert came(tmp_path / "b") == [(0, "worker-1")]
+    failed = r"A checkpoint failed, (\d) in a row now.* The checkpoint of step (\d+) could not"
+    assert re.findall(failed, chief.output) == [("1", "9"), ("2", "12")]
     assert "No space left on device" in chief.output
     for worker in range(2):
         assert outcome(tmp_path / "b", worker) == outcome(tmp_path / "a", 0)
@@ -59,13 +75,14 @@ def test_one_worker_cannot_write(tmp_path: Path) -> None:
 def test_one_worker_never_can(tmp_path: Path) -> None:
     """Behind three saves that failed on one of two workers, both end with the error; started again
     on a storage that works, they go on from what was committed before."""
-    ended = run(tmp_path, 2, "fail", 1, 3, 99)
-    assert (tmp_path / "failed").read_text().split() == ["1", "1", "1"]
+    full = fault.fails_to_write(1, at_step=8, saves=99)
+    ended = run(tmp_path, 2, full)
     for each in ended:
         assert each.returncode == 7, each.output
         assert "3 checkpoints in a row could not be written" in each.output
         assert "No space left on device" in each.output
-    ended = run(tmp_path, 2)
+    assert came(tmp_path) == [(0, "worker-1")]
+    ended = run(tmp_path, 2, full)
     for each in ended:
         assert each.returncode == 0, each.output
     assert "resuming at epoch 3/12" in ended[0].output

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support import fault
 from support.cluster import Ended, run_job, run_workers
+from support.fault import Fault
 from support.slurm import FakeSlurm
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -23,20 +26,23 @@ Train = Callable[..., tuple[list[Outcome], str]]
 @pytest.fixture(scope="module")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
     @cache
-    def train(workers: int, *told: str) -> tuple[list[Outcome], str]:
+    def train(workers: int, *faults: Fault) -> tuple[list[Outcome], str]:
         """The outcome on each worker and what was printed. Nothing is a failure here, so that no
         restart is needed for one."""
         folder = tmp_path_factory.mktemp("job")
-        ended = run_job(
-            [str(SCRIPT), str(folder), *told], workers, "--max-restarts", "0", timeout_s=300
-        )
+        fault.write(folder, faults)
+        ended = run_job([str(SCRIPT), str(folder)], workers, "--max-restarts", "0", timeout_s=300)
         assert ended.returncode == 0, ended.output
-        sent = (folder / "told").read_text().splitlines() if told else []
-        assert sorted(set(sent) - {"noticed"}) == sorted(set(told))
-        outcomes = [dict(np.load(folder / f"outcome-{w}.npz")) for w in range(workers)]
+        assert came(folder) == list(range(len(faults)))
+        outcomes = [dict(np.load(folder / f"outcome-worker-{w}.npz")) for w in range(workers)]
         return outcomes, ended.output
 
     return train
+
+
+def came(folder: Path) -> list[int]:
+    """By their places in the list; those of different workers come in any order."""
+    return sorted(each.index for each in fault.fired(folder))
 
 
 def assert_same(outcomes: list[Outcome], expected: Outcome) -> None:
@@ -51,30 +57,37 @@ RESUMED = re.compile(r"resuming at epoch \d/5, (?:batch \d+, )?step (\d+)")
 
 
 @pytest.mark.parametrize(
-    ("workers", "told"),
+    ("workers", "faults", "times"),
     [
-        (1, ["0:0:1:1:SIGTERM"]),
+        (1, [fault.tell(signal.SIGTERM, 0, 4)], 1),
         (
             2,
             [
-                *("0:1:0:saving:SIGTERM", "0:1:0:saving:SIGTERM"),  # to one, twice, in a save
-                *("1:0:2:1:SIGUSR1", "1:1:2:1:SIGTERM"),  # to all
-                "2:0:3:2:SIGUSR2",  # to the chief
+                *[fault.tell(signal.SIGTERM, 1, 2, "saving")] * 2,  # to one, twice, in a save
+                fault.tell(signal.SIGUSR1, 0, 7, after=2),  # to all
+                fault.tell(signal.SIGTERM, 1, 7, after=2),
+                fault.tell(signal.SIGUSR2, 0, 11),  # to the chief
             ],
+            3,
         ),
-        pytest.param(3, ["0:2:1:0:SIGUSR2", "1:0:1:2:SIGTERM"], marks=pytest.mark.soak),
+        pytest.param(
+            3,
+            [fault.tell(signal.SIGUSR2, 2, 3), fault.tell(signal.SIGTERM, 0, 5)],
+            2,
+            marks=pytest.mark.soak,
+        ),
     ],
     ids=["alone", "two workers", "three workers"],
 )
-def test_told_to_go(train: Train, workers: int, told: list[str]) -> None:
+def test_told_to_go(train: Train, workers: int, faults: list[Fault], times: int) -> None:
     """One is told, or all, or one twice during a save: all stop behind one step, with a checkpoint
     from which they go on; the end is that of an undisturbed run."""
     (expected, *others), _ = train(workers)
     assert_same(others, expected)
-    outcomes, printed = train(workers, *told)
+    outcomes, printed = train(workers, *faults)
     assert_same(outcomes, expected)
     steps = [step for *_, step in ENDS.findall(printed)]
-    assert len(steps) == len({each[0] for each in told})
+    assert len(steps) == times
     assert RESUMED.findall(printed) == steps
     assert len(re.findall("was told to go, and has saved", printed)) >= len(steps)
 
@@ -82,27 +95,35 @@ def test_told_to_go(train: Train, workers: int, told: list[str]) -> None:
 def test_exit_codes(tmp_path: Path) -> None:
     """Without a supervisor each worker leaves with 143; one of them has told Slurm's `scontrol`."""
     slurm = FakeSlurm(tmp_path / "bin")
-    ended = run_workers(
-        [str(SCRIPT), str(tmp_path), "0:1:1:1:SIGTERM"], 2, env=slurm.env, timeout_s=200
-    )
+    fault.write(tmp_path, [fault.tell(signal.SIGTERM, worker=1, at_step=4)])
+    ended = run_workers([str(SCRIPT), str(tmp_path)], 2, env=slurm.env, timeout_s=200)
     assert [each.returncode for each in ended] == [143, 143], ended[0].output
+    assert came(tmp_path) == [0]
     assert slurm.asked() == ["requeue 1234"]
     assert ended[0].output.count("job 1234 is in Slurm's queue again") == 1
 
 
 @pytest.mark.parametrize(
-    "told", ["0:1:1:1:SIGTERM", pytest.param("0:1:before:fit:SIGTERM", marks=pytest.mark.soak)]
+    "told",
+    [
+        fault.tell(signal.SIGTERM, worker=1, at_step=4),
+        pytest.param(
+            fault.tell(signal.SIGTERM, worker=1, moment="before fit"), marks=pytest.mark.soak
+        ),
+    ],
+    ids=str,
 )
-def test_told_to_tensorflow(told: str, tmp_path: Path) -> None:
+def test_told_to_tensorflow(told: Fault, tmp_path: Path) -> None:
     """A SIGTERM that only TensorFlow has heard makes all workers save and leave, too."""
+    fault.write(tmp_path, [told])
     ended = run_workers(
-        [str(SCRIPT), str(tmp_path), told],
+        [str(SCRIPT), str(tmp_path)],
         2,
         env={"KERAS_DISTPLUG_TEST_NO_SIGNALS": "1"},
         timeout_s=200,
     )
-    assert (tmp_path / "told").read_text().splitlines() == [told]
     assert [each.returncode for each in ended] == [143, 143], ended[0].output
+    assert came(tmp_path) == [0]
     said = "TensorFlow's notice of preemption to worker-1: training ends with the checkpoint of"
     assert ended[0].output.count(said) == 1
     assert not any("Fatal Python error" in each.output for each in ended)
@@ -110,10 +131,10 @@ def test_told_to_tensorflow(told: str, tmp_path: Path) -> None:
 
 def test_ctrl_c(tmp_path: Path) -> None:
     """ctrl-C to one worker ends the job with 130, with a checkpoint and without a restart."""
-    ended = run_job(
-        [str(SCRIPT), str(tmp_path), "0:1:1:1:SIGINT"], 2, "--max-restarts", "3", timeout_s=200
-    )
+    fault.write(tmp_path, [fault.tell(signal.SIGINT, worker=1, at_step=4)])
+    ended = run_job([str(SCRIPT), str(tmp_path)], 2, "--max-restarts", "3", timeout_s=200)
     assert ended.returncode == 130, ended.output
+    assert came(tmp_path) == [0]
     assert ENDS.search(ended.output), ended.output
     assert "not started again, for it was the user's ctrl-C; exit code 130" in ended.output
 
@@ -122,24 +143,27 @@ def test_told_while_another_is_frozen(train: Train) -> None:
     """Who waits for a frozen worker in a collective notices a signal meanwhile; all stop behind one
     step when that worker is back."""
     (expected, *_), _ = train(2)
-    outcomes, printed = train(2, "0:1:1:0:SIGSTOP", "0:0:1:0:SIGTERM, then SIGCONT")
+    outcomes, printed = train(2, fault.stop(1, at_step=3), fault.own("wake", 0, at_step=3))
     assert_same(outcomes, expected)
     assert len(ENDS.findall(printed)) == 1
 
 
 def test_ctrl_c_twice(tmp_path: Path) -> None:
     """The second ctrl-C ends a worker that waits for a frozen chief, which nobody can ask."""
-    told = ["0:0:1:0:SIGSTOP", "0:1:1:0:SIGINT again"]
-    ended = run_job([str(SCRIPT), str(tmp_path), *told], 2, timeout_s=200)
+    fault.write(tmp_path, [fault.stop(0, at_step=3), fault.own("twice", 1, at_step=3)])
+    ended = run_job([str(SCRIPT), str(tmp_path)], 2, timeout_s=200)
     assert ended.returncode == 130, ended.output
+    assert came(tmp_path) == [0, 1]
     assert "not started again" in ended.output
     assert not ENDS.search(ended.output)
 
 
 def test_told_behind_the_end(tmp_path: Path) -> None:
     """A signal behind the end of training ends the process as it would without us."""
+    fault.write(tmp_path, [fault.tell(signal.SIGTERM, moment="end")])
     ended: Ended
-    [ended] = run_workers([str(SCRIPT), str(tmp_path), "0:0:3:end:SIGTERM"], 1, timeout_s=200)
+    [ended] = run_workers([str(SCRIPT), str(tmp_path)], 1, timeout_s=200)
     assert ended.returncode == -15, ended.output
-    assert (tmp_path / "outcome-0.npz").exists()
+    assert came(tmp_path) == [0]
+    assert (tmp_path / "outcome-worker-0.npz").exists()
     assert not ENDS.search(ended.output)

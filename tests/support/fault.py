@@ -23,10 +23,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-Moment = Literal["step", "begin", "saving", "validation", "epoch", "input", "data", "end"]
-"""Behind a step; before training goes on; when a save that is due behind the step has begun to be
-written; in the validation, or at the end, of the step's epoch; when the step's batch is made; in
-that batch; when `fit` has returned."""
+Moment = Literal[
+    "step",
+    "before fit",
+    "begin",
+    "saving",
+    "in a call",
+    "validation",
+    "epoch",
+    "input",
+    "data",
+    "end",
+]
+"""Behind a step; when `fit` is about to be called; before training goes on; when a save that is due
+behind the step has begun to be written; when a file is about to be worked on; in the validation, or
+at the end, of the step's epoch; when the step's batch is made; in that batch; when `fit` has
+returned."""
 
 Who = int | str
 """A worker's number, or the name of a process beside parameter servers: `"chief-0"`, `"ps-0"`."""
@@ -41,7 +53,7 @@ class Fault:
     Args:
         kind: What happens.
         who: The name of the process to which it happens.
-        at_step: Behind which step.
+        at_step: Behind which step; before which call, counted from 1, if the moment is in one.
         moment: When there.
         every_time: Whether it comes again in each attempt.
         after: How many faults have to have come before; None for all before it in the list.
@@ -89,6 +101,12 @@ class Came:
 def kill(worker: Who = 0, at_step: int = 0, moment: Moment = "step", **more: bool) -> Fault:
     """SIGKILL."""
     return Fault("kill", _name(worker), at_step, moment, **more)
+
+
+def kill_in_call(number: int, worker: Who = 0) -> Fault:
+    """SIGKILL before what is, since the process has begun to train, the `number`-th file or folder
+    to be synced, linked, made or deleted."""
+    return Fault("kill", _name(worker), number, "in a call")
 
 
 def crash(worker: Who = 0, at_step: int = 0, moment: Moment = "step") -> Fault:
@@ -166,7 +184,7 @@ def nan(worker: Who = 0, at_step: int = 0, where: Literal["x", "y", "weight"] = 
 def fails_to_write(
     worker: Who = 0, at_step: int = 0, saves: int = 1, number: int = errno.ENOSPC
 ) -> Fault:
-    """The worker cannot write its share of the next saves."""
+    """The worker cannot write its share of the saves that are begun next."""
     return Fault("fails_to_write", _name(worker), at_step, count=saves, number=number)
 
 
@@ -184,6 +202,12 @@ def flaky_store(rate: float, secs: float, at_step: int = 0) -> Fault:
     """For so long, so many of the requests to the store fail in one way or another. Who runs the
     job has to do it, when the chief has noted it."""
     return Fault("flaky_store", _name(0), at_step, rate=rate, secs=secs)
+
+
+def own(kind: str, worker: Who = 0, at_step: int = 0) -> Fault:
+    """What only the job's script can do, which gives it to `Harm` by this name. It waits for no
+    other fault."""
+    return Fault(kind, _name(worker), at_step, after=0)
 
 
 def write(folder: Path, faults: Sequence[Fault]) -> None:

@@ -6,6 +6,7 @@ Under parameter servers only the chief trains: it does to the others what can be
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import shutil
 import signal
@@ -44,6 +45,7 @@ class Harm(keras.callbacks.Callback):  # type: ignore[misc]
         directory: Of the checkpoints.
         storage_options: Of these.
         own_folder: What this worker keeps on its own machine.
+        own: What only the script can do, by the kind of the fault.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Harm(keras.callbacks.Callback):  # type: ignore[misc]
         directory: str | Path,
         storage_options: Mapping[str, Any] | None = None,
         own_folder: Path | None = None,
+        own: Mapping[str, Callable[[], None]] | None = None,
     ) -> None:
         super().__init__()
         self.faults = fault.read(folder)
@@ -63,14 +66,21 @@ class Harm(keras.callbacks.Callback):  # type: ignore[misc]
         self._strategy = strategy
         self._directory, self._options = directory, dict(storage_options or {})
         self._own_folder = own_folder
+        self._own = dict(own or {})
         self._who = own_name()
         self._steps: int | None = None  # by their place in the data; None before the first one
         _before_saving(lambda: self._come("saving"))
 
     # Moments
 
+    def on_fit_begin(self) -> None:
+        """The script says when it is about to call `fit`."""
+        self._come("before fit")
+
     def on_train_begin(self, logs: Any = None) -> None:
         self._come("begin")
+        if any(each.moment == "in a call" for each in self.faults):
+            _before_calls(lambda number: self._come("in a call", number))
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.epoch = epoch
@@ -125,7 +135,7 @@ class Harm(keras.callbacks.Callback):  # type: ignore[misc]
             return (self._steps or 0) > each.at_step
         if each.moment in ("validation", "epoch"):
             return each.at_step // self._batches == self.epoch
-        return each.moment in ("begin", "end") or each.at_step == made
+        return each.moment in ("before fit", "begin", "end") or each.at_step == made
 
     def _is_mine(self, each: Fault) -> bool:
         return each.who == self._who or (self._who == "chief-0" and each.kind in _FROM_OUTSIDE)
@@ -140,9 +150,9 @@ class Harm(keras.callbacks.Callback):  # type: ignore[misc]
         return set(range(index)) <= came if each.after is None else len(came) >= each.after
 
     def _note(self, file: Path, index: int) -> None:
-        of = self.faults[index]
+        of = self.faults[index] if index >= 0 else None
         # What is made ahead: all that comes before it will have been trained.
-        steps = of.at_step if index >= 0 and of.moment == "input" else self._steps
+        steps = of.at_step if of is not None and of.moment == "input" else self._steps
         fault.note(file, fault.Came(index, time.time(), self._who, steps))
 
     def _do(self, each: Fault) -> None:
@@ -174,10 +184,13 @@ class Harm(keras.callbacks.Callback):  # type: ignore[misc]
         elif each.kind == "slow":
             time.sleep(each.secs)
         elif each.kind == "fails_to_write":
+            saver.wait_for_all()  # the one under way has been begun before
             _refuse_shards(each.count, each.number)
         elif each.kind in ("truncate", "flip"):
             self._damage(each.kind)
             os.kill(os.getpid(), signal.SIGKILL)
+        elif each.kind in self._own:
+            self._own[each.kind]()
         else:
             assert each.kind == "flaky_store", each
 
@@ -215,6 +228,20 @@ def _before_saving(come: Callable[[], None]) -> None:
         come()
 
     mock.patch.object(saver.Saver, "start", start).start()
+
+
+def _before_calls(come: Callable[[int], None]) -> None:
+    numbers = itertools.count(1)
+
+    def counted(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            come(next(numbers))
+            return stock(*args, **kwargs)
+
+        return call
+
+    for name in ("fsync", "link", "unlink", "rmdir", "mkdir"):
+        mock.patch.object(os, name, counted(getattr(os, name))).start()
 
 
 def _refuse_shards(saves: int, number: int) -> None:

@@ -1,54 +1,36 @@
-"""Trains with a `PreemptionHandler`, and sends itself signals where it is told to.
+"""Trains with a `PreemptionHandler`, and is told to go where FOLDER/faults.json says.
 
-    python told.py FOLDER [TOLD ...]
+    python told.py FOLDER
 
-TOLD: `attempt:worker:epoch:batch:signal`, all counted from 0, or with `saving` instead of a batch
-for when the epoch's checkpoint has begun to be written; several of one worker in one place come one
-after another. Each is noted in FOLDER/told before it is sent. The signals `SIGINT again` and
-`SIGTERM, then SIGCONT` come when another worker has stopped itself by SIGSTOP, and are followed,
-when they have been noticed, by another SIGINT, or by SIGCONT to that one. With `before:fit`
-instead of an epoch and a batch, there. KERAS_DISTPLUG_TEST_NO_SIGNALS leaves signals to
+An epoch has 3 batches. Two faults of its own begin when another worker has been stopped: `twice`,
+two SIGINT, the second one when the first has been noticed; and `wake`, a SIGTERM, and SIGCONT to
+the other worker when that has been noticed. KERAS_DISTPLUG_TEST_NO_SIGNALS leaves signals to
 TensorFlow.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-folder, told = Path(sys.argv[1]), [each.split(":") for each in sys.argv[2:]]
+folder = Path(sys.argv[1])
 
 import keras  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
 
 strategy = kd.init()
-tf_config = json.loads(os.environ.get("TF_CONFIG", "{}"))
-worker = tf_config["task"]["index"] if tf_config else 0
-attempt = os.environ.get("KERAS_DISTPLUG_ATTEMPT", "0")
 
 from support import digits_like as case  # noqa: E402
+from support.harm import Harm  # noqa: E402
+from support.where import own_name, sign_in  # noqa: E402
 
-from keras_distplug.storage import saver  # noqa: E402
-
-
-def tell(epoch: object, moment: object) -> None:
-    here = [attempt, str(worker), str(epoch), str(moment)]
-    for *place, name in told:
-        if place == here:
-            with open(folder / "told", "a") as file:
-                file.write(":".join([*place, name]) + "\n")
-            if name == "SIGSTOP":
-                (folder / "stopped").write_text(str(os.getpid()))
-            if name in AFTER:
-                threading.Thread(target=AFTER[name], daemon=True).start()
-            else:
-                os.kill(os.getpid(), signal.Signals[name])
+sign_in(folder)
 
 
 def when(condition) -> None:
@@ -59,10 +41,9 @@ def when(condition) -> None:
 
 
 def stopped() -> int:
-    """The process that has stopped itself."""
-    when((folder / "stopped").exists)
-    when((folder / "stopped").read_text)
-    pid = int((folder / "stopped").read_text())
+    """The process that has been stopped."""
+    [stop] = [each for each in harm.faults if each.kind == "stop"]
+    pid = int((folder / f"pid-{stop.who}").read_text())
     when(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
     return pid
 
@@ -78,37 +59,21 @@ def wake() -> None:
     pid = stopped()
     os.kill(os.getpid(), signal.SIGTERM)
     when(lambda: handler._received)
-    with open(folder / "told", "a") as file:
-        file.write("noticed\n")
     os.kill(pid, signal.SIGCONT)
 
 
-AFTER = {"SIGINT again": twice, "SIGTERM, then SIGCONT": wake}
+def meanwhile(what: Callable[[], None]) -> Callable[[], None]:
+    """Training goes on, and waits for the worker that has been stopped."""
+    return lambda: threading.Thread(target=what, daemon=True).start()
+
+
 signals = {"signals": []} if "KERAS_DISTPLUG_TEST_NO_SIGNALS" in os.environ else {}
 handler = kd.PreemptionHandler(cloud=False, **signals, requeue="SLURM_JOB_ID" in os.environ)
-
-
-class Tell(keras.callbacks.Callback):
-    def on_epoch_begin(self, epoch, logs=None):
-        self.epoch = epoch
-
-    def on_train_batch_end(self, batch, logs=None):
-        tell(self.epoch, batch)
-
-
-teller = Tell()
-stock = saver.Saver.start
-
-
-def start(own, *arguments):
-    stock(own, *arguments)
-    tell(teller.epoch, "saving")
-
-
-saver.Saver.start = start
+own = {"twice": meanwhile(twice), "wake": meanwhile(wake)}
+harm = Harm(folder, case.BATCHES, 1, strategy, folder / "runs", own=own)
 model = case.build()
 x, y, sample_weight = case.arrays()
-tell("before", "fit")
+harm.on_fit_begin()
 history = kd.distributed_fit(
     model,
     x,
@@ -120,9 +85,10 @@ history = kd.distributed_fit(
         keras.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True),
         handler,
         kd.BackupAndRestore(folder / "runs", delete_checkpoint=False),
-        teller,
+        harm,
     ],
     verbose=2,
 )
-case.write_outcome(folder / f"outcome-{worker}.npz", model, history, evaluated={}, predicted=x[:0])
-tell(3, "end")
+outcome = folder / f"outcome-{own_name()}.npz"
+case.write_outcome(outcome, model, history, evaluated={}, predicted=x[:0])
+harm.on_fit_end()
