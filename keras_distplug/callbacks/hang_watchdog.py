@@ -171,11 +171,11 @@ class HangWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         stage = Stage.FIRST_STEP if self._is_first else Stage.STEP
-        self._got_on(stage, f"in batch {batch} of")
+        self._got_on(stage, f"in batch {batch + 1} of")
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         self._is_first = False
-        self._got_on(Stage.BETWEEN, f"behind batch {batch} of")
+        self._got_on(Stage.BETWEEN, f"behind batch {batch + 1} of")
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         self._got_on(Stage.BETWEEN, "before the validation of")
@@ -183,11 +183,11 @@ class HangWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
     def on_test_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         first = self._is_first_test
         stage = Stage.FIRST_VALIDATION_STEP if first else Stage.VALIDATION_STEP
-        self._got_on(stage, f"in batch {batch} of the validation of")
+        self._got_on(stage, f"in batch {batch + 1} of the validation of")
 
     def on_test_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         self._is_first_test = False
-        self._got_on(Stage.BETWEEN, f"behind batch {batch} of the validation of")
+        self._got_on(Stage.BETWEEN, f"behind batch {batch + 1} of the validation of")
 
     def on_test_end(self, logs: Mapping[str, Any] | None = None) -> None:
         self._got_on(Stage.BETWEEN, "behind the validation of")

@@ -439,7 +439,7 @@ def test_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [found] = logged(tmp_path)
     [hung] = of_kind(found, events.Hung)
     assert hung.what.startswith("worker-0 ")
-    assert "in batch 2 of epoch 1" in hung.what
+    assert "in batch 3 of epoch 1" in hung.what
 
 
 def test_straggler(tmp_path: Path) -> None:
