@@ -120,10 +120,10 @@ class Ours:
 
     def _new(self) -> kd.BackupAndRestore:
         callback = kd.BackupAndRestore(self._folder, on_busy="wait")
-        callback.set_params({"epochs": 10**6, "steps": STEPS})
         self._model.history = keras.callbacks.History()
         self._model.history.on_train_begin()
         callback.set_model(self._model)
+        callback.set_params({"epochs": 10**6, "steps": STEPS})
         return callback
 
     def save(self, number: int) -> None:
