@@ -58,12 +58,15 @@ def told(
     *,
     quartiles: bool = False,
 ) -> str:
-    """A cell of a table: the median of a `spread`, and the least and the most in brackets, or the
-    quartiles, where there are so many rounds that a single one says little. One value stands alone.
+    """A cell of a table: the median of a `spread`, and the least and the most in brackets.
+
+    With so many rounds that a single one says little, the quartiles, if asked for. What is always
+    the same stands alone.
     """
     ends = ("first_quartile", "third_quartile") if quartiles else ("least", "most")
+    is_spread = found["least"] < found["most"]
     median, low, high = (format(scale * found[each], form) for each in ("median", *ends))
-    return f"{median}{unit} ({low} to {high})" if len(found["values"]) > 1 else f"{median}{unit}"
+    return f"{median}{unit} ({low} to {high})" if is_spread else f"{median}{unit}"
 
 
 def machine() -> dict[str, Any]:
