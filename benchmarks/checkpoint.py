@@ -2,7 +2,7 @@
 
     python benchmarks/checkpoint.py [--sizes 100 1200] [--rounds 5] [--only PART] [--json FILE]
 
-Four parts, each interleaved, with medians:
+Four parts, each interleaved, with medians and their spread:
 
 - stall: how long a save keeps the training thread, what the next five steps take longer, when the
   save is over, and how long taking it up takes (`--sizes`, in MB of weights and Adam's slots);
@@ -23,14 +23,11 @@ Keras and TensorFlow do not fsync, keras_distplug does. OrbaxCheckpoint is measu
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import itertools
-import json
 import mmap
 import multiprocessing
 import os
-import platform
 import shutil
 import statistics
 import tempfile
@@ -49,7 +46,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import keras
 import numpy as np
 import tensorflow as tf
-from rich.console import Console
+from measured import parser, report, show, spread, told
 from rich.table import Table
 
 import keras_distplug as kd
@@ -120,10 +117,10 @@ class Ours:
 
     def _new(self) -> kd.BackupAndRestore:
         callback = kd.BackupAndRestore(self._folder, on_busy="wait")
-        callback.set_params({"epochs": 10**6, "steps": STEPS})
         self._model.history = keras.callbacks.History()
         self._model.history.on_train_begin()
         callback.set_model(self._model)
+        callback.set_params({"epochs": 10**6, "steps": STEPS})
         return callback
 
     def save(self, number: int) -> None:
@@ -254,7 +251,7 @@ class Host:
 
 def measure_stall(
     host: Host, size_mb: float, rounds: int, folder: Path
-) -> dict[str, dict[str, float]]:
+) -> dict[str, dict[str, Any]]:
     model = model_of(size_mb)
     batch = batch_of(8)
     subjects = subjects_of(model, folder)
@@ -288,7 +285,7 @@ def measure_stall(
                 taken[name].setdefault(what, []).append(value)
     mb = sum(v.value.shape.num_elements() * 4 for v in capture.variables_of(model).values()) / MB
     return {
-        name: {what: statistics.median(values) for what, values in each.items()} | {"mb": mb}
+        name: {what: spread(values) for what, values in each.items()} | {"mb": mb}
         for name, each in taken.items()
     }
 
@@ -329,7 +326,7 @@ def step_s_of(model: keras.Model, samples: int) -> float:
     return seconds(lambda: model.fit(data, verbose=0)) / steps
 
 
-def measure_fit(host: Host, rounds: int, folder: Path) -> dict[str, list[tuple[float, float]]]:
+def measure_fit(host: Host, rounds: int, folder: Path) -> dict[str, dict[str, Any]]:
     model = model_of(100)
     samples = 32
     while host.undisturbed(partial(step_s_of, model, samples)) < 0.9 * FIT_STEP_S:
@@ -360,10 +357,20 @@ def measure_fit(host: Host, rounds: int, folder: Path) -> dict[str, list[tuple[f
         for name in names if number % 2 else reversed(names):
             took = host.undisturbed(lambda make=callbacks[name]: one(make))
             taken[name] += [took] if number >= 0 else []
-    return taken
+    without = taken["no checkpoints"]
+    found = {}
+    for name, each in taken.items():
+        pairs = list(zip(each, without, strict=True))
+        found[name] = {
+            "took_s": spread(took for took, _ in each),
+            "worked_s": spread(worked for _, worked in each),
+            "slower_by": spread(one[0] / other[0] - 1 for one, other in pairs),
+            "more_work": spread(one[1] / other[1] - 1 for one, other in pairs),
+        }
+    return found
 
 
-def measure_bandwidth(host: Host, size_mb: float, rounds: int, folder: Path) -> dict[str, float]:
+def measure_bandwidth(host: Host, size_mb: float, rounds: int, folder: Path) -> dict[str, Any]:
     model = model_of(size_mb)
     state = state_of(capture.capture(model))
     parts = [np.asarray(tensor).reshape(-1).view(np.uint8).data for tensor in state.arrays.values()]
@@ -405,7 +412,7 @@ def measure_bandwidth(host: Host, size_mb: float, rounds: int, folder: Path) -> 
         for what in list(READINGS) if number % 2 else reversed(READINGS):
             took = host.undisturbed(lambda what=what: read_after_restart(what, size_mb, folder))
             taken.setdefault(what, []).append(took)
-    return {what: statistics.median(values) for what, values in taken.items()} | {"mb": size / MB}
+    return {what: spread(values) for what, values in taken.items()} | {"mb": size / MB}
 
 
 def read_raw(model: keras.Model, folder: Path) -> None:
@@ -485,7 +492,7 @@ class RateLimited(LocalFiles):
         super().create(path, slowly())
 
 
-def measure_workers(host: Host, rounds: int, folder: Path) -> dict[int, float]:
+def measure_workers(host: Host, rounds: int, folder: Path) -> dict[int, dict[str, Any]]:
     rng = np.random.default_rng(0)
     state = state_of({f"w{i}": rng.random(2_500_000, np.float32) for i in range(10)})
     taken: dict[int, list[float]] = {1: [], 2: [], 4: []}
@@ -501,57 +508,51 @@ def measure_workers(host: Host, rounds: int, folder: Path) -> dict[int, float]:
     for _ in range(rounds):
         for count, times in taken.items():
             times.append(host.undisturbed(partial(one, count)))
-    return {count: statistics.median(times) for count, times in taken.items()}
+    return {count: spread(times) for count, times in taken.items()}
 
 
 def state_of(arrays: Any) -> TrainState:
     return TrainState(cursor=Cursor(1, 0, 1), arrays=arrays, history={}, history_epochs=())
 
 
-def show_stall(found: dict[str, dict[str, float]]) -> Table:
-    reference = found["keras BackupAndRestore"]["stall_s"]
-    mb, step_s = (found["keras_distplug"][what] for what in ("mb", "step_s"))
-    table = Table(title=f"{mb:.0f} MB of state, steps of {1000 * step_s:.0f} ms")
+def table_of_stall(found: dict[str, dict[str, Any]]) -> Table:
+    reference = found["keras BackupAndRestore"]["stall_s"]["median"]
+    ours = found["keras_distplug"]
+    step_ms = 1000 * ours["step_s"]["median"]
+    table = Table(title=f"{ours['mb']:.0f} MB of state, steps of {step_ms:.0f} ms: medians (range)")
     for heading in ("", "stall", "of Keras'", "5 steps' excess", "both, of Keras'", "saved after"):
         table.add_column(heading)
     table.add_column("taken up in")
     for name, one in found.items():
-        both = one["stall_s"] + one["excess_s"]
+        stall_s, excess_s = (one[what]["median"] for what in ("stall_s", "excess_s"))
         table.add_row(
             name,
-            f"{1000 * one['stall_s']:.1f} ms",
-            f"{one['stall_s'] / reference:.1%}",
-            f"{1000 * one['excess_s']:.0f} ms",
-            f"{both / reference:.1%}",
-            f"{one['saved_s']:.2f} s",
-            f"{one['taken_up_s']:.2f} s",
+            told(one["stall_s"], ".1f", 1000, " ms"),
+            f"{stall_s / reference:.1%}",
+            told(one["excess_s"], ".0f", 1000, " ms"),
+            f"{(stall_s + excess_s) / reference:.1%}",
+            told(one["saved_s"], unit=" s"),
+            told(one["taken_up_s"], unit=" s"),
         )
     return table
 
 
-def show_fit(found: dict[str, list[tuple[float, float]]]) -> Table:
-    without = found["no checkpoints"]
-    step_ms = 1000 * statistics.median(took for took, _ in without) / FIT_STEPS
+def table_of_fit(found: dict[str, dict[str, Any]]) -> Table:
+    step_ms = 1000 * found["no checkpoints"]["took_s"]["median"] / FIT_STEPS
     table = Table(
-        title=f"fit: {FIT_STEPS} steps of {step_ms:.0f} ms, a save of 100 MB every {FIT_SAVE_EVERY}"
+        title=f"fit: {FIT_STEPS} steps of {step_ms:.0f} ms, a save of 100 MB every "
+        f"{FIT_SAVE_EVERY}: medians (range)"
     )
-    for heading in ("", "seconds", "slower by", "in each round", "more processor time"):
+    for heading in ("", "seconds", "slower by", "more processor time"):
         table.add_column(heading)
-    for name, rounds in found.items():
-        pairs = list(zip(rounds, without, strict=True))
-        slower, more = ([one[i] / other[i] - 1 for one, other in pairs] for i in (0, 1))
-        table.add_row(
-            name,
-            f"{statistics.median(took for took, _ in rounds):.2f}",
-            f"{statistics.median(slower):.1%}",
-            ", ".join(f"{each:.1%}" for each in slower),
-            f"{statistics.median(more):.1%}",
-        )
+    for name, one in found.items():
+        shares = (told(one[what], ".1%") for what in ("slower_by", "more_work"))
+        table.add_row(name, told(one["took_s"]), *shares)
     return table
 
 
-def show_bandwidth(found: dict[str, float]) -> Table:
-    table = Table(title=f"{found['mb']:.0f} MB, local, page cache warm")
+def table_of_bandwidth(found: dict[str, Any]) -> Table:
+    table = Table(title=f"{found['mb']:.0f} MB, local, page cache warm: medians (range)")
     for heading in ("", "MB/s", "share"):
         table.add_column(heading)
     for name, what, of in (
@@ -562,28 +563,29 @@ def show_bandwidth(found: dict[str, float]) -> Table:
         ("Keras load_weights (.h5)", "h5_s", "read_s"),
         ("new memory, touched by one thread", "touch_s", "read_s"),
     ):
-        table.add_row(name, f"{found['mb'] / found[what]:.0f}", f"{found[of] / found[what]:.2f}")
+        speeds = spread(found["mb"] / each for each in found[what]["values"])
+        share = found[of]["median"] / found[what]["median"]
+        table.add_row(name, told(speeds, ".0f"), f"{share:.2f}")
     return table
 
 
-def show_workers(found: dict[int, float]) -> Table:
-    table = Table(title="100 MB, 20 MB/s a connection")
+def table_of_workers(found: dict[int, dict[str, Any]]) -> Table:
+    table = Table(title="100 MB, 20 MB/s a connection: medians (range)")
     for heading in ("workers", "MB/s", "times one worker's"):
         table.add_column(heading)
-    for count, took in found.items():
-        table.add_row(str(count), f"{100 / took:.1f}", f"{found[1] / took:.2f}")
+    for count, one in found.items():
+        speeds = spread(100 / each for each in one["values"])
+        table.add_row(str(count), told(speeds, ".1f"), f"{found[1]['median'] / one['median']:.2f}")
     return table
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--sizes", type=float, nargs="+", default=[100, 1200], help="MB of state")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", choices=["stall", "fit", "bandwidth", "workers"])
-    parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
-    parser.add_argument("--json", type=Path, help="where to write the numbers")
-    arguments = parser.parse_args()
-    console = Console(width=120)
+    options = parser(__doc__)
+    options.add_argument("--sizes", type=float, nargs="+", default=[100, 1200], help="MB of state")
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--only", choices=["stall", "fit", "bandwidth", "workers"])
+    options.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
+    arguments = options.parse_args()
     rounds, sizes = arguments.rounds, arguments.sizes
     measurements: dict[str, list[Callable[[Host, Path], Any]]] = {
         "stall": [partial(measure_stall, rounds=rounds, size_mb=size) for size in sizes],
@@ -591,11 +593,11 @@ def main() -> None:
         "bandwidth": [partial(measure_bandwidth, rounds=rounds, size_mb=size) for size in sizes],
         "workers": [partial(measure_workers, rounds=3)],
     }
-    show: dict[str, Callable[[Any], Table]] = {
-        "stall": show_stall,
-        "fit": show_fit,
-        "bandwidth": show_bandwidth,
-        "workers": show_workers,
+    tables: dict[str, Callable[[Any], Table]] = {
+        "stall": table_of_stall,
+        "fit": table_of_fit,
+        "bandwidth": table_of_bandwidth,
+        "workers": table_of_workers,
     }
     results: dict[str, list[Any]] = {}
     for part, of_part in measurements.items():
@@ -604,20 +606,12 @@ def main() -> None:
             with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
                 found = measure(host, folder=Path(folder))
             keras.backend.clear_session()
-            table = show[part](found)
+            table = tables[part](found)
             steal = host.steal or [0.0]
             table.caption = f"steal {statistics.median(steal):.1%}, at most {max(steal):.1%}"
-            console.print(table)
+            show(table)
             results.setdefault(part, []).append({"found": found, "steal": host.steal})
-    machine = {
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "tensorflow": tf.__version__,
-        "keras": keras.__version__,
-    }
-    print(json.dumps(machine))
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": machine, "found": results}, indent=2))
+    report(arguments, results)
 
 
 if __name__ == "__main__":

@@ -12,32 +12,30 @@ not train; there, the `fit` without a callback is one of an adapted model. Not v
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import os
-import platform
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import keras
-import numpy as np
 import tensorflow as tf
-from rich.console import Console
+from measured import parser, report, show, spread, told
 from rich.table import Table
+from workers.models import convolutional, one_batch_for, perceptron
 
 import keras_distplug as kd
 from keras_distplug.cluster import agreement, roles
 
 IS_CLUSTER = "TF_CONFIG" in os.environ
 WARM_UP = 2  # pairs that do not count
+TIMES = ("bare_s", "ours_s")
 Callbacks = Callable[[Path], list[keras.callbacks.Callback]]
 
 
@@ -55,43 +53,13 @@ class Clock(keras.callbacks.Callback):
         return (self.ends_s[-1] - self.ends_s[0]) / (len(self.ends_s) - 1)
 
 
-def perceptron() -> keras.Model:
-    layers = keras.layers
-    hidden = (layers.Dense(1024, activation="relu") for _ in range(3))
-    return compiled(keras.Sequential([keras.Input((512,)), *hidden, layers.Dense(10)]))
-
-
-def convolutional() -> keras.Model:
-    layers = keras.layers
-    hidden: list[keras.Layer] = []
-    for filters in (16, 32, 32):
-        hidden += [
-            layers.Conv2D(filters, 3, padding="same"),
-            layers.BatchNormalization(),
-            layers.ReLU(),
-            layers.MaxPooling2D(),
-        ]
-    return compiled(
-        keras.Sequential([keras.Input((32, 32, 3)), *hidden, layers.Flatten(), layers.Dense(10)])
-    )
-
-
-def compiled(model: keras.Model) -> keras.Model:
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile("adam", loss, metrics=["accuracy"])
-    return model
-
-
 MODELS = {
     "perceptron, 2.6 M weights, batch 256": (perceptron, 256),
-    "convolutions, batch 128": (convolutional, 128),
+    "convolutions, batch 128": (
+        partial(convolutional, keras.layers.BatchNormalization),
+        128,
+    ),
 }
-
-
-def data_for(model: keras.Model, batch: int) -> tf.data.Dataset:
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(batch, *model.input_shape[1:])).astype("float32")
-    return tf.data.Dataset.from_tensors((x, rng.integers(0, 10, batch))).repeat()
 
 
 @contextmanager
@@ -107,7 +75,7 @@ def shared_folder() -> Iterator[str]:
 
 def measure(
     name: str, strategy: tf.distribute.Strategy, callbacks: Callbacks, pairs: int, steps: int
-) -> dict[str, float]:
+) -> dict[str, Any]:
     build, batch = MODELS[name]
     models = {}
     for kind in ("bare", "ours"):
@@ -116,7 +84,7 @@ def measure(
             models[kind] = build()
         if IS_CLUSTER:
             kd.adapt(models[kind])
-    data = data_for(models["bare"], batch)
+    data = one_batch_for(models["bare"], batch)
     taken: dict[str, list[float]] = {kind: [] for kind in models}
     with shared_folder() as folder:
         for number in range(WARM_UP + pairs):
@@ -127,23 +95,15 @@ def measure(
                 taken[kind].append(clock.seconds_a_step)
     bare, ours = (taken[kind][WARM_UP:] for kind in ("bare", "ours"))
     ratios = [b / a for a, b in zip(bare, ours, strict=True)]
-    low, _, high = statistics.quantiles(ratios, n=4)
-    return {
-        "bare_ms": 1000 * statistics.median(bare),
-        "ours_ms": 1000 * statistics.median(ours),
-        "ratio": statistics.median(ratios),
-        "ratio_first_quartile": low,
-        "ratio_third_quartile": high,
-    }
+    return {"bare_s": spread(bare), "ours_s": spread(ours), "ratio": spread(ratios)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--pairs", type=int, default=30)
-    parser.add_argument("--steps", type=int, default=40, help="of each fit")
-    parser.add_argument("--each", action="store_true", help="each callback alone, too")
-    parser.add_argument("--json", type=Path, help="where to write the numbers")
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--pairs", type=int, default=30)
+    options.add_argument("--steps", type=int, default=40, help="of each fit")
+    options.add_argument("--each", action="store_true", help="each callback alone, too")
+    arguments = options.parse_args()
     logging.getLogger("keras_distplug").setLevel(logging.WARNING)
     strategies: dict[str, Callable[[], tf.distribute.Strategy]] = {
         "one device": tf.distribute.get_strategy,
@@ -165,8 +125,8 @@ def main() -> None:
             "HangWatchdog": lambda folder: [kd.HangWatchdog()],
             "BackupAndRestore": lambda folder: [kd.BackupAndRestore(folder)],
         }
-    table = Table(title="Time of a step")
-    for heading in ("strategy", "model", "callbacks", "bare", "with them", "ratio", "quartiles"):
+    table = Table(title="Time of a step: median (quartiles)")
+    for heading in ("strategy", "model", "callbacks", "bare", "with them", "ratio of a pair"):
         table.add_column(heading)
     found = {}
     for strategy, make in strategies.items():
@@ -175,29 +135,16 @@ def main() -> None:
             for which, callbacks in sets.items():
                 one = measure(name, made, callbacks, arguments.pairs, arguments.steps)
                 found[f"{strategy}, {name}, {which}"] = one
-                print(f"{strategy}, {name}, {which}: {one}", flush=True)
                 table.add_row(
                     strategy,
                     name,
                     which,
-                    f"{one['bare_ms']:.1f} ms",
-                    f"{one['ours_ms']:.1f} ms",
-                    f"{one['ratio']:.3f}",
-                    f"{one['ratio_first_quartile']:.3f} to {one['ratio_third_quartile']:.3f}",
+                    *(told(one[kind], ".1f", 1000, " ms", quartiles=True) for kind in TIMES),
+                    told(one["ratio"], ".3f", quartiles=True),
                 )
-    if not roles.from_environment(os.environ).is_chief:
-        return
-    Console(width=140).print(table)
-    machine = {
-        "cores": os.cpu_count(),
-        "processor": platform.processor() or platform.machine(),
-        "python": platform.python_version(),
-        "tensorflow": tf.__version__,
-        "keras": keras.__version__,
-    }
-    print(json.dumps(machine))
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": machine, "cases": found}, indent=2))
+    if roles.from_environment(os.environ).is_chief:
+        show(table)
+        report(arguments, found)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,30 @@
 """How long TensorBoard's tab waits for news of a large run, and how much comes.
 
     python benchmarks/page.py [--workers 64] [--replicas 1] [--steps 20000] [--step-secs 0.1]
+        [--rounds 5] [--json FILE]
 
 The log is what workers write in so many steps: a line a second at first, and then one each
 hundredth of the time so far, up to half a minute. Timed is what TensorBoard's server does for a
-refresh of the page, both of its requests: the headlines of all runs, and all of the chosen one.
+refresh of the page, both of its requests: the headlines of all runs, and all of the chosen one;
+the first time, behind news of each worker, and once more without any, in turns.
 """
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import random
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
+from measured import parser, report, show, spread, told
 from rich.table import Table
 
 from keras_distplug.core import events
 from keras_distplug.core.events import Entry, OfReplica, to_line
 from keras_distplug.storage.files import open_files
 from keras_distplug.tensorboard_plugin.watched import Watched, answer
-
-REFRESHES = 5
 
 
 def moments(secs: float) -> list[float]:
@@ -53,12 +53,13 @@ def line(rank: int, replicas: int, at: float, length_s: float, step_secs: float)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--workers", type=int, default=64)
-    parser.add_argument("--replicas", type=int, default=1, help="of each worker")
-    parser.add_argument("--steps", type=int, default=20_000)
-    parser.add_argument("--step-secs", type=float, default=0.1)
-    parsed = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--workers", type=int, default=64)
+    options.add_argument("--replicas", type=int, default=1, help="of each worker")
+    options.add_argument("--steps", type=int, default=20_000)
+    options.add_argument("--step-secs", type=float, default=0.1)
+    options.add_argument("--rounds", type=int, default=5)
+    parsed = options.parse_args()
     workers, replicas = parsed.workers, parsed.replicas
     random.seed(0)
     ends = moments(parsed.steps * parsed.step_secs)
@@ -76,17 +77,30 @@ def main() -> None:
             ]
             (log / f"{rank}.jsonl").write_bytes(b"".join(lines))
         size = sum(path.stat().st_size for path in log.iterdir())
-        watched = Watched("run-0001", open_files(folder), "run-0001")
-        taken_s, idle_s, text = [], [], ""
-        for number in range(1 + REFRESHES):
-            for secs in (taken_s, idle_s):
+        first_s: list[float] = []
+        news_s: list[float] = []
+        idle_s: list[float] = []
+        text = ""
+        for number in range(parsed.rounds):
+            watched = Watched("run-0001", open_files(folder), "run-0001")
+            for secs in (first_s, news_s, idle_s):
+                if secs is news_s:
+                    for rank in range(workers):
+                        at = ends[-1] + 20 * (number + 1)
+                        with open(log / f"{rank}.jsonl", "ab") as file:
+                            file.write(line(rank, replicas, at, 20.0, parsed.step_secs))
                 begun_s = time.perf_counter()
                 text = answer([watched.headline(ends[-1])]).text + watched.details(ends[-1]).text
                 secs.append(time.perf_counter() - begun_s)
-            for rank in range(workers):
-                at = ends[-1] + 20 * (number + 1)
-                with open(log / f"{rank}.jsonl", "ab") as file:
-                    file.write(line(rank, replicas, at, 20.0, parsed.step_secs))
+    found: dict[str, Any] = {
+        "lines_a_worker": len(ends),
+        "log_bytes": size,
+        "first_s": spread(first_s),
+        "with_news_s": spread(news_s),
+        "without_news_s": spread(idle_s),
+        "sent_bytes": len(text),
+        "compressed_bytes": len(gzip.compress(text.encode())),
+    }
     table = Table(title=f"{workers} workers x {replicas} replicas, {parsed.steps} steps")
     for heading in (
         "lines a worker",
@@ -101,13 +115,14 @@ def main() -> None:
     table.add_row(
         str(len(ends)),
         f"{size / 1e6:.1f} MB",
-        f"{taken_s[0]:.2f} s",
-        f"{sorted(taken_s[1:])[REFRESHES // 2]:.2f} s",
-        f"{sorted(idle_s)[REFRESHES // 2]:.3f} s",
-        f"{len(text) / 1e3:.0f} KB",
-        f"{len(gzip.compress(text.encode())) / 1e3:.0f} KB",
+        told(found["first_s"], unit=" s"),
+        told(found["with_news_s"], unit=" s"),
+        told(found["without_news_s"], ".4f", unit=" s"),
+        f"{found['sent_bytes'] / 1e3:.0f} KB",
+        f"{found['compressed_bytes'] / 1e3:.0f} KB",
     )
-    Console().print(table)
+    show(table)
+    report(parsed, found)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 kills do to it.
 
     python benchmarks/parameter_server.py [--steps N] [--rounds N] [--seeds N] [--every SECONDS]
+        [--only PART] [--json FILE]
 
 One chief, two workers and a parameter server, as processes on this machine.
 
@@ -27,10 +28,13 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from measured import parser, report, show, spread, told  # noqa: E402
+from rich.table import Table  # noqa: E402
 from support.cluster import environment  # noqa: E402
 from support.job import Job  # noqa: E402
 from support.watched import Watched  # noqa: E402
@@ -40,36 +44,59 @@ WORKERS, LIMIT_S = 2, 3600.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--every", type=float, default=5.0, help="seconds between kills")
-    parser.add_argument("--only", choices=["throughput", "accuracy", "kills"])
-    given = parser.parse_args()
-    for what in [given.only] if given.only else ["throughput", "accuracy", "kills"]:
+    options = parser(__doc__)
+    options.add_argument("--steps", type=int, default=400)
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--seeds", type=int, default=5)
+    options.add_argument("--every", type=float, default=5.0, help="seconds between kills")
+    options.add_argument("--only", choices=list(PARTS))
+    given = options.parse_args()
+    found: dict[str, Any] = {}
+    for what in [given.only] if given.only else PARTS:
         with tempfile.TemporaryDirectory() as folder:
-            globals()[what](Path(folder), given)
+            table, found[what] = PARTS[what](Path(folder), given)
+        show(table)
+    report(given, found)
 
 
-def throughput(folder: Path, given: argparse.Namespace) -> None:
-    found = ended(folder, "throughput", given.steps, given.rounds)
-    ratios = [ours / theirs for ours, theirs in found]
-    print(f"steps a second, `fit` and by hand: {found}")
-    print(
-        f"ratio: median {statistics.median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f}; "
-        "the bar is 0.95"
+def throughput(folder: Path, given: argparse.Namespace) -> tuple[Table, dict[str, Any]]:
+    pairs = ended(folder, "throughput", given.steps, given.rounds)
+    found = {
+        "fit": spread(ours for ours, _ in pairs),
+        "by_hand": spread(theirs for _, theirs in pairs),
+        "ratio": spread(ours / theirs for ours, theirs in pairs),
+    }
+    title = f"Steps a second, {given.rounds} epochs of {given.steps} steps: median (range)"
+    table = Table(
+        "`distributed_fit`", "loop by hand", "ratio of epochs, the bar is 0.95", title=title
     )
+    table.add_row(
+        *(told(found[name], ".1f") for name in ("fit", "by_hand")), told(found["ratio"], ".3f")
+    )
+    return table, found
 
 
-def accuracy(folder: Path, given: argparse.Namespace) -> None:
-    found = ended(folder, "accuracy", given.steps, given.seeds)
-    apart = 100 * (statistics.mean(a for a, _ in found) - statistics.mean(s for _, s in found))
-    print(f"accuracy by seed, with parameter servers and in one process: {found}")
-    print(f"means apart: {apart:+.2f} points; the bar is 1")
+def accuracy(folder: Path, given: argparse.Namespace) -> tuple[Table, dict[str, Any]]:
+    pairs = ended(folder, "accuracy", given.steps, given.seeds)
+    servers, alone = (list(each) for each in zip(*pairs, strict=True))
+    apart = 100 * (statistics.mean(servers) - statistics.mean(alone))
+    found = {
+        "parameter_servers": spread(servers),
+        "one_process": spread(alone),
+        "means_apart_points": apart,
+    }
+    title = f"Accuracy of handwritten digits, {given.seeds} seeds: median (range)"
+    headings = ("parameter servers", "one process", "means apart, the bar is 1 point")
+    table = Table(*headings, title=title)
+    table.add_row(
+        told(found["parameter_servers"], ".4f"),
+        told(found["one_process"], ".4f"),
+        f"{apart:+.2f} points",
+    )
+    return table, found
 
 
-def kills(folder: Path, given: argparse.Namespace) -> None:
+def kills(folder: Path, given: argparse.Namespace) -> tuple[Table, dict[str, Any]]:
     options = ["--workers", str(WORKERS), "--ps=1", "--warm-spares", f"--log={folder / 'events'}"]
     command = [sys.executable, "-m", "keras_distplug", "run", *options, "--"]
     steps = 10 * given.steps
@@ -89,12 +116,19 @@ def kills(folder: Path, given: argparse.Namespace) -> None:
     finally:
         running.kill()
     [applied] = json.loads((folder / "found.json").read_text())
-    told = [json.loads(line)["event"] for line in (folder / "events").read_text().splitlines()]
-    again = Counter(told)["started_again"]
-    print(
-        f"a worker killed each {given.every:g} s: {killed} kills, {again} starts of one alone, "
-        f"{Counter(told)['failed']} of all; {applied} updates for {steps} steps"
-    )
+    lines = (folder / "events").read_text().splitlines()
+    events = Counter(json.loads(line)["event"] for line in lines)
+    found = {
+        "kills": killed,
+        "starts_of_one": events["started_again"],
+        "starts_of_all": events["failed"],
+        "updates": applied,
+        "steps": steps,
+    }
+    table = Table(*(name.replace("_", " ") for name in found))
+    table.title = f"A worker killed each {given.every:g} s"
+    table.add_row(*map(str, found.values()))
+    return table, found
 
 
 def ended(folder: Path, what: str, *numbers: int) -> list[list[float]]:
@@ -109,6 +143,8 @@ def job(folder: Path, what: str, *numbers: int) -> Job:
     command = [str(SCRIPT), what, str(folder), *map(str, numbers)]
     return Job(folder, command, WORKERS, {"PATH": os.environ["PATH"]})
 
+
+PARTS = {"throughput": throughput, "accuracy": accuracy, "kills": kills}
 
 if __name__ == "__main__":
     main()

@@ -9,7 +9,8 @@ by `keras-distplug run --unresponsive-timeout 10`, with a `PreemptionHandler` an
 `HangWatchdog(step_secs=5, save_secs=5)`, and once more with `--warm-spares`, where a fault comes in
 each third epoch only, when the spares have loaded what they load. The rival runs by
 `until python plain.py; do :; done`, in one process: several workers it does not run on Keras 3
-(keras-team/keras#20585). Rounds are interleaved; medians. Counted from the fault:
+(keras-team/keras#20585). Rounds are interleaved; medians, and the least and the most of several.
+Counted from the fault:
 
 - starts again: the first line of the script that is run next;
 - first batch: the end of the first one in it;
@@ -23,12 +24,8 @@ times are those that the workers note at the end of each batch. Not verified on 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import importlib.metadata
-import json
 import os
-import platform
 import resource
 import signal
 import statistics
@@ -40,8 +37,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
+from measured import parser, report, show, spread, told
 from rich.table import Table
 from workers.events import EPOCH_STEPS, STEP_SECS, Event, read
 
@@ -53,6 +51,7 @@ OURS, RIVAL = "keras_distplug", "BackupAndRestore in a loop"
 WARM = "keras_distplug, warm spares"
 # When nothing has been started again. Ours asks the other workers for up to 5 s, too.
 GIVEN_UP_S = {OURS: 6.0 * STEP_SECS, WARM: 6.0 * STEP_SECS, RIVAL: 3.0 * STEP_SECS}
+TIMES = ("starts_again_s", "first_batch_s", "made_up_s")
 # Faults come in each so many epochs.
 EVERY = {OURS: 1, WARM: 3, RIVAL: 1}
 
@@ -259,16 +258,12 @@ def shown(outcomes: Sequence[Outcome] | None) -> list[str]:
     if waited:
         also = f", {len(recoveries)} of {len(outcomes)} did" if recoveries else ""
         return ["never", f"> {waited[0].seconds:.0f} s{also}", "", ""]
-    return [
-        f"{statistics.median(each.starts_again_s for each in recoveries):.1f} s",
-        f"{statistics.median(each.first_batch_s for each in recoveries):.1f} s",
-        f"{statistics.median(each.made_up_s for each in recoveries):.1f} s",
-        f"{statistics.median(each.steps_lost for each in recoveries):g}",
-    ]
+    times = [told(spread(getattr(e, name) for e in recoveries), ".1f", unit=" s") for name in TIMES]
+    return [*times, told(spread(each.steps_lost for each in recoveries), "g")]
 
 
 def table_of(found: Mapping[tuple[str, SetUp], Mapping[str, Sequence[Outcome]]]) -> Table:
-    table = Table(title="from a fault: medians", caption=f"{OURS} | {RIVAL}")
+    table = Table(title="from a fault: medians (range of the rounds)", caption=f"{OURS} | {RIVAL}")
     table.add_column("fault")
     table.add_column("who is hit")
     table.add_column("timeout")
@@ -298,6 +293,18 @@ def where_it_goes_on(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
     )
 
 
+def numbers(outcomes: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
+    """For JSON: each round of each fault, and the spread of the times of those that recovered."""
+    found: dict[str, Any] = {}
+    for name, of in outcomes.items():
+        recoveries = [each for each in of if isinstance(each, Recovery)]
+        times = {
+            each: spread(getattr(one, each) for one in recoveries) for each in TIMES if recoveries
+        }
+        found[name] = {"rounds": [asdict(each) for each in of], **times}
+    return found
+
+
 def set_ups(workers: int) -> dict[SetUp, list[str]]:
     """Who is hit by what."""
     if workers == 1:
@@ -306,14 +313,13 @@ def set_ups(workers: int) -> dict[SetUp, list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--workers", type=int, default=2, help="besides one process; 1: only that")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument(
+    options = parser(__doc__)
+    options.add_argument("--workers", type=int, default=2, help="besides one process; 1: only that")
+    options.add_argument("--rounds", type=int, default=1)
+    options.add_argument(
         "--only", choices=list(FAULTS), nargs="+", metavar="FAULT", help=", ".join(FAULTS)
     )
-    parser.add_argument("--json", type=Path, help="write the numbers to this file, too")
-    arguments = parser.parse_args()
+    arguments = options.parse_args()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # nobody wants SIGSEGV's, and they take time
     jobs = {
         (subject, set_up): [
@@ -328,37 +334,26 @@ def main() -> None:
         job: {name: [] for name in faults} for job, faults in jobs.items()
     }
     steps_s: dict[tuple[str, SetUp], list[float]] = {job: [] for job in jobs}
-    console = Console(width=170)
     for _ in range(arguments.rounds):
         for job, faults in jobs.items():
             outcomes, taken = measure(*job, faults)
             for name, outcome in outcomes.items():
                 found[job][name].append(outcome)
             steps_s[job] += taken
-    console.print(table_of(found))
-    results = []
+    notes, results = [], []
     for (subject, set_up), outcomes in found.items():
         if not outcomes:
             continue
         step_s = statistics.median(steps_s[subject, set_up])
-        console.print(
+        notes.append(
             f"{subject}, {set_up.title}: steps of {1000 * step_s:.0f} ms; "
-            f"{where_it_goes_on(outcomes)}",
-            highlight=False,
+            f"{where_it_goes_on(outcomes)}"
         )
-        plain = {name: [asdict(each) for each in of] for name, of in outcomes.items()}
-        results.append({"subject": subject, **asdict(set_up), "step_s": step_s, "found": plain})
-    [tensorflow, *_] = importlib.metadata.packages_distributions()["tensorflow"]
-    machine = {
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "tensorflow": importlib.metadata.version(tensorflow),
-        "keras": importlib.metadata.version("keras"),
-    }
-    whole = json.dumps({"machine": machine, "rounds": arguments.rounds, "found": results})
-    print(whole)
-    if arguments.json:
-        arguments.json.write_text(whole)
+        results.append(
+            {"subject": subject, **asdict(set_up), "step_s": step_s, "found": numbers(outcomes)}
+        )
+    show(table_of(found))
+    report(arguments, results, *notes)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python benchmarks/resume.py [--batch 10000] [--rounds 5] [--json FILE]
 
-Three parts, each interleaved, with medians:
+Three parts, each interleaved, with medians and their spread:
 
 - seek: from a data source as a script makes it to its first batch, at the begin and at batch
   `--batch` of the third pass: arrays, a `PyDataset`, and a tf.data pipeline with `shuffle(10_000,
@@ -17,11 +17,7 @@ Not verified on GPU.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
-import statistics
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -33,7 +29,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.trainers import data_adapters
-from rich.console import Console
+from measured import parser, report, show, spread, told
 from rich.table import Table
 
 import keras_distplug as kd
@@ -84,7 +80,7 @@ def read_over_s(make: Callable[[], dict[str, Any]], batches: int) -> float:
     return time.perf_counter() - begin
 
 
-def measure_seek(rounds: int, batch: int) -> dict[str, dict[str, float]]:
+def measure_seek(rounds: int, batch: int) -> dict[str, dict[str, Any]]:
     samples = (batch + 100) * BATCH_SIZE
     rng = np.random.default_rng(0)
     x = rng.normal(size=(samples, FEATURES)).astype("float32")
@@ -107,12 +103,12 @@ def measure_seek(rounds: int, batch: int) -> dict[str, dict[str, float]]:
             for what, value in found.items() if number >= 0 else ():
                 taken[name].setdefault(what, []).append(value)
     return {
-        name: {what: statistics.median(values) for what, values in each.items()}
+        name: {what: spread(values) for what, values in each.items()}
         for name, each in taken.items()
     }
 
 
-def measure_step(rounds: int) -> dict[str, dict[str, float]]:
+def measure_step(rounds: int) -> dict[str, dict[str, Any]]:
     samples = 60_000
     x = np.random.default_rng(0).normal(size=(samples, FEATURES)).astype("float32")
     y = x.sum(axis=1, keepdims=True)
@@ -131,8 +127,8 @@ def measure_step(rounds: int) -> dict[str, dict[str, float]]:
             taken[name] += [tuple(each / batches for each in found)] if number >= 0 else []
     return {
         name: {
-            "step_us": 1e6 * statistics.median(step for step, _ in each),
-            "worked_us": 1e6 * statistics.median(worked for _, worked in each),
+            "step_s": spread(step for step, _ in each),
+            "worked_s": spread(worked for _, worked in each),
         }
         for name, each in taken.items()
     }
@@ -163,7 +159,7 @@ class Place(keras.callbacks.Callback):  # type: ignore[misc]
         self.taken.append((count_s, take_s - variables_s, variables_s))
 
 
-def measure_place(rounds: int) -> dict[str, dict[str, float]]:
+def measure_place(rounds: int) -> dict[str, dict[str, Any]]:
     samples = 100 * BATCH_SIZE
     x = np.random.default_rng(0).normal(size=(samples, FEATURES)).astype("float32")
     y = x.sum(axis=1, keepdims=True)
@@ -181,46 +177,40 @@ def measure_place(rounds: int) -> dict[str, dict[str, float]]:
             place = Place()
             model.fit(kd.resumable(**makes[name]()), epochs=1, verbose=0, callbacks=[place])
             taken[name] += place.taken[1:] if number >= 0 else []
-    found = {}
-    for name, each in taken.items():
-        count_s, place_s, variables_s = map(statistics.median, zip(*each, strict=True))
-        found[name] = {
-            "count_us": 1e6 * count_s,
-            "place_us": 1e6 * place_s,
-            "variables_us": 1e6 * variables_s,
-        }
-    return found
+    parts = ("count_s", "place_s", "variables_s")
+    return {
+        name: dict(zip(parts, map(spread, zip(*each, strict=True)), strict=True))
+        for name, each in taken.items()
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--batch", type=int, default=10_000, help="where to go on")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", help="write the numbers to this file, too")
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--batch", type=int, default=10_000, help="where to go on")
+    options.add_argument("--rounds", type=int, default=5)
+    arguments = options.parse_args()
     found = {
         "seek": measure_seek(arguments.rounds, arguments.batch),
         "step": measure_step(arguments.rounds),
         "place": measure_place(arguments.rounds),
-        "machine": {"processors": os.cpu_count(), "python": platform.python_version()},
-        "versions": {"keras": keras.__version__, "tensorflow": tf.__version__},
     }
-    console = Console()
-    seek = Table("source", "first batch", f"batch {arguments.batch}", "read over to it")
+    seek = Table(
+        "source", "first batch, median (range)", f"batch {arguments.batch}", "read over to it"
+    )
     for name, each in found["seek"].items():
-        seek.add_row(
-            name, *(f"{each[what]:.3f} s" for what in ("begin_s", "seek_s", "read_over_s"))
-        )
-    step = Table("arrays of", "a batch", "processors")
+        seek.add_row(name, *(told(one, ".3f", unit=" s") for one in each.values()))
+    step = Table("arrays of", "a batch, median (range)", "processors")
     for name, each in found["step"].items():
-        step.add_row(name, *(f"{each[what]:.0f} us" for what in ("step_us", "worked_us")))
-    place = Table("place in", "count a step", "into a checkpoint", "variables beside it")
+        step.add_row(name, *(told(one, ".0f", 1e6, " us") for one in each.values()))
+    place = Table(
+        "place in", "count a step, median (quartiles)", "into a checkpoint", "variables beside it"
+    )
     for name, each in found["place"].items():
-        place.add_row(name, *(f"{value:.0f} us" for value in each.values()))
-    console.print(seek, step, place)
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(found, file, indent=2)
+        place.add_row(
+            name, *(told(one, ".0f", 1e6, " us", quartiles=True) for one in each.values())
+        )
+    show(seek, step, place)
+    report(arguments, found)
 
 
 if __name__ == "__main__":

@@ -1,31 +1,31 @@
 """What agreements, statistics, a save and a restore cost many workers, in a simulation.
 
     python benchmarks/scale.py [--workers 8 64 512 4096] [--message-us 300] [--json FILE]
-    python benchmarks/scale.py --measure
+    python benchmarks/scale.py --measure [--rounds 3] [--json FILE]
 
 The package's own code (agreements, reports, stopping, commit, store, retention) is run by simulated
 workers, each of which is a thread in a modelled time: tests/support/simulated.py. The coordination
 service and the store are models, whose messages and bytes are counted. `--measure` takes what a
 message costs from TensorFlow's own service, between two processes on this machine, and ends. No
-such cluster was run.
+such cluster was run. What is counted and modelled comes out the same each time: it has no spread.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from rich.console import Console  # noqa: E402
+from measured import parser, report, show, spread, told  # noqa: E402
 from rich.table import Table  # noqa: E402
 from support.at_scale import Cost, all_costs, manifest_parts  # noqa: E402
 from support.cluster import run_workers  # noqa: E402
@@ -36,14 +36,17 @@ FASTER = 1.1  # power of the number of workers, from which growth counts as more
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--workers", type=int, nargs="+", default=[8, 64, 512, 4096])
-    parser.add_argument("--measure", action="store_true", help="TensorFlow's service, and end")
-    parser.add_argument("--message-us", type=float, default=Costs.message_s * 1e6)
-    parser.add_argument("--json", type=Path, help="a file for all numbers")
-    given = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--workers", type=int, nargs="+", default=[8, 64, 512, 4096])
+    options.add_argument("--measure", action="store_true", help="TensorFlow's service, and end")
+    options.add_argument("--rounds", type=int, default=3, help="of --measure")
+    options.add_argument("--message-us", type=float, default=Costs.message_s * 1e6)
+    given = options.parse_args()
     if given.measure:
-        print(json.dumps(measured(), indent=1))
+        rounds = [measured() for _ in range(given.rounds)]
+        service = {name: spread(each[name] for each in rounds) for name in rounds[0]}
+        show(table_of_service(service))
+        report(given, service)
         return
     costs = replace(Costs(), message_s=given.message_us / 1e6)
     found: list[Cost] = []
@@ -53,20 +56,15 @@ def main() -> None:
             found.append(each)
             print(each, file=sys.stderr, flush=True)
         print(f"{count} workers: simulated in {time.monotonic() - begun_s:.0f} s", file=sys.stderr)
-    console = Console(width=120)
-    console.print(table(found))
     manifests = {count: manifest_parts(count) for count in given.workers}
-    for count, parts in manifests.items():
-        told = ", ".join(f"{name} {size / 1e6:.2f}" for name, size in parts.items())
-        console.print(f"manifest of {count} workers: {sum(parts.values()) / 1e6:.2f} MB ({told})")
-    if given.json:
-        told = {
-            "service": asdict(costs),
-            "store": asdict(StoreCosts()),
-            "costs": [asdict(each) for each in found],
-            "manifest_bytes": manifests,
-        }
-        given.json.write_text(json.dumps(told, indent=1))
+    numbers = {
+        "service": asdict(costs),
+        "store": asdict(StoreCosts()),
+        "costs": [asdict(each) for each in found],
+        "manifest_bytes": manifests,
+    }
+    show(table(found), table_of_manifests(manifests))
+    report(given, numbers)
 
 
 def table(found: Sequence[Cost]) -> Table:
@@ -96,9 +94,29 @@ def table(found: Sequence[Cost]) -> Table:
     return made
 
 
+def table_of_manifests(manifests: Mapping[int, Mapping[str, int]]) -> Table:
+    made = Table("workers", "MB", "of which", title="Manifest")
+    for count, parts in manifests.items():
+        shares = ", ".join(f"{name} {size / 1e6:.2f}" for name, size in parts.items())
+        made.add_row(str(count), f"{sum(parts.values()) / 1e6:.2f}", shares)
+    return made
+
+
+def table_of_service(service: Mapping[str, dict[str, Any]]) -> Table:
+    made = Table(
+        "", "median (range)", title="The coordination service of TensorFlow, two processes"
+    )
+    for name, each in service.items():
+        if name == "bytes_per_s":
+            made.add_row("moves", told(each, ".0f", 1e-6, " MB/s"))
+        else:
+            made.add_row(name.removesuffix("_s"), told(each, ".3f", 1000, " ms"))
+    return made
+
+
 def grown(before: Cost, each: Cost) -> str:
     """What grew faster than the number of workers, and with which power of it."""
-    told = []
+    powers = []
     for name, first, second in (
         ("messages", sum(before.messages.values()), sum(each.messages.values())),
         ("MB", before.service_bytes, each.service_bytes),
@@ -108,8 +126,8 @@ def grown(before: Cost, each: Cost) -> str:
         if first and second:
             power = math.log(second / first) / math.log(each.workers / before.workers)
             if power > FASTER:
-                told.append(f"{name} ^{power:.1f}")
-    return ", ".join(told)
+                powers.append(f"{name} ^{power:.1f}")
+    return ", ".join(powers)
 
 
 def measured() -> dict[str, float]:

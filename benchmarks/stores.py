@@ -18,11 +18,9 @@ is the store's own work.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -31,13 +29,13 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import numpy as np
-from rich.console import Console
+from measured import parser, report, show, spread, told
 from rich.table import Table
 
 from keras_distplug.core.state import Cursor, TrainState
@@ -68,6 +66,9 @@ class Nobody:
 
     def hear(self, topic: str, timeout_s: float) -> str:
         raise AssertionError(topic)
+
+    def forget(self, topic: str) -> None:
+        return
 
 
 def memory_mb(field: str) -> float:
@@ -144,18 +145,16 @@ def measure(
 
 def table_of(taken: Mapping[str, list[Taken]], size_mb: float) -> Table:
     table = Table(title=f"{size_mb:.0f} MB to S3, {len(taken['save'])} rounds")
-    headings = ("", "MB/s", "least to most", "save's share of it", "memory")
+    headings = ("", "MB/s: median (range)", "save's share of it", "memory")
     for heading in (*headings, "its CPU time", "the machine's"):
         table.add_column(heading)
     medians = {
         way: statistics.median(each.seconds for each in found) for way, found in taken.items()
     }
     for way, found in taken.items():
-        speeds = sorted(size_mb / each.seconds for each in found)
         table.add_row(
             way,
-            f"{size_mb / medians[way]:.0f}",
-            f"{speeds[0]:.0f} to {speeds[-1]:.0f}",
+            told(spread(size_mb / each.seconds for each in found), ".0f"),
             f"{medians[way] / medians['save']:.2f}",
             "" if way == "curl" else f"{max(each.memory_mb for each in found):.0f} MB",
             f"{statistics.median(each.own_cpu_s for each in found):.1f} s",
@@ -166,18 +165,16 @@ def table_of(taken: Mapping[str, list[Taken]], size_mb: float) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--url", help="a folder in S3; what is measured is deleted")
-    parser.add_argument("--storage-options", type=json.loads, default={}, help="JSON")
-    parser.add_argument("--size", type=float, default=1000, help="MB of state")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="where to write the numbers")
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--url", help="a folder in S3; what is measured is deleted")
+    options.add_argument("--storage-options", type=json.loads, default={}, help="JSON")
+    options.add_argument("--size", type=float, default=1000, help="MB of state")
+    options.add_argument("--rounds", type=int, default=5)
+    arguments = options.parse_args()
     if not arguments.url:
-        parser.error("--url is missing; `cd tests && python -m stores.ceph` starts a store")
+        options.error("--url is missing; `cd tests && python -m stores.ceph` starts a store")
     if not shutil.which("curl"):
-        parser.error("curl is missing")
-    load_before = os.getloadavg()
+        options.error("curl is missing")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "large"
         with file.open("wb") as content:
@@ -186,16 +183,12 @@ def main() -> None:
         taken = measure(
             arguments.url, arguments.storage_options, arguments.size, arguments.rounds, file
         )
-    table = table_of(taken, arguments.size)
-    table.caption = (
-        f"load of the machine {load_before[0]:.1f} before, {os.getloadavg()[0]:.1f} after"
-    )
-    Console(width=120).print(table)
-    machine = {"cores": os.cpu_count(), "python": platform.python_version(), "load": load_before}
-    print(json.dumps(machine))
-    if arguments.json:
-        found = {way: [vars(each) for each in rounds] for way, rounds in taken.items()}
-        arguments.json.write_text(json.dumps({"machine": machine, "found": found}, indent=2))
+    found = {
+        way: {name: spread(asdict(each)[name] for each in rounds) for name in asdict(rounds[0])}
+        for way, rounds in taken.items()
+    }
+    show(table_of(taken, arguments.size))
+    report(arguments, found)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,16 @@
 """Whom `StragglerWatchdog` names among mirrored logical CPU devices.
 
-    python benchmarks/stragglers.py [--rounds 20]
+    python benchmarks/stragglers.py [--rounds 20] [--json FILE]
 
 Two replicas of one process train in turns with replica 1 taking twice as long (20 ms of steps of
 20 ms more, asleep), replica 0 taking twice as long, and both alike. Logical devices share the
 process's threads and the machine's cores, so that their times are noisy: this is reported, and
 nothing is promised. Several workers are in tests/scenarios/test_stragglers_of_workers.py, `python
--m pytest -m soak -s` there.
+-m pytest -m soak -s` there. The time of a step is what all of a `fit` took, by its steps.
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import time
@@ -23,7 +22,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import keras
 import numpy as np
 import tensorflow as tf
-from rich.console import Console
+from measured import parser, report, show, spread, told
 from rich.table import Table
 
 import keras_distplug as kd
@@ -55,7 +54,8 @@ class Sleeps(keras.layers.Layer):
         return inputs + tf.stop_gradient(later - inputs)
 
 
-def told(slow: int | None) -> list[Straggler]:
+def fitted(slow: int | None) -> tuple[list[Straggler], float]:
+    """Who is named in a `fit`, and the seconds that a step took."""
     found: list[Straggler] = []
     with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
         keras.utils.set_random_seed(0)
@@ -65,14 +65,15 @@ def told(slow: int | None) -> list[Straggler]:
         model.compile("adam", "mse")
     x = np.random.default_rng(0).normal(size=(BATCH * WINDOW * WINDOWS, 64)).astype("float32")
     watchdog = kd.StragglerWatchdog(WINDOW, on_straggler=found.append)
+    begun_s = time.perf_counter()
     model.fit(x, x[:, :1], batch_size=BATCH, verbose=0, callbacks=[watchdog])
-    return found
+    return found, (time.perf_counter() - begun_s) / (WINDOW * WINDOWS)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=20)
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--rounds", type=int, default=20)
+    arguments = options.parse_args()
     logging.getLogger("keras_distplug").setLevel(logging.WARNING)
     cpu = tf.config.list_physical_devices("CPU")[0]
     each = tf.config.LogicalDeviceConfiguration()
@@ -80,16 +81,24 @@ def main() -> None:
     cases = {"replica 1 is slow": 1, "replica 0 is slow": 0, "both alike": None}
     right: Counter[str] = Counter()
     wrong: Counter[str] = Counter()
+    steps_s: dict[str, list[float]] = {case: [] for case in cases}
     for _ in range(arguments.rounds):
         for case, slow in cases.items():
-            named = {(each.cause, each.replica) for each in told(slow)}
+            stragglers, step_s = fitted(slow)
+            named = {(each.cause, each.replica) for each in stragglers}
             expected = set() if slow is None else {("compute", slow)}
             right[case] += named == expected
             wrong[case] += bool(named - expected)
-    table = Table("case", "rounds", "as it is", "somebody else named")
+            steps_s[case].append(step_s)
+    table = Table("case", "rounds", "as it is", "somebody else named", "a step: median (range)")
+    found = {}
     for case in cases:
-        table.add_row(case, str(arguments.rounds), str(right[case]), str(wrong[case]))
-    Console().print(table)
+        a_step = spread(steps_s[case])
+        found[case] = {"as_it_is": right[case], "else_named": wrong[case], "step_s": a_step}
+        counts = (str(each) for each in (arguments.rounds, right[case], wrong[case]))
+        table.add_row(case, *counts, told(a_step, ".0f", 1000, " ms"))
+    show(table)
+    report(arguments, found)
 
 
 if __name__ == "__main__":

@@ -11,60 +11,28 @@ the rounds. Not verified on GPU.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import keras
-import numpy as np
 import tensorflow as tf
-from rich.console import Console
+from measured import parser, report, show, spread, told
 from rich.table import Table
+from workers.models import convolutional, one_batch_for, perceptron
 
 import keras_distplug as kd
 
 STEPS_A_TURN = 3
 BATCHES = 8  # of an evaluate or predict
 Build = Callable[[], keras.Model]
-
-
-def perceptron() -> keras.Model:
-    layers = keras.layers
-    model = keras.Sequential(
-        [
-            keras.Input((512,)),
-            *(layers.Dense(1024, activation="relu") for _ in range(3)),
-            layers.Dense(10),
-        ]
-    )
-    return compiled(model)
-
-
-def convolutional(*, normalized: bool) -> keras.Model:
-    layers = keras.layers
-    hidden: list[keras.Layer] = []
-    for filters in (16, 32, 32):
-        hidden.append(layers.Conv2D(filters, 3, padding="same"))
-        if normalized:
-            hidden.append(layers.BatchNormalization(synchronized=True))
-        hidden += [layers.ReLU(), layers.MaxPooling2D()]
-    return compiled(
-        keras.Sequential([keras.Input((32, 32, 3)), *hidden, layers.Flatten(), layers.Dense(10)])
-    )
-
-
-def compiled(model: keras.Model) -> keras.Model:
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile("adam", loss, metrics=["accuracy"])
-    return model
+normalized = partial(convolutional, partial(keras.layers.BatchNormalization, synchronized=True))
 
 
 @dataclass(frozen=True)
@@ -77,12 +45,12 @@ class Case:
 
 CASES = {
     "perceptron, 2.6 M weights": Case(perceptron, 256),
-    "convolutions": Case(lambda: convolutional(normalized=False), 128),
-    "convolutions, BatchNormalization": Case(lambda: convolutional(normalized=True), 128),
-    "convolutions, perhaps uneven": Case(lambda: convolutional(normalized=False), 128, False),
-    "the same, large batches": Case(lambda: convolutional(normalized=False), 512, False),
-    "the same, evaluate": Case(lambda: convolutional(normalized=False), 512, False, "evaluate"),
-    "the same, predict": Case(lambda: convolutional(normalized=False), 512, False, "predict"),
+    "convolutions": Case(convolutional, 128),
+    "convolutions, BatchNormalization": Case(normalized, 128),
+    "convolutions, perhaps uneven": Case(convolutional, 128, False),
+    "the same, large batches": Case(convolutional, 512, False),
+    "the same, evaluate": Case(convolutional, 512, False, "evaluate"),
+    "the same, predict": Case(convolutional, 512, False, "predict"),
 }
 
 
@@ -93,9 +61,7 @@ def turn_of(case: Case, strategy: tf.distribute.Strategy, *, adapted: bool) -> C
         model = case.build()
     if adapted:
         kd.adapt(model)
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(case.batch, *model.input_shape[1:])).astype("float32")
-    data = tf.data.Dataset.from_tensors((x, rng.integers(0, 10, case.batch))).repeat()
+    data = one_batch_for(model, case.batch)
     if not case.is_even:
         data = data.map(lambda x, y: (without_batch_size(x), without_batch_size(y)))
     if case.use != "fit":
@@ -114,7 +80,7 @@ def without_batch_size(tensor: tf.Tensor) -> tf.Tensor:
     return tf.compat.v1.placeholder_with_default(tensor, [None, *tensor.shape[1:]])
 
 
-def measure(case: Case, strategy: tf.distribute.Strategy, rounds: int) -> dict[str, float]:
+def measure(case: Case, strategy: tf.distribute.Strategy, rounds: int) -> dict[str, Any]:
     turns = {
         name: turn_of(case, strategy, adapted=name == "adapted") for name in ("stock", "adapted")
     }
@@ -126,52 +92,39 @@ def measure(case: Case, strategy: tf.distribute.Strategy, rounds: int) -> dict[s
             begin = time.perf_counter()
             turns[name]()
             taken[name].append(time.perf_counter() - begin)
-    stock, adapted = (statistics.median(taken[name]) for name in ("stock", "adapted"))
-    ratios = [a / b for a, b in zip(taken["adapted"], taken["stock"], strict=True)]
-    low, _, high = statistics.quantiles(ratios, n=4)
+    stock, adapted = taken["stock"], taken["adapted"]
     batches = STEPS_A_TURN if case.use == "fit" else BATCHES
     return {
-        "stock_ms": 1000 * stock / batches,
-        "adapted_ms": 1000 * adapted / batches,
-        "ratio": adapted / stock,
-        "ratio_first_quartile": low,
-        "ratio_third_quartile": high,
+        "stock_s": spread(each / batches for each in stock),
+        "adapted_s": spread(each / batches for each in adapted),
+        "ratio_of_medians": statistics.median(adapted) / statistics.median(stock),
+        "ratio": spread(a / b for a, b in zip(adapted, stock, strict=True)),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=40, help="turns of each model")
-    parser.add_argument("--json", type=Path, help="where to write the numbers")
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--rounds", type=int, default=40, help="turns of each model")
+    arguments = options.parse_args()
     cpu = tf.config.list_physical_devices("CPU")[0]
     each = tf.config.LogicalDeviceConfiguration()
     tf.config.set_logical_device_configuration(cpu, [each] * 2)
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    table = Table(title="Time of a batch, two mirrored logical CPU devices")
-    for heading in ("model", "plain Keras", "adapted", "ratio", "quartiles"):
+    table = Table(title="Time of a batch, two mirrored logical CPU devices: median (quartiles)")
+    for heading in ("model", "plain Keras", "adapted", "ratio of medians", "of rounds"):
         table.add_column(heading)
     found = {}
     for name, case in CASES.items():
         one = found[name] = measure(case, strategy, arguments.rounds)
         table.add_row(
             f"{name}, batch {case.batch}",
-            f"{one['stock_ms']:.1f} ms",
-            f"{one['adapted_ms']:.1f} ms",
-            f"{one['ratio']:.3f}",
-            f"{one['ratio_first_quartile']:.3f} to {one['ratio_third_quartile']:.3f}",
+            told(one["stock_s"], ".1f", 1000, " ms", quartiles=True),
+            told(one["adapted_s"], ".1f", 1000, " ms", quartiles=True),
+            f"{one['ratio_of_medians']:.3f}",
+            told(one["ratio"], ".3f", quartiles=True),
         )
-    Console(width=120).print(table)
-    machine = {
-        "cores": os.cpu_count(),
-        "processor": platform.processor() or platform.machine(),
-        "python": platform.python_version(),
-        "tensorflow": tf.__version__,
-        "keras": keras.__version__,
-    }
-    print(json.dumps(machine))
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": machine, "cases": found}, indent=2))
+    show(table)
+    report(arguments, found)
 
 
 if __name__ == "__main__":
