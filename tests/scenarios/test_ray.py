@@ -12,23 +12,35 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.cluster import ROOT, environment
+from support.cluster import ROOT, environment, run_workers
 from support.needed import missing
 from support.watched import Watched
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 EXAMPLE = ROOT / "examples" / "ray_train.py"
+WITHOUT_RAY = ROOT / "tests" / "workers" / "of_ray.py"
 TIMEOUT_S = 500
 
 State = dict[str, bytes]
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> State:
+    """The end of the same two workers without Ray, which is to change nothing."""
+    if importlib.util.find_spec("ray") is None:
+        missing("Ray", "Run pip install 'keras-distplug[test-schedulers]'.")
+    home = tmp_path_factory.mktemp("undisturbed")
+    ended = run_workers([str(WITHOUT_RAY), str(home)], 2, timeout_s=TIMEOUT_S)
+    assert [each.returncode for each in ended] == [0, 0], ended[0].output
+    first, second = states(home)
+    assert first == second
+    return first
+
+
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """For Ray's own files, among them sockets, whose paths have to be short."""
-    if importlib.util.find_spec("ray") is None:
-        missing("Ray", "Run pip install 'keras-distplug[test-schedulers]'.")
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as name:
         yield Path(name)
 
@@ -65,30 +77,16 @@ def processes_of(folder: Path) -> list[str]:
     return found
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, State]:
-    return {}
-
-
 @pytest.mark.parametrize("kill", ["SIGKILL", pytest.param("SIGTERM", marks=pytest.mark.soak)])
-def test_ray(kill: str, undisturbed: dict[str, State], folder: Path, tmp_path: Path) -> None:
+def test_ray(kill: str, undisturbed: State, folder: Path, tmp_path: Path) -> None:
     """A worker dies in mid-epoch, or is told to go: Ray starts all of them again, in new processes,
     and they end with the bits of an undisturbed training."""
-    if not undisturbed:
-        home = tmp_path / "undisturbed"
-        home.mkdir()
-        train(home, folder)
-        first, second = states(home)
-        assert first == second
-        undisturbed["state"] = first
-    home = tmp_path / "killed"
-    home.mkdir()
-    printed = train(home, folder, "--kill", kill)
-    killed = (home / "killed").read_text()
+    printed = train(tmp_path, folder, "--kill", kill)
+    killed = (tmp_path / "killed").read_text()
     starts = re.findall(r"pid=(\d+)\) world_rank=1,", printed)
     assert len(starts) == 2, printed
     assert killed == starts[0] != starts[1]
     assert re.search(r"resuming at epoch 3/6, batch \d+, step", printed), printed
     assert ("has ended with the checkpoint of step" in printed) == (kill == "SIGTERM")
-    assert states(home) == [undisturbed["state"]] * 2
+    assert states(tmp_path) == [undisturbed] * 2
     assert processes_of(folder) == []

@@ -89,6 +89,10 @@ class Batch:
     def tasks(self) -> list[int]:
         return json.loads(self._tasks.read_text())
 
+    def epochs(self) -> set[str]:
+        """Those that it has begun."""
+        return set(re.findall(r"Epoch (\d+)/", self.script.output))
+
 
 @pytest.fixture
 def batches() -> Iterator[list[Batch]]:
@@ -141,32 +145,27 @@ def test_codes_of_srun(
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize(("told", "code"), [("USR1", 143), ("KILL", 137)])
-def test_slurm(
-    told: str,
-    code: int,
-    checksum: str,
-    slurm: FakeSlurm,
-    batches: list[Batch],
-    tmp_path: Path,
-) -> None:
-    """The signal that the script asks for, to all tasks; or SIGKILL of one: the job is in the queue
-    again, once, and its next run ends with the bits of an undisturbed training."""
-    batches.append(Batch(slurm, tmp_path))
-    first = batches[0]
-    first.script.wait_for(IN_TRAINING, 300)
-    for task in first.tasks() if told == "USR1" else first.tasks()[1:]:
-        os.kill(task, signal.Signals[f"SIG{told}"])
-    assert first.script.code(200) == code, first.script.output
-    assert slurm.asked() == ["requeue 1234"], first.script.output
-    assert "sha256" not in first.script.output
+def test_slurm(checksum: str, slurm: FakeSlurm, batches: list[Batch], tmp_path: Path) -> None:
+    """The signal that the script asks for, to all tasks, and SIGKILL of one in the next run: each
+    time the job is in the queue again, once, and the last run ends with the bits of an undisturbed
+    training."""
+    for restarts, (told, code) in enumerate((("USR1", 143), ("KILL", 137))):
+        batches.append(Batch(slurm, tmp_path, restarts))
+        run = batches[-1]
+        run.script.await_(lambda run=run: len(run.epochs()) > 1, 300)  # it has got on
+        for task in run.tasks() if told == "USR1" else run.tasks()[1:]:
+            os.kill(task, signal.Signals[f"SIG{told}"])
+        assert run.script.code(200) == code, run.script.output
+        assert (RESUMED in run.script.output) == (restarts > 0)
+        assert slurm.asked() == ["requeue 1234"] * (restarts + 1), run.script.output
+        assert "sha256" not in run.script.output
 
-    batches.append(Batch(slurm, tmp_path, restarts=1))
-    second = batches[1]
-    assert second.script.code(300) == 0, second.script.output
-    assert RESUMED in second.script.output
-    assert CHECKSUM.findall(second.script.output) == [checksum] * 2
-    assert slurm.asked() == ["requeue 1234"]
+    batches.append(Batch(slurm, tmp_path, restarts=2))
+    last = batches[-1]
+    assert last.script.code(300) == 0, last.script.output
+    assert RESUMED in last.script.output
+    assert CHECKSUM.findall(last.script.output) == [checksum] * 2
+    assert slurm.asked() == ["requeue 1234"] * 2
 
 
 # Kubernetes
