@@ -20,9 +20,6 @@ the first batch behind the restart. Not verified on GPU, nor on several machines
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
 import sys
 import tempfile
@@ -33,12 +30,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from measured import parser, report, show
+from rich.table import Table
+
 ROOT = Path(__file__).resolve().parents[1]
 # In place of this folder, which has another `stores`.
 sys.path[:1] = [str(ROOT), str(ROOT / "tests")]
 
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
 from stores import servers  # noqa: E402
 from stores.ceph import ceph  # noqa: E402
 from support import chaos, harmed  # noqa: E402
@@ -47,14 +45,12 @@ from support.harmed import Result  # noqa: E402
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--minutes", type=float, default=60.0, help="for which faults come")
-    parser.add_argument("--workers", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--store", choices=["ceph", "moto"], default="ceph")
-    parser.add_argument("--json", type=Path, help="write the numbers to this file, too")
-    given = parser.parse_args()
-    console = Console(width=120)
+    options = parser(__doc__)
+    options.add_argument("--minutes", type=float, default=60.0, help="for which faults come")
+    options.add_argument("--workers", type=int, default=3)
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--store", choices=["ceph", "moto"], default="ceph")
+    given = options.parse_args()
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
         for name in ("store", "job"):
@@ -69,13 +65,11 @@ def main() -> None:
             store_port=urlsplit(place.options["endpoint_url"]).port or 0,
             directory=place.url,
             storage_options=lambda port: through(place.options, port),
-            told=lambda line: console.print(line, highlight=False, style="dim"),
+            told=lambda line: print(line, file=sys.stderr, flush=True),
         )
     unnamed = list(chaos.unnamed(soaked))
-    console.print(table(soaked.ended.results))
-    console.print(summary(soaked, unnamed), highlight=False)
-    if given.json:
-        given.json.write_text(json.dumps(numbers(soaked, unnamed, vars(given)), indent=1))
+    show(table(soaked.ended.results))
+    report(given, numbers(soaked, unnamed), *summary(soaked, unnamed))
     sys.exit(1 if soaked.differences or unnamed else 0)
 
 
@@ -113,7 +107,7 @@ def spread(secs: Sequence[float | None]) -> str:
     return f"{statistics.median(known):.1f} ({high:.1f}, {known[-1]:.1f})"
 
 
-def summary(soaked: Soaked, unnamed: Sequence[str]) -> str:
+def summary(soaked: Soaked, unnamed: Sequence[str]) -> list[str]:
     results = soaked.ended.results
     came = [each for each in results if each.came]
     restarts = [each for each in came if harmed.KINDS[each.fault.kind].restarts]
@@ -131,15 +125,11 @@ def summary(soaked: Soaked, unnamed: Sequence[str]) -> str:
         f"the end beside that of an undisturbed run: "
         f"{'the same, to the bit' if not soaked.differences else soaked.differences}",
     ]
-    return "\n".join([*lines, *(f"not named: {each}" for each in unnamed)])
+    return [*lines, *(f"not named: {each}" for each in unnamed)]
 
 
-def numbers(
-    soaked: Soaked, unnamed: Sequence[str], given: Mapping[str, object]
-) -> dict[str, object]:
+def numbers(soaked: Soaked, unnamed: Sequence[str]) -> dict[str, object]:
     return {
-        "machine": {"cores": os.cpu_count()},
-        "given": {name: str(value) for name, value in given.items()},
         "results": [asdict(each) for each in soaked.ended.results if each.came],
         "unnamed": list(unnamed),
         "differences": soaked.differences,

@@ -13,21 +13,19 @@ undisturbed one, to the bit (beside parameter servers: all steps were taken). No
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from measured import parser, report, show
+from rich.table import Table
+
 ROOT = Path(__file__).resolve().parents[1]
 # In place of this folder, which has another `stores`.
 sys.path[:1] = [str(ROOT), str(ROOT / "tests")]
 
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
 from support import fault_matrix, harmed  # noqa: E402
 from support.fault_matrix import ALL, Faults  # noqa: E402
 from support.harmed import Ended, Job, Result, SetUp  # noqa: E402
@@ -36,12 +34,10 @@ TIMEOUT_S = 900.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    options = parser(__doc__)
     titles = list(dict.fromkeys(set_up.title for set_up, _ in ALL))
-    parser.add_argument("--only", choices=titles, nargs="+", default=titles)
-    parser.add_argument("--json", type=Path, help="write the numbers to this file, too")
-    given = parser.parse_args()
-    console = Console(width=150)
+    options.add_argument("--only", choices=titles, nargs="+", default=titles, metavar="SET-UP")
+    given = options.parse_args()
     found: list[tuple[SetUp, Result]] = []
     wrong: list[str] = []
     expected: dict[str, Ended] = {}
@@ -58,14 +54,10 @@ def main() -> None:
             for outcome in ended.outcomes:
                 told += harmed.differences(outcome, undisturbed)
         wrong += [f"{set_up.title}, {faults.__name__}: {each}" for each in told]
-        console.print(f"{set_up.title}: {faults.__name__}", highlight=False, style="dim")
-    console.print(table(found))
-    for each in wrong:
-        console.print(each, highlight=False)
-    if given.json:
-        results = [{"set_up": set_up.title, **asdict(each)} for set_up, each in found]
-        told = {"machine": {"cores": os.cpu_count()}, "results": results, "wrong": wrong}
-        given.json.write_text(json.dumps(told, indent=1))
+        print(f"{set_up.title}: {faults.__name__}", file=sys.stderr, flush=True)
+    show(table(found))
+    results = [{"set_up": set_up.title, **asdict(each)} for set_up, each in found]
+    report(given, {"results": results, "wrong": wrong}, *wrong)
     sys.exit(1 if wrong else 0)
 
 
