@@ -98,9 +98,9 @@ class Came:
     steps: int | None
 
 
-def kill(worker: Who = 0, at_step: int = 0, moment: Moment = "step", **more: bool) -> Fault:
+def kill(worker: Who = 0, at_step: int = 0, moment: Moment = "step") -> Fault:
     """SIGKILL."""
-    return Fault("kill", _name(worker), at_step, moment, **more)
+    return Fault("kill", _name(worker), at_step, moment)
 
 
 def kill_in_call(number: int, worker: Who = 0) -> Fault:
@@ -119,9 +119,11 @@ def abort(worker: Who = 0, at_step: int = 0, moment: Moment = "step") -> Fault:
     return Fault("abort", _name(worker), at_step, moment)
 
 
-def error(worker: Who = 0, at_step: int = 0, moment: Moment = "step", **more: bool) -> Fault:
+def error(
+    worker: Who = 0, at_step: int = 0, moment: Moment = "step", every_time: bool = False
+) -> Fault:
     """An exception."""
-    return Fault("error", _name(worker), at_step, moment, **more)
+    return Fault("error", _name(worker), at_step, moment, every_time)
 
 
 def leave(worker: Who = 0, at_step: int = 0, moment: Moment = "step") -> Fault:

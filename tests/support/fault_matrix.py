@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 from collections.abc import Callable, Iterator, Sequence
 
@@ -62,7 +63,7 @@ def servers(last: int) -> list[Fault]:
         fault.kill(last, 5),
         fault.kill("ps-0", 15),
         fault.kill("chief-0", 27),
-        fault.fails_to_write("chief-0", 31, saves=1),
+        fault.fails_to_write("chief-0", 31, saves=1, number=errno.EACCES),
         fault.tell(signal.SIGTERM, "chief-0", 45),
         fault.truncate("chief-0", 60),
     ]

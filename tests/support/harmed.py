@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import signal
 from collections.abc import Mapping, Sequence
@@ -204,7 +205,8 @@ class Kind:
 
     Args:
         told_by: The events that tell of it.
-        cause: A pattern of what they say; `{who}` is the process, `{n}` its number.
+        cause: A pattern of what they say; `{who}` is the process, `{n}` its number, `{signal}` and
+            `{error}` are what comes.
         restarts: Whether all processes begin again.
     """
 
@@ -236,7 +238,7 @@ KINDS = {
     "tell": Kind((events.Preempted,), "{signal} to {who} on "),
     "slow": Kind((events.Failed, events.Hung), "^$", restarts=False),
     "nan": Kind((events.UpdateLeftOut,), r"replica \d \({who}|replica {n}", restarts=False),
-    "fails_to_write": Kind((events.SaveFailed,), "No space left on device", restarts=False),
+    "fails_to_write": Kind((events.SaveFailed,), "{error}", restarts=False),
     "truncate": Kind((events.Quarantined,), r"rank-\d-\d+\.safetensors"),
     "flip": Kind((events.Quarantined,), r"rank-\d-\d+\.safetensors"),
     "flaky_store": Kind((), "", restarts=False),
@@ -245,8 +247,12 @@ KINDS = {
 
 def is_named(of: Fault, cause: str | None) -> bool:
     """Whether what was said of a fault is what should be."""
-    name = signal.Signals(of.number).name if of.kind == "tell" else ""
-    told = {"{who}": of.who, "{n}": of.who.rpartition("-")[2], "{signal}": name}
+    told = {
+        "{who}": of.who,
+        "{n}": of.who.rpartition("-")[2],
+        "{signal}": signal.Signals(of.number).name if of.kind == "tell" else "",
+        "{error}": os.strerror(of.number),
+    }
     pattern = KINDS[of.kind].cause
     for each, value in told.items():
         pattern = pattern.replace(each, value)
