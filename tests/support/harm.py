@@ -31,6 +31,7 @@ from keras_distplug.storage.files import LocalFiles, open_files
 from keras_distplug.storage.remote import RemoteFiles
 
 BATCHES = "batches"  # of each process of the chief, its first one
+LONE = 99_991  # keys of a collective that nobody else calls
 Array = np.ndarray
 
 
@@ -41,7 +42,6 @@ class Harm(keras.callbacks.Callback):  # type: ignore[misc]
         folder: Of the job.
         batches: In an epoch.
         replicas: Of each worker.
-        strategy: In whose scope the model is.
         directory: Of the checkpoints.
         storage_options: Of these.
         own_folder: What this worker keeps on its own machine.
@@ -53,7 +53,6 @@ class Harm(keras.callbacks.Callback):  # type: ignore[misc]
         folder: Path,
         batches: int,
         replicas: int,
-        strategy: tf.distribute.Strategy,
         directory: str | Path,
         storage_options: Mapping[str, Any] | None = None,
         own_folder: Path | None = None,
@@ -63,7 +62,6 @@ class Harm(keras.callbacks.Callback):  # type: ignore[misc]
         self.faults = fault.read(folder)
         self.epoch = 0
         self._folder, self._batches, self._replicas = folder, batches, replicas
-        self._strategy = strategy
         self._directory, self._options = directory, dict(storage_options or {})
         self._own_folder = own_folder
         self._own = dict(own or {})
@@ -178,8 +176,15 @@ class Harm(keras.callbacks.Callback):  # type: ignore[misc]
         elif each.kind == "starve":
             threading.Event().wait()
         elif each.kind == "stray":
-            self._strategy.run(
-                lambda: tf.distribute.get_replica_context().all_reduce("sum", tf.ones(()))
+            # Keys of its own: with the strategy's, it could be taken for what the others call next.
+            tf.raw_ops.CollectiveReduceV2(
+                input=tf.ones(()),
+                group_size=max(2, workers()),
+                group_key=LONE,
+                instance_key=LONE,
+                ordering_token=[],
+                merge_op="Add",
+                final_op="Id",
             )
         elif each.kind == "slow":
             time.sleep(each.secs)

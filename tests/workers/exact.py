@@ -103,7 +103,7 @@ callbacks = [
     ),
     *([] if seed % 2 else [keras.callbacks.ReduceLROnPlateau("loss", patience=1)]),
     keras.callbacks.CSVLogger(folder / "log.csv"),
-    Harm(folder, BATCHES, 1, strategy, folder / "runs"),
+    Harm(folder, BATCHES, 1, folder / "runs"),
     kd.BackupAndRestore(folder / "runs", save_freq=2, delete_checkpoint=False, on_busy="wait"),
 ]
 history = kd.distributed_fit(

@@ -73,7 +73,7 @@ def later(x, y, weight):
 with open(folder / f"pids-{worker}", "a") as file:
     file.write(f"{os.getpid()}\n")
 x, y, sample_weight = case.arrays()
-harm = Harm(folder, case.BATCHES, 1, strategy, directory, storage_options, own_folder)
+harm = Harm(folder, case.BATCHES, 1, directory, storage_options, own_folder)
 each_batch = {"save_freq": 1, "on_busy": "wait", "delete_checkpoint": False}
 if not way.startswith("plain"):
     model = case.build()

@@ -97,7 +97,7 @@ Y = rng.integers(0, 5, samples).astype("float32")
 WEIGHT = rng.random(samples).astype("float32")
 VALIDATION = (X[: job.global_batch], Y[: job.global_batch])
 
-harm = Harm(folder, job.batches, job.set_up.replicas, strategy, job.directory, job.storage_options)
+harm = Harm(folder, job.batches, job.set_up.replicas, job.directory, job.storage_options)
 early = keras.callbacks.EarlyStopping("loss", patience=10_000, restore_best_weights=True)
 history = kd.distributed_fit(
     build,

@@ -41,7 +41,7 @@ class Wait(keras.callbacks.Callback):
             time.sleep(5)  # until TensorFlow has noticed
 
 
-harm = Harm(folder, case.BATCHES, 1, strategy, folder / "runs")
+harm = Harm(folder, case.BATCHES, 1, folder / "runs")
 with strategy.scope():
     model = case.build()
 saves = {"save_freq": 1 if "save" in options else "epoch", "on_busy": "wait"}

@@ -46,7 +46,7 @@ class Begins(keras.callbacks.Callback):  # type: ignore[misc]
 
 x, y, sample_weight = case.arrays()
 model = case.build()
-harm = Harm(folder, case.BATCHES, 1, strategy, folder / "runs")
+harm = Harm(folder, case.BATCHES, 1, folder / "runs")
 backup = kd.BackupAndRestore(folder / "runs", on_busy="wait", keep_last=1)
 try:
     history = kd.distributed_fit(

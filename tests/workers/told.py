@@ -70,7 +70,7 @@ def meanwhile(what: Callable[[], None]) -> Callable[[], None]:
 signals = {"signals": []} if "KERAS_DISTPLUG_TEST_NO_SIGNALS" in os.environ else {}
 handler = kd.PreemptionHandler(cloud=False, **signals, requeue="SLURM_JOB_ID" in os.environ)
 own = {"twice": meanwhile(twice), "wake": meanwhile(wake)}
-harm = Harm(folder, case.BATCHES, 1, strategy, folder / "runs", own=own)
+harm = Harm(folder, case.BATCHES, 1, folder / "runs", own=own)
 model = case.build()
 x, y, sample_weight = case.arrays()
 harm.on_fit_begin()
