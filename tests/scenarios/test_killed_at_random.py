@@ -58,7 +58,7 @@ def compare(train: Train, setup: str, seed: int) -> None:
 
 
 # What the seed changes but the kills is known by its being odd or even: one undisturbed run each.
-SEEDS = {"single": (1,), "mirrored": (1,), "2 workers": (2,), "2 workers x 2": (8,)}
+SEEDS = {"single": (1,), "mirrored": (1,), "2 workers x 2": (8,)}
 
 
 @pytest.mark.parametrize(

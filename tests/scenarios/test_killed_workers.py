@@ -87,7 +87,7 @@ def assert_same(outcomes: list[Outcome], expected: Outcome) -> None:
     [
         pytest.param("distributed_fit", fault.kill(0, at_step=7), marks=pytest.mark.soak),
         ("in_epoch", fault.kill(1, at_step=5)),
-        ("distributed_fit", fault.leave(1, at_step=11)),
+        pytest.param("distributed_fit", fault.leave(1, at_step=11), marks=pytest.mark.soak),
     ],
     ids=str,
 )
