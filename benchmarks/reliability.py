@@ -77,7 +77,7 @@ def table(found: Sequence[tuple[SetUp, Result]]) -> Table:
     made = Table(title="seconds, and steps that were trained again")
     for name in ("set-up", "fault", "detected", "recovered", "steps lost", "named as"):
         is_text = name in ("set-up", "fault", "named as")
-        made.add_column(name, justify="left" if is_text else "right", no_wrap=name != "named as")
+        made.add_column(name, justify="left" if is_text else "right", no_wrap=True)
     for set_up, each in found:
         made.add_row(
             set_up.title,
@@ -85,7 +85,7 @@ def table(found: Sequence[tuple[SetUp, Result]]) -> Table:
             _shown(each.detected_secs),
             _shown(each.recovered_secs),
             "" if each.steps_lost is None else str(each.steps_lost),
-            (each.cause or "")[:60],
+            " ".join((each.cause or "").split())[:60],
         )
     return made
 
