@@ -159,7 +159,8 @@ def read(folder: Path, job: Job, printed: str = "") -> Ended:
         others = [
             one.at for one in fired if one.index != index and not _is_of_data(faults[one.index])
         ]
-        results.append(_result(each, came, others, told, first_batches))
+        place = divmod(each.at_step, job.batches)
+        results.append(_result(each, place, came, others, told, first_batches, printed))
     names = (
         ["chief-0"] if job.set_up.servers else [f"worker-{n}" for n in range(job.set_up.workers)]
     )
@@ -173,10 +174,12 @@ def _is_of_data(of: Fault) -> bool:
 
 def _result(
     of: Fault,
+    place: tuple[int, int],
     came: Sequence[Came],
     others: Sequence[float],
     told: Sequence[Entry],
     first_batches: Sequence[Came],
+    printed: str,
 ) -> Result:
     if not came:
         return Result(of, 0)
@@ -185,11 +188,18 @@ def _result(
     until = min((each for each in others if each > at and not _is_of_data(of)), default=math.inf)
     kinds = KINDS[of.kind].told_by
     said = [e for e in told if at <= e.at < until and isinstance(e.event, kinds)]
+    if _is_of_data(of):
+        said = [e for e in said if (e.event.epoch, e.event.batch) == place]
     first = next((e for e in said if is_named(of, _text(e.event))), next(iter(said), None))
-    cause, detected_secs = None, None
+    cause: str | None = None
+    detected_secs = None
     if first is not None:
         cause = _text(first.event)
         detected_secs = first.at - max(each.at for each in came if each.at <= first.at)
+    elif _is_of_data(of):
+        # What a process logs last may die with it; what it prints does not.
+        word = re.search(f"epoch {place[0] + 1}, batch {place[1] + 1}: .*", printed)
+        cause = word and word[0]
     again = next((each for each in first_batches if at < each.at < until), None)
     if again is None or not KINDS[of.kind].restarts:
         return Result(of, len(came), cause, detected_secs)
