@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from stores.conftest import Started
-from support import chaos
+from support import chaos, harmed
 
 pytest.importorskip("tensorflow")
 pytestmark = [pytest.mark.cluster, pytest.mark.stores, pytest.mark.timeout(900)]
@@ -32,7 +32,7 @@ def test_soak(stores: Started, tmp_path: Path) -> None:
             "endpoint_url": f"http://127.0.0.1:{port}",
         },
     )
-    came = [each for each in soaked.ended.results if each.came]
-    assert len(came) >= 3, soaked.ended.printed
+    came = [each.fault.kind for each in soaked.ended.results if each.came]
+    assert any(harmed.KINDS[kind].restarts for kind in came), soaked.ended.printed
     assert list(chaos.unnamed(soaked)) == []
     assert soaked.differences == []

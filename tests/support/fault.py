@@ -44,6 +44,7 @@ Who = int | str
 """A worker's number, or the name of a process beside parameter servers: `"chief-0"`, `"ps-0"`."""
 
 FAULTS, FIRED = "faults.json", "fired"
+FIRST_BATCHES = "batches"  # of each process of the chief
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ from keras_distplug.storage import layout, saver
 from keras_distplug.storage.files import LocalFiles, open_files
 from keras_distplug.storage.remote import RemoteFiles
 
-BATCHES = "batches"  # of each process of the chief, its first one
 LONE = 99_991  # keys of a collective that nobody else calls
 Array = np.ndarray
 
@@ -86,7 +85,7 @@ class Harm(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         is_first, self._steps = self._steps is None, self.epoch * self._batches + batch + 1
         if is_first and self._who in ("chief-0", "worker-0"):
-            self._note(self._folder / BATCHES, -1)
+            self._note(self._folder / fault.FIRST_BATCHES, -1)
         self._come("step")
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -24,7 +24,6 @@ from keras_distplug.storage import run_log
 from keras_distplug.storage.files import open_files
 
 SCRIPT = Path(__file__).parents[1] / "workers" / "harmed.py"
-BATCHES = "batches"  # the first one of each process of the chief
 
 Outcome = dict[str, np.ndarray]
 
@@ -152,7 +151,7 @@ def read(folder: Path, job: Job, printed: str = "") -> Ended:
     told = [*supervised, *(entry for each in fits for entry in each.entries)]
     told.sort(key=lambda entry: entry.at)
     faults, fired = fault.read(folder), fault.fired(folder)
-    first_batches = fault.noted(folder / BATCHES)
+    first_batches = fault.noted(folder / fault.FIRST_BATCHES)
     results = []
     for index, each in enumerate(faults):
         came = [one for one in fired if one.index == index]
@@ -215,8 +214,8 @@ class Kind:
 
     Args:
         told_by: The events that tell of it.
-        cause: A pattern of what they say; `{who}` is the process, `{n}` its number, `{signal}` and
-            `{error}` are what comes.
+        cause: A pattern of what they say; `{who}` is the process, `{signal}` and `{error}` are
+            what comes.
         restarts: Whether all processes begin again.
     """
 
@@ -247,7 +246,7 @@ KINDS = {
     "stray": Kind(_FAILED, _HUNG + r"{who} runs harm\.py:\d+ in "),
     "tell": Kind((events.Preempted,), "{signal} to {who} on "),
     "slow": Kind((events.Failed, events.Hung), "^$", restarts=False),
-    "nan": Kind((events.UpdateLeftOut,), r"replica \d \({who}|replica {n}", restarts=False),
+    "nan": Kind((events.UpdateLeftOut,), r"replica \d+ \({who} on ", restarts=False),
     "fails_to_write": Kind((events.SaveFailed,), "{error}", restarts=False),
     "truncate": Kind((events.Quarantined,), r"rank-\d-\d+\.safetensors"),
     "flip": Kind((events.Quarantined,), r"rank-\d-\d+\.safetensors"),
@@ -259,7 +258,6 @@ def is_named(of: Fault, cause: str | None) -> bool:
     """Whether what was said of a fault is what should be."""
     told = {
         "{who}": of.who,
-        "{n}": of.who.rpartition("-")[2],
         "{signal}": signal.Signals(of.number).name if of.kind == "tell" else "",
         "{error}": os.strerror(of.number),
     }
