@@ -90,8 +90,8 @@ def distributed_fit(
         validation_freq: As in `Model.fit`.
         strategy: `"auto"` (several workers, by TF_CONFIG, Slurm, Vertex AI or SageMaker ->
             `"multi_worker"`, with 'ps' tasks `"parameter_server"`, several GPUs -> `"mirrored"`,
-            else `"one_device"`), one of these names, `"central_storage"`, or a
-            `tf.distribute.Strategy`. Defaults to `"auto"`.
+            else `"one_device"`; if `init` was given a name, that one), one of these names,
+            `"central_storage"`, or a `tf.distribute.Strategy`. Defaults to `"auto"`.
         directory: Folder of this run, or a URL such as `s3://bucket/runs/mnist`. Defaults to that
             of `defaults()`.
         storage_options: As in `BackupAndRestore`.
@@ -130,7 +130,7 @@ def distributed_fit(
         place.require_compiled(model, "received as `model`")
     fresh, strategy = _joins_late(model, strategy)
     if isinstance(strategy, str) and not fresh:
-        strategy = startup.init(strategy)
+        strategy = startup.join(strategy)
     blueprint = None
     if isinstance(model, keras.Model) and (fresh or _has_to_move(model, strategy)):
         blueprint = place.describe(model)
@@ -145,7 +145,7 @@ def distributed_fit(
             }.items()
         }
         context.reset()
-        strategy = startup.init()
+        strategy = startup.join("auto")
         x, y, sample_weight, validation_data = (unpack() for unpack in given.values())
         announce(
             "TensorFlow was started afresh to join the cluster. The model and data given here came "

@@ -22,6 +22,7 @@ _AUTOMATIC = "KERAS_DISTPLUG_AUTO_INIT"  # "0" leaves joining to the script
 
 _joined: dict[str, tf.distribute.Strategy] = {}
 _joined_with: dict[str, Timeouts] = {}
+_asked_for: list[str] = []  # the names that `init` was given, the newest last
 
 
 def init(
@@ -50,7 +51,7 @@ def init(
             computes, the CPU holds the variables), `"multi_worker"` or `"parameter_server"`.
             Defaults to `"auto"`: 'ps' tasks in the cluster -> parameter_server; several workers, by
             TF_CONFIG, Slurm, Vertex AI or SageMaker -> multi_worker; several GPUs -> mirrored; else
-            one device.
+            one device. Once a name was given, `"auto"` is that one, here and in `distributed_fit`.
         heartbeat_timeout_secs: After how many seconds without a heartbeat a worker counts as lost,
             at least 1, the same on all workers. Defaults to KERAS_DISTPLUG_HEARTBEAT_TIMEOUT, which
             `keras-distplug run --heartbeat-timeout` sets, and else to TensorFlow's 10.
@@ -70,12 +71,20 @@ def init(
         ConfigurationError: If the strategy is unknown, or does not fit the environment; for a
             time-out that cannot be.
     """
+    joined = join(strategy, Timeouts(heartbeat_timeout_secs, collective_timeout_secs))
+    if strategy != "auto":
+        _asked_for.append(strategy)
+    return joined
+
+
+def join(strategy: str, given: Timeouts | None = None) -> tf.distribute.Strategy:
+    """As `init`, without saying what `"auto"` is from now on."""
     versions.check()
-    given = Timeouts(heartbeat_timeout_secs, collective_timeout_secs)
+    given = given or Timeouts()
     timeouts = given.or_else(Timeouts.from_env(os.environ))
     role = roles.from_environment(os.environ)
     gpus = len(tf.config.list_physical_devices("GPU"))
-    choice = choose(strategy, role, gpus)
+    choice = choose(_meant_by(strategy), role, gpus)
     if choice.name == "parameter_server":
         # A task that is being started again is to be waited for, instead of failing at once.
         os.environ["GRPC_FAIL_FAST"] = "use_caller"
@@ -95,7 +104,7 @@ def init(
             "The cluster is formed already, with other time-outs. Received: "
             f"{timeouts}; in force: {_joined_with[choice.name]}. Under `keras-distplug run`, which "
             "joins on import, use its --heartbeat-timeout and --collective-timeout.",
-            stacklevel=2,
+            stacklevel=3,
         )
     return _joined[choice.name]
 
@@ -155,9 +164,13 @@ def scaled_learning_rate(
     return learning_rate * _replicas(strategy)
 
 
+def _meant_by(strategy: str) -> str:
+    return _asked_for[-1] if strategy == "auto" and _asked_for else strategy
+
+
 def _replicas(strategy: tf.distribute.Strategy | None) -> int:
     if strategy is None:
-        strategy = tf.distribute.get_strategy() if tf.distribute.has_strategy() else init()
+        strategy = tf.distribute.get_strategy() if tf.distribute.has_strategy() else join("auto")
     return int(strategy.num_replicas_in_sync)
 
 
@@ -174,7 +187,7 @@ def join_on_import() -> None:
 def needs_fresh_context(strategy: str) -> bool:
     """Would `init(strategy)` come too late for what was made before?"""
     choice = choose(
-        strategy,
+        _meant_by(strategy),
         roles.from_environment(os.environ),
         len(tf.config.list_physical_devices("GPU")),
     )

@@ -91,12 +91,14 @@ class Came:
         at: `time.time()`.
         who: The process that it came to.
         steps: The process had trained so far in the data; None if none yet.
+        file: That was damaged, in the folder of its run.
     """
 
     index: int
     at: float
     who: str
     steps: int | None
+    file: str = ""
 
 
 def kill(worker: Who = 0, at_step: int = 0, moment: Moment = "step") -> Fault:

@@ -122,7 +122,12 @@ class Harm(keras.callbacks.Callback):  # type: ignore[misc]
         for index, each in enumerate(self.faults):
             is_here = each.moment == moment and self._is_here(each, made)
             if is_here and self._is_mine(each) and self._is_due(index):
-                self._note(self._folder / fault.FIRED, index)
+                damages = each.kind in ("truncate", "flip")
+                run, file = self._newest_file() if damages else ("", "")
+                self._note(self._folder / fault.FIRED, index, file)
+                if damages:
+                    self._damage(each.kind, f"{run}/{file}")
+                    os.kill(os.getpid(), signal.SIGKILL)
                 self._do(each)
 
     def _is_here(self, each: Fault, made: int) -> bool:
@@ -146,11 +151,11 @@ class Harm(keras.callbacks.Callback):  # type: ignore[misc]
             return False
         return set(range(index)) <= came if each.after is None else len(came) >= each.after
 
-    def _note(self, file: Path, index: int) -> None:
+    def _note(self, file: Path, index: int, damaged: str = "") -> None:
         of = self.faults[index] if index >= 0 else None
         # What is made ahead: all that comes before it will have been trained.
         steps = of.at_step if of is not None and of.moment == "input" else self._steps
-        fault.note(file, fault.Came(index, time.time(), self._who, steps))
+        fault.note(file, fault.Came(index, time.time(), self._who, steps, damaged))
 
     def _do(self, each: Fault) -> None:
         if each.kind in _FROM_OUTSIDE:
@@ -190,30 +195,31 @@ class Harm(keras.callbacks.Callback):  # type: ignore[misc]
         elif each.kind == "fails_to_write":
             saver.wait_for_all()  # the one under way has been begun before
             _refuse_shards(each.count, each.number)
-        elif each.kind in ("truncate", "flip"):
-            self._damage(each.kind)
-            os.kill(os.getpid(), signal.SIGKILL)
         elif each.kind in self._own:
             self._own[each.kind]()
         else:
             assert each.kind == "flaky_store", each
 
-    def _damage(self, how: str) -> None:
-        """Of the newest checkpoint, the first file."""
+    def _newest_file(self) -> tuple[str, str]:
+        """Of the newest checkpoint, the first file: the run, and the file within it."""
         saver.wait_for_all()
         files = open_files(self._directory, self._options)
         [*_, (_, run)] = layout.runs(files)
         places = [place for place in layout.places(files, run) if place.kind == "step"]
         committed = [p for p in places if layout.MANIFEST in files.names(f"{run}/{p.name}")]
-        newest = max(committed)
         fs, root = fsspec.core.url_to_fs(str(self._directory), **self._options)
-        shard = min(fs.glob(f"{root}/{run}/{newest.name}/*/*.safetensors"))
-        content = bytearray(fs.cat_file(shard))
+        shard = min(fs.glob(f"{root}/{run}/{max(committed).name}/*/*.safetensors"))
+        return run, "/".join(shard.split("/")[-3:])
+
+    def _damage(self, how: str, file: str) -> None:
+        fs, root = fsspec.core.url_to_fs(str(self._directory), **self._options)
+        file = f"{root}/{file}"
+        content = bytearray(fs.cat_file(file))
         if how == "truncate":
             del content[len(content) // 2 :]
         else:
             content[-1] ^= 1
-        fs.pipe_file(shard, bytes(content))
+        fs.pipe_file(file, bytes(content))
 
 
 _FROM_OUTSIDE = {

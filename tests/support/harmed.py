@@ -80,6 +80,7 @@ class Result:
         detected_secs: Until then, from when it came first.
         recovered_secs: Until the end of the first batch behind a restart; None without one.
         steps_lost: Steps that were trained again; None without a restart.
+        file: That was damaged.
     """
 
     fault: Fault
@@ -88,10 +89,11 @@ class Result:
     detected_secs: float | None = None
     recovered_secs: float | None = None
     steps_lost: int | None = None
+    file: str = ""
 
     @property
     def is_named(self) -> bool:
-        return is_named(self.fault, self.cause)
+        return is_named(self.fault, self.cause, self.file)
 
 
 @dataclass(frozen=True)
@@ -182,30 +184,33 @@ def _result(
 ) -> Result:
     if not came:
         return Result(of, 0)
-    at = came[0].at
+    at, file = came[0].at, came[0].file
     # A fault of the data has to wait where another one comes between; all others have their turn.
     until = min((each for each in others if each > at and not _is_of_data(of)), default=math.inf)
     kinds = KINDS[of.kind].told_by
     said = [e for e in told if at <= e.at < until and isinstance(e.event, kinds)]
     if _is_of_data(of):
         said = [e for e in said if (e.event.epoch, e.event.batch) == place]
-    first = next((e for e in said if is_named(of, _text(e.event))), next(iter(said), None))
+    named = (e for e in said if is_named(of, _text(e.event), file))
+    first = next(named, next(iter(said), None))
     cause: str | None = None
     detected_secs = None
     if first is not None:
         cause = _text(first.event)
         detected_secs = first.at - max(each.at for each in came if each.at <= first.at)
-    elif _is_of_data(of):
+    elif file or _is_of_data(of):
         # What a process logs last may die with it; what it prints does not.
-        word = re.search(f"epoch {place[0] + 1}, batch {place[1] + 1}: .*", printed)
+        of_batch = f"epoch {place[0] + 1}, batch {place[1] + 1}: .*"
+        of_file = f"is set aside: .*{re.escape(file)}.*"
+        word = re.search(of_file if file else of_batch, printed)
         cause = word and word[0]
     again = next((each for each in first_batches if at < each.at < until), None)
     if again is None or not KINDS[of.kind].restarts:
-        return Result(of, len(came), cause, detected_secs)
+        return Result(of, len(came), cause, detected_secs, file=file)
     assert again.steps is not None
     # Those that are told to go end behind a step that comes later.
     lost = None if came[0].steps is None else max(0, came[0].steps - (again.steps - 1))
-    return Result(of, len(came), cause, detected_secs, again.at - at, lost)
+    return Result(of, len(came), cause, detected_secs, again.at - at, lost, file)
 
 
 @dataclass(frozen=True)
@@ -215,7 +220,7 @@ class Kind:
     Args:
         told_by: The events that tell of it.
         cause: A pattern of what they say; `{who}` is the process, `{signal}` and `{error}` are
-            what comes.
+            what comes, `{file}` is what was damaged.
         restarts: Whether all processes begin again.
     """
 
@@ -248,18 +253,19 @@ KINDS = {
     "slow": Kind((events.Failed, events.Hung), "^$", restarts=False),
     "nan": Kind((events.UpdateLeftOut,), r"replica \d+ \({who} on ", restarts=False),
     "fails_to_write": Kind((events.SaveFailed,), "{error}", restarts=False),
-    "truncate": Kind((events.Quarantined,), r"rank-\d-\d+\.safetensors"),
-    "flip": Kind((events.Quarantined,), r"rank-\d-\d+\.safetensors"),
+    "truncate": Kind((events.Quarantined,), "{file}"),
+    "flip": Kind((events.Quarantined,), "{file}"),
     "flaky_store": Kind((), "", restarts=False),
 }
 
 
-def is_named(of: Fault, cause: str | None) -> bool:
+def is_named(of: Fault, cause: str | None, file: str = "") -> bool:
     """Whether what was said of a fault is what should be."""
     told = {
         "{who}": of.who,
         "{signal}": signal.Signals(of.number).name if of.kind == "tell" else "",
         "{error}": os.strerror(of.number),
+        "{file}": re.escape(file),
     }
     pattern = KINDS[of.kind].cause
     for each, value in told.items():
