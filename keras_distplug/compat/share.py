@@ -23,10 +23,10 @@ class Share:
 
     Args:
         data: The replica's part of the batch.
-        total: Samples in the global batch. None: the replicas tell each other.
+        total: Samples in the global batch.
     """
 
-    def __init__(self, data: Any, total: tf.Tensor | None) -> None:
+    def __init__(self, data: Any, total: tf.Tensor) -> None:
         self.samples = samples_of(data)
         self.has_samples = self.samples > 0
         self.in_loss: set[int] = set()  # optimizers that have weighted a loss, so not its gradients
@@ -35,10 +35,8 @@ class Share:
         self.losses: list[Any] = []  # which it may log, too, or update a metric with
         self.at_end: list[Callable[[], None]] = []  # behind all that is brought together
         self.added_losses: dict[int, list[Any]] = {}  # by the layer that has added them
+        self.total = total
         self._context = tf.distribute.get_replica_context()
-        # Here, because a collective lets the next replica's thread run, and inside a condition
-        # there can be none.
-        self.total = self.summed(self.samples) if total is None else total
 
     @property
     def replicas(self) -> int:
@@ -61,7 +59,7 @@ _current = _Current()
 
 
 @contextmanager
-def share_of(data: Any, total: tf.Tensor | None) -> Iterator[Share]:
+def share_of(data: Any, total: tf.Tensor) -> Iterator[Share]:
     """Makes the share that `data` is the current one."""
     share = Share(data, total)
     before, _current.share = _current.share, share

@@ -8,17 +8,17 @@ Keras 3.10 to 3.15 and TensorFlow 2.18 to 2.21: what is wrong with Keras' own is
 from __future__ import annotations
 
 import time
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import keras
 import tensorflow as tf
+from tensorflow.python.distribute import input_lib
 
 from keras_distplug.compat import empty_batches, logs, losses, replica_state
-from keras_distplug.compat.override import mark, override
+from keras_distplug.compat.override import override
 from keras_distplug.compat.share import first_of, samples_of, share_of
 from keras_distplug.compat.workers import is_multi_worker
 
@@ -30,6 +30,7 @@ _ON_FETCH = "_distplug_on_fetch"
 def maker(model: keras.Model, logged: logs.Logged) -> Callable[[OnData], OnData]:
     """What makes a function of an iterator from a `train_step` or `test_step`."""
     strategy = model.distribute_strategy
+    several_workers = is_multi_worker(strategy)
 
     def _make_function(step_function: OnData) -> OnData:
         def of_replica(data: Any, total: Any) -> Any:
@@ -41,10 +42,12 @@ def maker(model: keras.Model, logged: logs.Logged) -> Callable[[OnData], OnData]
                 replica_state.bring_together(share)
                 for finish in share.at_end:
                     finish()
-            return found if total is not None else logs.mean_over_workers(found)
+            return logs.mean_over_workers(found) if several_workers else found
 
-        def step(batch: Any) -> Any:
-            total = None if is_multi_worker(strategy) else tf.add_n(_samples(batch, strategy))
+        def step(given: Any) -> Any:
+            batch, total = given
+            if not several_workers:
+                total = tf.add_n(_samples(batch, strategy))
             with losses.sums_over_samples(model), losses.noted():
                 found = strategy.run(of_replica, args=(batch, total))
             return keras.tree.map_structure(
@@ -53,17 +56,21 @@ def maker(model: keras.Model, logged: logs.Logged) -> Callable[[OnData], OnData]
 
         on_data = _converted(model, step)
         on_batch = _for_any_batch(model, on_data)
+        sums = _over_workers(strategy) if several_workers else _of_one_process
         # An error in a function that workers run together leaves no collective working.
-        stepwise = model.run_eagerly or is_multi_worker(strategy)
+        stepwise = model.run_eagerly or several_workers
         on_next = (
-            partial(_fetched, model, on_batch)
+            partial(_fetched, model, on_batch, sums)
             if stepwise
             else _in_one_call(strategy, on_data, on_batch)
         )
 
         def function(iterator: Any) -> Any:
             if not isinstance(iterator, tf.data.Iterator | tf.distribute.DistributedIterator):
-                found = on_batch(split(next(iterator), strategy))
+                batch = split(next(iterator), strategy)
+                samples = sum(_sizes(strategy.experimental_local_results(first_of(batch))))
+                total, _ = sums(samples, 1)
+                found = on_batch((batch, total))
                 found = model._get_metrics_result_or_logs(found)
                 return keras.tree.map_structure(tf.convert_to_tensor, found)
             found = None
@@ -157,11 +164,11 @@ def _for_any_batch(model: keras.Model, step: OnData) -> OnData:
     strategy = model.distribute_strategy
     usual, any_size = (step if model.run_eagerly else _traced_once(step) for _ in range(2))
 
-    def on_batch(batch: Any) -> Any:
-        if _is_usual(batch, strategy):
-            return usual(batch)
+    def on_batch(given: Any) -> Any:
+        if _is_usual(given[0], strategy):
+            return usual(given)
         with empty_batches.computed_right(strategy):
-            return any_size(batch)
+            return any_size(given)
 
     return on_batch
 
@@ -215,33 +222,53 @@ def hear_no_more_of_fetches(model: keras.Model, on_fetch: Callable[[float], None
     vars(model)[_ON_FETCH].remove(on_fetch)
 
 
-def _fetched(model: keras.Model, on_batch: OnData, iterator: Any) -> Any:
-    listeners = vars(model).get(_ON_FETCH, ())
-    for own in getattr(iterator, "_iterators", ()):
-        override(own, _ON_FETCH, listeners)
-        if mark(own):
-            for name in ("get_next_as_list", "get_next_as_optional_list"):
-                override(own, name, _timed(weakref.ref(own), getattr(type(own), name)))
-    batch = iterator.get_next_as_optional()
-    if not batch.has_value():
+def _fetched(
+    model: keras.Model, on_batch: OnData, sums: Callable[[int, int], Any], iterator: Any
+) -> Any:
+    """Takes a step with the next batch, unless no replica of any worker has one left.
+
+    TensorFlow's iterator would have the workers tell each other that, and then the step how many
+    samples they have. Here it is one collective for both, which is traced once.
+    """
+    begun_s = time.perf_counter()
+    optionals = [own.get_next_as_optional_list() for own in iterator._iterators]
+    taken_s = time.perf_counter() - begun_s
+    for on_fetch in list(vars(model).get(_ON_FETCH, ())):
+        on_fetch(taken_s)
+    there = [bool(each.has_value()) for of_device in optionals for each in of_device]
+    parts = input_lib._get_value_or_dummy(
+        iterator._input_workers, optionals, produce_dummy=not all(there)
+    )
+    for place, is_there in enumerate(there):
+        if not is_there:
+            parts[place] = tf.nest.map_structure(_without_samples, parts[place])
+    total, with_data = sums(sum(_sizes(parts)), sum(there))
+    if not with_data:
         raise tf.errors.OutOfRangeError(None, None, "End of sequence")
-    return on_batch(batch.get_value())
+    if iterator._replica_order is not None:
+        parts = iterator._reorder_replicas(parts)
+    return on_batch((input_lib._create_per_replica(parts, model.distribute_strategy), total))
 
 
-def _timed(iterator: weakref.ref[Any], stock: Callable[..., Any]) -> Callable[..., Any]:
-    # One that refers to itself would live until Python looks for such, and its end, which may take
-    # TensorFlow a minute, would come wherever that happens to be.
-    def get_next(*args: Any, **kwargs: Any) -> Any:
-        own = iterator()
-        assert own is not None  # its method is being called
-        begun_s = time.perf_counter()
-        found = stock(own, *args, **kwargs)
-        taken_s = time.perf_counter() - begun_s
-        for on_fetch in list(vars(own)[_ON_FETCH]):
-            on_fetch(taken_s)
-        return found
+def _without_samples(dummy: Any) -> Any:
+    """TensorFlow's may have samples where they are of a size that is not known."""
+    return dummy[:0] if isinstance(dummy, tf.Tensor) else dummy
 
-    return get_next
+
+def _over_workers(strategy: tf.distribute.Strategy) -> Callable[[int, int], Any]:
+    """Two numbers of this worker -> the sums over all of them."""
+
+    @tf.function(input_signature=[tf.TensorSpec([2], tf.float32)])  # type: ignore[untyped-decorator]
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def summed(numbers: tf.Tensor) -> list[tf.Tensor]:
+        found = strategy.reduce(tf.distribute.ReduceOp.SUM, numbers, axis=None)
+        return tf.unstack(found)
+
+    return lambda *numbers: summed(tf.constant(numbers, tf.float32))
+
+
+def _of_one_process(samples: int, there: int) -> tuple[None, int]:
+    return None, there  # the step counts its samples by itself
 
 
 def _in_one_call(strategy: tf.distribute.Strategy, step: OnData, on_batch: OnData) -> OnData:
@@ -257,11 +284,11 @@ def _in_one_call(strategy: tf.distribute.Strategy, step: OnData, on_batch: OnDat
         done = _is_usual(batch, strategy)
         # The batch is given back so that it is in use until the step ends. TensorFlow 2.21 else
         # computes in its memory, which is that of the user's arrays where a generator gives them.
-        return _if(done, lambda: step(batch)), batch, done
+        return _if(done, lambda: step((batch, None))), batch, done
 
     def on_next(iterator: Any) -> Any:
         found, batch, done = next_step(iterator)
-        return found if done else on_batch(batch)
+        return found if done else on_batch((batch, None))
 
     return on_next
 
@@ -297,6 +324,11 @@ def _is_usual(batch: Any, strategy: tf.distribute.Strategy) -> Any:
     if None not in sizes:
         return all(sizes)
     return tf.reduce_all(tf.stack(_samples(batch, strategy)) > 0)
+
+
+def _sizes(parts: Sequence[Any]) -> list[int]:
+    """How many samples each part of a batch has."""
+    return [int(first_of(part).shape[0]) for part in parts]
 
 
 def _samples(batch: Any, strategy: tf.distribute.Strategy) -> list[tf.Tensor]:

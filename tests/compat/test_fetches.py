@@ -1,68 +1,64 @@
-"""How long a worker waits for its own data."""
+"""The next batch of a worker, and how long it waits for its own data."""
 
 from __future__ import annotations
 
-import gc
-import weakref
-from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("tensorflow")
 pytestmark = [pytest.mark.tf, pytest.mark.timeout(60)]
 
+import tensorflow as tf  # noqa: E402
+
 from keras_distplug.compat import steps  # noqa: E402
 
 
-class Own:
-    """A worker's own iterator, as TensorFlow has it."""
-
-    def get_next_as_list(self) -> str:
-        return "list"
-
-    def get_next_as_optional_list(self) -> str:
-        return "batch"
-
-
-class Distributed:
-    def __init__(self) -> None:
-        self._iterators = [Own()]
-
-    def get_next_as_optional(self) -> SimpleNamespace:
-        found = self._iterators[0].get_next_as_optional_list()
-        return SimpleNamespace(has_value=lambda: True, get_value=lambda: found)
-
-
 @pytest.fixture
-def no_search() -> Iterator[None]:
-    """Python does not look for what refers to itself."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+def model() -> Any:
+    return SimpleNamespace(distribute_strategy=tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]))
 
 
-def test_listeners() -> None:
-    """Each one hears of each fetch, until it wants no more."""
-    model, iterator = SimpleNamespace(), Distributed()
+def of_this_worker(samples: int, there: int) -> tuple[int, int]:
+    return samples, there
+
+
+def taken(model: Any, distributed: Any) -> list[tuple[list[list[int]], int]]:
+    """The shapes of what each replica gets, and how many samples all have, until the end."""
+    strategy, iterator = model.distribute_strategy, iter(distributed)
+    found = []
+
+    def note(given: Any) -> None:
+        batch, total = given
+        shapes = [each.shape.as_list() for each in strategy.experimental_local_results(batch)]
+        found.append((shapes, total))
+
+    try:
+        while True:
+            steps._fetched(model, note, of_this_worker, iterator)
+    except tf.errors.OutOfRangeError:
+        return found
+
+
+def test_listeners(model: Any) -> None:
+    """Each one hears of each fetch, that of the end as well, until it wants no more."""
     one: list[float] = []
     other: list[float] = []
     steps.hear_of_fetches(model, one.append)
     steps.hear_of_fetches(model, other.append)
-    for _ in range(2):
-        assert steps._fetched(model, str.upper, iterator) == "BATCH"
+    numbers = tf.data.Dataset.range(8).batch(4)
+    batches = model.distribute_strategy.experimental_distribute_dataset(numbers)
+    assert taken(model, batches) == [([[2], [2]], 4)] * 2
     steps.hear_no_more_of_fetches(model, one.append)
-    steps._fetched(model, str.upper, iterator)
-    assert (len(one), len(other)) == (2, 3)
+    taken(model, batches)
+    assert (len(one), len(other)) == (3, 6)
 
 
-def test_iterator_is_let_go(no_search: None) -> None:
-    """At once: one that lives on until Python looks for such ends wherever that happens to be, and
-    its end may take TensorFlow a minute."""
-    model, iterator = SimpleNamespace(), Distributed()
-    steps.hear_of_fetches(model, [].append)
-    steps._fetched(model, str.upper, iterator)
-    own = weakref.ref(iterator._iterators[0])
-    del iterator
-    assert own() is None
+def test_replica_without_a_batch(model: Any) -> None:
+    """It has no samples, also where all batches have as many, of a size that is not known."""
+    rows = tf.data.Dataset.range(6).map(lambda number: tf.range(number))
+    batches = rows.padded_batch(2, drop_remainder=True)
+    assert batches.element_spec.shape.as_list() == [2, None]
+    distributed = model.distribute_strategy.distribute_datasets_from_function(lambda _: batches)
+    assert taken(model, distributed) == [([[2, 1], [2, 3]], 4), ([[2, 5], [0, 0]], 2)]

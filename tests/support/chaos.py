@@ -16,7 +16,7 @@ from typing import Any
 from stores.flaky import Proxy, Rule, in_front_of
 from support import fault, harmed
 from support.fault import Fault
-from support.harmed import Ended, Job, SetUp
+from support.harmed import Ended, Job, Result, SetUp
 
 from keras_distplug.core import goodput
 
@@ -24,6 +24,7 @@ BATCHES, SAVE_FREQ = 20, 5
 # Behind harm to checkpoints, new ones have to be made before the next such harm: there are two.
 APART = 4 * SAVE_FREQ
 STORM_SECS, STORM_RATE = 5.0, 0.3
+_GIVEN_UP_SECS = 10.0  # a save that fails is tried again, and told when that has failed, too
 
 # How often each kind is drawn, by its weight.
 WEIGHTS = {
@@ -191,8 +192,14 @@ def soak(
 def unnamed(soaked: Soaked) -> Iterator[str]:
     """Faults that came, and of which nothing was said, or not what should be."""
     for each in soaked.ended.results:
-        if each.came and each.fault.kind != "flaky_store" and not each.is_named:
+        if each.came and _is_to_name(each) and not each.is_named:
             yield f"{each.fault}: {each.cause}"
+
+
+def _is_to_name(each: Result) -> bool:
+    if each.fault.kind == "fails_to_write" and each.next_secs is not None:
+        return each.next_secs > _GIVEN_UP_SECS
+    return each.fault.kind != "flaky_store"
 
 
 @contextmanager

@@ -81,6 +81,7 @@ class Result:
         recovered_secs: Until the end of the first batch behind a restart; None without one.
         steps_lost: Steps that were trained again; None without a restart.
         file: That was damaged.
+        next_secs: Until the next fault, other than of the data; None if none came.
     """
 
     fault: Fault
@@ -90,6 +91,7 @@ class Result:
     recovered_secs: float | None = None
     steps_lost: int | None = None
     file: str = ""
+    next_secs: float | None = None
 
     @property
     def is_named(self) -> bool:
@@ -187,6 +189,7 @@ def _result(
     at, file = came[0].at, came[0].file
     # A fault of the data has to wait where another one comes between; all others have their turn.
     until = min((each for each in others if each > at and not _is_of_data(of)), default=math.inf)
+    next_secs = None if until == math.inf else until - at
     kinds = KINDS[of.kind].told_by
     said = [e for e in told if at <= e.at < until and isinstance(e.event, kinds)]
     if _is_of_data(of):
@@ -206,11 +209,12 @@ def _result(
         cause = word and word[0]
     again = next((each for each in first_batches if at < each.at < until), None)
     if again is None or not KINDS[of.kind].restarts:
-        return Result(of, len(came), cause, detected_secs, file=file)
+        return Result(of, len(came), cause, detected_secs, file=file, next_secs=next_secs)
     assert again.steps is not None
     # Those that are told to go end behind a step that comes later.
     lost = None if came[0].steps is None else max(0, came[0].steps - (again.steps - 1))
-    return Result(of, len(came), cause, detected_secs, again.at - at, lost, file)
+    recovered_secs = again.at - at
+    return Result(of, len(came), cause, detected_secs, recovered_secs, lost, file, next_secs)
 
 
 @dataclass(frozen=True)
@@ -237,7 +241,8 @@ KINDS = {
     "abort": Kind(_FAILED, "{who} was killed by SIGABRT"),
     "error": Kind(_FAILED, "{who} exited with code 1"),
     "vanish": Kind(_FAILED, "{who} exited with code 9"),
-    "leave": Kind(_FAILED, "{who} left without completing training"),
+    # A process may need longer to end than its peers wait for it.
+    "leave": Kind(_FAILED, "{who} left without completing training|{who} .* or without its `fit`"),
     "lose": Kind(_FAILED, "{who} was killed by SIGKILL"),
     "stop": Kind(
         _FAILED, _HUNG + r"{who} did not answer: stopped \(SIGSTOP\)|{who} .*no sign of life"
