@@ -260,9 +260,8 @@ def _over_workers(strategy: tf.distribute.Strategy) -> Callable[[int, int], Any]
 
     @tf.function(input_signature=[tf.TensorSpec([2], tf.float32)])  # type: ignore[untyped-decorator]
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def summed(numbers: tf.Tensor) -> list[tf.Tensor]:
-        found = strategy.reduce(tf.distribute.ReduceOp.SUM, numbers, axis=None)
-        return tf.unstack(found)
+    def summed(numbers: tf.Tensor) -> Any:
+        return tf.unstack(strategy.reduce(tf.distribute.ReduceOp.SUM, numbers, axis=None))
 
     return lambda *numbers: summed(tf.constant(numbers, tf.float32))
 

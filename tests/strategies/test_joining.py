@@ -1,15 +1,21 @@
-"""Arguments of `init`, without a cluster."""
+"""Arguments of `init`, without a cluster of several processes."""
 
 from __future__ import annotations
 
 import json
 import warnings
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("tensorflow")
 pytestmark = [pytest.mark.tf, pytest.mark.timeout(60)]
 
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+
+import keras_distplug as kd  # noqa: E402
 from keras_distplug import startup  # noqa: E402
 from keras_distplug.core.errors import ConfigurationError  # noqa: E402
 from keras_distplug.core.timeouts import COLLECTIVE, HEARTBEAT, Timeouts  # noqa: E402
@@ -50,3 +56,32 @@ def test_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(COLLECTIVE, "soon")
     with pytest.raises(ConfigurationError, match=COLLECTIVE):
         startup.init()
+
+
+def test_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What `init` was asked for by name is what "auto" means from then on, and not what a `fit` was
+    asked for."""
+    monkeypatch.setattr(startup, "_asked_for", [])
+    monkeypatch.setattr(startup, "_joined", {})
+    monkeypatch.setattr(startup, "_joined_with", {})
+
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    def fitted(name: str, strategy: str) -> tf.distribute.Strategy:
+        data, folder = np.ones((8, 2), "float32"), tmp_path / name
+        history = kd.distributed_fit(
+            build, data, data[:, :1], strategy=strategy, directory=folder, verbose=0
+        )
+        return history.model.distribute_strategy
+
+    assert isinstance(fitted("asked", "mirrored"), tf.distribute.MirroredStrategy)
+    assert kd.global_batch(4) == 4
+    mirrored = kd.init("mirrored")
+    assert mirrored.num_replicas_in_sync > 1
+    assert kd.init() is mirrored
+    assert kd.global_batch(4) == 4 * mirrored.num_replicas_in_sync
+    assert fitted("named", "auto") is mirrored
+    assert fitted("other", "one_device") is not mirrored
