@@ -164,7 +164,7 @@ def test_split_table_of_workers(found: Found) -> None:
     left_out = np.cumsum(told["left_out"])
     assert (left_out > 0).all()
     assert told["steps"] == [STEPS * (n + 1) - left_out[n] for n in range(3)]
-    # How far depends on how old the weights are that steps are taken with: 0.57 of it, on a busy day.
+    # How far depends on how old the weights are that steps start from: 0.57 of it, on a busy day.
     assert told["loss"][-1] < 0.8 * told["loss"][0]
 
 
