@@ -58,6 +58,7 @@ def test_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
         startup.init()
 
 
+@pytest.mark.timeout(180)
 def test_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What `init` was asked for by name is what "auto" means from then on, and not what a `fit` was
     asked for."""

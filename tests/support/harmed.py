@@ -270,7 +270,7 @@ def is_named(of: Fault, cause: str | None, file: str = "") -> bool:
         "{who}": of.who,
         "{signal}": signal.Signals(of.number).name if of.kind == "tell" else "",
         "{error}": os.strerror(of.number),
-        "{file}": re.escape(file),
+        "{file}": re.escape(file) or "(?!)",  # nothing is named by no file
     }
     pattern = KINDS[of.kind].cause
     for each, value in told.items():
