@@ -2,7 +2,7 @@
 
     python benchmarks/chaos.py [--minutes 60] [--workers 3] [--seed 0] [--json FILE]
 
-Real processes train a small convolutional network under `keras-distplug run --warm-spares`, with
+Real processes train a small convolutional network under `keras-distplug run`, with
 all callbacks of `defaults()` and a checkpoint each 5 batches in Ceph's RADOS Gateway on this
 machine (`--store moto` where that is not installed). They are killed, stopped, told to go, and made
 to hang; their shares of checkpoints cannot be written, and those that were are damaged; requests to

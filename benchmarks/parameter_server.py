@@ -97,7 +97,7 @@ def accuracy(folder: Path, given: argparse.Namespace) -> tuple[Table, dict[str, 
 
 
 def kills(folder: Path, given: argparse.Namespace) -> tuple[Table, dict[str, Any]]:
-    options = ["--workers", str(WORKERS), "--ps=1", "--warm-spares", f"--log={folder / 'events'}"]
+    options = ["--workers", str(WORKERS), "--ps=1", f"--log={folder / 'events'}"]
     command = [sys.executable, "-m", "keras_distplug", "run", *options, "--"]
     steps = 10 * given.steps
     command += [sys.executable, str(SCRIPT), "kills", str(folder), str(steps), "1"]

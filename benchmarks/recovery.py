@@ -6,8 +6,8 @@ Real processes train a perceptron (steps of about 50 ms of matrix work: 1024 sam
 weights) in epochs of 40 batches, saved each 20. Behind batch 30 of the second epoch a process does
 itself harm; once that is made up for, the next fault comes in the next epoch, and so on. Ours run
 by `keras-distplug run --unresponsive-timeout 10`, with a `PreemptionHandler` and a
-`HangWatchdog(step_secs=5, save_secs=5)`, and once more with `--warm-spares`, where a fault comes in
-each third epoch only, when the spares have loaded what they load. The rival runs by
+`HangWatchdog(step_secs=5, save_secs=5)`, with a fault in every third epoch only, when the fork
+server has imported what it imports; and again with `--no-fork-server`. The rival runs by
 `until python plain.py; do :; done`, in one process: several workers it does not run on Keras 3
 (keras-team/keras#20585). Rounds are interleaved; medians, and the least and the most of several.
 Counted from the fault:
@@ -48,12 +48,12 @@ POLL_S = 0.05
 PATIENCE_S = 180.0  # for what has to come
 
 OURS, RIVAL = "keras_distplug", "BackupAndRestore in a loop"
-WARM = "keras_distplug, warm spares"
+COLD = "keras_distplug, --no-fork-server"
 # When nothing has been started again. Ours asks the other workers for up to 5 s, too.
-GIVEN_UP_S = {OURS: 6.0 * STEP_SECS, WARM: 6.0 * STEP_SECS, RIVAL: 3.0 * STEP_SECS}
+GIVEN_UP_S = {OURS: 6.0 * STEP_SECS, COLD: 6.0 * STEP_SECS, RIVAL: 3.0 * STEP_SECS}
 TIMES = ("starts_again_s", "first_batch_s", "made_up_s")
 # Faults come in each so many epochs.
-EVERY = {OURS: 1, WARM: 3, RIVAL: 1}
+EVERY = {OURS: 3, COLD: 1, RIVAL: 1}
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def running(subject: str, set_up: SetUp, faults: Sequence[str], folder: Path) ->
     arguments = [str(folder), str(set_up.hit), str(EVERY[subject]), *faults]
     if subject != RIVAL:
         options = ["--workers", str(set_up.workers), "--max-restarts", str(len(faults))]
-        options += ["--unresponsive-timeout", "10", *["--warm-spares"] * (subject == WARM)]
+        options += ["--unresponsive-timeout", "10", *["--no-fork-server"] * (subject == COLD)]
         command = [sys.executable, "-m", "keras_distplug", "run", *options, "--"]
         command += [sys.executable, str(SCRIPTS / "ours.py"), *arguments]
     else:
@@ -275,7 +275,7 @@ def table_of(found: Mapping[tuple[str, SetUp], Mapping[str, Sequence[Outcome]]])
             if subject != RIVAL and name in outcomes:
                 rival = found[RIVAL, set_up][name] if (RIVAL, set_up) in found else None
                 timeout = f"{STEP_SECS} s" if fault.hangs else ""
-                title = set_up.title + ", warm spares" * (subject == WARM)
+                title = set_up.title + ", --no-fork-server" * (subject == COLD)
                 table.add_row(fault.title, title, timeout, *shown(outcomes[name]), *shown(rival))
     return table
 
@@ -324,11 +324,11 @@ def main() -> None:
     jobs = {
         (subject, set_up): [
             name
-            for name in (["SIGKILL"] if subject == WARM else faults)
+            for name in (["SIGKILL"] if subject == COLD else faults)
             if arguments.only is None or name in arguments.only
         ]
         for set_up, faults in (set_ups(1) | set_ups(arguments.workers)).items()
-        for subject in ((OURS, WARM, RIVAL) if set_up.workers == 1 else (OURS, WARM))
+        for subject in ((OURS, COLD, RIVAL) if set_up.workers == 1 else (OURS, COLD))
     }
     found: dict[tuple[str, SetUp], dict[str, list[Outcome]]] = {
         job: {name: [] for name in faults} for job, faults in jobs.items()

@@ -3,7 +3,7 @@
     python benchmarks/reliability.py [--only "2 workers"] [--json FILE]
 
 The matrix of tests/scenarios/test_fault_matrix.py, and with three workers: real processes under
-`keras-distplug run --warm-spares` (without spares beside parameter servers), with all callbacks of
+`keras-distplug run`, with all callbacks of
 `defaults()`, a checkpoint each 4 batches, limits of 10 s for a step and 15 s for a callback. The
 faults of a job come one after the other. Detected: from the fault to the first word of the
 supervisor, or a watchdog, that names it. Recovered: to the end of the first batch behind the
@@ -66,11 +66,10 @@ def job_of(set_up: SetUp, directory: str) -> Job:
 
 
 def trained(set_up: SetUp, faults: Faults) -> Ended:
-    spares = [] if set_up.servers else ["--warm-spares"]
     with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
         job = job_of(set_up, f"{folder}/runs")
         of = faults(set_up.workers - 1)
-        return harmed.run(Path(folder), job, of, *spares, timeout_s=TIMEOUT_S)
+        return harmed.run(Path(folder), job, of, timeout_s=TIMEOUT_S)
 
 
 def table(found: Sequence[tuple[SetUp, Result]]) -> Table:

@@ -85,15 +85,13 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def _begin() -> None:
-    if os.environ.get("KERAS_DISTPLUG_SPARE"):
-        spare = importlib.import_module("keras_distplug.cluster.spare")
-        if spare.is_here():
-            for home in _HOMES.values():
-                importlib.import_module(home)
-            if os.environ.get("KERAS_DISTPLUG_WARM_UP"):
-                importlib.import_module("keras_distplug.compat.context").warm_up()
-            spare.wait_for_part()
+def _start_process() -> None:
+    """Runs on import, and in a forked process when its script imports this package."""
+    if os.environ.get("KERAS_DISTPLUG_FORK_SERVER"):
+        needed = ("keras_distplug.cluster.pulse", "keras_distplug.cluster.leaving")
+        for name in (*_HOMES.values(), *needed):
+            importlib.import_module(name)
+        return
     if os.environ.get("KERAS_DISTPLUG_JOB"):
         importlib.import_module("keras_distplug.cluster.pulse").begin()
     # Before the first error, and for who is told by the code of this process only.
@@ -106,4 +104,4 @@ def _begin() -> None:
         importlib.import_module("keras_distplug.startup").join_on_import()
 
 
-_begin()
+_start_process()

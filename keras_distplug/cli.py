@@ -165,11 +165,11 @@ def _add_run(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "there are so many (default: as many as --workers)",
     )
     parser.add_argument(
-        "--warm-spares",
-        action="store_true",
-        help="as many processes as workers run the script up to `import keras_distplug`, and wait "
-        "there to take their places: a restart takes less time, and the memory of as many more "
-        "processes",
+        "--no-fork-server",
+        action="store_false",
+        dest="fork_server",
+        help="start every worker as a new process; by default, restarted workers are forked from "
+        "one process that has already imported TensorFlow and Keras, which saves seconds",
     )
     parser.add_argument(
         "--unresponsive-timeout",
@@ -245,7 +245,7 @@ def _run(parsed: argparse.Namespace, command: Sequence[str]) -> int:
             replacements=Budgets.replacements if alone is None else alone,
             min_workers=parsed.min_workers,
         ),
-        warm_spares=parsed.warm_spares,
+        fork_server=parsed.fork_server,
         limits=Limits(parsed.startup_timeout, parsed.grace, parsed.unresponsive_timeout),
         timeouts=Timeouts(parsed.heartbeat_timeout, parsed.collective_timeout),
         log=parsed.log,

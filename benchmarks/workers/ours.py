@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 from events import SAVE_EVERY, SAVE_SECS, STEP_SECS, Events
 
 folder, hit, every, faults = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
-is_spare = "KERAS_DISTPLUG_SPARE" in os.environ  # which begins when it has a part to play
-if not is_spare:
-    events = Events(folder)
+events = Events(folder)
 
 import tensorflow as tf  # noqa: E402
 from recovering import Batches, Harm, build  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
 
-if is_spare:
-    events = Events(folder)
 strategy = kd.init()
 
 

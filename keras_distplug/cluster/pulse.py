@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from pathlib import Path
 
 from keras_distplug.cluster import roles
 from keras_distplug.core.errors import ClusterError
@@ -24,6 +25,7 @@ def begin() -> None:
         name = roles.from_environment(os.environ).name
     except ClusterError:
         return  # told by whoever needs it
+    contract.report_settings(_settings())
     pulse = contract.pulse_of(name)
 
     def beat() -> None:
@@ -37,3 +39,17 @@ def begin() -> None:
                 pulse.unlink()  # who gives none is not missed
 
     threading.Thread(target=beat, name="keras_distplug-pulse", daemon=True).start()
+
+
+def _settings() -> dict[str, str]:
+    """Environment variables that have changed since this process was started."""
+    try:
+        block = Path("/proc/self/environ").read_bytes()
+    except OSError:
+        return {}
+    started_with = dict(entry.partition(b"=")[::2] for entry in block.split(b"\0"))
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if started_with.get(os.fsencode(name)) != os.fsencode(value)
+    }

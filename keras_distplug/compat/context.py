@@ -90,29 +90,6 @@ def reset() -> None:
         tf.random.set_seed(kept.seed)
 
 
-def warm_up() -> None:
-    """Has TensorFlow do what takes longer the first time (trace, optimize and run a function, and
-    read a dataset), and starts it afresh. Without effect once there is a tensor.
-
-    It makes use of all devices, and so must not come before it is known which ones are this
-    process's.
-    """
-    if is_initialized():
-        return
-
-    @tf.function  # type: ignore[untyped-decorator]
-    def slope(x: tf.Tensor) -> tf.Tensor:
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            if tf.reduce_sum(x) > 0:
-                x = tf.linalg.matmul(x, x)
-        return tape.gradient(x, x)
-
-    for x in tf.data.Dataset.range(1).map(lambda _: tf.ones((2, 2))):
-        slope(x)
-    reset()
-
-
 _asking: threading.Thread | None = None
 _asking_lock = threading.Lock()
 

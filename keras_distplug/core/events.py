@@ -357,12 +357,12 @@ class Started(Event):
     Args:
         workers: Their names: "worker-0", and "chief-0" and "ps-0" beside parameter servers.
         slots: The places in the job that the workers among them have.
-        spares: Those of them that were warm spares.
+        forked: Those of them that the fork server has started.
     """
 
     workers: tuple[str, ...]
     slots: tuple[int, ...]
-    spares: tuple[str, ...] = ()
+    forked: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -334,7 +334,7 @@ def _starts(supervised: Sequence[Entry], fit: Fit) -> list[float]:
 
 
 def _of_length(secs: Mapping[str, float], length_s: float) -> dict[Category, float]:
-    """Of a window that overlaps what is accounted for, such as the start of a spare, the rest."""
+    """Of a window that overlaps what is accounted for, such as by another clock, the rest."""
     found: dict[Category, float] = {}
     for name, value in secs.items():
         # A later release may know more of them.

@@ -22,8 +22,7 @@ ATTEMPT = "KERAS_DISTPLUG_ATTEMPT"
 STATUS_DIR = "KERAS_DISTPLUG_STATUS_DIR"
 DEVICES_PER_WORKER = "KERAS_DISTPLUG_DEVICES_PER_WORKER"
 JOINED_BY = "KERAS_DISTPLUG_JOINED_BY"  # the process that joins; its own subprocesses do not
-SPARE = "KERAS_DISTPLUG_SPARE"  # the pipe that a spare gets its part from
-WARM_UP = "KERAS_DISTPLUG_WARM_UP"  # whether it may use devices before that
+FORK_SERVER = "KERAS_DISTPLUG_FORK_SERVER"  # in the fork server, which is no worker itself
 
 
 class Phase(enum.StrEnum):
@@ -180,6 +179,28 @@ class Supervised:
             return None
         return url, folder, options
 
+    def report_settings(self, settings: Mapping[str, str]) -> None:
+        """Records environment variables that the script has set before it imported this package,
+        for the fork server, which imports TensorFlow with them. Without them, the server's workers
+        would notice the difference and start over."""
+        temporary = self._settings.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            self.status_dir.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(dict(settings)))
+            os.replace(temporary, self._settings)
+        except OSError as error:
+            warnings.warn(f"The fork server will not know {settings}: {error}", stacklevel=2)
+
+    def settings(self) -> dict[str, str]:
+        """What `report_settings` was given in this attempt."""
+        try:
+            return {
+                str(name): str(value)
+                for name, value in json.loads(self._settings.read_text()).items()
+            }
+        except (OSError, ValueError, AttributeError):
+            return {}
+
     def pulse_of(self, worker: str) -> Path:
         """The file that a worker touches while it can run Python; its process's number is in it."""
         return self.status_dir / f"{worker}.pulse"
@@ -200,6 +221,10 @@ class Supervised:
         """Removes what a worker has told that is gone, for the one that takes its place."""
         for path in (self._path(worker), self.pulse_of(worker)):
             path.unlink(missing_ok=True)
+
+    @property
+    def _settings(self) -> Path:
+        return self.status_dir / "settings.json"
 
     @property
     def _logs(self) -> Path:

@@ -103,13 +103,13 @@ class Listener:
         on_failure: With the failures found, earliest first, once all others were told to stop.
         on_training: With the last reports, once everyone who trains has trained its first batch.
         on_replaced: When a worker has ended that will be started again alone.
-        on_back: With its name, the seconds since then, and whether all are there that were.
+        on_back: With its name and the seconds since then, once it has joined again.
     """
 
     on_failure: Callable[[Sequence[Exit]], None]
     on_training: Callable[[Mapping[str, Status]], None]
     on_replaced: Callable[[Replaced], None]
-    on_back: Callable[[str, float, bool], None]
+    on_back: Callable[[str, float], None]
 
 
 def run_attempt(
@@ -191,7 +191,7 @@ class _Run:
             if failures:
                 return self._end_after(failures)
             for worker, secs in self._replacing.go_on(self._listener.on_replaced):
-                self._listener.on_back(worker, secs, self._replacing.is_complete)
+                self._listener.on_back(worker, secs)
         # What of the others has ended by now was needed no more.
         self._exits = [each for each in self._exits if self._trains(each)]
         self._end(0.0, self._judge)  # what the commands of these have left behind, too

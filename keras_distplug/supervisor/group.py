@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import selectors
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Collection
@@ -15,7 +14,7 @@ from typing import Self
 
 from keras_distplug.core.errors import SupervisorError
 from keras_distplug.supervisor import guard
-from keras_distplug.supervisor.launch import Started
+from keras_distplug.supervisor.launch import Handle, Started
 from keras_distplug.supervisor.output import Output, pump
 from keras_distplug.supervisor.signals import Interruptions
 
@@ -50,7 +49,7 @@ class Happened:
 @dataclass(frozen=True)
 class _Process:
     worker: str
-    handle: subprocess.Popen[bytes]
+    handle: Handle
     pidfd: int
 
 
@@ -165,6 +164,7 @@ class Group:
             if not isinstance(error, SupervisorError):
                 self.kill()
                 self.drain()
+                guard.reap_orphans()
         finally:
             self._selector.close()
 

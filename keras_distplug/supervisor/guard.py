@@ -54,6 +54,23 @@ def signal_all(marks: Collection[str], number: signal.Signals) -> None:
                 os.close(pidfd)
 
 
+_started: set[int] = set()
+
+
+def note_child(pid: int) -> None:
+    """This process has started that one, and will wait for its end."""
+    _started.add(pid)
+
+
+def reap_orphans() -> None:
+    """Takes the exit codes of ended processes that have become children of this one because their
+    parents ended, so that the system can forget them."""
+    for task in Path("/proc/self/task").iterdir():
+        for pid in map(int, (task / "children").read_text().split()):
+            if pid not in _started:
+                os.waitpid(pid, os.WNOHANG)
+
+
 def _pids(marks: Collection[str]) -> Iterator[int]:
     for entry in os.listdir("/proc"):
         if entry.isdigit() and _has(marks, int(entry)):
@@ -84,6 +101,7 @@ class Guard:
             stdout=subprocess.DEVNULL,
             start_new_session=True,
         )
+        note_child(self._process.pid)
 
     def __enter__(self) -> Self:
         return self

@@ -13,13 +13,15 @@ import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Protocol
 
 from keras_distplug.cluster.roles import VARIABLES, Role, from_environment
 from keras_distplug.core import supervised
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.supervised import Supervised
+from keras_distplug.supervisor import guard
 
-_MEMBER = "KERAS_DISTPLUG_MEMBER"  # tells what one worker has started from what others have
+MEMBER = "KERAS_DISTPLUG_MEMBER"  # tells what one worker has started from what others have
 
 
 def free_ports(count: int, avoid: Collection[int] = ()) -> tuple[int, ...]:
@@ -122,13 +124,13 @@ def refuse_foreign_cluster(environ: Mapping[str, str]) -> None:
 
 
 def common_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """What all workers, and their spares, have in their environment.
+    """What all workers, and their fork server, have in their environment.
 
     Args:
         base: The supervisor's own, usually `os.environ`.
     """
     dropped = {"TF_CONFIG", supervised.DEVICES_PER_WORKER, supervised.JOINED_BY}
-    dropped |= {supervised.SPARE, supervised.WARM_UP}
+    dropped.add(supervised.FORK_SERVER)
     environ = {name: value for name, value in base.items() if name not in dropped}
     environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     environ["PYTHONUNBUFFERED"] = "1"
@@ -178,16 +180,28 @@ def check_command(command: Sequence[str], environ: Mapping[str, str]) -> None:
     raise CommandNotFoundError(f"The command {name!r} cannot be started. {hint}")
 
 
+class Handle(Protocol):
+    """A child process, as `subprocess.Popen` gives it."""
+
+    pid: int
+    stdout: IO[bytes] | None
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
 @dataclass(frozen=True)
 class Started:
-    """A process that is a worker, or may become one.
+    """A process that is a worker.
 
     Args:
         handle: Of the command.
         mark: What it, and whatever it starts, has in its environment.
     """
 
-    handle: subprocess.Popen[bytes]
+    handle: Handle
     mark: str
 
 
@@ -197,7 +211,7 @@ def spawn(command: Sequence[str], environ: Mapping[str, str]) -> Started:
     try:
         handle = subprocess.Popen(
             command,
-            env={**environ, _MEMBER: name},
+            env={**environ, MEMBER: name},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -210,4 +224,5 @@ def spawn(command: Sequence[str], environ: Mapping[str, str]) -> Started:
             "executable; a script needs a first line such as `#!/usr/bin/env python` or its "
             f"interpreter: `-- python {command[0]}`."
         ) from error
-    return Started(handle, f"{_MEMBER}={name}")
+    guard.note_child(handle.pid)
+    return Started(handle, f"{MEMBER}={name}")

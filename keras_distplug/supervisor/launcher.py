@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from keras_distplug.cluster.roles import Role
 from keras_distplug.core.supervised import Supervised
+from keras_distplug.supervisor.fork_server import ForkServer
 from keras_distplug.supervisor.group import Group
 from keras_distplug.supervisor.launch import worker_environment
-from keras_distplug.supervisor.spares import Spares
 
 
 class Launcher:
@@ -17,7 +17,7 @@ class Launcher:
 
     Args:
         group: Which takes care of them.
-        spares: Which may take their places.
+        fork_server: Starts them.
         roles: Of all of them.
         contract: What they report to.
         environ: What all have in their environment.
@@ -27,24 +27,24 @@ class Launcher:
     def __init__(
         self,
         group: Group,
-        spares: Spares,
+        fork_server: ForkServer,
         roles: Sequence[Role],
         contract: Supervised,
         environ: Mapping[str, str],
         gpus: Sequence[Sequence[str]] | None,
     ) -> None:
         self._group = group
-        self._spares = spares
+        self._fork_server = fork_server
         self._roles = {role.name: role for role in roles}
         self._contract = contract
         self._environ = environ
         self._gpus = gpus
 
     def start(self, name: str) -> bool:
-        """Starts one; whether a spare has taken its place."""
-        started, is_warm = self._spares.start(self._environment(self._roles[name]))
+        """Starts one; whether it was forked."""
+        started, is_forked = self._fork_server.start(self._environment(self._roles[name]))
         self._group.add(name, started)
-        return is_warm
+        return is_forked
 
     def _environment(self, role: Role) -> dict[str, str]:
         if role.task_type == "worker":

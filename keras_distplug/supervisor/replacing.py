@@ -187,11 +187,6 @@ class Replacing:
         """How often workers were started again."""
         return len(self._deaths) - (self.given_up is not None)
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether all workers have joined that were started again."""
-        return not self._absent
-
     def awaits(self, worker: str) -> bool:
         """Whether its end is known already, and no other one has begun in its place."""
         return worker in self._absent and not self._absent[worker].is_started

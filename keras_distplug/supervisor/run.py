@@ -21,6 +21,7 @@ from keras_distplug.core.timeouts import Timeouts
 from keras_distplug.supervisor.attempt import Limits, Listener, Outcome, run_attempt
 from keras_distplug.supervisor.events import EventLog, OpenLog
 from keras_distplug.supervisor.exits import FAILURES, Cause, Exit
+from keras_distplug.supervisor.fork_server import ForkServer
 from keras_distplug.supervisor.group import Group
 from keras_distplug.supervisor.guard import Guard
 from keras_distplug.supervisor.launch import (
@@ -38,7 +39,6 @@ from keras_distplug.supervisor.output import Output
 from keras_distplug.supervisor.replacing import Replaced, Replacements
 from keras_distplug.supervisor.restarts import Again, Attempt, Budgets, End, decide
 from keras_distplug.supervisor.signals import Interruptions
-from keras_distplug.supervisor.spares import Spares
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class Job:
         ps: How many parameter servers beside them, which make them serve a chief; 0 for none.
         devices_per_worker: Devices for each; None for equal shares of the GPUs.
         budgets: How often it is started again.
-        warm_spares: Whether as many processes as workers wait to take their places.
+        fork_server: Whether workers are forked from a process that has imported TensorFlow and
+            Keras, once one is ready.
         limits: How long to wait.
         timeouts: Of the workers' cluster.
         log: The file that events are appended to; None for none.
@@ -62,7 +63,7 @@ class Job:
     ps: int = 0
     devices_per_worker: int | None = None
     budgets: Budgets = field(default_factory=Budgets)
-    warm_spares: bool = False
+    fork_server: bool = True
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)
     log: Path | None = None
@@ -124,8 +125,16 @@ def run(job: Job, environ: Mapping[str, str], open_log: OpenLog | None = None) -
         interruptions = stack.enter_context(Interruptions())
         stack.enter_context(Guard(name_of_job, folder))
         common = common_environment({**environ, **job.timeouts.to_env()})
-        spares = stack.enter_context(
-            Spares(job.command, common, name_of_job, folder / "spares", has_gpus=bool(gpus))
+        fork_server = stack.enter_context(
+            ForkServer(
+                job.command,
+                common,
+                name_of_job,
+                folder,
+                is_on=job.fork_server,
+                # CUDA does not survive a fork, and importing TensorFlow may start it.
+                why_not="the workers use GPUs" if gpus else "",
+            )
         )
         output = stack.enter_context(Output(names, live_worker=names[0]))
         output.note(f"starting {_described(job)}: {shlex.join(job.command)}")
@@ -142,13 +151,13 @@ def run(job: Job, environ: Mapping[str, str], open_log: OpenLog | None = None) -
             log.ask(contract.logs)
             ports = free_ports(len(slots) + job.others, avoid=ports)
             roles = local_cluster(ports, job.ps)
-            reporter = _Reporter(job, output, log, spares, history)
+            reporter = _Reporter(job, output, log, fork_server, contract, history)
             with Group(output, interruptions) as group:
                 own = [gpus[slot] for slot in slots] if gpus else None
-                launcher = Launcher(group, spares, roles, contract, common, own)
-                warm = [role.name for role in roles if launcher.start(role.name)]
-                reporter.started([role.name for role in roles], slots, warm)
-                reporter.tell_of_spares()
+                launcher = Launcher(group, fork_server, roles, contract, common, own)
+                forked = [role.name for role in roles if launcher.start(role.name)]
+                reporter.started([role.name for role in roles], slots, forked)
+                reporter.report_fork_server()
                 outcome = run_attempt(
                     group,
                     Members.of(roles),
@@ -181,20 +190,22 @@ def _pause(next_: Again, interruptions: Interruptions) -> list[signal.Signals]:
 
 
 class _Reporter:
-    """Tells people and programs what happens in an attempt; prepares spares once it trains."""
+    """Reports what happens in an attempt; prepares the fork server once it trains."""
 
     def __init__(
         self,
         job: Job,
         output: Output,
         log: EventLog,
-        spares: Spares,
+        fork_server: ForkServer,
+        contract: Supervised,
         history: Sequence[Attempt],
     ) -> None:
         self._job = job
         self._output = output
         self._log = log
-        self._spares = spares
+        self._fork_server = fork_server
+        self._contract = contract
         self._before = history[-1].outcome if history else None
         self._number = len(history)
         self._failures = sum(not each.outcome.is_preempted for each in history)
@@ -203,9 +214,9 @@ class _Reporter:
     def listener(self) -> Listener:
         return Listener(self.failed, self.training, self.replaced, self.back)
 
-    def started(self, workers: Sequence[str], slots: Sequence[int], warm: Sequence[str]) -> None:
+    def started(self, workers: Sequence[str], slots: Sequence[int], forked: Sequence[str]) -> None:
         self._workers = workers
-        self._log.note(Started(tuple(workers), tuple(slots), tuple(warm)), self._number)
+        self._log.note(Started(tuple(workers), tuple(slots), tuple(forked)), self._number)
 
     def training(self, reports: Mapping[str, Status]) -> None:
         told = Training()
@@ -217,7 +228,7 @@ class _Reporter:
             told = Training(reached - failure.at, str(failure))
             self._output.note(report)
         self._log.note(told, self._number)
-        self._prepare_spares()
+        self._prepare_fork_server()
 
     def replaced(self, replaced: Replaced) -> None:
         ended, times = replaced.exit, f"restart {replaced.times} of a worker alone"
@@ -234,18 +245,16 @@ class _Reporter:
         )
         self._log.note(what, self._number)
 
-    def back(self, worker: str, secs: float, is_complete: bool) -> None:
+    def back(self, worker: str, secs: float) -> None:
         self._output.note(f"{worker} has joined again, {secs:.1f} s after")
-        if is_complete:  # else one of the spares may not have taken its part yet
-            self._prepare_spares()
+        self._prepare_fork_server()
 
-    def _prepare_spares(self) -> None:
-        if self._job.warm_spares:
-            self._spares.prepare(len(self._workers))
-            self.tell_of_spares()
+    def _prepare_fork_server(self) -> None:
+        self._fork_server.prepare(self._contract.settings())
+        self.report_fork_server()
 
-    def tell_of_spares(self) -> None:
-        for what in self._spares.ended():
+    def report_fork_server(self) -> None:
+        for what in self._fork_server.notes():
             self._output.note(what)
 
     def failed(self, failures: Sequence[Exit]) -> None:

@@ -108,7 +108,7 @@ def test_who_waits(last: Event, category: Category) -> None:
 
 
 def test_overlapping() -> None:
-    """A spare was started while the attempt before it trained: its start-up counts from then on."""
+    """A window that overlaps what is accounted for counts from there on."""
     found = goodput.spans(
         [
             fit(window(10, 40, 40, step=10)),

@@ -27,8 +27,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
     def train(set_up: SetUp, faults: Faults) -> Ended:
         folder = tmp_path_factory.mktemp("job")
         job = Job(set_up, str(folder / "runs"), epochs=fault_matrix.epochs(set_up))
-        spares = [] if set_up.servers else ["--warm-spares"]
-        return harmed.run(folder, job, faults(set_up.workers - 1), *spares, timeout_s=800)
+        return harmed.run(folder, job, faults(set_up.workers - 1), timeout_s=800)
 
     return train
 

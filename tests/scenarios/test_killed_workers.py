@@ -158,9 +158,7 @@ def test_crash_loop(tmp_path: Path) -> None:
     """A script that fails at the same place each time is given up, with the code for that, its
     cause, and its newest checkpoint left."""
     always = fault.error(0, at_step=7, every_time=True)
-    events, printed = run_supervised(
-        tmp_path, 1, ["--warm-spares"], "distributed_fit", always, ends_with=93
-    )
+    events, printed = run_supervised(tmp_path, 1, [], "distributed_fit", always, ends_with=93)
     assert [each.index for each in fault.fired(tmp_path)] == [0] * 4
     assert first_causes(events) == [("worker-0", "FAILED", 1)] * 4
     assert events[-1]["exit_code"] == 93

@@ -21,6 +21,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Supervision]]:
         script = tmp_path / "train.py"
         script.write_text(PRELUDE + body)
         run = [sys.executable, "-m", "keras_distplug", "run", "--workers", str(workers), *options]
+        run.append("--no-fork-server")  # these workers import no TensorFlow
         process = subprocess.Popen(
             [*run, "--", *(command or (sys.executable, str(script)))],
             env=environment(TMPDIR=str(tmp_path), **environ),

@@ -15,12 +15,10 @@ PRELUDE = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
 
-# On import the package forms a TensorFlow cluster under a supervisor, and a spare waits, with
-# TensorFlow loaded; these workers have none.
-names = "KERAS_DISTPLUG_JOB", "KERAS_DISTPLUG_SPARE"
-hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
+# On import the package forms a TensorFlow cluster under a supervisor; these workers have none.
+job = os.environ.pop("KERAS_DISTPLUG_JOB")
 from keras_distplug.core.supervised import Phase, Supervised
-os.environ.update(hidden)
+os.environ["KERAS_DISTPLUG_JOB"] = job
 
 contract = Supervised.from_env()
 tf_config = json.loads(os.environ.get("TF_CONFIG", "{}"))

@@ -687,46 +687,6 @@ complete()
     assert f"ps-0 {silent}; stopping all processes" in printed
 
 
-def test_spares(start: Start) -> None:
-    """A spare takes the place of a worker that has died, and another one comes in its place."""
-    job = start(
-        """
-from keras_distplug.cluster import spare
-if spare.is_here():
-    mark(f"{os.getpid()} waits")
-    spare.wait_for_part()
-    contract = Supervised.from_env()
-    attempt, (task, index) = contract.attempt, json.loads(os.environ["TF_CONFIG"])["task"].values()
-    name = f"{task}-{index}"
-    mark(f"{os.getpid()} is {name}")
-elif name == "worker-0":
-    contract.report(name, Phase.JOINED)
-    await_marks("waits", 4)
-    mark("fault")
-    os.kill(os.getpid(), signal.SIGKILL)
-if task != "chief":
-    serve()
-await_training("worker-0", "worker-1", "ps-0")
-train()
-await_marks("waits", 5)
-complete()
-""",
-        "--ps=1",
-        "--warm-spares",
-    )
-    before = job.read_until("worker-0 has joined again, ")
-    code, printed = job.finish()
-    assert code == 0, before + printed
-    marks = job.marks()
-    assert marks.count("fault") == 1
-    waited = {int(mark.split()[0]) for mark in marks if mark.endswith("waits")}
-    assert len(waited) == 5
-    assert all(is_dead(pid) for pid in waited)
-    [taken] = [mark for mark in marks if " is " in mark]
-    assert taken.endswith("is worker-0")
-    assert int(taken.split()[0]) in waited
-
-
 def test_log_is_read(start: Start) -> None:
     """Who reads the log finds a worker that was started again among the incidents, each time."""
     job = start(

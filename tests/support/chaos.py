@@ -162,7 +162,7 @@ def soak(
         harming.mkdir()
         job = replace(job, storage_options=storage_options(proxy.port))
         with _conducted(harming, faults, proxy, secs, told):
-            ended = harmed.run(harming, job, faults, "--warm-spares", timeout_s=2 * secs + 900)
+            ended = harmed.run(harming, job, faults, timeout_s=2 * secs + 900)
         wall_secs = time.monotonic() - begun_s
     undisturbed = folder / "undisturbed"
     undisturbed.mkdir()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
-import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+
+from support.processes import Process
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,6 +64,7 @@ def run_workers(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     hosts: Sequence[Host] | None = None,
+    is_forked: bool = True,
     timeout_s: float,
 ) -> list[Ended]:
     """Runs `command` once per worker with a fresh TF_CONFIG (none for a single worker).
@@ -73,34 +75,18 @@ def run_workers(
     hosts = [Host()] * workers if hosts is None else hosts
     addresses = [host.address for host in hosts]
     cluster = {"worker": [f"{a}:{port}" for a, port in zip(addresses, ports, strict=True)]}
-    processes = []
-    for index in range(workers):
-        own = environment(env)
-        if workers > 1:
-            task = {"type": "worker", "index": index}
-            own["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
-        processes.append(
-            subprocess.Popen(
-                [*hosts[index].prefix, sys.executable, *command],
-                env=own,
-                cwd=cwd,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-        )
-    try:
-        ended = []
-        for process in processes:
-            output, _ = process.communicate(timeout=timeout_s)
-            ended.append(Ended(process.returncode, output))
-        return ended
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
+    with ExitStack() as stack:
+        processes = []
+        for index, host in enumerate(hosts):
+            own = environment(env)
+            if workers > 1:
+                task = {"type": "worker", "index": index}
+                own["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
+            process = Process(command, own, cwd=cwd, prefix=host.prefix, is_forked=is_forked)
+            processes.append(stack.enter_context(process))
+        end_s = time.monotonic() + timeout_s
+        codes = [process.wait(end_s - time.monotonic()) for process in processes]
+        return [Ended(code, each.output()) for code, each in zip(codes, processes, strict=True)]
 
 
 def run_job(
@@ -109,20 +95,16 @@ def run_job(
     *options: str,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
+    is_forked: bool = True,
     timeout_s: float,
 ) -> Ended:
     """Runs `command` on workers that `keras-distplug run` starts, and starts again.
 
     When `timeout_s` is over, all processes are killed, which fails the test that called.
     """
-    run = ["-m", "keras_distplug", "run", "--workers", str(workers), *options, "--"]
-    done = subprocess.run(
-        [sys.executable, *run, sys.executable, *command],
-        env=environment(env),
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout_s,
-    )
-    return Ended(done.returncode, done.stdout)
+    # Forked, its workers are, too, the first ones included.
+    script = [str(ROOT / "tests" / "support" / "supervised.py")]
+    run = [*(script if is_forked else ["-m", "keras_distplug"]), "run", "--workers", str(workers)]
+    command = [*run, *options, "--", sys.executable, *command]
+    with Process(command, environment(env), cwd=cwd, is_forked=is_forked) as process:
+        return Ended(process.wait(timeout_s), process.output())

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from support.cluster import environment, free_ports
+from support.processes import Process
 
 Task = tuple[str, int]
 
@@ -42,7 +40,7 @@ class Job:
             "worker": addresses[1 + servers :],
             "ps": addresses[1 : 1 + servers],
         }
-        self.processes: dict[Task, subprocess.Popen[str]] = {}
+        self.processes: dict[Task, Process] = {}
         for task in self.tasks:
             self.start(*task)
 
@@ -52,15 +50,9 @@ class Job:
 
     def start(self, kind: str, index: int) -> None:
         config = {"cluster": self.cluster, "task": {"type": kind, "index": index}}
-        with self.output(kind, index).open("a") as output:
-            self.processes[kind, index] = subprocess.Popen(
-                [sys.executable, *self._command],
-                env=environment({**self._env, "TF_CONFIG": json.dumps(config)}),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
+        environ = environment({**self._env, "TF_CONFIG": json.dumps(config)})
+        output = self.output(kind, index)
+        self.processes[kind, index] = Process(self._command, environ, output=output)
 
     def output(self, kind: str, index: int) -> Path:
         return self._folder / f"{kind}-{index}.out"
@@ -71,10 +63,7 @@ class Job:
         process.send_signal(number)
 
     def wait(self, kind: str, index: int, timeout_s: float) -> int:
-        try:
-            return self.processes[kind, index].wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"{kind}-{index} goes on:\n{self.told()}") from None
+        return self.processes[kind, index].wait(timeout_s)
 
     def await_(self, happens: Callable[[], object], timeout_s: float) -> None:
         end_s = time.monotonic() + timeout_s
@@ -94,6 +83,4 @@ class Job:
 
     def __exit__(self, *error: object) -> None:
         for process in self.processes.values():
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            process.end()

@@ -1,0 +1,381 @@
+"""Starts workers from a fork server, and as ordinary processes where that cannot be."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from keras_distplug.core.supervised import FORK_SERVER, Supervised
+from keras_distplug.supervisor import forking, guard
+from keras_distplug.supervisor.launch import MEMBER, Started, spawn
+
+_NO_ATTEMPT = -1
+MODULES = ("tensorflow", "keras", "keras_distplug")
+_REPLY_SECS = 10.0  # a fork takes a tenth of a second
+_LAST_OUTPUT = 300  # characters of what a server has printed last
+_SET_CHILD_SUBREAPER = 36  # of prctl(2)
+_KILL_SECS = 5.0
+_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+
+
+@dataclass(frozen=True)
+class PythonCommand:
+    """A command that runs Python.
+
+    Args:
+        interpreter: With its options.
+        arguments: From the script on, or from `-m` or `-c` on.
+    """
+
+    interpreter: tuple[str, ...]
+    arguments: tuple[str, ...]
+
+    @classmethod
+    def of(cls, command: Sequence[str]) -> Self | None:
+        """None if it is another program, or nothing that a fork could run."""
+        if not re.fullmatch(r"python(3(\.\d+)?)?", Path(command[0]).name):
+            return None
+        at = 1
+        while at < len(command) and command[at].startswith("-") and command[at] not in ("-m", "-c"):
+            if command[at] in ("-", "-i", "-h", "-V", "--version", "--help"):
+                return None
+            at += 2 if command[at] in _WITH_VALUE else 1
+        arguments = tuple(command[at:])
+        if not arguments or (arguments[0] in ("-m", "-c") and len(arguments) < 2):
+            return None
+        if arguments[0] not in ("-m", "-c") and Path(arguments[0]).suffix != ".py":
+            return None  # a folder or an archive
+        return cls(tuple(command[:at]), arguments)
+
+
+class ServerError(Exception):
+    """The fork server has ended, hangs, or cannot fork."""
+
+
+class Server:
+    """A process that has imported TensorFlow and Keras, and forks others.
+
+    Args:
+        interpreter: With its options.
+        environ: Its environment, which holds the marks of `forking.MARKS`.
+        modules: What it imports.
+        shown: More of its command line, which `ps` shows of whatever it forks.
+
+    Raises:
+        OSError: If it cannot be started.
+    """
+
+    def __init__(
+        self,
+        interpreter: Sequence[str],
+        environ: Mapping[str, str],
+        modules: Sequence[str] = MODULES,
+        shown: Sequence[str] = (),
+    ) -> None:
+        become_subreaper()
+        self._marks = [f"{MEMBER}={environ[MEMBER]}"]
+        self._connection, theirs = socket.socketpair()
+        self.is_ready = False
+        self.has_set: Mapping[str, str] = {}
+        with theirs:
+            command = [forking.__file__, str(theirs.fileno()), ",".join(modules), *shown]
+            self._process = subprocess.Popen(
+                [*interpreter, *command],
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        guard.note_child(self._process.pid)
+
+    def look(self, timeout_secs: float = 0.0) -> None:
+        """Takes note of what it has said: that it is ready, and which environment variables the
+        modules that it has imported have set.
+
+        Args:
+            timeout_secs: How long to wait for it to be ready.
+
+        Raises:
+            ServerError: If it has ended.
+        """
+        while select.select([self._connection], [], [], timeout_secs)[0]:
+            self.has_set = self._receive()["has_set"]
+            self.is_ready, timeout_secs = True, 0.0
+
+    def fork(self, request: forking.Request, descriptors: Sequence[int]) -> int:
+        """Forks a process, which becomes a child of this one, and returns its number.
+
+        Args:
+            request: What it runs.
+            descriptors: Its standard input, output and errors.
+
+        Raises:
+            ServerError: If there is no such process.
+        """
+        try:
+            self._connection.settimeout(_REPLY_SECS)
+            forking.send(self._connection, request.to_json(), descriptors)
+        except OSError as error:
+            raise ServerError(f"it cannot be reached: {error}") from error
+        pid = int(self._receive()["pid"])
+        guard.note_child(pid)
+        if not _is_our_child(pid):
+            os.kill(pid, signal.SIGKILL)
+            raise ServerError("this system does not hand over the processes that it forks")
+        return pid
+
+    def _receive(self) -> Mapping[str, Any]:
+        self._connection.settimeout(_REPLY_SECS)
+        try:
+            message, _ = forking.receive(self._connection)
+        except TimeoutError as error:
+            raise ServerError(f"it has not answered for {_REPLY_SECS:g} s") from error
+        except (EOFError, OSError, ValueError) as error:
+            raise ServerError("it has ended") from error
+        if "error" in message:
+            raise ServerError(message["error"])
+        return dict(message)
+
+    def close(self) -> str:
+        """Ends it, and returns the last that it has printed."""
+        self._connection.close()
+        guard.signal_all(self._marks, signal.SIGKILL)  # also what it was just forking
+        self._process.kill()
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
+        with self._process.stdout as pipe:
+            printed = (pipe.read() or b"").decode(errors="replace").strip()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_KILL_SECS)
+        guard.reap_orphans()
+        return printed[-_LAST_OUTPUT:]
+
+
+class ForkServer:
+    """Starts workers, by a fork where that is possible. A context manager: ends its server.
+
+    The server is started by `prepare`, and ready some seconds later. Until then, after it has
+    failed, and where forking would not be safe, workers are ordinary processes.
+
+    Args:
+        command: What every worker runs.
+        environ: What a worker's environment is made from.
+        job: The job's name.
+        folder: Where workers write why they had to start over.
+        is_on: Whether the user wants one.
+        why_not: Why there cannot be one; empty if there can.
+        modules: What the server imports.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        job: str,
+        folder: Path,
+        *,
+        is_on: bool = True,
+        why_not: str = "",
+        modules: Sequence[str] = MODULES,
+    ) -> None:
+        self._command = command
+        self._python = PythonCommand.of(command)
+        self._environ, self._job, self._folder = environ, job, folder
+        self._modules = modules
+        self._refusals = folder / "not_forked"
+        self._settings: dict[str, str] = {}
+        self._server: Server | None = None
+        self._notes: list[str] = []
+        self._is_on = is_on
+        if is_on and (why_not or self._python is None):
+            self._turn_off(why_not or f"{command[0]} is no Python interpreter that runs a script")
+
+    def prepare(self, settings: Mapping[str, str] | None = None) -> None:
+        """Starts the server, unless it runs. Does not wait until it is ready.
+
+        Args:
+            settings: Environment variables that a worker's script had set before it imported this
+                package.
+        """
+        # Those of a forked worker are the same as the server's, and so not among these.
+        self._settings |= forking.settings(settings or {})
+        self._look()
+        if self._is_on and self._server is None:
+            self._launch({})
+
+    def _launch(self, settings: Mapping[str, str]) -> None:
+        assert self._python is not None
+        self._launched_with = settings
+        contract = Supervised(self._job, _NO_ATTEMPT, self._folder)
+        environ = {**self._environ, **settings, **contract.to_env(), FORK_SERVER: "1"}
+        environ[MEMBER] = uuid.uuid4().hex
+        try:
+            self._server = Server(
+                self._python.interpreter, environ, self._modules, self._python.arguments
+            )
+        except OSError as error:
+            self._turn_off(f"it cannot be started: {error}")
+
+    def start(self, environ: Mapping[str, str]) -> tuple[Started, bool]:
+        """Starts a worker.
+
+        Args:
+            environ: Its environment.
+
+        Returns:
+            Its process, and whether it was forked.
+        """
+        self._look()
+        if self._server is not None and self._server.is_ready:
+            try:
+                return self._fork(self._server, environ), True
+            except (ServerError, OSError) as error:
+                self._turn_off(str(error))
+        return spawn(self._command, environ), False
+
+    def notes(self) -> list[str]:
+        """What there is to say since it was last asked."""
+        self._look()
+        notes, self._notes = self._notes, []
+        return notes
+
+    def _look(self) -> None:
+        if self._server is None:
+            return
+        try:
+            was_ready = self._server.is_ready
+            self._server.look()
+        except ServerError as error:
+            self._turn_off(str(error))
+        else:
+            if self._server.is_ready and not was_ready:
+                self._check_settings(self._server)
+        if self._is_on and self._refusals.exists():
+            self._turn_off(f"the script needs a process of its own: {self._refusals.read_text()}")
+
+    def _check_settings(self, server: Server) -> None:
+        """Starts the server again if the script sets what the imports do not set themselves."""
+        there = {**server.has_set, **self._launched_with}
+        missing = {k: v for k, v in self._settings.items() if there.get(k) != v}
+        if missing:
+            self._close()
+            self._launch({**self._launched_with, **missing})
+
+    def _fork(self, server: Server, environ: Mapping[str, str]) -> Started:
+        assert self._python is not None
+        name = uuid.uuid4().hex
+        environ = {**environ, MEMBER: name}
+        arguments = self._python.arguments
+        request = forking.Request(arguments, environ, os.getcwd(), str(self._refusals))
+        reading, writing = os.pipe()
+        output = os.fdopen(reading, "rb", buffering=0)
+        try:
+            with open(os.devnull, "rb") as nothing:
+                pid = server.fork(request, [nothing.fileno(), writing, writing])
+        except BaseException:
+            output.close()
+            raise
+        finally:
+            os.close(writing)
+        return Started(Forked(pid, output), f"{MEMBER}={name}")
+
+    def _turn_off(self, why: str) -> None:
+        """Workers are ordinary processes from now on."""
+        self._is_on = False
+        printed = self._close()
+        last = f"; it has printed: {printed}" if printed else ""
+        self._notes.append(f"workers start without the fork server: {why}{last}")
+
+    def _close(self) -> str:
+        server, self._server = self._server, None
+        return "" if server is None else server.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._close()
+
+
+class Forked:
+    """A process that a fork server has started, as `subprocess.Popen` gives it.
+
+    Args:
+        pid: A child of this process.
+        stdout: What it prints; None if that goes elsewhere.
+    """
+
+    def __init__(self, pid: int, stdout: IO[bytes] | None = None) -> None:
+        self.pid = pid
+        self.stdout = stdout
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal, or None while it runs."""
+        return self._reap(os.WNOHANG)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits until it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: If it has not within `timeout` seconds.
+        """
+        if timeout is not None and self.poll() is None:
+            pidfd = os.pidfd_open(self.pid)
+            try:
+                if not select.select([pidfd], [], [], max(0.0, timeout))[0]:
+                    raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            finally:
+                os.close(pidfd)
+        code = self._reap(0)
+        assert code is not None
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Without effect once it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _reap(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+def become_subreaper() -> None:
+    """Makes descendants whose parent ends children of this process, which can then await them."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def _is_our_child(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return int(status.rpartition(")")[2].split()[1]) == os.getpid()

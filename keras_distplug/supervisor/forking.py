@@ -1,0 +1,397 @@
+"""The fork server's process: it imports TensorFlow and Keras once, and forks workers from there.
+
+It starts neither TensorFlow's runtime nor a Python thread, so that a fork is safe. Every worker
+runs the command from its first line; `import tensorflow`, `import keras` and `import
+keras_distplug` find the modules loaded. A worker is no child of this process but of the supervisor
+(a "subreaper"), which learns its exit code even if this process is gone.
+
+Importing early must not make a difference. Some settings are read on import, so a worker that finds
+others, or an import hook, at its first import of one of these modules starts over as an ordinary
+process and reports why.
+
+Standard library only, and run as a file by the interpreter of the command, which may have another
+version of this package, or none.
+"""
+
+from __future__ import annotations
+
+import array
+import gc
+import importlib
+import json
+import os
+import runpy
+import socket
+import struct
+import sys
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+MARKS = ("KERAS_DISTPLUG_JOB", "KERAS_DISTPLUG_MEMBER")
+# Variables that TensorFlow, Keras, NumPy, the interpreter or the loader read when they are loaded.
+_READ_ON_IMPORT = (
+    *("TF_", "KERAS_", "XLA_", "CUDA_", "NVIDIA_", "ROCM_", "HIP_", "OMP_", "KMP_", "GOMP_"),
+    *("MKL_", "OPENBLAS_", "BLIS_", "NPY_", "NUMPY_", "PYTHON", "LD_"),
+)
+_NOT_ON_IMPORT = ("KERAS_DISTPLUG_", "TF_CONFIG")
+_HEADER = struct.Struct("!I")
+_STANDARD = 3  # descriptors: input, output, errors
+
+
+def settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """Those of an environment that may be read when TensorFlow, Keras or NumPy are imported."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(_READ_ON_IMPORT) and not name.startswith(_NOT_ON_IMPORT)
+    }
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a worker needs to start.
+
+    Args:
+        arguments: Of the interpreter: a script and its arguments, `-m` and a module, or `-c` and
+            code.
+        environ: Its environment.
+        cwd: Its working directory.
+        refusals: Where it writes why it had to start over, if it had to.
+    """
+
+    arguments: tuple[str, ...]
+    environ: Mapping[str, str]
+    cwd: str
+    refusals: str
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Request:
+        arguments = tuple(found["arguments"])
+        return cls(arguments, found["environ"], found["cwd"], found["refusals"])
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "environ": dict(self.environ)}
+
+
+def send(connection: socket.socket, message: Any, descriptors: Sequence[int] = ()) -> None:
+    """Sends a message, and copies of open files."""
+    data = json.dumps(message).encode()
+    head = _HEADER.pack(len(data))
+    if descriptors:
+        socket.send_fds(connection, [head], list(descriptors))
+    else:
+        connection.sendall(head)
+    connection.sendall(data)
+
+
+def receive(connection: socket.socket) -> tuple[Any, list[int]]:
+    """The next message and the files that came with it.
+
+    Raises:
+        EOFError: If the other end has closed.
+    """
+    head, ancillary, _, _ = connection.recvmsg(
+        _HEADER.size, socket.CMSG_SPACE(_STANDARD * array.array("i").itemsize)
+    )
+    descriptors = array.array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+    head += _receive_exactly(connection, _HEADER.size - len(head))
+    (size,) = _HEADER.unpack(head)
+    return json.loads(_receive_exactly(connection, size)), list(descriptors)
+
+
+def _receive_exactly(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        if not (more := connection.recv(size - len(data))):
+            raise EOFError
+        data += more
+    return data
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Modules that are imported, and what was in force when they were.
+
+    Args:
+        modules: Their names.
+        settings: Environment variables that they may have read.
+        has_set: Environment variables that they have set themselves.
+        hooks: The finders on `sys.meta_path`.
+        path_hooks: Those on `sys.path_hooks`.
+    """
+
+    modules: tuple[str, ...]
+    settings: Mapping[str, str]
+    has_set: Mapping[str, str]
+    hooks: tuple[Any, ...]
+    path_hooks: tuple[Any, ...]
+
+
+def load(modules: Sequence[str]) -> Loaded:
+    """Imports these modules.
+
+    Raises:
+        RuntimeError: If one of them has started a Python thread, which a fork would lose.
+    """
+    before = dict(os.environ)
+    for name in modules:
+        importlib.import_module(name)
+    # Pools of native threads, such as OpenBLAS', end before a fork and start again by themselves.
+    threads = [thread.name for thread in threading.enumerate()]
+    if len(threads) > 1:
+        raise RuntimeError(f"importing {', '.join(modules)} started threads: {', '.join(threads)}")
+    gc.collect()
+    gc.freeze()  # else the first collection in a worker would copy all that is shared
+    has_set = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    hooks = tuple(sys.meta_path), tuple(sys.path_hooks)
+    return Loaded(tuple(modules), settings(before), has_set, *hooks)
+
+
+def serve(connection: socket.socket) -> Request | None:
+    """Forks a worker for each request.
+
+    Returns:
+        In a worker, what it was asked for; in the server None, once the supervisor has closed.
+    """
+    while True:
+        try:
+            message, descriptors = receive(connection)
+        except EOFError:
+            return None
+        request = Request.from_json(message)
+        forked = _fork(request, connection, descriptors)
+        if forked is None:
+            return request
+        for descriptor in descriptors:
+            os.close(descriptor)
+        send(connection, forked)
+
+
+def _fork(
+    request: Request, connection: socket.socket, descriptors: Sequence[int]
+) -> dict[str, Any] | None:
+    """Returns None in the worker, and what became of it in the server."""
+    reading, writing = os.pipe()
+    try:
+        between = _forked()
+    except OSError as error:
+        os.close(reading)
+        os.close(writing)
+        return {"error": str(error)}
+    if between == 0:
+        # The process in between ends, and the worker becomes the supervisor's child.
+        try:
+            worker = _forked()
+        except OSError as error:
+            os.write(writing, json.dumps({"error": str(error)}).encode())
+            os._exit(1)
+        if worker != 0:
+            os._exit(0)
+        try:
+            os.close(reading)
+            connection.close()
+            _become(request, descriptors)
+            os.write(writing, json.dumps({"pid": os.getpid()}).encode())
+            os.close(writing)
+        except BaseException as error:  # noqa: BLE001 (the server reports it)
+            os.write(writing, json.dumps({"error": repr(error)}).encode())
+            os._exit(1)
+        return None
+    os.close(writing)
+    with open(reading, "rb") as file:
+        told = file.read()
+    os.waitpid(between, 0)
+    found: dict[str, Any] = json.loads(told) if told else {"error": "it ended at its start"}
+    return found
+
+
+def _forked() -> int:
+    with warnings.catch_warnings():
+        # Python 3.12 counts native threads, too, such as those of OpenBLAS: see `load`.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def _become(request: Request, descriptors: Sequence[int]) -> None:
+    """Makes this process what `Popen` would have made."""
+    _rewrite_marks(request.environ)
+    os.setsid()
+    os.chdir(request.cwd)
+    for target, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, target)
+    for descriptor in descriptors:
+        if descriptor >= _STANDARD:
+            os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(request.environ)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()  # else workers without a seed would all draw the same numbers
+
+
+def _rewrite_marks(environ: Mapping[str, str]) -> None:
+    """Puts the marks of a worker where the kernel shows a process's environment, which is what the
+    supervisor's guard looks at."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[47]), int(fields[48])  # env_start, env_end: 50 and 51 of proc(5)
+    with open("/proc/self/mem", "r+b", buffering=0) as memory:
+        memory.seek(start)
+        block = memory.read(end - start)
+        for name in MARKS:
+            if name not in environ:
+                continue
+            new = f"{name}={environ[name]}".encode()
+            at = 0 if block.startswith(name.encode() + b"=") else block.find(b"\0" + name.encode())
+            at += block[at : at + 1] == b"\0"
+            old = block[at : block.index(b"\0", at)]
+            if at < 0 or len(old) != len(new):
+                raise RuntimeError(f"the environment has no place for {name}")
+            memory.seek(start + at)
+            memory.write(new)
+    shown = Path("/proc/self/environ").read_bytes().split(b"\0")
+    for name in MARKS:
+        if name in environ and f"{name}={environ[name]}".encode() not in shown:
+            raise RuntimeError(f"{name} could not be set")
+
+
+class _Preloaded(MetaPathFinder, Loader):
+    """Gives a script the modules that are loaded, at the place where it imports them."""
+
+    def __init__(self, loaded: Loaded, request: Request) -> None:
+        self._modules = {name: sys.modules.pop(name) for name in loaded.modules}
+        self._loaded, self._request = loaded, request
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in self._modules:
+            return None
+        if len(self._modules) == len(self._loaded.modules):  # the first of them
+            if why := self._why_not():
+                _start_over(self._request, why)
+            os.environ.update(self._loaded.has_set)
+        spec = self._modules[name].__spec__
+        assert spec is not None
+        mine = ModuleSpec(name, self, origin=spec.origin, is_package=True)
+        mine.submodule_search_locations = spec.submodule_search_locations
+        mine.has_location = spec.has_location
+        return mine
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = self._modules.pop(spec.name)
+        # What the import system puts there is what was there before it.
+        spec.loader_state = module.__spec__, module.__loader__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__, module.__loader__ = module.__spec__.loader_state
+        if (start := vars(module).get("_start_process")) is not None:
+            start()  # what the module does in each process that imports it
+
+    def _why_not(self) -> str:
+        had, has = self._loaded.settings, settings(os.environ)
+        if changed := sorted(name for name in {**had, **has} if had.get(name) != has.get(name)):
+            return f"it sets {', '.join(changed)} before it imports TensorFlow"
+        known = [self, *self._loaded.hooks]
+        added = [hook for hook in sys.meta_path if hook not in known]
+        if added or tuple(sys.path_hooks) != self._loaded.path_hooks:
+            return f"it installs an import hook ({', '.join(map(repr, added)) or 'sys.path_hooks'})"
+        return ""
+
+
+def _start_over(request: Request, why: str) -> None:
+    """Replaces this process by the one that would have been started without a fork server."""
+    try:
+        Path(request.refusals).write_text(why)
+    except OSError as error:
+        warnings.warn(f"The supervisor will not learn that {why}: {error}", stacklevel=2)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    command = [sys.executable, *_interpreter_options(), *request.arguments]
+    os.execve(sys.executable, command, dict(request.environ))
+
+
+def _interpreter_options() -> list[str]:
+    return sys.orig_argv[1 : sys.orig_argv.index(__file__)]
+
+
+def run(request: Request) -> None:
+    """Runs a script, a module or code as the interpreter does when it is started with it."""
+    what, *arguments = request.arguments
+    if what == "-m":
+        sys.argv = arguments
+        sys.path[0] = request.cwd
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        return
+    main = ModuleType("__main__")
+    vars(main).update(__builtins__=__builtins__, __annotations__={})
+    sys.modules["__main__"] = main
+    if what == "-c":
+        code, sys.argv, name = arguments[0], ["-c", *arguments[1:]], "<string>"
+        sys.path[0] = ""
+    else:
+        sys.argv, name = [what, *arguments], what
+        sys.path[0] = os.path.dirname(os.path.realpath(what))
+        vars(main).update(__file__=os.path.abspath(what), __cached__=None)
+        try:
+            source = Path(what).read_bytes()
+        except OSError as error:
+            print(
+                f"{sys.executable}: can't open file {os.path.abspath(what)!r}: [Errno "
+                f"{error.errno}] {error.strerror}",
+                file=sys.stderr,
+            )
+            raise SystemExit(2) from None
+        exec(_compiled(source, os.path.abspath(what)), vars(main))
+        return
+    exec(_compiled(code, name), vars(main))
+
+
+def _compiled(source: str | bytes, name: str) -> Any:
+    return compile(source, name, "exec", dont_inherit=True)
+
+
+def work(request: Request, loaded: Loaded) -> None:
+    """The life of a worker; errors end it as they end any script."""
+    sys.meta_path.insert(0, _Preloaded(loaded, request))
+    try:
+        run(request)
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # noqa: BLE001 (as the interpreter does)
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next  # the frames of this file are not the user's business
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        raise SystemExit(1) from None
+
+
+def main(descriptor: int, modules: Sequence[str]) -> None:
+    """Runs the server until the supervisor closes its end."""
+    os.set_inheritable(descriptor, False)
+    connection = socket.socket(fileno=descriptor)
+    sys.path.pop(0)  # this file's folder
+    try:
+        loaded = load(modules)
+    except BaseException as error:
+        send(connection, {"error": f"{type(error).__name__}: {error}"})
+        raise
+    send(connection, {"has_set": loaded.has_set})
+    request = serve(connection)
+    if request is not None:
+        sys.path.insert(0, "")
+        work(request, loaded)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2].split(","))

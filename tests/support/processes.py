@@ -1,0 +1,142 @@
+"""Starts Python processes that end with the test, from a fork server where that is possible.
+
+A fork of a process that has imported TensorFlow and Keras starts in a tenth of a second instead of
+four. What tests the start itself, or runs on another host, is an ordinary process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from keras_distplug.core.supervised import FORK_SERVER
+from keras_distplug.supervisor import forking
+from keras_distplug.supervisor.fork_server import Forked, PythonCommand, Server
+
+_READY_SECS = 120.0
+_JOB, _MEMBER = forking.MARKS
+
+
+class Process:
+    """A process in a session of its own. A context manager: ends it, and what shares its session.
+
+    Args:
+        arguments: Of Python: from the script on, or from `-m` or `-c` on.
+        environ: Its environment.
+        cwd: Its folder; None for this process's.
+        prefix: What the command starts with, to run on another host.
+        output: The file for what it prints; None for one that is deleted in the end.
+        is_forked: False to start an ordinary process.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        cwd: Path | None = None,
+        prefix: Sequence[str] = (),
+        output: Path | None = None,
+        is_forked: bool = True,
+    ) -> None:
+        self._is_temporary = output is None
+        if output is None:
+            number, name = tempfile.mkstemp(prefix="output-")
+            os.close(number)
+            output = Path(name)
+        self._output = output
+        command = [*prefix, sys.executable, *arguments]
+        python = PythonCommand.of(command)
+        with self._output.open("ab") as file:
+            if not is_forked or python is None or len(python.interpreter) > 1:
+                self._handle: Forked | subprocess.Popen[bytes] = subprocess.Popen(
+                    command,
+                    env=environ,
+                    cwd=cwd,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            else:
+                self._handle = _fork(python.arguments, environ, cwd, file.fileno())
+        self.pid = self._handle.pid
+
+    def poll(self) -> int | None:
+        return self._handle.poll()
+
+    def wait(self, timeout_s: float) -> int:
+        """Its exit code.
+
+        Raises:
+            AssertionError: If it has not ended in time, with what it has printed.
+        """
+        try:
+            return self._handle.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            last = self.output()[-5000:]
+            raise AssertionError(f"not ended after {timeout_s:g} s:\n{last}") from None
+
+    def output(self) -> str:
+        """What it has printed."""
+        return self._output.read_text(errors="replace")
+
+    def send_signal(self, number: int) -> None:
+        self._handle.send_signal(number)
+
+    def end(self) -> None:
+        if self._handle.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            self._handle.wait(30)
+        if self._is_temporary:
+            self._output.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end()
+
+
+def _fork(
+    arguments: Sequence[str], environ: Mapping[str, str], cwd: Path | None, output: int
+) -> Forked:
+    settings = forking.settings(environ)
+    server = _server(tuple(sorted(settings.items())))
+    refusals = Path(tempfile.gettempdir()) / f"not_forked-{uuid.uuid4().hex}"
+    request = forking.Request(
+        tuple(arguments),
+        {_MEMBER: uuid.uuid4().hex, **environ},
+        str(cwd or Path.cwd()),
+        str(refusals),
+    )
+    with open(os.devnull, "rb") as nothing:
+        pid = server.fork(request, [nothing.fileno(), output, output])
+        return Forked(pid)
+
+
+@functools.cache
+def _server(settings: tuple[tuple[str, str], ...]) -> Server:
+    """One for each environment that TensorFlow and Keras are imported with."""
+    others = {k: v for k, v in os.environ.items() if k not in forking.settings(os.environ)}
+    marks = {_JOB: uuid.uuid4().hex, _MEMBER: uuid.uuid4().hex, FORK_SERVER: "1"}
+    server = Server([sys.executable], {**others, **dict(settings), **marks})
+    atexit.register(server.close)
+    server.look(_READY_SECS)
+    assert server.is_ready, f"the fork server is not ready after {_READY_SECS:g} s"
+    return server
