@@ -10,6 +10,7 @@ import select
 import signal
 import socket
 import subprocess
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -253,12 +254,21 @@ class ForkServer:
         notes, self._notes = self._notes, []
         return notes
 
-    def _look(self) -> None:
+    def wait_until_ready(self, timeout_secs: float) -> bool:
+        """Waits for the server, if it has been prepared; whether the next worker will be forked."""
+        deadline = time.monotonic() + timeout_secs
+        while self._server is not None and not self._server.is_ready:
+            if (remaining := deadline - time.monotonic()) <= 0:
+                return False
+            self._look(remaining)
+        return self._server is not None
+
+    def _look(self, timeout_secs: float = 0.0) -> None:
         if self._server is None:
             return
         try:
             was_ready = self._server.is_ready
-            self._server.look()
+            self._server.look(timeout_secs)
         except ServerError as error:
             self._turn_off(str(error))
         else:

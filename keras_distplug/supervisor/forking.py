@@ -222,9 +222,15 @@ def _forked() -> int:
         return os.fork()
 
 
+def _set_name(name: str) -> None:
+    """Names this process in `top`: the server and its workers have the same command line."""
+    Path("/proc/self/comm").write_text(name)
+
+
 def _become(request: Request, descriptors: Sequence[int]) -> None:
     """Makes this process what `Popen` would have made."""
     _rewrite_marks(request.environ)
+    _set_name(os.path.basename(sys.executable))
     os.setsid()
     os.chdir(request.cwd)
     for target, descriptor in enumerate(descriptors):
@@ -386,6 +392,7 @@ def main(descriptor: int, modules: Sequence[str]) -> None:
     except BaseException as error:
         send(connection, {"error": f"{type(error).__name__}: {error}"})
         raise
+    _set_name("fork-server")
     send(connection, {"has_set": loaded.has_set})
     request = serve(connection)
     if request is not None:

@@ -1,0 +1,377 @@
+"""A forked worker is what an ordinary process would be; without a server, it is one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import textwrap
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keras_distplug.core.supervised import JOB
+from keras_distplug.supervisor import fork_server, guard
+from keras_distplug.supervisor.fork_server import ForkServer, PythonCommand
+from keras_distplug.supervisor.launch import Handle, common_environment
+
+LIMIT_SECS = 60.0
+
+# Stands in for TensorFlow. It takes note of the process that has imported it.
+HEAVY = """
+import os
+server = os.getpid()
+read = os.environ.get("TF_READ")
+os.environ.setdefault("KMP_SET", "by heavy")
+def _start_process():
+    if os.getpid() != server:
+        print("heavy starts", flush=True)
+"""
+
+
+@dataclass
+class Script:
+    """A script, and the server that forks it."""
+
+    folder: Path
+    server: ForkServer
+    environ: Mapping[str, str]
+    mark: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    def start(self, script: str, **environ: str) -> tuple[Handle, bool]:
+        (self.folder / "train.py").write_text(textwrap.dedent(script))
+        started, is_forked = self.server.start({**self.environ, **environ})
+        self.mark = started.mark
+        return started.handle, is_forked
+
+    def run(self, script: str, **environ: str) -> tuple[int, str, bool]:
+        """Its exit code, what it has printed, and whether it was forked."""
+        handle, is_forked = self.start(script, **environ)
+        return handle.wait(LIMIT_SECS), read(handle), is_forked
+
+
+Make = Callable[..., Script]
+
+
+def read(handle: Handle) -> str:
+    assert handle.stdout is not None
+    with handle.stdout as pipe:
+        return pipe.read().decode()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Makes a script and its server, which imports `heavy` early."""
+    made: list[Script] = []
+
+    def make(*command: str, settings: Mapping[str, str] | None = None, **options: Any) -> Script:
+        (tmp_path / "heavy.py").write_text(HEAVY)
+        job = uuid.uuid4().hex
+        base = {name: value for name, value in os.environ.items() if not name.startswith("TF_")}
+        environ = common_environment({**base, "PYTHONPATH": str(tmp_path)})
+        ours = {"KERAS_DISTPLUG_ATTEMPT": "0", "KERAS_DISTPLUG_STATUS_DIR": str(tmp_path)}
+        command = command or (sys.executable, str(tmp_path / "train.py"), "a", "b c")
+        server = ForkServer(command, environ, job, tmp_path, **{"modules": ["heavy"], **options})
+        made.append(Script(tmp_path, server, {**environ, JOB: job, **ours}))
+        server.prepare(settings)
+        server.wait_until_ready(LIMIT_SECS)
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.server.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("python train.py -x", (("python",), ("train.py", "-x"))),
+        ("python3.11 -u -X dev train.py", (("python3.11", "-u", "-X", "dev"), ("train.py",))),
+        ("python3 -m package.train 3", (("python3",), ("-m", "package.train", "3"))),
+        ("python -c pass", (("python",), ("-c", "pass"))),
+        ("bash train.sh", None),
+        ("./train.py", None),
+        ("python", None),
+        ("python -", None),
+        ("python -i train.py", None),
+        ("python folder", None),
+        ("python -m", None),
+    ],
+)  # fmt: skip
+def test_python_commands(command: str, expected: Any) -> None:
+    """A command that runs a script, a module or code can be forked; others cannot."""
+    found = PythonCommand.of(command.split())
+    assert (found and (found.interpreter, found.arguments)) == expected
+
+
+def test_same_process(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a script sees of its process is the same, forked or not."""
+    script = """
+        import heavy, os, sys
+        import heavy as once_more
+        print(sys.argv, sys.path[0], __name__, __file__, __builtins__ is not None, os.getcwd())
+        print(sys.modules["__main__"].__dict__ is globals(), heavy is once_more)
+        print(heavy.__spec__.origin, heavy.__loader__.__class__.__name__, heavy.read)
+        print(sorted(set(os.environ) - {"KERAS_DISTPLUG_MEMBER", "LC_CTYPE"}))
+        print(os.getsid(0) == os.getpid(), os.read(0, 1), sys.stdout.write_through)
+        print("error", file=sys.stderr)
+        """
+    made = make()
+    monkeypatch.chdir(made.folder)
+    code, forked, is_forked = made.run(script)
+    assert (code, is_forked) == (0, True)
+    made.server.__exit__(None, None, None)
+    code, ordinary, is_forked = made.run(script)
+    assert (code, is_forked) == (0, False)
+    assert forked == f"heavy starts\n{ordinary}"
+    assert "['a', 'b c']" not in forked
+    assert str(made.folder) in forked
+    assert "KMP_SET" in forked
+    assert made.server.notes() == []
+
+
+TRACEBACK = """Traceback (most recent call last):
+  File "TRAIN", line 1, in <module>
+    1 / 0
+    ~~^~~
+ZeroDivisionError: division by zero
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "printed"),
+    [
+        ("raise SystemExit(3)", 3, ""),
+        ("raise SystemExit('no data')", 1, "no data\n"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", -signal.SIGSEGV, ""),
+        ("import os; os._exit(7)", 7, ""),
+        ("import atexit; atexit.register(print, 'bye')", 0, "bye\n"),
+        ("import threading; threading.Timer(0.1, print, ['late']).start()", 0, "late\n"),
+        ("1 / 0", 1, TRACEBACK),
+    ],
+)  # fmt: skip
+def test_ends(make: Make, script: str, code: int, printed: str) -> None:
+    """A forked script ends as it would: its exit code, last output and traceback."""
+    made = make()
+    found = made.run(script)
+    path = str(made.folder / "train.py")
+    assert found == (code, printed.replace("TRAIN", path), True)
+
+
+def test_syntax_error_and_missing_script(make: Make) -> None:
+    made = make()
+    code, printed, is_forked = made.run("def")
+    assert (code, is_forked) == (1, True)
+    assert "SyntaxError" in printed
+    assert "forking.py" not in printed
+    (made.folder / "train.py").unlink()
+    started, is_forked = made.server.start(made.environ)
+    assert started.handle.wait(LIMIT_SECS) == 2
+    assert is_forked
+    assert "can't open file" in read(started.handle)
+
+
+@pytest.mark.parametrize("how", ["-m", "-c"])
+def test_modules_and_code(make: Make, tmp_path: Path, how: str) -> None:
+    code = "import heavy, os, sys; print(sys.argv[1:], __name__, heavy.server != os.getpid())"
+    (tmp_path / "job.py").write_text(code)
+    made = make(sys.executable, how, "job" if how == "-m" else code, "x")
+    code_, printed, is_forked = made.run("")
+    assert (code_, is_forked) == (0, True)
+    assert printed.splitlines()[1] == "['x'] __main__ True"
+
+
+def test_marks(make: Make) -> None:
+    """The guard finds a forked worker, and what that starts, by the marks of that worker."""
+    made = make()
+    handle, is_forked = made.start(
+        """
+        import subprocess, sys
+        waits = [sys.executable, "-c", "import signal; signal.pause()"]
+        child = subprocess.Popen(waits, start_new_session=True)
+        print(child.pid, flush=True)
+        child.wait()
+        """
+    )
+    assert is_forked
+    assert handle.stdout is not None
+    child = int(handle.stdout.readline())
+    others, _ = made.server.start(made.environ)
+    assert {handle.pid, child} == set(guard._pids([made.mark]))
+    assert {handle.pid, child, others.handle.pid} < set(
+        guard._pids([guard.mark_of(made.environ[JOB])])
+    )
+    guard.signal_all([made.mark], signal.SIGKILL)
+    assert handle.wait(LIMIT_SECS) == -signal.SIGKILL
+    # The grandchild has become a child of this process, which has to await it.
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert not guard.living([made.mark])
+    assert others.handle.poll() != -signal.SIGKILL
+
+
+def test_orphans_are_reaped(make: Make) -> None:
+    """What a worker leaves behind, and has ended, is no zombie of the supervisor's."""
+    made = make()
+    handle, _ = made.start(
+        """
+        import subprocess, sys
+        child = subprocess.Popen([sys.executable, "-c", "pass"])
+        child.stdin, child._child_created = None, False
+        import os
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        print(child.pid, flush=True)
+        """
+    )
+    assert handle.wait(LIMIT_SECS) == 0
+    child = int(read(handle))
+    assert Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    guard.reap_orphans()
+    assert not Path(f"/proc/{child}").exists()
+
+
+def test_random_numbers(make: Make) -> None:
+    """Workers without a seed draw numbers of their own."""
+    made = make(modules=["numpy", "random"])
+    script = "import random, numpy; print(random.random(), numpy.random.random())"
+    [(_, first, _), (_, second, _)] = made.run(script), made.run(script)
+    assert all(a != b for a, b in zip(first.split(), second.split(), strict=True))
+
+
+SETS_ENVIRONMENT = """
+    import os
+    os.environ["TF_READ"] = "late"
+    import heavy
+    print(heavy.read, heavy.server == os.getpid())
+    """
+INSTALLS_HOOK = """
+    import sys, os
+    class Hook:
+        def find_spec(self, *args): return None
+    sys.meta_path.insert(0, Hook())
+    import heavy
+    print(heavy.read, heavy.server == os.getpid())
+    """
+
+
+@pytest.mark.parametrize(
+    ("script", "read", "why"),
+    [
+        (SETS_ENVIRONMENT, "late", "it sets TF_READ before it imports TensorFlow"),
+        (INSTALLS_HOOK, "None", "it installs an import hook (<__main__.Hook object at "),
+    ],
+    ids=["environment", "hook"],
+)
+def test_starts_over(make: Make, script: str, read: str, why: str) -> None:
+    """A script whose imports would have come out differently gets a process of its own, and so do
+    those that come after it; that is reported once."""
+    made = make()
+    assert made.run(script) == (0, f"{read} True\n", True)
+    [note] = made.server.notes()
+    assert f"the script needs a process of its own: {why}" in note
+    assert made.run(script) == (0, f"{read} True\n", False)
+    assert made.server.notes() == []
+
+
+def test_settings_of_the_script(make: Make) -> None:
+    """What an ordinary worker has reported that its script sets, the server is started with; what
+    imports have set themselves is not among it."""
+    made = make(settings={"TF_READ": "late", "KMP_SET": "by heavy", "OTHER": "1"})
+    code, printed, is_forked = made.run(SETS_ENVIRONMENT)
+    assert (code, printed, is_forked) == (0, "heavy starts\nlate False\n", True)
+    assert made.server.notes() == []
+
+
+def test_worker_with_another_environment(make: Make) -> None:
+    """One that is given another setting than the server starts over, before any import."""
+    made = make()
+    script = "import heavy, os\nprint(heavy.read, heavy.server == os.getpid())"
+    assert made.run(script, TF_READ="3") == (0, "3 True\n", True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+@pytest.mark.parametrize("forks", [0, 1])
+def test_lost_server(
+    make: Make, number: signal.Signals, forks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that dies or hangs is replaced by ordinary starts, which is noted once; workers that
+    it has forked live on, and their exit codes are known."""
+    monkeypatch.setattr(fork_server, "_REPLY_SECS", 0.5)
+    made = make()
+    waits = (
+        "import sys; sys.stdin = open(0); import signal; print('waits', flush=True); signal.pause()"
+    )
+    living = [made.start(waits)[0] for _ in range(forks)]
+    assert made.server._server is not None
+    os.kill(made.server._server._process.pid, number)
+    if number == signal.SIGKILL:
+        os.waitid(os.P_PID, made.server._server._process.pid, os.WEXITED | os.WNOWAIT)
+    assert made.run("print('trained')") == (0, "trained\n", False)
+    assert made.run("print('trained')") == (0, "trained\n", False)
+    [note] = made.server.notes()
+    why = "it has ended" if number == signal.SIGKILL else "it has not answered for 0.5 s"
+    assert note.startswith(f"workers start without the fork server: {why}")
+    for handle in living:
+        assert handle.stdout is not None
+        assert handle.stdout.readline() == b"waits\n"
+        os.kill(handle.pid, signal.SIGUSR1)
+        assert handle.wait(LIMIT_SECS) == -signal.SIGUSR1
+
+
+BREAKS = {
+    "raise MemoryError('no room')": "MemoryError: no room",
+    "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()": (
+        "RuntimeError: importing breaks started threads: MainThread, Thread-1"
+    ),
+    "print('last words', flush=True); import os; os._exit(4)": (
+        "it has ended; it has printed: last words"
+    ),
+}
+
+
+@pytest.mark.parametrize("module", BREAKS, ids=["no memory", "thread", "exit"])
+def test_server_that_cannot_be(make: Make, tmp_path: Path, module: str) -> None:
+    (tmp_path / "breaks.py").write_text(module)
+    made = make(modules=["breaks"])
+    assert made.run("print('trained')") == (0, "trained\n", False)
+    [note] = made.server.notes()
+    assert BREAKS[module] in note
+    made.server.prepare()
+    assert made.server._server is None
+
+
+def test_fork_that_fails(make: Make) -> None:
+    """A worker that cannot be forked is an ordinary process."""
+    made = make()
+    code, printed, is_forked = made.run("print('trained')", KERAS_DISTPLUG_JOB="too short")
+    assert (code, printed, is_forked) == (0, "trained\n", False)
+    [note] = made.server.notes()
+    assert "the environment has no place for KERAS_DISTPLUG_JOB" in note
+
+
+def test_off(make: Make) -> None:
+    """No server where the user wants none; where there cannot be one, that is said."""
+    made = make(is_on=False)
+    assert made.run("print(1)") == (0, "1\n", False)
+    assert made.server.notes() == []
+    made = make(why_not="the workers use GPUs")
+    assert made.run("print(1)") == (0, "1\n", False)
+    assert made.server.notes() == ["workers start without the fork server: the workers use GPUs"]
+    made = make("bash", "-c", "echo 2")
+    assert made.run("") == (0, "2\n", False)
+    assert made.server.notes() == [
+        "workers start without the fork server: bash is no Python interpreter that runs a script"
+    ]
+
+
+def test_server_ends_with_the_supervisor(make: Make) -> None:
+    made = make()
+    server = made.server._server
+    assert server is not None
+    server._connection.close()
+    assert server._process.wait(LIMIT_SECS) == 0
