@@ -6,7 +6,7 @@ Two replicas of one process train in turns with replica 1 taking twice as long (
 20 ms more, asleep), replica 0 taking twice as long, and both alike. Logical devices share the
 process's threads and the machine's cores, so that their times are noisy: this is reported, and
 nothing is promised. Several workers are in tests/scenarios/test_stragglers_of_workers.py, `python
--m pytest -m soak -s` there. The time of a step is what all of a `fit` took, by its steps.
+-m pytest --stage soak -s` there. The time of a step is what all of a `fit` took, by its steps.
 """
 
 from __future__ import annotations

@@ -58,7 +58,43 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByGroup(config, log)
 
 
+# When a test runs: with every `pytest`, in CI as well, each night, or by hand for hours. A test
+# without one of these marks is of the first stage; the mark nearest to it counts.
+STAGES = ("default", "ci", "nightly", "soak")
+ALL_STAGES = pytest.StashKey[dict[str, str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--stage",
+        default="default",
+        metavar="STAGES",
+        help=f"which tests to run: {', '.join(STAGES)} or all, several separated by commas "
+        "(default: %(default)s); a test that is named (file.py::test) always runs",
+    )
+
+
+def _stage(item: pytest.Item) -> str:
+    marks = [
+        mark.name for node in reversed(item.listchain()) for mark in reversed(node.own_markers)
+    ]
+    return next((name for name in marks if name in STAGES), STAGES[0])
+
+
+def _deselect_other_stages(config: pytest.Config, items: list[pytest.Item]) -> None:
+    wanted = config.getoption("--stage").split(",")
+    if unknown := set(wanted) - {*STAGES, "all"}:
+        raise pytest.UsageError(f"--stage: expected some of {STAGES} or all, received {unknown}")
+    stages = config.stash[ALL_STAGES] = {item.nodeid: _stage(item) for item in items}
+    if "all" in wanted or any("::" in argument for argument in config.args):
+        return
+    others = [item for item in items if stages[item.nodeid] not in wanted]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if stages[item.nodeid] in wanted]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _deselect_other_stages(config, items)
     if hasattr(config, "workerinput"):  # one of several processes
         ranks = {group: rank for rank, group in enumerate(LONGEST_FIRST)}
         items.sort(key=lambda item: ranks.get(_group(item.nodeid), len(ranks)))

@@ -1,7 +1,7 @@
 """Each row of `rows.py` in each set-up: as one process of plain Keras, or refused with an error.
 
 Each row runs in one set-up, by turns in one of several workers and in one of a single process; the
-rest is marked `full`, because it takes half an hour on two cores.
+rest is `nightly`, because it takes half an hour on two cores.
 
 pytest tests/contracts -rP          shows the largest error of each row
 python tests/contracts/table.py     runs all, and writes the table of the README
@@ -123,7 +123,7 @@ def is_there(row: Row) -> bool:
 
 def marks(number: int, row: Row, column: str) -> list[pytest.MarkDecorator]:
     is_full = column != TURNS[number % len(TURNS)]
-    return [pytest.mark.full] * is_full + [pytest.mark.lowest] * row.lowest
+    return [pytest.mark.nightly] * is_full + [pytest.mark.lowest] * row.lowest
 
 
 @pytest.mark.parametrize(

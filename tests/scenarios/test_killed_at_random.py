@@ -75,7 +75,7 @@ def test_killed_at_random(train: Train, setup: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(25))
 @pytest.mark.parametrize("setup", SETUPS)
 def test_soak(train: Train, setup: str, seed: int) -> None:
-    """The same for 25 seeds: `python -m pytest -m soak`."""
+    """The same for 25 seeds: `python -m pytest --stage soak`."""
     compare(train, setup, seed)
 
 

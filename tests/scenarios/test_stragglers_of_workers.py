@@ -84,7 +84,7 @@ def test_slow_network(workers: int) -> None:
 @pytest.mark.parametrize("number", range(20))
 @pytest.mark.parametrize("workers", [2, 3])
 def test_soak(workers: int, number: int) -> None:
-    """The same again and again, found within five windows: `python -m pytest -m soak -s`."""
+    """The same again and again, found within five windows: `python -m pytest --stage soak -s`."""
     chief, *_ = found_by(workers, CASES)
     with hosts(workers) as places:
         chief |= found_by(workers, NETWORK, places)[0]

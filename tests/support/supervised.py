@@ -38,6 +38,11 @@ if __name__ == "__main__":
             self.is_ready, self.has_set = True, loaded.has_set
             fork_server.guard.note_child(server_pid)
 
+        def close(self) -> str:
+            self._connection.close()  # at which the server ends
+            self._process.wait(30)
+            return ""
+
     class _Prepared(fork_server.ForkServer):
         def __enter__(self) -> Self:
             self.prepare()

@@ -1,0 +1,46 @@
+"""`promises.toml` names tests that exist, in the stages in which they run."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from conftest import ALL_STAGES, STAGES
+
+TESTS = Path(__file__).parent
+PROMISES = tomllib.loads((TESTS / "promises.toml").read_text())["promise"]
+
+
+@pytest.fixture
+def stages(request: pytest.FixtureRequest) -> Mapping[str, str]:
+    """The stage of every test."""
+    found = request.config.stash[ALL_STAGES]
+    files = {f"tests/{file.relative_to(TESTS)}" for file in TESTS.rglob("test_*.py")}
+    if missing := files - {nodeid.partition("::")[0] for nodeid in found}:
+        pytest.skip(f"{len(missing)} files of tests are not collected")
+    return found
+
+
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise["says"][:60])
+def test_tests_of_a_promise(promise: Mapping[str, object], stages: Mapping[str, str]) -> None:
+    """Every promise is proven in the first stage, and by tests that are there."""
+    assert promise.keys() <= {"says", *STAGES}
+    assert promise["default"], "nothing proves this with every `pytest`"
+    for stage in STAGES:
+        for name in promise.get(stage, ()):  # type: ignore[attr-defined]
+            found = {of for nodeid, of in stages.items() if _is_of(nodeid, name)}
+            assert stage in found, f"{name} does not run in stage {stage}, but in {found}"
+
+
+def test_every_file_is_named(stages: Mapping[str, str]) -> None:
+    """Tests of later stages prove something that is promised."""
+    named = {name for promise in PROMISES for stage in STAGES for name in promise.get(stage, ())}
+    later = {nodeid.partition("::")[0] for nodeid, stage in stages.items() if stage != STAGES[0]}
+    unnamed = later - {name.partition("::")[0] for name in named}
+    assert not unnamed, f"promises.toml does not say what these prove: {sorted(unnamed)}"
+
+
+def _is_of(nodeid: str, name: str) -> bool:
+    return nodeid == name or nodeid.startswith((f"{name}[", f"{name}::"))
