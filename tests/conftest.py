@@ -10,6 +10,7 @@ from importlib import metadata
 from typing import Any
 
 import pytest
+from support.stages import ALL_STAGES, STAGES, stage_of
 
 # TensorFlow chooses by the processor. Most users have it, and it is what has most to be mended.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
@@ -58,12 +59,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByGroup(config, log)
 
 
-# When a test runs: with every `pytest`, in CI as well, each night, or by hand for hours. A test
-# without one of these marks is of the first stage; the mark nearest to it counts.
-STAGES = ("default", "ci", "nightly", "soak")
-ALL_STAGES = pytest.StashKey[dict[str, str]]()
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--stage",
@@ -74,18 +69,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def _stage(item: pytest.Item) -> str:
-    marks = [
-        mark.name for node in reversed(item.listchain()) for mark in reversed(node.own_markers)
-    ]
-    return next((name for name in marks if name in STAGES), STAGES[0])
-
-
 def _deselect_other_stages(config: pytest.Config, items: list[pytest.Item]) -> None:
     wanted = config.getoption("--stage").split(",")
     if unknown := set(wanted) - {*STAGES, "all"}:
         raise pytest.UsageError(f"--stage: expected some of {STAGES} or all, received {unknown}")
-    stages = config.stash[ALL_STAGES] = {item.nodeid: _stage(item) for item in items}
+    stages = config.stash[ALL_STAGES] = {item.nodeid: stage_of(item) for item in items}
     if "all" in wanted or any("::" in argument for argument in config.args):
         return
     others = [item for item in items if stages[item.nodeid] not in wanted]

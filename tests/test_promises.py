@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from conftest import ALL_STAGES, STAGES
+from support.stages import ALL_STAGES, PROMISES, STAGES
 
 TESTS = Path(__file__).parent
-PROMISES = tomllib.loads((TESTS / "promises.toml").read_text())["promise"]
 
 
 @pytest.fixture

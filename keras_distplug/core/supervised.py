@@ -22,7 +22,7 @@ ATTEMPT = "KERAS_DISTPLUG_ATTEMPT"
 STATUS_DIR = "KERAS_DISTPLUG_STATUS_DIR"
 DEVICES_PER_WORKER = "KERAS_DISTPLUG_DEVICES_PER_WORKER"
 JOINED_BY = "KERAS_DISTPLUG_JOINED_BY"  # the process that joins; its own subprocesses do not
-FORK_SERVER = "KERAS_DISTPLUG_FORK_SERVER"  # in the fork server, which is no worker itself
+FORK_SERVER = "KERAS_DISTPLUG_FORK_SERVER"  # in the fork server: what scripts set, as JSON
 
 
 class Phase(enum.StrEnum):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import re
 import select
@@ -89,7 +90,6 @@ class Server:
         self._marks = [f"{MEMBER}={environ[MEMBER]}"]
         self._connection, theirs = socket.socketpair()
         self.is_ready = False
-        self.has_set: Mapping[str, str] = {}
         with theirs:
             command = [forking.__file__, str(theirs.fileno()), ",".join(modules), *shown]
             self._process = subprocess.Popen(
@@ -104,8 +104,7 @@ class Server:
         guard.note_child(self._process.pid)
 
     def look(self, timeout_secs: float = 0.0) -> None:
-        """Takes note of what it has said: that it is ready, and which environment variables the
-        modules that it has imported have set.
+        """Takes note of what it has said: that it is ready.
 
         Args:
             timeout_secs: How long to wait for it to be ready.
@@ -114,7 +113,7 @@ class Server:
             ServerError: If it has ended.
         """
         while select.select([self._connection], [], [], timeout_secs)[0]:
-            self.has_set = self._receive()["has_set"]
+            self._receive()
             self.is_ready, timeout_secs = True, 0.0
 
     def fork(self, request: forking.Request, descriptors: Sequence[int]) -> int:
@@ -215,14 +214,11 @@ class ForkServer:
         # Those of a forked worker are the same as the server's, and so not among these.
         self._settings |= forking.settings(settings or {})
         self._look()
-        if self._is_on and self._server is None:
-            self._launch({})
-
-    def _launch(self, settings: Mapping[str, str]) -> None:
+        if not self._is_on or self._server is not None:
+            return
         assert self._python is not None
-        self._launched_with = settings
         contract = Supervised(self._job, _NO_ATTEMPT, self._folder)
-        environ = {**self._environ, **settings, **contract.to_env(), FORK_SERVER: "1"}
+        environ = {**self._environ, **contract.to_env(), FORK_SERVER: json.dumps(self._settings)}
         environ[MEMBER] = uuid.uuid4().hex
         try:
             self._server = Server(
@@ -267,23 +263,11 @@ class ForkServer:
         if self._server is None:
             return
         try:
-            was_ready = self._server.is_ready
             self._server.look(timeout_secs)
         except ServerError as error:
             self._turn_off(str(error))
-        else:
-            if self._server.is_ready and not was_ready:
-                self._check_settings(self._server)
         if self._is_on and self._refusals.exists():
             self._turn_off(f"the script needs a process of its own: {self._refusals.read_text()}")
-
-    def _check_settings(self, server: Server) -> None:
-        """Starts the server again if the script sets what the imports do not set themselves."""
-        there = {**server.has_set, **self._launched_with}
-        missing = {k: v for k, v in self._settings.items() if there.get(k) != v}
-        if missing:
-            self._close()
-            self._launch({**self._launched_with, **missing})
 
     def _fork(self, server: Server, environ: Mapping[str, str]) -> Started:
         assert self._python is not None

@@ -40,6 +40,7 @@ _READ_ON_IMPORT = (
     *("TF_", "KERAS_", "XLA_", "CUDA_", "NVIDIA_", "ROCM_", "HIP_", "OMP_", "KMP_", "GOMP_"),
     *("MKL_", "OPENBLAS_", "BLIS_", "NPY_", "NUMPY_", "PYTHON", "LD_"),
 )
+_FORK_SERVER = "KERAS_DISTPLUG_FORK_SERVER"  # what the script sets, as JSON
 _NOT_ON_IMPORT = ("KERAS_DISTPLUG_", "TF_CONFIG")
 _HEADER = struct.Struct("!I")
 _STANDARD = 3  # descriptors: input, output, errors
@@ -155,6 +156,12 @@ def load(modules: Sequence[str]) -> Loaded:
     has_set = {name: value for name, value in os.environ.items() if before.get(name) != value}
     hooks = tuple(sys.meta_path), tuple(sys.path_hooks)
     return Loaded(tuple(modules), settings(before), has_set, *hooks)
+
+
+def _missing(wanted: Mapping[str, str], loaded: Loaded) -> dict[str, str]:
+    """What a script sets before its imports: not what they set, which a worker reports, too."""
+    there = {**loaded.settings, **loaded.has_set}
+    return {name: value for name, value in wanted.items() if there.get(name) != value}
 
 
 def serve(connection: socket.socket) -> Request | None:
@@ -387,13 +394,19 @@ def main(descriptor: int, modules: Sequence[str]) -> None:
     os.set_inheritable(descriptor, False)
     connection = socket.socket(fileno=descriptor)
     sys.path.pop(0)  # this file's folder
+    environ = dict(os.environ)
     try:
         loaded = load(modules)
     except BaseException as error:
         send(connection, {"error": f"{type(error).__name__}: {error}"})
         raise
+    if missing := _missing(json.loads(os.environ[_FORK_SERVER]), loaded):
+        # The modules have not read what the script sets before it imports them.
+        os.set_inheritable(descriptor, True)
+        command = [sys.executable, *sys.orig_argv[1:]]
+        os.execve(sys.executable, command, {**environ, **missing})
     _set_name("fork-server")
-    send(connection, {"has_set": loaded.has_set})
+    send(connection, {"ready": True})
     request = serve(connection)
     if request is not None:
         sys.path.insert(0, "")

@@ -134,7 +134,7 @@ def _fork(
 def _server(settings: tuple[tuple[str, str], ...]) -> Server:
     """One for each environment that TensorFlow and Keras are imported with."""
     others = {k: v for k, v in os.environ.items() if k not in forking.settings(os.environ)}
-    marks = {_JOB: uuid.uuid4().hex, _MEMBER: uuid.uuid4().hex, FORK_SERVER: "1"}
+    marks = {_JOB: uuid.uuid4().hex, _MEMBER: uuid.uuid4().hex, FORK_SERVER: "{}"}
     server = Server([sys.executable], {**others, **dict(settings), **marks})
     atexit.register(server.close)
     server.look(_READY_SECS)

@@ -35,7 +35,7 @@ if __name__ == "__main__":
             self._marks = []
             self._connection = ours
             self._process = fork_server.Forked(server_pid)
-            self.is_ready, self.has_set = True, loaded.has_set
+            self.is_ready = True
             fork_server.guard.note_child(server_pid)
 
         def close(self) -> str:

@@ -1,0 +1,40 @@
+"""With TensorFlow: a restarted worker is forked, and ends in the bits of an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.cluster import run_job
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+SCRIPT = Path(__file__).parents[1] / "workers" / "forked.py"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_forked_after_a_kill(tmp_path: Path, workers: int) -> None:
+    """SIGKILL once the fork server is ready: all workers are forked from it, though the script sets
+    an environment variable before it imports TensorFlow, and end as if nobody had been killed."""
+    found = {}
+    for fault in ("none", "kill"):
+        folder = tmp_path / fault
+        folder.mkdir()
+        log = folder / "log"
+        command = [str(SCRIPT), str(folder), fault]
+        # An ordinary start, as a user's: this is what the others are forked from.
+        ended = run_job(command, workers, f"--log={log}", is_forked=False, timeout_s=200)
+        assert ended.returncode == 0, ended.output
+        assert "without the fork server" not in ended.output
+        events = [json.loads(line) for line in log.read_text().splitlines()]
+        started = [each["forked"] for each in events if each["event"] == "started"]
+        names = [f"worker-{index}" for index in range(workers)]
+        assert started == ([[]] if fault == "none" else [[], names]), ended.output
+        found[fault] = [np.load(folder / f"{index}.npz") for index in range(workers)]
+    for disturbed, undisturbed in zip(found["kill"], found["none"], strict=True):
+        assert disturbed.files == undisturbed.files
+        assert "weight_0" in disturbed.files
+        for name in disturbed.files:
+            assert disturbed[name].tobytes() == undisturbed[name].tobytes(), name

@@ -1,0 +1,26 @@
+"""When a test runs: with every `pytest`, in CI as well, each night, or by hand for hours."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+STAGES = ("default", "ci", "nightly", "soak")
+ALL_STAGES = pytest.StashKey[dict[str, str]]()  # of every test that was collected
+PROMISES = tomllib.loads((Path(__file__).parents[1] / "promises.toml").read_text())["promise"]
+
+_PROOFS = frozenset(name for promise in PROMISES for name in promise["default"])
+_SLOW = ("tf", "cluster", "stores")
+
+
+def stage_of(item: pytest.Item) -> str:
+    """The one that a test is marked with; else the first one, unless it loads TensorFlow, or starts
+    workers or servers, and `promises.toml` does not name it there."""
+    if marked := [stage for stage in STAGES if item.get_closest_marker(stage)]:
+        return marked[-1]
+    is_slow = any(item.get_closest_marker(mark) for mark in _SLOW)
+    name = item.nodeid.partition("[")[0]
+    is_proof = not _PROOFS.isdisjoint((item.nodeid, name, name.partition("::")[0]))
+    return STAGES[is_slow and not is_proof]
