@@ -18,4 +18,5 @@ def started_at() -> float:
             up_s = float(file.read().split()[0])
     except (OSError, ValueError, IndexError):
         return _IMPORTED_AT
-    return min(_IMPORTED_AT, time.time() - (up_s - ticks / os.sysconf("SC_CLK_TCK")))
+    # A forked process has not imported this itself.
+    return time.time() - max(0.0, up_s - ticks / os.sysconf("SC_CLK_TCK"))

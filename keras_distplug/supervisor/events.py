@@ -64,8 +64,10 @@ class EventLog:
         """From now on, `place` tells where the workers' log is, once it is known."""
         self._place = place
 
-    def note(self, event: Event, attempt: int) -> None:
-        line = to_line(Entry(time.time(), SUPERVISOR, event, self._job, attempt))
+    def note(self, event: Event, attempt: int, at: float | None = None) -> None:
+        """Appends an event that happened at `time.time()` `at`, by default now."""
+        at = time.time() if at is None else at
+        line = to_line(Entry(at, SUPERVISOR, event, self._job, attempt))
         self._note_beside(line)
         if self._file is None:
             return

@@ -155,8 +155,9 @@ def run(job: Job, environ: Mapping[str, str], open_log: OpenLog | None = None) -
             with Group(output, interruptions) as group:
                 own = [gpus[slot] for slot in slots] if gpus else None
                 launcher = Launcher(group, fork_server, roles, contract, common, own)
+                begun_at = time.time()
                 forked = [role.name for role in roles if launcher.start(role.name)]
-                reporter.started([role.name for role in roles], slots, forked)
+                reporter.started([role.name for role in roles], slots, forked, begun_at)
                 reporter.report_fork_server()
                 outcome = run_attempt(
                     group,
@@ -214,9 +215,11 @@ class _Reporter:
     def listener(self) -> Listener:
         return Listener(self.failed, self.training, self.replaced, self.back)
 
-    def started(self, workers: Sequence[str], slots: Sequence[int], forked: Sequence[str]) -> None:
+    def started(
+        self, workers: Sequence[str], slots: Sequence[int], forked: Sequence[str], at: float
+    ) -> None:
         self._workers = workers
-        self._log.note(Started(tuple(workers), tuple(slots), tuple(forked)), self._number)
+        self._log.note(Started(tuple(workers), tuple(slots), tuple(forked)), self._number, at)
 
     def training(self, reports: Mapping[str, Status]) -> None:
         told = Training()
