@@ -11,7 +11,12 @@ from stores.conftest import Started
 from support import chaos, harmed
 
 pytest.importorskip("tensorflow")
-pytestmark = [pytest.mark.cluster, pytest.mark.stores, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.cluster,
+    pytest.mark.stores,
+    pytest.mark.timeout(900),
+]
 
 SECS = 180.0
 SEED = 12
