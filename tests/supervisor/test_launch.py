@@ -48,8 +48,8 @@ def test_local_cluster() -> None:
 def test_worker_environment() -> None:
     """A worker gets its TF_CONFIG, the contract, unbuffered output and its GPUs."""
     role = local_cluster([1001, 1002])[1]
-    common = common_environment({"HOME": "/h", supervised.SPARE: "/somebody/elses"})
-    assert supervised.SPARE not in common
+    common = common_environment({"HOME": "/h", supervised.FORK_SERVER: "/somebody/elses"})
+    assert supervised.FORK_SERVER not in common
     environ = worker_environment(common, role, CONTRACT, gpus=("2", "3"))
     assert json.loads(environ["TF_CONFIG"])["task"] == {"type": "worker", "index": 1}
     assert Supervised.from_env(environ) == CONTRACT

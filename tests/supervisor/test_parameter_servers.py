@@ -642,6 +642,7 @@ complete()
     assert "has not joined" not in printed.replace(late, "", 1)
 
 
+@pytest.mark.ci
 def test_worker_without_a_sign_of_life(start: Start) -> None:
     """A worker that is stopped is ended, and started again alone; a parameter server ends the
     attempt."""
