@@ -11,6 +11,7 @@ import select
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -90,13 +91,15 @@ class Server:
         self._marks = [f"{MEMBER}={environ[MEMBER]}"]
         self._connection, theirs = socket.socketpair()
         self.is_ready = False
+        # A pipe that nobody reads would fill up.
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
         with theirs:
             command = [forking.__file__, str(theirs.fileno()), ",".join(modules), *shown]
             self._process = subprocess.Popen(
                 [*interpreter, *command],
                 env=environ,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
+                stdout=self._output,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
@@ -155,14 +158,12 @@ class Server:
         self._connection.close()
         guard.signal_all(self._marks, signal.SIGKILL)  # also what it was just forking
         self._process.kill()
-        assert self._process.stdout is not None
-        os.set_blocking(self._process.stdout.fileno(), False)
-        with self._process.stdout as pipe:
-            printed = (pipe.read() or b"").decode(errors="replace").strip()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_KILL_SECS)
         guard.reap_orphans()
-        return printed[-_LAST_OUTPUT:]
+        with self._output as file:
+            file.seek(0)
+            return file.read().decode(errors="replace").strip()[-_LAST_OUTPUT:]
 
 
 class ForkServer:

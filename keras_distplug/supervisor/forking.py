@@ -20,6 +20,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import runpy
 import socket
 import struct
@@ -263,12 +264,10 @@ def _rewrite_marks(environ: Mapping[str, str]) -> None:
             if name not in environ:
                 continue
             new = f"{name}={environ[name]}".encode()
-            at = 0 if block.startswith(name.encode() + b"=") else block.find(b"\0" + name.encode())
-            at += block[at : at + 1] == b"\0"
-            old = block[at : block.index(b"\0", at)]
-            if at < 0 or len(old) != len(new):
+            old = re.search(rb"(?<![^\0])%s=[^\0]*" % name.encode(), block)
+            if old is None or len(old[0]) != len(new):
                 raise RuntimeError(f"the environment has no place for {name}")
-            memory.seek(start + at)
+            memory.seek(start + old.start())
             memory.write(new)
     shown = Path("/proc/self/environ").read_bytes().split(b"\0")
     for name in MARKS:

@@ -345,6 +345,12 @@ def test_server_that_cannot_be(make: Make, tmp_path: Path, module: str) -> None:
     assert made.server._server is None
 
 
+def test_imports_that_print_much(make: Make, tmp_path: Path) -> None:
+    """Nobody reads what the server prints; it does not wait for that."""
+    (tmp_path / "prints.py").write_text("print('x' * 10**6, flush=True)")
+    assert make(modules=["prints"]).run("print('trained')") == (0, "trained\n", True)
+
+
 def test_fork_that_fails(make: Make) -> None:
     """A worker that cannot be forked is an ordinary process."""
     made = make()
