@@ -288,6 +288,7 @@ def test_reader_of_the_page(tmp_path: Path) -> None:
 # The site
 
 
+@pytest.mark.ci  # needs a package that `[test]` does not bring
 def test_strict_build(tmp_path: Path) -> None:
     """It is built without a warning: links, anchors, docstrings."""
     if not all(map(importlib.util.find_spec, ("mkdocs", "mkdocstrings_handlers"))):

@@ -115,6 +115,7 @@ def test_batch_script() -> None:
     assert asked["open-mode"] == "append"  # else each run deletes what the one before has printed
 
 
+@pytest.mark.ci  # needs a package that `[test]` does not bring
 def test_shellcheck() -> None:
     """Nor has shellcheck anything against it."""
     beside = str(Path(sys.executable).parent)
@@ -178,6 +179,7 @@ def tfjob() -> dict[str, Any]:
     return importlib.import_module("yaml").safe_load(TFJOB.read_text())
 
 
+@pytest.mark.ci  # needs a package that `[test]` does not bring
 def test_tfjob(tfjob: dict[str, Any]) -> None:
     """The job has the fields that Kubeflow's TFJob of version v1 has, where it has them."""
     assert (tfjob["apiVersion"], tfjob["kind"]) == ("kubeflow.org/v1", "TFJob")

@@ -71,6 +71,7 @@ def test_not_copied() -> None:
     assert bytes(body) == body.read() == b"".join(iterated(body)) == b"behind"
 
 
+@pytest.mark.ci  # needs a package that `[test]` does not bring
 def test_checksum() -> None:
     """botocore makes that of a file from it, and leaves it at its begin."""
     httpchecksum = pytest.importorskip("botocore.httpchecksum")
