@@ -16,7 +16,7 @@ from support.cluster import ROOT, environment, run_workers
 from support.needed import missing
 from support.watched import Watched
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.nightly, pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 EXAMPLE = ROOT / "examples" / "ray_train.py"
 WITHOUT_RAY = ROOT / "tests" / "workers" / "of_ray.py"
@@ -29,7 +29,7 @@ State = dict[str, bytes]
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> State:
     """The end of the same two workers without Ray, which is to change nothing."""
     if importlib.util.find_spec("ray") is None:
-        missing("Ray", "Run pip install 'keras-distplug[test-schedulers]'.")
+        missing("Ray", "Run pip install 'keras-distplug[ray]'.")
     home = tmp_path_factory.mktemp("undisturbed")
     ended = run_workers([str(WITHOUT_RAY), str(home)], 2, timeout_s=TIMEOUT_S)
     assert [each.returncode for each in ended] == [0, 0], ended[0].output

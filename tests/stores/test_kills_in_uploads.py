@@ -23,7 +23,7 @@ from keras_distplug.storage.store import CheckpointStore
 
 pytestmark = [pytest.mark.stores, pytest.mark.timeout(600)]
 
-KILLS = [20, pytest.param(50, marks=pytest.mark.soak)]
+KILLS = [8, pytest.param(50, marks=pytest.mark.soak)]
 ANSWER_TIMEOUT_S = 60
 MB = 10**6
 # Bytes of a checkpoint: few enough that a save takes a few tenths of a second.
