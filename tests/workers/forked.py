@@ -8,7 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # read on import: the fork server has to know it
+if sys.argv[2] == "kill":  # the fork server has to know it, for it is read on import
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
 import keras
 import numpy as np
