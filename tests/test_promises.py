@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from support.stages import ALL_STAGES, PROMISES, STAGES
+from support.stages import ALL_STAGES, NIGHTLY, PROMISES, STAGES
 
 TESTS = Path(__file__).parent
 
@@ -30,6 +30,14 @@ def test_tests_of_a_promise(promise: Mapping[str, object], stages: Mapping[str, 
         for name in promise.get(stage, ()):  # type: ignore[attr-defined]
             found = {of for nodeid, of in stages.items() if _is_of(nodeid, name)}
             assert stage in found, f"{name} does not run in stage {stage}, but in {found}"
+
+
+def test_nightly(stages: Mapping[str, str]) -> None:
+    """What is put off until the night exists, and proves nothing by default."""
+    for name in NIGHTLY:
+        found = {of for nodeid, of in stages.items() if _is_of(nodeid, name)}
+        assert found, f"{name} does not exist"
+        assert found <= {"nightly", "soak"}, f"{name} runs in {found}"
 
 
 def _is_of(nodeid: str, name: str) -> bool:

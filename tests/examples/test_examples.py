@@ -135,7 +135,6 @@ def test_exact_resume(tmp_path: Path) -> None:
     assert told[1] == told[2] != "0"
 
 
-@pytest.mark.nightly
 @cluster
 @limited
 @pytest.mark.parametrize(

@@ -8,14 +8,17 @@ from functools import cache
 
 import pytest
 from support import fault_matrix, harmed
-from support.fault_matrix import ALL, SERVERS, TWO_WORKERS, Faults
+from support.fault_matrix import ALL, MIRRORED, SERVERS, TWO_WORKERS, Faults
 from support.harmed import Ended, Job, SetUp
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 Train = Callable[[SetUp, Faults], Ended]
 
-IN_CI = [each for each in ALL if each[0] in (TWO_WORKERS, SERVERS)]
+IN_CI = [
+    (MIRRORED, fault_matrix.deaths),
+    *(each for each in ALL if each[0] in (TWO_WORKERS, SERVERS)),
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +38,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
         pytest.param(
             *each,
             id=f"{each[0].title}: {each[1].__name__}",
-            marks=[] if each in IN_CI else [pytest.mark.nightly],
+            marks=[] if each in IN_CI else [pytest.mark.soak],
         )
         for each in ALL
     ],

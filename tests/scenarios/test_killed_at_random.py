@@ -62,12 +62,7 @@ SEEDS = {"single": (1,), "mirrored": (1,), "2 workers x 2": (8,)}
 
 
 @pytest.mark.parametrize(
-    ("setup", "seed"),
-    [
-        pytest.param(setup, seed, marks=[pytest.mark.nightly] * (setup == "2 workers x 2"))
-        for setup, seeds in SEEDS.items()
-        for seed in seeds
-    ],
+    ("setup", "seed"), [(setup, seed) for setup, seeds in SEEDS.items() for seed in seeds]
 )
 def test_killed_at_random(train: Train, setup: str, seed: int) -> None:
     """One to four kills (SIGKILL, os._exit, exception) behind any batch, during a save, during

@@ -16,7 +16,7 @@ from support.cluster import ROOT, environment, run_workers
 from support.needed import missing
 from support.watched import Watched
 
-pytestmark = [pytest.mark.nightly, pytest.mark.cluster, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 EXAMPLE = ROOT / "examples" / "ray_train.py"
 WITHOUT_RAY = ROOT / "tests" / "workers" / "of_ray.py"

@@ -12,7 +12,6 @@ from support import chaos, harmed
 
 pytest.importorskip("tensorflow")
 pytestmark = [
-    pytest.mark.nightly,
     pytest.mark.cluster,
     pytest.mark.stores,
     pytest.mark.timeout(900),

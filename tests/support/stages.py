@@ -9,8 +9,9 @@ import pytest
 
 STAGES = ("default", "ci", "nightly", "soak")
 ALL_STAGES = pytest.StashKey[dict[str, str]]()  # of every test that was collected
-PROMISES = tomllib.loads((Path(__file__).parents[1] / "promises.toml").read_text())["promise"]
 
+_FILE = tomllib.loads((Path(__file__).parents[1] / "promises.toml").read_text())
+PROMISES, NIGHTLY = _FILE["promise"], frozenset(_FILE["nightly"])
 _PROOFS = frozenset(name for promise in PROMISES for name in promise["default"])
 _SLOW = ("tf", "cluster", "stores")
 
@@ -24,5 +25,7 @@ def stage_of(item: pytest.Item) -> str:
         return marked[-1]
     is_slow = any(item.get_closest_marker(mark) for mark in _SLOW)
     name = item.nodeid.partition("[")[0]
+    if not NIGHTLY.isdisjoint((item.nodeid, name)):
+        return "nightly"
     is_proof = not _PROOFS.isdisjoint((name, name.partition("::")[0]))
     return STAGES[is_slow and not is_proof]

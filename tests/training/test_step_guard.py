@@ -109,10 +109,10 @@ OPTIMIZERS: dict[str, Optimizer] = {
 CASES = [
     *[("one", name, {}) for name in OPTIMIZERS],
     ("one", "adam", {"run_eagerly": True}),
-    pytest.param("one", "adam", {"steps_per_execution": 2}, marks=pytest.mark.nightly),
+    ("one", "adam", {"steps_per_execution": 2}),
     *[("mirrored", name, {}) for name in OPTIMIZERS],
     ("mirrored", "adam", {"steps_per_execution": 2}),
-    pytest.param("central", "adam", {}, marks=pytest.mark.nightly),
+    ("central", "adam", {}),
     ("central", "accumulating", {}),
 ]
 
