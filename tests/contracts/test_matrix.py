@@ -1,6 +1,6 @@
 """Each row of `rows.py` in each set-up: as one process of plain Keras, or refused with an error.
 
-In CI, every second row and those of the lowest versions run in one set-up, by turns in one of
+In CI, every third row and those of the lowest versions run in one set-up, by turns in one of
 several workers and in one of a single process; all of it, half an hour on two cores, is `nightly`.
 
 pytest tests/contracts -rP          shows the largest error of each row
@@ -123,7 +123,7 @@ def is_there(row: Row) -> bool:
 
 def marks(number: int, row: Row, column: str) -> list[pytest.MarkDecorator]:
     has_turn = column == TURNS[number % len(TURNS)] and (
-        row.lowest or number // len(TURNS) % 2 == 0
+        row.lowest or number // len(TURNS) % 3 == 0
     )
     return [pytest.mark.nightly] * (not has_turn) + [pytest.mark.lowest] * row.lowest
 
