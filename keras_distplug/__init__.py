@@ -88,8 +88,8 @@ def __dir__() -> list[str]:
 def _start_process() -> None:
     """Runs on import, and in a forked process when its script imports this package."""
     if os.environ.get("KERAS_DISTPLUG_FORK_SERVER"):
-        needed = ("keras_distplug.cluster.pulse", "keras_distplug.cluster.leaving")
-        for name in (*_HOMES.values(), *needed):
+        importlib.import_module("keras_distplug.cluster.leaving").register()
+        for name in ("keras_distplug.cluster.pulse", *_HOMES.values()):
             importlib.import_module(name)
         return
     if os.environ.get("KERAS_DISTPLUG_JOB"):

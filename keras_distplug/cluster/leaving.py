@@ -44,7 +44,7 @@ class _Ending:
 
 def prepare() -> None:
     """To be called early: of what is registered for the end, the first runs last."""
-    _register()
+    register()
     if is_started_by_others(os.environ):
         _hear_of_errors()
 
@@ -74,7 +74,8 @@ def peer_is_lost() -> None:
 
 
 @functools.cache
-def _register() -> None:
+def register() -> None:
+    """Has this process leave by its code at its very end, if it has one; done once."""
     atexit.register(_leave)
 
 

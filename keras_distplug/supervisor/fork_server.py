@@ -25,12 +25,14 @@ from keras_distplug.supervisor import forking, guard
 from keras_distplug.supervisor.launch import MEMBER, Started, spawn
 
 _NO_ATTEMPT = -1
-MODULES = ("tensorflow", "keras", "keras_distplug")
+# This package first: of what is registered for the end of a process, the first runs last.
+MODULES = ("keras_distplug", "tensorflow", "keras")
 _REPLY_SECS = 10.0  # a fork takes a tenth of a second
 _LAST_OUTPUT = 300  # characters of what a server has printed last
 _SET_CHILD_SUBREAPER = 36  # of prctl(2)
 _KILL_SECS = 5.0
 _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+_OPTION = re.compile(r"-[bBdEIOPqRsSuv]+|-[WX].*|--check-hash-based-pycs")
 
 
 @dataclass(frozen=True)
@@ -51,15 +53,13 @@ class PythonCommand:
         if not re.fullmatch(r"python(3(\.\d+)?)?", Path(command[0]).name):
             return None
         at = 1
-        while at < len(command) and command[at].startswith("-") and command[at] not in ("-m", "-c"):
-            if command[at] in ("-", "-i", "-h", "-V", "--version", "--help"):
-                return None
+        while at < len(command) and _OPTION.fullmatch(command[at]):
             at += 2 if command[at] in _WITH_VALUE else 1
         arguments = tuple(command[at:])
         if not arguments or (arguments[0] in ("-m", "-c") and len(arguments) < 2):
             return None
         if arguments[0] not in ("-m", "-c") and Path(arguments[0]).suffix != ".py":
-            return None  # a folder or an archive
+            return None  # another option, a folder or an archive
         return cls(tuple(command[:at]), arguments)
 
 
@@ -203,7 +203,7 @@ class ForkServer:
         self._notes: list[str] = []
         self._is_on = is_on
         if is_on and (why_not or self._python is None):
-            self._turn_off(why_not or f"{command[0]} is no Python interpreter that runs a script")
+            self.turn_off(why_not or f"{command[0]} is no Python interpreter that runs a script")
 
     def prepare(self, settings: Mapping[str, str] | None = None) -> None:
         """Starts the server, unless it runs. Does not wait until it is ready.
@@ -226,7 +226,7 @@ class ForkServer:
                 self._python.interpreter, environ, self._modules, self._python.arguments
             )
         except OSError as error:
-            self._turn_off(f"it cannot be started: {error}")
+            self.turn_off(f"it cannot be started: {error}")
 
     def start(self, environ: Mapping[str, str]) -> tuple[Started, bool]:
         """Starts a worker.
@@ -239,10 +239,13 @@ class ForkServer:
         """
         self._look()
         if self._server is not None and self._server.is_ready:
+            name = uuid.uuid4().hex
             try:
-                return self._fork(self._server, environ), True
+                return self._fork(self._server, {**environ, MEMBER: name}), True
             except (ServerError, OSError) as error:
-                self._turn_off(str(error))
+                self.turn_off(str(error))
+                # It may have been forked all the same, and only the answer was late.
+                guard.end_all([f"{MEMBER}={name}"], _KILL_SECS)
         return spawn(self._command, environ), False
 
     def notes(self) -> list[str]:
@@ -266,14 +269,12 @@ class ForkServer:
         try:
             self._server.look(timeout_secs)
         except ServerError as error:
-            self._turn_off(str(error))
+            self.turn_off(str(error))
         if self._is_on and self._refusals.exists():
-            self._turn_off(f"the script needs a process of its own: {self._refusals.read_text()}")
+            self.turn_off(f"the script needs a process of its own: {self._refusals.read_text()}")
 
     def _fork(self, server: Server, environ: Mapping[str, str]) -> Started:
         assert self._python is not None
-        name = uuid.uuid4().hex
-        environ = {**environ, MEMBER: name}
         arguments = self._python.arguments
         request = forking.Request(arguments, environ, os.getcwd(), str(self._refusals))
         reading, writing = os.pipe()
@@ -286,10 +287,12 @@ class ForkServer:
             raise
         finally:
             os.close(writing)
-        return Started(Forked(pid, output), f"{MEMBER}={name}")
+        return Started(Forked(pid, output), f"{MEMBER}={environ[MEMBER]}")
 
-    def _turn_off(self, why: str) -> None:
+    def turn_off(self, why: str) -> None:
         """Workers are ordinary processes from now on."""
+        if not self._is_on:
+            return
         self._is_on = False
         printed = self._close()
         last = f"; it has printed: {printed}" if printed else ""

@@ -36,13 +36,16 @@ from types import ModuleType
 from typing import Any
 
 MARKS = ("KERAS_DISTPLUG_JOB", "KERAS_DISTPLUG_MEMBER")
-# Variables that TensorFlow, Keras, NumPy, the interpreter or the loader read when they are loaded.
+# Variables that TensorFlow, Keras and what they import read when they are loaded.
 _READ_ON_IMPORT = (
     *("TF_", "KERAS_", "XLA_", "CUDA_", "NVIDIA_", "ROCM_", "HIP_", "OMP_", "KMP_", "GOMP_"),
-    *("MKL_", "OPENBLAS_", "BLIS_", "NPY_", "NUMPY_", "PYTHON", "LD_"),
+    *("MKL_", "OPENBLAS_", "GOTO_", "BLIS_", "NPY_", "NUMPY_", "HDF5_", "PROTOCOL_BUFFERS_"),
 )
+# Those that the interpreter and the loader read when a process starts, and never again.
+_READ_ON_START = ("PYTHON", "LD_")
 _FORK_SERVER = "KERAS_DISTPLUG_FORK_SERVER"  # what the script sets, as JSON
 _NOT_ON_IMPORT = ("KERAS_DISTPLUG_", "TF_CONFIG")
+_START = "_start_process"  # what a module does in every process that imports it
 _HEADER = struct.Struct("!I")
 _STANDARD = 3  # descriptors: input, output, errors
 
@@ -54,6 +57,11 @@ def settings(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in environ.items()
         if name.startswith(_READ_ON_IMPORT) and not name.startswith(_NOT_ON_IMPORT)
     }
+
+
+def start_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """Those of an environment that are read when a process starts."""
+    return {n: value for n, value in environ.items() if n.startswith(_READ_ON_START)}
 
 
 @dataclass(frozen=True)
@@ -127,6 +135,7 @@ class Loaded:
     Args:
         modules: Their names.
         settings: Environment variables that they may have read.
+        started_with: Environment variables that this process has read when it started.
         has_set: Environment variables that they have set themselves.
         hooks: The finders on `sys.meta_path`.
         path_hooks: Those on `sys.path_hooks`.
@@ -134,6 +143,7 @@ class Loaded:
 
     modules: tuple[str, ...]
     settings: Mapping[str, str]
+    started_with: Mapping[str, str]
     has_set: Mapping[str, str]
     hooks: tuple[Any, ...]
     path_hooks: tuple[Any, ...]
@@ -156,7 +166,7 @@ def load(modules: Sequence[str]) -> Loaded:
     gc.freeze()  # else the first collection in a worker would copy all that is shared
     has_set = {name: value for name, value in os.environ.items() if before.get(name) != value}
     hooks = tuple(sys.meta_path), tuple(sys.path_hooks)
-    return Loaded(tuple(modules), settings(before), has_set, *hooks)
+    return Loaded(tuple(modules), settings(before), start_settings(before), has_set, *hooks)
 
 
 def _missing(wanted: Mapping[str, str], loaded: Loaded) -> dict[str, str]:
@@ -279,19 +289,23 @@ class _Preloaded(MetaPathFinder, Loader):
     """Gives a script the modules that are loaded, at the place where it imports them."""
 
     def __init__(self, loaded: Loaded, request: Request) -> None:
-        self._modules = {name: sys.modules.pop(name) for name in loaded.modules}
+        self._packages = {name: _taken_out(name) for name in loaded.modules}
         self._loaded, self._request = loaded, request
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in self._modules:
+        if name not in self._packages:
             return None
-        if len(self._modules) == len(self._loaded.modules):  # the first of them
+        if len(self._packages) == len(self._loaded.modules):  # the first of them
             if why := self._why_not():
                 _start_over(self._request, why)
             os.environ.update(self._loaded.has_set)
-        spec = self._modules[name].__spec__
+            # Each may be looked for by the others; only what does something on import waits for it.
+            for other in set(self._packages) - {name}:
+                if not hasattr(self._packages[other][other], _START):
+                    sys.modules.update(self._packages.pop(other))
+        spec = self._packages[name][name].__spec__
         assert spec is not None
         mine = ModuleSpec(name, self, origin=spec.origin, is_package=True)
         mine.submodule_search_locations = spec.submodule_search_locations
@@ -299,7 +313,9 @@ class _Preloaded(MetaPathFinder, Loader):
         return mine
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = self._modules.pop(spec.name)
+        package = self._packages.pop(spec.name)
+        module = package.pop(spec.name)
+        sys.modules.update(package)
         # What the import system puts there is what was there before it.
         spec.loader_state = module.__spec__, module.__loader__
         return module
@@ -307,10 +323,16 @@ class _Preloaded(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None
         module.__spec__, module.__loader__ = module.__spec__.loader_state
-        if (start := vars(module).get("_start_process")) is not None:
+        if (start := vars(module).get(_START)) is not None:
             start()  # what the module does in each process that imports it
 
     def _why_not(self) -> str:
+        for name, package in self._packages.items():
+            found, loaded = _origin(name, but=self), package[name].__spec__
+            if found != (loaded and loaded.origin):
+                return f"its {name} is {found}"
+        if start_settings(self._request.environ) != self._loaded.started_with:
+            return "it is started with other variables for Python or the loader (PYTHON*, LD_*)"
         had, has = self._loaded.settings, settings(os.environ)
         if changed := sorted(name for name in {**had, **has} if had.get(name) != has.get(name)):
             return f"it sets {', '.join(changed)} before it imports TensorFlow"
@@ -321,6 +343,21 @@ class _Preloaded(MetaPathFinder, Loader):
         return ""
 
 
+def _taken_out(name: str) -> dict[str, ModuleType]:
+    """A package's modules, which `sys.modules` has no more."""
+    found = [each for each in sys.modules if each == name or each.startswith(f"{name}.")]
+    return {each: sys.modules.pop(each) for each in found}
+
+
+def _origin(name: str, but: MetaPathFinder) -> str | None:
+    """Where an import of this name would find it."""
+    for finder in sys.meta_path:
+        find_spec = getattr(finder, "find_spec", None)
+        if finder is not but and find_spec and (spec := find_spec(name, None)) is not None:
+            return str(spec.origin)
+    return None
+
+
 def _start_over(request: Request, why: str) -> None:
     """Replaces this process by the one that would have been started without a fork server."""
     try:
@@ -329,31 +366,27 @@ def _start_over(request: Request, why: str) -> None:
         warnings.warn(f"The supervisor will not learn that {why}: {error}", stacklevel=2)
     sys.stdout.flush()
     sys.stderr.flush()
-    command = [sys.executable, *_interpreter_options(), *request.arguments]
-    os.execve(sys.executable, command, dict(request.environ))
-
-
-def _interpreter_options() -> list[str]:
-    return sys.orig_argv[1 : sys.orig_argv.index(__file__)]
+    os.chdir(request.cwd)
+    os.execve(sys.executable, sys.orig_argv, dict(request.environ))
 
 
 def run(request: Request) -> None:
     """Runs a script, a module or code as the interpreter does when it is started with it."""
     what, *arguments = request.arguments
-    if what == "-m":
-        sys.argv = arguments
-        sys.path[0] = request.cwd
-        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
-        return
     main = ModuleType("__main__")
     vars(main).update(__builtins__=__builtins__, __annotations__={})
     sys.modules["__main__"] = main
+    first = {"-m": request.cwd, "-c": ""}.get(what, os.path.dirname(os.path.realpath(what)))
+    if not sys.flags.safe_path:
+        sys.path.insert(0, first)
+    if what == "-m":
+        sys.argv = arguments
+        runpy._run_module_as_main(arguments[0])  # type: ignore[attr-defined]  # as `python -m`
+        return
     if what == "-c":
         code, sys.argv, name = arguments[0], ["-c", *arguments[1:]], "<string>"
-        sys.path[0] = ""
     else:
         sys.argv, name = [what, *arguments], what
-        sys.path[0] = os.path.dirname(os.path.realpath(what))
         vars(main).update(__file__=os.path.abspath(what), __cached__=None)
         try:
             source = Path(what).read_bytes()
@@ -375,6 +408,9 @@ def _compiled(source: str | bytes, name: str) -> Any:
 
 def work(request: Request, loaded: Loaded) -> None:
     """The life of a worker; errors end it as they end any script."""
+    here = sys.orig_argv.index(__file__) if __file__ in sys.orig_argv else 1
+    options = sys.orig_argv[1:here]
+    sys.orig_argv[1:] = [*options, *request.arguments]
     sys.meta_path.insert(0, _Preloaded(loaded, request))
     try:
         run(request)
@@ -392,7 +428,8 @@ def main(descriptor: int, modules: Sequence[str]) -> None:
     """Runs the server until the supervisor closes its end."""
     os.set_inheritable(descriptor, False)
     connection = socket.socket(fileno=descriptor)
-    sys.path.pop(0)  # this file's folder
+    if not sys.flags.safe_path:
+        sys.path.pop(0)  # this file's folder
     environ = dict(os.environ)
     try:
         loaded = load(modules)
@@ -408,7 +445,6 @@ def main(descriptor: int, modules: Sequence[str]) -> None:
     send(connection, {"ready": True})
     request = serve(connection)
     if request is not None:
-        sys.path.insert(0, "")
         work(request, loaded)
 
 

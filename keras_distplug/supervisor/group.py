@@ -113,6 +113,7 @@ class Group:
                 gone.append(key.data)
             else:
                 signals = tuple(self._interruptions.received())
+        guard.reap_orphans()
         now = time.time()  # one for all: nobody knows in which order they ended
         return Happened(tuple(self._reap(process, now) for process in gone), signals)
 
@@ -164,7 +165,6 @@ class Group:
             if not isinstance(error, SupervisorError):
                 self.kill()
                 self.drain()
-                guard.reap_orphans()
         finally:
             self._selector.close()
 
@@ -178,4 +178,6 @@ class Group:
         self._selector.unregister(process.pidfd)
         os.close(process.pidfd)
         del self._running[process.worker]
-        return Ended(process.worker, process.handle.wait(), now)
+        ended = Ended(process.worker, process.handle.wait(), now)
+        guard.forget_child(process.handle.pid)
+        return ended

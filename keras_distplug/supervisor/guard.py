@@ -41,6 +41,14 @@ def living(marks: Collection[str]) -> bool:
     return next(_pids(marks), None) is not None
 
 
+def end_all(marks: Collection[str], timeout_secs: float) -> None:
+    """Kills every process that has one of these in its environment, and awaits their ends."""
+    deadline = time.monotonic() + timeout_secs
+    while living(marks) and time.monotonic() < deadline:
+        signal_all(marks, signal.SIGKILL)
+        time.sleep(_POLL_SECS)
+
+
 def signal_all(marks: Collection[str], number: signal.Signals) -> None:
     """Sends a signal to every process that has one of these in its environment."""
     for pid in _pids(marks):
@@ -62,13 +70,20 @@ def note_child(pid: int) -> None:
     _started.add(pid)
 
 
+def forget_child(pid: int) -> None:
+    """Its end has been awaited: the number may come to mean another process."""
+    _started.discard(pid)
+
+
 def reap_orphans() -> None:
     """Takes the exit codes of ended processes that have become children of this one because their
     parents ended, so that the system can forget them."""
     for task in Path("/proc/self/task").iterdir():
-        for pid in map(int, (task / "children").read_text().split()):
-            if pid not in _started:
-                os.waitpid(pid, os.WNOHANG)
+        # A thread may have ended, or the kernel may not say what its children are.
+        with contextlib.suppress(OSError):
+            for pid in map(int, (task / "children").read_text().split()):
+                if pid not in _started:
+                    os.waitpid(pid, os.WNOHANG)
 
 
 def _pids(marks: Collection[str]) -> Iterator[int]:

@@ -167,6 +167,7 @@ def run(job: Job, environ: Mapping[str, str], open_log: OpenLog | None = None) -
                     reporter.listener,
                     Replacements(job.budgets.replacements, launcher.start),
                 )
+            reporter.ended(outcome)
             history.append(Attempt(slots, outcome, contract.newest_saves()))
             next_ = decide(history, job.budgets)
             if isinstance(next_, Again):
@@ -207,6 +208,7 @@ class _Reporter:
         self._log = log
         self._fork_server = fork_server
         self._contract = contract
+        self._away: set[str] = set()  # workers that have ended and have not joined again
         self._before = history[-1].outcome if history else None
         self._number = len(history)
         self._failures = sum(not each.outcome.is_preempted for each in history)
@@ -219,9 +221,15 @@ class _Reporter:
         self, workers: Sequence[str], slots: Sequence[int], forked: Sequence[str], at: float
     ) -> None:
         self._workers = workers
+        self._forked, self._has_trained = set(forked), False
         self._log.note(Started(tuple(workers), tuple(slots), tuple(forked)), self._number, at)
 
+    def ended(self, outcome: Outcome) -> None:
+        if self._forked and not self._has_trained and outcome.first_failure is not None:
+            self._fork_server.turn_off("workers that it had forked did not get to their first step")
+
     def training(self, reports: Mapping[str, Status]) -> None:
+        self._has_trained = True
         told = Training()
         if self._before is not None:
             report = recovery_report(self._before, reports)
@@ -234,6 +242,9 @@ class _Reporter:
         self._prepare_fork_server()
 
     def replaced(self, replaced: Replaced) -> None:
+        if replaced.exit.worker in self._away:
+            self._fork_server.turn_off(f"{replaced.exit.worker} ended again before it had joined")
+        self._away.add(replaced.exit.worker)
         ended, times = replaced.exit, f"restart {replaced.times} of a worker alone"
         if replaced.pause_secs:
             times += f", behind a pause of {replaced.pause_secs:g} s"
@@ -249,6 +260,7 @@ class _Reporter:
         self._log.note(what, self._number)
 
     def back(self, worker: str, secs: float) -> None:
+        self._away.discard(worker)
         self._output.note(f"{worker} has joined again, {secs:.1f} s after")
         self._prepare_fork_server()
 

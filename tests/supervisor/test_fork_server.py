@@ -101,6 +101,10 @@ def make(tmp_path: Path) -> Iterator[Make]:
         ("python -i train.py", None),
         ("python folder", None),
         ("python -m", None),
+        ("python -mpackage.train conf.py", None),
+        ("python -cpass train.py", None),
+        ("python -ui train.py", None),
+        ("python -x train.py", None),
     ],
 )  # fmt: skip
 def test_python_commands(command: str, expected: Any) -> None:
@@ -244,7 +248,8 @@ def test_random_numbers(make: Make) -> None:
 
 
 SETS_ENVIRONMENT = """
-    import os
+    import os, tempfile
+    os.chdir(tempfile.gettempdir())
     os.environ["TF_READ"] = "late"
     import heavy
     print(heavy.read, heavy.server == os.getpid())
@@ -259,17 +264,31 @@ INSTALLS_HOOK = """
     """
 
 
+ANOTHER_HEAVY = """
+    import os, pathlib, sys
+    pathlib.Path("other").mkdir(exist_ok=True)
+    pathlib.Path("other/heavy.py").write_text("import os; read, server = 'other', os.getpid()")
+    sys.path.insert(0, "other")
+    import heavy
+    print(heavy.read, heavy.server == os.getpid())
+    """
+
+
 @pytest.mark.parametrize(
     ("script", "read", "why"),
     [
         (SETS_ENVIRONMENT, "late", "it sets TF_READ before it imports TensorFlow"),
         (INSTALLS_HOOK, "None", "it installs an import hook (<__main__.Hook object at "),
+        (ANOTHER_HEAVY, "other", "its heavy is "),
     ],
-    ids=["environment", "hook"],
+    ids=["environment", "hook", "another module"],
 )
-def test_starts_over(make: Make, script: str, read: str, why: str) -> None:
+def test_starts_over(
+    make: Make, script: str, read: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A script whose imports would have come out differently gets a process of its own, and so do
     those that come after it; that is reported once."""
+    monkeypatch.chdir(tmp_path)
     made = make()
     assert made.run(script) == (0, f"{read} True\n", True)
     [note] = made.server.notes()
@@ -307,6 +326,9 @@ def test_lost_server(
         "import sys; sys.stdin = open(0); import signal; print('waits', flush=True); signal.pause()"
     )
     living = [made.start(waits)[0] for _ in range(forks)]
+    for handle in living:
+        assert handle.stdout is not None
+        assert handle.stdout.readline() == b"waits\n"
     assert made.server._server is not None
     os.kill(made.server._server._process.pid, number)
     if number == signal.SIGKILL:
@@ -317,8 +339,6 @@ def test_lost_server(
     why = "it has ended" if number == signal.SIGKILL else "it has not answered for 0.5 s"
     assert note.startswith(f"workers start without the fork server: {why}")
     for handle in living:
-        assert handle.stdout is not None
-        assert handle.stdout.readline() == b"waits\n"
         os.kill(handle.pid, signal.SIGUSR1)
         assert handle.wait(LIMIT_SECS) == -signal.SIGUSR1
 
@@ -349,6 +369,56 @@ def test_imports_that_print_much(make: Make, tmp_path: Path) -> None:
     """Nobody reads what the server prints; it does not wait for that."""
     (tmp_path / "prints.py").write_text("print('x' * 10**6, flush=True)")
     assert make(modules=["prints"]).run("print('trained')") == (0, "trained\n", True)
+
+
+def test_submodule_first(make: Make, tmp_path: Path) -> None:
+    """A script that imports a part of a package imports the package."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text(HEAVY + "import package.part")
+    (tmp_path / "package" / "part.py").write_text("value = 3")
+    script = "import os\nfrom package.part import value\nimport package\n"
+    script += "print(value, package.part.value, package.server != os.getpid())"
+    assert make(modules=["package"]).run(script) == (0, "heavy starts\n3 3 True\n", True)
+
+
+def test_its_own_command(make: Make) -> None:
+    """A script that starts itself again does so with its own command."""
+    made = make()
+    script = """
+        import os, sys
+        print(sys.orig_argv[1:], flush=True)
+        if "again" not in os.environ:
+            os.environ["again"] = "1"
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+        """
+    command = f"{[str(made.folder / 'train.py'), 'a', 'b c']}\n"
+    assert made.run(script) == (0, 2 * command, True)
+
+
+def test_late_answer(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker whose server answers too late is ended before another one takes its place."""
+    made = make()
+    assert made.server._server is not None
+    receive = made.server._server._receive
+    pids = []
+
+    def late() -> None:
+        pids.append(receive()["pid"])
+        raise fork_server.ServerError("it has not answered for 10 s")
+
+    monkeypatch.setattr(made.server._server, "_receive", late)
+    script = """
+        import os, signal
+        print(os.getpid(), flush=True)
+        if "forking.py" in open("/proc/self/cmdline").read():
+            signal.pause()
+        """
+    code, printed, is_forked = made.run(script)
+    assert (code, is_forked) == (0, False)
+    [pid] = pids
+    assert int(printed) != pid
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    assert len(made.server.notes()) == 1
 
 
 def test_fork_that_fails(make: Make) -> None:

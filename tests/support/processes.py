@@ -116,7 +116,7 @@ class Process:
 def _fork(
     arguments: Sequence[str], environ: Mapping[str, str], cwd: Path | None, output: int
 ) -> Forked:
-    settings = forking.settings(environ)
+    settings = _settings(environ)
     server = _server(tuple(sorted(settings.items())))
     refusals = Path(tempfile.gettempdir()) / f"not_forked-{uuid.uuid4().hex}"
     request = forking.Request(
@@ -130,10 +130,15 @@ def _fork(
         return Forked(pid)
 
 
+def _settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """What a server has to be started with, to fork a process with this environment."""
+    return forking.settings(environ) | forking.start_settings(environ)
+
+
 @functools.cache
 def _server(settings: tuple[tuple[str, str], ...]) -> Server:
     """One for each environment that TensorFlow and Keras are imported with."""
-    others = {k: v for k, v in os.environ.items() if k not in forking.settings(os.environ)}
+    others = {k: v for k, v in os.environ.items() if k not in _settings(os.environ)}
     marks = {_JOB: uuid.uuid4().hex, _MEMBER: uuid.uuid4().hex, FORK_SERVER: "{}"}
     server = Server([sys.executable], {**others, **dict(settings), **marks})
     atexit.register(server.close)

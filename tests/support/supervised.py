@@ -19,9 +19,10 @@ if __name__ == "__main__":
         ours.close()
         os.setsid()
         request = forking.serve(theirs)
-        if request is not None:
-            forking.work(request, loaded)
-        os._exit(0)
+        if request is None:
+            os._exit(0)
+        forking.work(request, loaded)
+        raise SystemExit(0)
     theirs.close()
 
     class _Ready(fork_server.Server):
