@@ -409,9 +409,9 @@ def test_late_answer(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(made.server._server, "_receive", late)
     script = """
         import os, signal
-        print(os.getpid(), flush=True)
         if "forking.py" in open("/proc/self/cmdline").read():
             signal.pause()
+        print(os.getpid(), flush=True)
         """
     code, printed, is_forked = made.run(script)
     assert (code, is_forked) == (0, False)
