@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -213,8 +214,9 @@ def test_marks(make: Make) -> None:
     )
     guard.signal_all([made.mark], signal.SIGKILL)
     assert handle.wait(LIMIT_SECS) == -signal.SIGKILL
-    # The grandchild has become a child of this process, which has to await it.
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    # The grandchild has become a child of this process, unless its parent could still await it.
+    with contextlib.suppress(ChildProcessError):
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
     assert not guard.living([made.mark])
     assert others.handle.poll() != -signal.SIGKILL
 
