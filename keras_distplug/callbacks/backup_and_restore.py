@@ -322,6 +322,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
             session = self._agreement.from_chief("session", session)
             writer = self._local.writer(session, self._role.rank, agreement.Alone())
             self._local_saves = self._saves_to(writer, self._local_place[1], None)
+        self._state.build()
         self._report(Phase.FITTING)
 
     def _saves_to(self, writer: Writes, cadence: Cadence, max_failed_saves: int | None) -> Saves:

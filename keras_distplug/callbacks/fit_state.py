@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -283,6 +284,14 @@ class FitState:
             self._progress.seek(place, 0)
             self._restore_own(in_epoch=False)
             self._restore_random(manifest)
+
+    def build(self) -> None:
+        """Makes what a first step would make, where that saves a second trace of the step."""
+        if self._progress is None or not compat_model.is_traced_twice(self._model):
+            return
+        with contextlib.suppress(Exception):  # the step says it better
+            capture.build_optimizer(self._model)
+            self._progress.build_metrics(self._model)
 
     def end(self, manifest: Manifest, epochs: int) -> None:
         """Makes `fit` end at once, as the checkpoint's did."""

@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state
+from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.models.functional import Functional, functional_like_constructor
 from keras.src.saving.serialization_lib import ObjectSharingScope
 
@@ -76,6 +77,22 @@ def layers_of(model: keras.Model) -> list[keras.Layer]:
 def is_placed(model: keras.Model) -> bool:
     """Was `model` made inside the scope of a strategy?"""
     return model._distribute_strategy is not None
+
+
+def is_traced_twice(model: keras.Model) -> bool:
+    """Does Keras make variables in the first step of `model`, though it could make them before?
+
+    `tf.function` traces once more what has made variables. Under a strategy Keras makes them all
+    before the first step, elsewhere that is left to the step. What a model that is not built, or a
+    `train_step` of its own, needs is not known before.
+    """
+    return (
+        model._distribute_strategy is None
+        and not model.run_eagerly
+        and type(model).train_step is keras_trainer.TensorFlowTrainer.train_step
+        and model.built
+        and all(layer.built for layer in layers_of(model))
+    )
 
 
 def build_from_config(model: keras.Model, config: Mapping[str, Any]) -> None:

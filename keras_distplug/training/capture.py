@@ -150,5 +150,12 @@ def build(model: keras.Model, how: Mapping[str, Any]) -> None:
         compat_model.build_optimizers(model, how["optimizers"])
 
 
+def build_optimizer(model: keras.Model) -> None:
+    """Makes the variables of the optimizer that `model` was compiled with."""
+    places = {id(weight): place for place, weight in enumerate(model.weights)}
+    targets = [places[id(variable)] for variable in model.trainable_variables]
+    compat_model.build_optimizers(model, {"optimizer": targets})
+
+
 def _is_beside_model(key: str) -> bool:
     return key == _RANDOM or key.startswith(_BESIDE)
