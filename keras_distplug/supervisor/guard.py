@@ -77,12 +77,17 @@ def forget_child(pid: int) -> None:
 
 def reap_orphans() -> None:
     """Takes the exit codes of ended processes that have become children of this one because their
-    parents ended, so that the system can forget them."""
+    parents ended, so that the system can forget them.
+
+    Those come from sessions of their own, as workers do. A child of this process's own session is
+    another's to await: `run` may have been called by a program that has children.
+    """
+    session = os.getsid(0)
     for task in Path("/proc/self/task").iterdir():
         # A thread may have ended, or the kernel may not say what its children are.
         with contextlib.suppress(OSError):
             for pid in map(int, (task / "children").read_text().split()):
-                if pid not in _started:
+                if pid not in _started and os.getsid(pid) != session:
                     os.waitpid(pid, os.WNOHANG)
 
 

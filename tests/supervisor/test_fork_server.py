@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
+import subprocess
 import sys
 import textwrap
 import uuid
@@ -15,10 +17,15 @@ from typing import Any
 
 import pytest
 
-from keras_distplug.core.supervised import JOB
+from keras_distplug.core.supervised import JOB, Supervised
 from keras_distplug.supervisor import fork_server, guard
+from keras_distplug.supervisor.attempt import Outcome
+from keras_distplug.supervisor.events import EventLog
+from keras_distplug.supervisor.exits import Cause, Exit
 from keras_distplug.supervisor.fork_server import ForkServer, PythonCommand
 from keras_distplug.supervisor.launch import Handle, common_environment
+from keras_distplug.supervisor.output import Output
+from keras_distplug.supervisor.run import Job, _Reporter
 
 LIMIT_SECS = 60.0
 
@@ -241,6 +248,33 @@ def test_orphans_are_reaped(make: Make) -> None:
     assert not Path(f"/proc/{child}").exists()
 
 
+def test_children_of_others(make: Make) -> None:
+    """A child that another part of this program has started is left to that."""
+    make()
+    child = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    guard.reap_orphans()
+    assert child.wait(LIMIT_SECS) == 3
+
+
+def test_pickling_from_a_thread_of_a_module(make: Make, tmp_path: Path) -> None:
+    """Under `-m`, too, `__main__` is the script, also for a thread that goes on behind its end."""
+    (tmp_path / "job.py").write_text(
+        textwrap.dedent(
+            """
+            import heavy, os, pickle, threading
+            class Batch: pass
+            def send():
+                threading.main_thread().join()
+                print(type(pickle.loads(pickle.dumps(Batch()))) is Batch, __name__, flush=True)
+            threading.Thread(target=send).start()
+            """
+        )
+    )
+    made = make(sys.executable, "-m", "job")
+    assert made.run("") == (0, "heavy starts\nTrue __main__\n", True)
+
+
 def test_random_numbers(make: Make) -> None:
     """Workers without a seed draw numbers of their own."""
     made = make(modules=["numpy", "random"])
@@ -308,11 +342,15 @@ def test_settings_of_the_script(make: Make) -> None:
     assert made.server.notes() == []
 
 
-def test_worker_with_another_environment(make: Make) -> None:
-    """One that is given another setting than the server starts over, before any import."""
+@pytest.mark.parametrize(
+    ("name", "read"), [("TF_READ", "3"), ("PYTHONHASHSEED", "None"), ("LD_BIND_NOW", "None")]
+)
+def test_worker_with_another_environment(make: Make, name: str, read: str) -> None:
+    """One that is given another setting than the server, of TensorFlow's, Python's or the loader's,
+    starts over, before any import."""
     made = make()
     script = "import heavy, os\nprint(heavy.read, heavy.server == os.getpid())"
-    assert made.run(script, TF_READ="3") == (0, "3 True\n", True)
+    assert made.run(script, **{name: "3"}) == (0, f"{read} True\n", True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
@@ -453,3 +491,35 @@ def test_server_ends_with_the_supervisor(make: Make) -> None:
     assert server is not None
     server._connection.close()
     assert server._process.wait(LIMIT_SECS) == 0
+
+
+@pytest.mark.parametrize(
+    ("forked", "trains", "cause", "is_on"),
+    [
+        (["worker-0"], False, Cause.FAILED, False),
+        (["worker-0"], True, Cause.FAILED, True),
+        ([], False, Cause.FAILED, True),
+        (["worker-0"], False, Cause.COMPLETED, True),
+    ],
+)
+def test_forked_workers_that_never_train(
+    make: Make, tmp_path: Path, forked: list[str], trains: bool, cause: Cause, is_on: bool
+) -> None:
+    """Once forked workers have failed before their first step, all others are ordinary processes:
+    whatever it was that only a forked one meets, it ends no job."""
+    made = make()
+    server = made.server
+    log, output = EventLog(None, "job"), Output(["worker-0"], "job", io.StringIO())
+    contract = Supervised("job", 1, tmp_path)
+    with log:
+        reporter = _Reporter(Job(("python", "train.py"), 1), output, log, server, contract, [])
+        reporter.started(["worker-0"], [0], forked, 0.0)
+        if trains:
+            reporter.training({})
+        reporter.ended(Outcome((Exit("worker-0", cause, 1, 0.0),), None, 0.0))
+    notes = server.notes()
+    started, is_forked = server.start(made.environ)
+    started.handle.kill()
+    assert is_forked is is_on
+    expected = "workers that it had forked did not get to their first step"
+    assert [expected in note for note in notes] == ([] if is_on else [True])

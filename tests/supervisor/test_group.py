@@ -12,6 +12,7 @@ import pytest
 from supervision import await_until, is_dead
 
 from keras_distplug.supervisor.attempt import await_end
+from keras_distplug.supervisor.fork_server import become_subreaper
 from keras_distplug.supervisor.group import Ended, Group
 from keras_distplug.supervisor.launch import spawn
 from keras_distplug.supervisor.output import Output
@@ -110,3 +111,20 @@ def test_handlers_are_given_back() -> None:
     with Interruptions():
         assert signal.getsignal(signal.SIGTERM) is not before
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_zombies_of_a_worker(group: Group, tmp_path: Path) -> None:
+    """What has become a child of the supervisor because its parent ended is no zombie for long,
+    while the worker goes on."""
+    become_subreaper()
+    script = f"(setsid true & echo $! > {tmp_path}/pid); exec sleep 60"
+    group.add("a", spawn(["sh", "-c", script], os.environ))
+    pid = read_pid(tmp_path / "pid")
+
+    def is_gone() -> bool:
+        group.wait(0.05)
+        return not Path(f"/proc/{pid}").exists()
+
+    await_until(is_gone, "the process gone")
+    assert group.runs()
+    group.kill()
