@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src import backend
 
 from keras_distplug.compat.model import all_variables, random_state_kept
 
@@ -28,15 +29,33 @@ def own_of_replicas(model: keras.Model) -> list[keras.Variable]:
 def build(model: keras.Model, element_spec: Any) -> None:
     """Makes the variables of metrics as the first step would.
 
+    Keras' own `_symbolic_build` calls the model as if it were evaluated, and what that gives may be
+    another structure.
+
     Args:
         model: A built model.
         element_spec: Of a batch of its data.
     """
-    first = tf.nest.map_structure(
-        lambda spec: getattr(spec, "_value_specs", (spec,))[0], element_spec
-    )
+    first = tf.nest.map_structure(_symbolic, element_spec)
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(first)
+    metrics, loss = model._compile_metrics, model._compile_loss
     with model.distribute_strategy.scope(), random_state_kept():
-        model._symbolic_build(data_batch=first)
+        is_metric_missing = metrics is not None and not metrics.built
+        if not is_metric_missing and (loss is None or loss.built):
+            return
+        y_pred = backend.compute_output_spec(model, x, training=True)
+        weighted = {"sample_weight": sample_weight}
+        if is_metric_missing:
+            backend.compute_output_spec(model.compute_metrics, x, y, y_pred, **weighted)
+        if loss is not None and not loss.built:
+            backend.compute_output_spec(
+                model._compute_loss, x, y, y_pred, **weighted, training=True
+            )
+
+
+def _symbolic(spec: Any) -> keras.KerasTensor:
+    one = getattr(spec, "_value_specs", (spec,))[0]  # of the first replica
+    return keras.KerasTensor(one.shape, keras.backend.standardize_dtype(one.dtype))
 
 
 def parts(variable: keras.Variable) -> list[Any]:
