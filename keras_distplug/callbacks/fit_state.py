@@ -27,6 +27,7 @@ from keras_distplug.training import (
     callback_states,
     capture,
     fingerprint,
+    log_values,
     own_states,
     progress,
     random_states,
@@ -75,6 +76,7 @@ class FitState:
         self._arrays: Mapping[str, np.ndarray] = {}
         self._enter_epoch: Callable[[], None] | None = None
         self._leave_epoch: Callable[[], None] | None = None
+        self._lost_logs: set[str] = set()  # names that were told
 
     # Counting
 
@@ -117,6 +119,7 @@ class FitState:
         """The state as it is now. All workers call this together."""
         scheduled.settle(self._model)
         history = self._model.history
+        self._tell_what_is_lost({**history.history, **(logs or {})})
         callbacks, arrays = callback_states.capture(self._others)
         in_epoch = bool(self.cursor.batch)
         own = own_states.capture(
@@ -129,9 +132,10 @@ class FitState:
         return TrainState(
             cursor=self.cursor,
             arrays={**capture.capture(self._model), **own.arrays, **arrays},
-            history={name: _plain(values) for name, values in history.history.items()},
+            history={name: log_values.encode(each) for name, each in history.history.items()},
             history_epochs=tuple(history.epoch),
-            metrics=_numbers(logs),
+            metrics=log_values.numbers(logs or {}),
+            other_logs=log_values.others(logs or {}),
             data=self._place_in_data(in_epoch),
             stop_training=bool(self._model.stop_training),
             completion=completion,
@@ -142,6 +146,19 @@ class FitState:
             callbacks=callbacks,
             random=own.random,
         )
+
+    def _tell_what_is_lost(self, logs: Mapping[str, Any]) -> None:
+        """Once for each name: what of the logs a restart will not bring back."""
+        lost = {name: value for name, value in logs.items() if not log_values.is_kept(value)}
+        for name in lost.keys() - self._lost_logs:
+            if self._role.is_chief:
+                kind = type(lost[name][-1] if isinstance(lost[name], list) else lost[name])
+                announce(
+                    f"the log {name!r} holds a {kind.__qualname__}, which is not kept: after a "
+                    "restart its values so far are None in `History`. Kept are numbers, text, "
+                    "arrays of numbers, and lists and dicts of these"
+                )
+        self._lost_logs |= lost.keys()
 
     def _place_in_data(self, in_epoch: bool) -> dict[str, Any]:
         if self._progress is None:
@@ -301,7 +318,7 @@ class FitState:
     def _take_history(self, manifest: Manifest) -> None:
         self.cursor = manifest.cursor
         history = self._model.history
-        history.history = {name: list(values) for name, values in manifest.history.items()}
+        history.history = {name: log_values.decode(each) for name, each in manifest.history.items()}
         history.epoch = list(manifest.history_epochs)
 
     def _go_into_epoch(
@@ -327,7 +344,8 @@ class FitState:
             self._restore_own(in_epoch=True)
             self._restore_random(manifest)
             self._model.stop_training = manifest.stop_training
-            self._leave_epoch = epochs.begin_with_logs(self._model, manifest.metrics)
+            logs = {**manifest.metrics, **log_values.decode(manifest.other_logs)}
+            self._leave_epoch = epochs.begin_with_logs(self._model, logs)
 
         self._enter_epoch = enter
 
@@ -364,13 +382,3 @@ def _batch_differs(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
     """Whether both are known."""
     sizes = {each.get(BATCH_SIZE) for each in (there, here)}
     return len(sizes) == 2 and None not in sizes
-
-
-def _numbers(logs: Mapping[str, Any] | None) -> dict[str, float]:
-    arrays = {name: np.asarray(value) for name, value in (logs or {}).items()}
-    return {name: float(value) for name, value in arrays.items() if value.ndim == 0}
-
-
-def _plain(values: list[Any]) -> list[Any]:
-    """JSON takes Python's numbers only."""
-    return [np.asarray(value).tolist() for value in values]

@@ -228,7 +228,7 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         self.on_fault = on_fault
         self._in_a_row = 0
         self._rollbacks = 0
-        self._has_trained = False
+        self._has_trained: bool | None = None  # in this epoch, as far as anything is known of it
         self._trained = self._left_out = 0
         self._has_guard = False  # not where another one does the work
         self._on_workers: LeftOutOnWorkers | None = None
@@ -246,7 +246,7 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._in_a_row, self._rollbacks = state["in_a_row"], state["rollbacks"]
         # An epoch may be gone into that has no batch left.
-        of_epoch = state.get("of_epoch", (False, 0, 0))
+        of_epoch = state.get("of_epoch", (None, 0, 0))
         self._has_trained, self._trained, self._left_out = of_epoch
         if self._has_guard:
             self._guard.set_windows(state["windows"])
@@ -300,7 +300,7 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         self._epoch = epoch
-        self._has_trained = False
+        self._has_trained = None
         self._trained = self._left_out = 0
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
@@ -333,8 +333,8 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self._on_workers is not None:
             self._hear_of_workers(self._on_workers, at_once=True)
-            self._has_trained = self._left_out < self._trained
-        if not self._has_trained and logs is not None:
+            self._has_trained = self._left_out < self._trained if self._trained else None
+        if self._has_trained is False and logs is not None:
             # Metrics of no batch are 0, which would be the best loss that there ever was.
             logs.update(
                 {name: math.nan for name in self.model.get_metrics_result() if name in logs}
@@ -370,6 +370,7 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
             workers.begin_anew()
 
     def _look_at(self, steps: list[list[Fault]], trained: int, logs: dict[str, Any] | None) -> None:
+        self._has_trained = bool(self._has_trained)
         places = self._places(steps)
         own = [self._looked_into(*each) for each in zip(steps, places, strict=True)]
         said = self._agreement.gather(

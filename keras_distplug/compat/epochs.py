@@ -175,7 +175,7 @@ def _in_floatx(array: np.ndarray) -> np.ndarray:
     return array.astype(keras.config.floatx()) if array.dtype.kind == "f" else array
 
 
-def begin_with_logs(model: keras.Model, logs: Mapping[str, float]) -> Callable[[], None]:
+def begin_with_logs(model: keras.Model, logs: Mapping[str, Any]) -> Callable[[], None]:
     """Gives an epoch that has no batch left the logs of its last one.
 
     Returns:

@@ -72,7 +72,8 @@ class Manifest:
         shards: The files that hold their values.
         history: Keras' `History.history`.
         history_epochs: Keras' `History.epoch`.
-        metrics: The logs at that point.
+        metrics: Those of the logs at that point that were numbers.
+        other_logs: The rest of the logs.
         data: Position of the input pipeline.
         stop_training: True if a callback had asked for the end of training.
         completion: Set if the run had reached its end.
@@ -92,9 +93,10 @@ class Manifest:
     nonce: str
     created_utc: str
     versions: Mapping[str, str] = field(default_factory=dict)
-    history: Mapping[str, list[float]] = field(default_factory=dict)
+    history: Mapping[str, list[Any]] = field(default_factory=dict)
     history_epochs: tuple[int, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    other_logs: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
     stop_training: bool = False
     completion: Completion | None = None

@@ -49,9 +49,11 @@ class TrainState:
         cursor: Where the run stands.
         arrays: Variables by key (`"model/conv2d/kernel"`), in the model's order. Each value is
             anything `numpy.asarray` takes.
-        history: Keras' `History.history` up to here.
+        history: Keras' `History.history` up to here, JSON-able.
         history_epochs: Keras' `History.epoch` up to here.
-        metrics: The logs at this point, by which the best checkpoints are kept.
+        metrics: Those of the logs at this point that are numbers; by them the best checkpoints are
+            kept.
+        other_logs: The rest of the logs, JSON-able.
         data: Position of the input pipeline, JSON-able; empty when it is not known.
         stop_training: True if a callback has asked for the end of training at this point.
         completion: Set once the run has reached its end.
@@ -63,9 +65,10 @@ class TrainState:
 
     cursor: Cursor
     arrays: Mapping[str, Any]
-    history: Mapping[str, list[float]] = field(default_factory=dict)
+    history: Mapping[str, list[Any]] = field(default_factory=dict)
     history_epochs: tuple[int, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    other_logs: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
     stop_training: bool = False
     completion: Completion | None = None

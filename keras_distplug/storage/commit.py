@@ -140,7 +140,7 @@ class Writer:
         try:
             shards = self._all_shares(state, name, attempt)
             manifest = self._manifest(state, shards, attempt)
-            self._publish(self._store.path(name, layout.MANIFEST), manifest.to_json().encode())
+            self._publish(self._store.path(name, layout.MANIFEST), _verified(manifest).encode())
         except Exception:
             self._make_room(kind)
             raise
@@ -251,6 +251,7 @@ class Writer:
             history=state.history,
             history_epochs=state.history_epochs,
             metrics=state.metrics,
+            other_logs=state.other_logs,
             data=state.data,
             stop_training=state.stop_training,
             completion=state.completion,
@@ -301,6 +302,20 @@ def _metered(parts: codec.Hashed, meter: Meter) -> Iterator[memoryview]:
     for part in parts:
         meter.add(part.nbytes)
         yield part
+
+
+def _verified(manifest: Manifest) -> str:
+    """The manifest's text, which its reader takes."""
+    text = manifest.to_json()
+    try:
+        read = Manifest.from_json(text, layout.MANIFEST)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"This checkpoint could not be read again, so it was not committed: {error}"
+        ) from error
+    if read.to_json() != text:
+        raise CheckpointError("This checkpoint would be read as another, so it was not committed.")
+    return text
 
 
 def _fingerprint(state: TrainState) -> str:

@@ -1,0 +1,87 @@
+"""Values of logs and of `History` as JSON, and back.
+
+Most are one number. Others are arrays (`F1Score` has one value for each class), or whatever a
+callback adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+_ARRAY, _TYPE = "__array__", "__type__"  # what stands for what JSON has not
+
+
+def numbers(logs: Mapping[str, Any]) -> dict[str, float]:
+    """Those of `logs` that are one number."""
+    encoded = {name: encode(value) for name, value in logs.items()}
+    return {
+        name: float(value)
+        for name, value in encoded.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+def others(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """The rest of `logs`, JSON-able."""
+    known = numbers(logs)
+    return {name: encode(value) for name, value in logs.items() if name not in known}
+
+
+def encode(value: Any) -> Any:
+    """`value` as JSON; None for what `is_kept` does not know."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case list() | tuple():
+            return [encode(each) for each in value]
+        case dict() if _has_names(value):
+            return {name: encode(each) for name, each in value.items()}
+    if (array := _array(value)) is None:
+        return None
+    if array.ndim == 0:
+        return float(array) if array.dtype == ml_dtypes.bfloat16 else array.item()
+    plain = array.astype(float) if array.dtype == ml_dtypes.bfloat16 else array
+    return {_ARRAY: plain.tolist(), _TYPE: array.dtype.name}
+
+
+def decode(value: Any) -> Any:
+    """The inverse of `encode`; of a number in an array of no dimension, the number."""
+    match value:
+        case {"__array__": list(values), "__type__": str(name)}:
+            return np.array(values, np.dtype(name))
+        case dict():
+            return {name: decode(each) for name, each in value.items()}
+        case list():
+            return [decode(each) for each in value]
+    return value
+
+
+def is_kept(value: Any) -> bool:
+    """Whether `encode` loses nothing of `value`."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return True
+        case list() | tuple():
+            return all(map(is_kept, value))
+        case dict():
+            return _has_names(value) and all(map(is_kept, value.values()))
+    return _array(value) is not None
+
+
+def _has_names(value: Mapping[Any, Any]) -> bool:
+    return all(isinstance(name, str) and name not in (_ARRAY, _TYPE) for name in value)
+
+
+def _array(value: Any) -> np.ndarray | None:
+    """Numbers or truth values as an array; None if it is something else."""
+    if not (hasattr(value, "shape") and hasattr(value, "dtype")):
+        return None
+    try:
+        array = np.asarray(value)
+    except Exception:  # noqa: BLE001 (of a graph, or whatever else only looks like an array)
+        return None
+    return array if array.dtype.kind in "biuf" or array.dtype == ml_dtypes.bfloat16 else None

@@ -1,0 +1,154 @@
+"""Logs that are not one number each: of Keras' own metrics, and of users' callbacks."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tensorflow")
+pytestmark = pytest.mark.tf
+
+import keras  # noqa: E402
+import ml_dtypes  # noqa: E402
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+from support import small  # noqa: E402
+
+import keras_distplug as kd  # noqa: E402
+from keras_distplug.callbacks import backup_and_restore  # noqa: E402
+from keras_distplug.core.manifest import Manifest  # noqa: E402
+from keras_distplug.storage import saver  # noqa: E402
+
+Y = np.eye(3, dtype="float32")[np.arange(30) % 3]
+EPOCHS = 3
+
+VALUES: dict[str, Callable[[int], Any]] = {
+    "text": lambda epoch: f"09:3{epoch}",
+    "nothing": lambda epoch: None,
+    "array": lambda epoch: np.eye(2, dtype="float32") * epoch,
+    "tensor": lambda epoch: tf.constant([epoch, 2]),
+    "bfloat16": lambda epoch: np.array([epoch, 0.5], ml_dtypes.bfloat16),
+    "dict": lambda epoch: {"a": np.float32(epoch), "b": [epoch, {"c": np.arange(2)}]},
+    "number": lambda epoch: np.int64(epoch),
+    "not finite": lambda epoch: [float("nan"), np.float32("inf")],
+}
+
+
+class Add(keras.callbacks.Callback):
+    """Adds a value to the logs of each epoch."""
+
+    def __init__(self, value: Callable[[int], Any] | None) -> None:
+        super().__init__()
+        self.value = value
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self.value is not None:
+            logs["extra"] = self.value(epoch)
+
+
+@pytest.fixture(autouse=True)
+def every_save_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it is known where a `fit` resumes that was interrupted."""
+    stock = saver.Saver.start
+
+    def start(self: saver.Saver, step: int, save: Callable[[], None]) -> None:
+        stock(self, step, save)
+        self.wait()
+
+    monkeypatch.setattr(saver.Saver, "start", start)
+
+
+def fit(value: Callable[[int], Any] | None, *callbacks: keras.callbacks.Callback) -> Any:
+    keras.utils.set_random_seed(1)
+    layers = [keras.Input((4,)), keras.layers.Dense(3, activation="softmax")]
+    model = keras.Sequential(layers)
+    model.compile("adam", "categorical_crossentropy", metrics=[keras.metrics.F1Score()])
+    added = [Add(value), *callbacks]
+    model.fit(small.X, Y, batch_size=8, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=added)
+    return model.history.history
+
+
+def backup(folder: Path) -> keras.callbacks.Callback:
+    return kd.BackupAndRestore(folder, save_freq=1, on_busy="wait", delete_checkpoint=False)
+
+
+def require_same(found: Any, expected: Any) -> None:
+    """The same values; arrays of the same type."""
+    found, expected = keras.tree.map_structure(as_array, (found, expected))
+    np.testing.assert_equal(found, expected)
+    types = keras.tree.map_structure(lambda each: getattr(each, "dtype", None), (found, expected))
+    assert types[0] == types[1]
+
+
+def as_array(value: Any) -> Any:
+    """A tensor comes back as an array, and a number of NumPy's as one of Python's."""
+    if value is None or isinstance(value, str):
+        return value
+    array = np.asarray(value)
+    return array if array.ndim else array.item()
+
+
+class StopAtEnd(keras.callbacks.Callback):
+    """Interrupts training behind the last batch of the second epoch."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            raise small.Interrupted
+
+
+@pytest.mark.parametrize("stop", [small.Stop(1, 1), StopAtEnd()], ids=["in it", "at its end"])
+@pytest.mark.parametrize("name", ["backup", "defaults"])
+def test_score_of_each_class(name: str, stop: keras.callbacks.Callback, tmp_path: Path) -> None:
+    """`F1Score()` logs an array. Its checkpoints can be read, and History has it after a restart,
+    also of an epoch that has no batch left, and with callbacks that were not there before."""
+    expected = fit(None)
+    with pytest.raises(small.Interrupted):
+        fit(None, backup(tmp_path), stop)
+    callbacks = [backup(tmp_path)] if name == "backup" else kd.defaults(tmp_path)
+    require_same(fit(None, *callbacks), expected)
+    backup_and_restore._finished_here.clear()  # as if it were another process
+    require_same(fit(None, backup(tmp_path)), expected)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values(name: str, tmp_path: Path) -> None:
+    """What a callback adds to the logs comes back: the values of epochs before a restart are in
+    History with the others."""
+    expected = fit(VALUES[name])
+    with pytest.raises(small.Interrupted):
+        fit(VALUES[name], backup(tmp_path), small.Stop(2, 0))
+    require_same(fit(VALUES[name], *kd.defaults(tmp_path)), expected)
+
+
+def test_what_cannot_be_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It costs neither training nor a checkpoint, and is told once, with its name and its type."""
+
+    def now(epoch: int) -> datetime.date:
+        return datetime.date(2026, 1, 1 + epoch)
+
+    with pytest.raises(small.Interrupted):
+        fit(now, backup(tmp_path), small.Stop(2, 1))
+    assert caplog.text.count("the log 'extra' holds a date, which is not kept") == 1
+    assert fit(now, backup(tmp_path))["extra"] == [None, None, now(2)]
+
+
+def test_manifest_that_its_reader_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that could not be read again is never committed, and says so at once."""
+    stock, refused = Manifest.from_json, []
+
+    def from_json(text: str, source: str) -> Manifest:
+        if '"step":4' in text.replace(" ", "") and not refused:
+            refused.append(source)
+            raise kd.errors.CorruptCheckpointError("no manifest")
+        return stock(text, source)
+
+    monkeypatch.setattr(Manifest, "from_json", from_json)
+    with pytest.warns(UserWarning, match="could not be read again, so it was not committed"):
+        fit(None, backup(tmp_path))
+    assert len(refused) == 1
+    assert not (tmp_path / "run-0001" / "step-00000004" / "MANIFEST.json").exists()
+    assert (tmp_path / "run-0001" / f"final-{small.BATCHES * EPOCHS:08d}").exists()
