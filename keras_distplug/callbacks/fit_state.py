@@ -27,7 +27,7 @@ from keras_distplug.training import (
     callback_states,
     capture,
     fingerprint,
-    log_values,
+    json_values,
     own_states,
     progress,
     random_states,
@@ -72,6 +72,7 @@ class FitState:
         self._progress = progress.of_fit(model, seed)
         self._validation: Positioned | None = None
         self._validated = 0  # passes over the validation data before this `fit`
+        self._validated_with: Sequence[Any] = ()  # what its variables were behind them
         self._has_other_data = False
         self._arrays: Mapping[str, np.ndarray] = {}
         self._enter_epoch: Callable[[], None] | None = None
@@ -103,7 +104,7 @@ class FitState:
         if self._validation is None:
             self._validation = progress.of_validation(self._model, self._seed)
             if self._validation is not None:
-                self._validation.begin_at(self._validated, 0)
+                self._validation.begin_at(self._validated, 0, variables=self._validated_with)
 
     def on_epoch_end(self, epoch: int) -> None:
         self.cursor = Cursor(epoch=epoch + 1, batch=0, step=self.cursor.step)
@@ -132,10 +133,10 @@ class FitState:
         return TrainState(
             cursor=self.cursor,
             arrays={**capture.capture(self._model), **own.arrays, **arrays},
-            history={name: log_values.encode(each) for name, each in history.history.items()},
+            history={name: json_values.encode(each) for name, each in history.history.items()},
             history_epochs=tuple(history.epoch),
-            metrics=log_values.numbers(logs or {}),
-            other_logs=log_values.others(logs or {}),
+            metrics=json_values.numbers(logs or {}),
+            other_logs=json_values.others(logs or {}),
             data=self._place_in_data(in_epoch),
             stop_training=bool(self._model.stop_training),
             completion=completion,
@@ -149,7 +150,7 @@ class FitState:
 
     def _tell_what_is_lost(self, logs: Mapping[str, Any]) -> None:
         """Once for each name: what of the logs a restart will not bring back."""
-        lost = {name: value for name, value in logs.items() if not log_values.is_kept(value)}
+        lost = {name: value for name, value in logs.items() if not json_values.is_kept(value)}
         for name in lost.keys() - self._lost_logs:
             if self._role.is_chief:
                 kind = type(lost[name][-1] if isinstance(lost[name], list) else lost[name])
@@ -163,10 +164,14 @@ class FitState:
     def _place_in_data(self, in_epoch: bool) -> dict[str, Any]:
         if self._progress is None:
             return {}
-        validated = self._validated if self._validation is None else self._validation.passes
+        validated, variables = self._validated, self._validated_with
+        if self._validation is not None:
+            validated = self._validation.passes
+            variables = self._validation.variables(in_pass=False)
         return {
             "train": self._progress.position(in_epoch=in_epoch),
             "validation": validated,
+            "validation_variables": list(variables),
             "fingerprint": self._progress.fingerprint(),
         }
 
@@ -283,6 +288,7 @@ class FitState:
         compat_model.start_at_epoch(self._model, manifest.cursor.epoch)
         cursor, place = manifest.cursor, manifest.data.get("train")
         self._validated = manifest.data.get("validation", 0)
+        self._validated_with = manifest.data.get("validation_variables", ())
         if self._progress is None or place is None or self._has_other_data:
             if cursor.batch and self._role.is_chief:
                 why = (
@@ -318,7 +324,9 @@ class FitState:
     def _take_history(self, manifest: Manifest) -> None:
         self.cursor = manifest.cursor
         history = self._model.history
-        history.history = {name: log_values.decode(each) for name, each in manifest.history.items()}
+        history.history = {
+            name: json_values.decode(each) for name, each in manifest.history.items()
+        }
         history.epoch = list(manifest.history_epochs)
 
     def _go_into_epoch(
@@ -344,7 +352,7 @@ class FitState:
             self._restore_own(in_epoch=True)
             self._restore_random(manifest)
             self._model.stop_training = manifest.stop_training
-            logs = {**manifest.metrics, **log_values.decode(manifest.other_logs)}
+            logs = {**manifest.metrics, **json_values.decode(manifest.other_logs)}
             self._leave_epoch = epochs.begin_with_logs(self._model, logs)
 
         self._enter_epoch = enter

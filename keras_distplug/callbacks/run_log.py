@@ -40,7 +40,7 @@ from keras_distplug.core.supervised import Supervised
 from keras_distplug.storage.commit import Writer
 from keras_distplug.storage.files import open_files
 from keras_distplug.storage.run_log import FOLDER, Log, read, sink_for
-from keras_distplug.training import log_values
+from keras_distplug.training import json_values
 
 _LEAST_SECS, _MOST_SECS, _SHARE = 1.0, 30.0, 0.01  # between windows
 _PACKAGES = ("keras_distplug", "keras", "tensorflow")
@@ -352,7 +352,7 @@ class _Writes:
             self.end_window()
 
     def end_epoch(self, epoch: int, logs: Mapping[str, Any] | None) -> None:
-        numbers = log_values.numbers(logs or {})
+        numbers = json_values.numbers(logs or {})
         self.end_window()
         reporting.report(events.EpochEnded(epoch, self.step, numbers))
 

@@ -10,10 +10,11 @@ ops, and a dataset's inputs are not.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -40,7 +41,6 @@ _EAGER = re.compile(
     r"|DirectedInterleave|SlidingWindow)Dataset(V\d)?"
 )
 _RANDOM_OPS = re.compile(r"Random.*|.*TruncatedNormal|Multinomial")
-_GENERATOR_OPS = re.compile(r"Rng.*|Stateful.*")
 _NOT_RANDOM = re.compile(r"StatefulPartitionedCall|Random(Dataset|IndexShuffle).*")
 _PYTHON_OPS = re.compile(r"PyFunc|PyFuncStateless|EagerPyFunc")
 # Stateful by name only; what the first ones call is looked at by itself.
@@ -51,6 +51,8 @@ _MAPS = re.compile(r"(Parallel)?MapDataset(V\d)?")
 _BATCHES = re.compile(r"BatchDatasetV2|ParallelBatchDataset")
 _BESIDE = re.compile(r"(Prefetch|Options)Dataset")
 _ORDERING = re.compile(r"ShuffleDatasetV3|RepeatDataset")
+_RESOURCES = re.compile(r"VarHandleOp|.*HashTable.*")
+_CHANGES = re.compile(r"Assign.*Variable.*|Resource(Scatter|Apply).*|Rng.*|Stateful(?!Part).*")
 _COUNT = "distplug_batches_to_leave_out"
 
 
@@ -73,10 +75,10 @@ class Step:
         deterministic: False if it may give its elements in another order each time.
         parallel: It runs functions at the same time.
         random_ops: In its functions, with whether they have a seed.
-        generator_ops: In its functions; of a `tf.random.Generator`.
         python_ops: In its functions.
         calls: Ops in its functions.
         pure: Its functions give the same for the same element, whatever they were called for.
+        changes_variables: Its functions do, as random layers of Keras and a `tf.random.Generator`.
         unseeded_inside: Titles of unseeded shuffles of datasets that its functions make.
     """
 
@@ -90,15 +92,45 @@ class Step:
     deterministic: bool
     parallel: bool
     random_ops: tuple[tuple[str, bool], ...]
-    generator_ops: tuple[str, ...]
     python_ops: tuple[str, ...]
     calls: frozenset[str]
     pure: bool
+    changes_variables: bool
     unseeded_inside: tuple[str, ...]
 
     @property
     def is_seeded(self) -> bool:
         return self.numbers.get("seed", 1) != 0 or self.numbers.get("seed2", 1) != 0
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable that functions of a pipeline refer to, whoever has made it."""
+
+    handle: tf.Tensor
+
+    @property
+    def dtype(self) -> tf.DType:
+        return tf.as_dtype(self._told.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        elements: int = tf.TensorShape(self._told.shape).num_elements() or 0
+        return elements * int(self.dtype.size)
+
+    @property
+    def _told(self) -> Any:
+        return self.handle._handle_data.shape_and_type[0]
+
+    def read(self) -> np.ndarray:
+        with tf.device(self.handle.device):
+            value = tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype)
+        return np.asarray(value)
+
+    def assign(self, value: Any) -> None:
+        with tf.device(self.handle.device):
+            given = tf.constant(np.asarray(value), self.dtype)
+            tf.raw_ops.AssignVariableOp(resource=self.handle, value=given)
 
 
 @dataclass(frozen=True)
@@ -138,6 +170,17 @@ class Pipeline:
     _dataset: tf.data.Dataset
     _graph: graph_pb2.GraphDef
     _output: str
+    _resources: Mapping[str, Mapping[str, tf.Tensor]]  # by the step that refers to them
+
+    @property
+    def variables(self) -> list[Variable]:
+        """Those that reading it changes, in the order in which its steps refer to them."""
+        steps = [step for step in self.steps if step.changes_variables]
+        handles = itertools.chain.from_iterable(
+            self._resources.get(step.node, {}).values() for step in steps
+        )
+        by_id = {id(each): each for each in handles}
+        return [Variable(each) for each in by_id.values() if _is_variable(each)]
 
     @property
     def options(self) -> tf.data.Options:
@@ -210,14 +253,13 @@ class Pipeline:
                 from.
         """
         made = {}
-
-        cut = self._cut()
+        cut, shared = self._cut(), _merged(self._resources)
 
         def remade(seeds: Sequence[tuple[int, int]], batches: int, samples: int) -> tf.data.Dataset:
             elements = cut.elements_of(batches, samples)
             leaves_out = elements > 0
             if leaves_out not in made:
-                made[leaves_out] = self._maker(nodes, fixed, cut if leaves_out else None)
+                made[leaves_out] = self._maker(nodes, fixed, cut if leaves_out else None, shared)
             values = np.asarray(seeds, "int64").reshape(len(nodes), 2)
             return made[leaves_out](tf.constant(values), tf.constant(elements, tf.int64))
 
@@ -230,13 +272,20 @@ class Pipeline:
             nodes: Have a `seed` and a `seed2`.
             seeds: A row of two for each of them.
         """
-        return self._maker(nodes, frozenset(), None)(seeds, tf.constant(0, tf.int64))
+        # Elsewhere variables and tables are not in reach, so that it has copies of them.
+        made = self._maker(nodes, frozenset(), None, shared={})
+        return made(seeds, tf.constant(0, tf.int64))
 
     def _maker(
-        self, nodes: Sequence[str], fixed: frozenset[str], cut: _Cut | None
+        self,
+        nodes: Sequence[str],
+        fixed: frozenset[str],
+        cut: _Cut | None,
+        shared: Mapping[str, tf.Tensor],
     ) -> Callable[[tf.Tensor, tf.Tensor], tf.data.Dataset]:
         graph = graph_pb2.GraphDef()
         graph.CopyFrom(self._graph)
+        _keep_what_is_read(graph, self._output, shared)
         output = self._output if cut is None else _leave_out(graph, cut)
         by_name = {node.name: node for node in graph.node}
         held: dict[str, tf.Tensor] = {}
@@ -254,13 +303,15 @@ class Pipeline:
         for node in list(graph.node):
             if node.name in given:
                 graph.node.remove(node)
-            elif node.op == "Const" and node.attr["value"].tensor.ByteSize() > _LARGE_BYTES:
-                held[node.name] = tf.constant(tf.make_ndarray(node.attr["value"].tensor))
+            elif node.op == "Const" and _is_large(value := node.attr["value"].tensor):
+                # `tf.make_ndarray` cannot read strings that were serialized here.
+                held[node.name] = tf.io.parse_tensor(value.SerializeToString(), value.dtype)
                 graph.node.remove(node)
 
         def build(seeds: tf.Tensor, elements: tf.Tensor) -> Any:
             inputs = {} if cut is None else {_COUNT: elements}
             inputs |= {name: tf.identity(value) for name, value in held.items()}
+            inputs |= {name: tf.identity(value) for name, value in shared.items()}
             for row, name in enumerate(nodes):
                 inputs |= {each: seeds[row, at] for at, each in enumerate(seeds_of[name])}
             inputs |= {name: tf.raw_ops.DummySeedGenerator() for name in fresh}
@@ -300,6 +351,12 @@ class Pipeline:
         return _Cut(step, tuple(above), tuple(ordering))
 
 
+def _is_large(value: Any) -> bool:
+    """Whether a constant is better held apart, so that not every pass copies it."""
+    is_variant = value.dtype == tf.variant.as_datatype_enum  # of ragged and sparse tensors
+    return not is_variant and bool(value.ByteSize() > _LARGE_BYTES)
+
+
 def _leave_out(graph: graph_pb2.GraphDef, cut: _Cut) -> str:
     """Makes a place for a number of elements to leave out at the cut. Returns the new output."""
     by_name = {node.name: node for node in graph.node}
@@ -322,7 +379,7 @@ def read(dataset: tf.data.Dataset) -> Pipeline:
     Raises:
         UnreadableError: If that is not possible.
     """
-    held = sum(tensor.nbytes for each in _chain(dataset) for tensor in _tensors_of(each))
+    held = sum(map(_bytes_of, itertools.chain.from_iterable(map(_tensors_of, _chain(dataset)))))
     if held > _MOST_BYTES:
         raise UnreadableError(f"it holds {held / 2**20:.0f} MB of tensors")
     try:
@@ -335,9 +392,72 @@ def read(dataset: tf.data.Dataset) -> Pipeline:
         raise UnreadableError(str(error.message).partition("\n")[0]) from error
     graph = graph_pb2.GraphDef.FromString(serialized.numpy())
     [returned] = [node for node in graph.node if node.op == "_Retval"]
+    output = _name_of(returned.input[0])
     graph.node.remove(returned)
-    output = returned.input[0].partition(":")[0]
-    return Pipeline(tuple(_steps(graph)), len(serialized.numpy()), dataset, graph, output)
+    resources = _resources(graph, dataset)
+    read_ = graph_pb2.GraphDef()
+    read_.CopyFrom(graph)
+    _keep_what_is_read(read_, output, _merged(resources))
+    if copied := sorted({node.op for node in read_.node if _RESOURCES.fullmatch(node.op)}):
+        raise UnreadableError(f"what its functions refer to cannot be found ({', '.join(copied)})")
+    held_bytes = len(serialized.numpy())
+    return Pipeline(tuple(_steps(graph)), held_bytes, dataset, graph, output, resources)
+
+
+def _resources(
+    graph: graph_pb2.GraphDef, dataset: tf.data.Dataset
+) -> dict[str, dict[str, tf.Tensor]]:
+    """Variables, tables and the like that functions of `dataset` refer to: for each of its ops, by
+    the nodes that make copies of them. TensorFlow writes down their values, not whose they are."""
+    captured = {
+        each.function.name.decode(): each.function.captured_inputs
+        for part in _chain(dataset)
+        for each in part._functions()
+    }
+    found: dict[str, dict[str, tf.Tensor]] = {}
+    for node in graph.node:
+        called = {name: value.func.name for name, value in node.attr.items() if value.func.name}
+        for attribute, function in called.items() if _is_dataset(node) else ():
+            if function in captured:
+                given = _arguments_of(node, attribute if len(called) > 1 else "")
+                pairs = zip(given, captured[function], strict=True)
+                own = {name: tensor for name, tensor in pairs if tensor.dtype == tf.resource}
+                found.setdefault(node.name, {}).update(own)
+    return found
+
+
+def _merged(resources: Mapping[str, Mapping[str, tf.Tensor]]) -> dict[str, tf.Tensor]:
+    return {name: tensor for own in resources.values() for name, tensor in own.items()}
+
+
+def _is_variable(handle: tf.Tensor) -> bool:
+    told = getattr(handle, "_handle_data", None)
+    return told is not None and len(told.shape_and_type) == 1
+
+
+def _arguments_of(node: Any, function: str) -> list[str]:
+    """Nodes that an op gives on to its function with this attribute; "" for its only one."""
+    given = iter(node.input)
+    found: list[str] = []
+    for argument in op_def_registry.get(node.op).input_arg:
+        names = [_name_of(next(given)) for _ in range(_count_of(node, argument))]
+        if re.fullmatch(rf"{function or '.*'}_?other_arg(ument)?s", argument.name):
+            found += names
+    return found
+
+
+def _keep_what_is_read(graph: graph_pb2.GraphDef, output: str, given: Collection[str]) -> None:
+    """Removes from `graph` whatever only `given` needs, and them."""
+    by_name = {node.name: node for node in graph.node}
+    read, waiting = set(), [output]
+    while waiting:
+        name = waiting.pop()
+        if name not in read and name not in given:
+            read.add(name)
+            waiting += map(_name_of, by_name[name].input)
+    for node in list(graph.node):
+        if node.name not in read:
+            graph.node.remove(node)
 
 
 def draw(seed: int, seed2: int, number: int) -> tuple[int, int]:
@@ -383,22 +503,28 @@ def _chain(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
         yield from _chain(each)
 
 
-def _tensors_of(dataset: tf.data.Dataset) -> list[np.ndarray]:
+def _tensors_of(dataset: tf.data.Dataset) -> list[tf.Tensor]:
     held = tf.nest.flatten(getattr(dataset, "_tensors", ()))
-    return [each.numpy() for each in held if isinstance(each, tf.Tensor) and hasattr(each, "numpy")]
+    return [each for each in held if isinstance(each, tf.Tensor) and hasattr(each, "numpy")]
+
+
+def _bytes_of(tensor: tf.Tensor) -> int:
+    """Without what its elements refer to: strings, and parts of ragged and sparse tensors."""
+    elements: int = tensor.shape.num_elements() or 0
+    return elements * int(tensor.dtype.size)
 
 
 def _steps(graph: graph_pb2.GraphDef) -> Iterator[Step]:
     by_name = {node.name: node for node in graph.node}
     library = {function.signature.name: function for function in graph.library.function}
-    for node in graph.node:
-        if not re.search(r"Dataset(V\d)?$", node.op):
-            continue
+    datasets = [node for node in graph.node if _is_dataset(node)]
+    names = {node.name for node in datasets}
+    for node in datasets:
         inputs = _inputs_of(node)
         constants = {
             name: by_name[given].attr["value"].tensor
             for name, given in inputs.items()
-            if by_name[given].op == "Const"
+            if given in by_name and by_name[given].op == "Const"
         }
         numbers = {
             name: int(tf.make_ndarray(value))
@@ -413,18 +539,11 @@ def _steps(graph: graph_pb2.GraphDef) -> Iterator[Step]:
             for each in inner
             if _RANDOM_OPS.fullmatch(each.op) and not _NOT_RANDOM.fullmatch(each.op)
         ]
-        generators = [
-            each.op
-            for each in inner
-            if _GENERATOR_OPS.fullmatch(each.op) and not _NOT_RANDOM.fullmatch(each.op)
-        ]
         yield Step(
             node=node.name,
             op=node.op,
             title=_title(node.op),
-            inputs=tuple(
-                _name_of(each) for each in node.input if "Dataset" in by_name[_name_of(each)].op
-            ),
+            inputs=tuple(each for each in map(_name_of, node.input) if each in names),
             numbers=numbers,
             samples=_samples(node, by_name),
             reshuffles=node.op in _RESHUFFLING and node.attr[_RESHUFFLING[node.op]].b,
@@ -432,10 +551,10 @@ def _steps(graph: graph_pb2.GraphDef) -> Iterator[Step]:
             or node.attr["deterministic"].s != b"false",
             parallel="Parallel" in node.op or node.op.startswith("MapAndBatch"),
             random_ops=tuple(sorted(set(randoms))),
-            generator_ops=tuple(sorted(set(generators))),
             python_ops=tuple(sorted({e.op for e in inner if _PYTHON_OPS.fullmatch(e.op)})),
             calls=frozenset(each.op for each in inner),
             pure=not any(_keeps_state(each.op) for each in inner),
+            changes_variables=any(_CHANGES.fullmatch(each.op) for each in inner),
             unseeded_inside=tuple(
                 sorted({_title(op) for function in called for op in _unseeded(function)})
             ),
@@ -452,15 +571,23 @@ def _inputs_of(node: Any) -> dict[str, str]:
     names: dict[str, str] = {}
     given = iter(node.input)
     for argument in op_def_registry.get(node.op).input_arg:
-        if argument.number_attr:
-            for _ in range(node.attr[argument.number_attr].i):
-                next(given)
-        elif argument.type_list_attr:
-            for _ in node.attr[argument.type_list_attr].list.type:
-                next(given)
-        else:
-            names[argument.name] = _name_of(next(given))
+        read = [_name_of(next(given)) for _ in range(_count_of(node, argument))]
+        if not (argument.number_attr or argument.type_list_attr):
+            [names[argument.name]] = read
     return names
+
+
+def _count_of(node: Any, argument: Any) -> int:
+    """How many inputs of an op are one argument."""
+    if argument.number_attr:
+        return int(node.attr[argument.number_attr].i)
+    if argument.type_list_attr:
+        return len(node.attr[argument.type_list_attr].list.type)
+    return 1
+
+
+def _is_dataset(node: Any) -> bool:
+    return re.search(r"Dataset(V\d)?$", node.op) is not None
 
 
 def _name_of(given: str) -> str:

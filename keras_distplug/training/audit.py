@@ -83,8 +83,12 @@ def _of_step(step: pipeline.Step) -> Iterator[str]:
                 "out num_parallel_calls, call tf.config.experimental.enable_op_determinism(), or "
                 f"better {_STATELESS}"
             )
-    for op in step.generator_ops:
-        yield f"{op} uses a tf.random.Generator, whose state goes on. Instead, {_STATELESS}"
+    if step.changes_variables and step.parallel and not pipeline.is_op_determinism_on():
+        yield (
+            "it changes variables, as random layers of Keras and a tf.random.Generator do, in "
+            "parallel calls, whose order differs each time. Leave out num_parallel_calls, or call "
+            "tf.config.experimental.enable_op_determinism()"
+        )
     if step.python_ops:
         yield (
             f"it calls Python ({', '.join(step.python_ops)}), which is called again for all batches"

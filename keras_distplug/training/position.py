@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import tensorflow as tf
 
 from keras_distplug.compat import data as compat_data
 from keras_distplug.compat import workers
 from keras_distplug.compat.iterators import end_beside
 from keras_distplug.core.errors import DataError
+from keras_distplug.training import json_values
 
 
 class Source(Protocol):
@@ -51,6 +53,11 @@ class Source(Protocol):
         ...
 
     @property
+    def variables(self) -> Sequence[Variable]:
+        """What reading it changes, such as the seeds of random layers."""
+        ...
+
+    @property
     def why_not_on_workers(self) -> str | None:
         """What keeps other processes from reading it by themselves; None if nothing does."""
         ...
@@ -68,6 +75,14 @@ class Source(Protocol):
         ...
 
 
+class Variable(Protocol):
+    """A value beside the elements that decides what the next ones are."""
+
+    def read(self) -> np.ndarray: ...
+
+    def assign(self, value: Any) -> None: ...
+
+
 class Positioned(compat_data.LateDistributedDataset):
     """A source as `fit` reads it, which knows how many iterators were made of it.
 
@@ -83,6 +98,8 @@ class Positioned(compat_data.LateDistributedDataset):
         self.passes = 0
         self.is_scheduled = False  # once it is used: whether workers read it, and nobody here does
         self._start = self._behind = 0
+        self._given: Sequence[Any] = ()  # values of variables for the next iterator
+        self._begun_with: list[np.ndarray] = []
         self._strategy: tf.distribute.Strategy | None = None
         self._dataset: tf.data.Dataset | None = None
         self._distributed: Any = None
@@ -115,9 +132,26 @@ class Positioned(compat_data.LateDistributedDataset):
     def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
         return self.source.of_worker(worker, workers, seed)
 
-    def begin_at(self, passed: int, start: int, behind: int = 0) -> None:
+    def variables(self, *, in_pass: bool) -> list[Any]:
+        """What `begin_at` takes; JSON-able.
+
+        Args:
+            in_pass: Whether for the pass under way, or for the one that comes next.
+        """
+        now = [each.read() for each in self.source.variables]
+        return [json_values.encode(each) for each in (self._begun_with if in_pass else now)]
+
+    def begin_at(
+        self, passed: int, start: int, behind: int = 0, variables: Sequence[Any] = ()
+    ) -> None:
         """Makes the next iterator that of the pass behind `passed` others, from batch `start` on,
         counted from behind so many samples.
+
+        Args:
+            passed: Passes before it.
+            start: Batches of it that were trained.
+            behind: Samples of it that were trained before these.
+            variables: Values at the beginning of that pass, from `variables`.
 
         Raises:
             DataError: If the pass has fewer batches.
@@ -129,11 +163,16 @@ class Positioned(compat_data.LateDistributedDataset):
                 f"{batches} batches. Give the same data as before."
             )
         self.passes, self._start, self._behind = passed, start, behind
+        self._given = variables
 
     def __iter__(self) -> Iterator[Any]:
         if self.is_scheduled:
             self.passes += 1
             return iter(())
+        variables = self.source.variables
+        for each, value in zip(variables, self._given, strict=False):
+            each.assign(json_values.decode(value))
+        self._given, self._begun_with = (), [each.read() for each in variables]
         dataset = self.source.batches(self.passes, self._start, self._behind)
         self._start = self._behind = 0
         self._distribute(dataset)

@@ -58,9 +58,13 @@ class Progress:
                 **({"seen": self._counted["seen"]} if in_epoch else {}),
             },
         }
-        if in_epoch or self._loop.goes_on:
+        in_pass = in_epoch or self._loop.goes_on
+        if in_pass:
             read, place["behind"] = self._place_in_pass()
             place["read"] = min(read, self.data.source.num_batches or math.inf)
+            # Nothing will be read again of a pass that is over.
+            in_pass = place["read"] != self.data.source.num_batches
+        place["variables"] = self.data.variables(in_pass=in_pass)
         return place
 
     def seek(self, position: Mapping[str, Any], batch: float) -> float:
@@ -77,10 +81,11 @@ class Progress:
             position, batch = self._in_present_batches(position, batch)
         self._loop.count(position["counted"])
         read, behind = position.get("read"), position.get("behind", 0)
+        variables = position.get("variables", ())
         if read is None or (batch == math.inf and not self._loop.keeps_iterator):
-            self.data.begin_at(position["passes"], 0)
+            self.data.begin_at(position["passes"], 0, variables=variables)
         else:
-            self.data.begin_at(position["passes"] - 1, read, behind)
+            self.data.begin_at(position["passes"] - 1, read, behind, variables)
             self._loop.go_on()
         self._passes, self._read, self._behind = position["passes"], read or 0, behind
         if batch:
@@ -220,6 +225,10 @@ class _OfKeras:
     @property
     def why_not_by_samples(self) -> str | None:
         return None if self._sizes else f"Keras' {self._kind} makes the batches"
+
+    @property
+    def variables(self) -> tuple[()]:
+        return ()
 
     @property
     def why_not_on_workers(self) -> str:

@@ -50,6 +50,10 @@ class PyData:
         return f"{type(self._given).__name__} makes the batches"
 
     @property
+    def variables(self) -> tuple[()]:
+        return ()
+
+    @property
     def why_not_on_workers(self) -> str:
         return f"the Python code of {type(self._given).__name__} is in this process"
 
@@ -146,6 +150,10 @@ class Generator:
     @property
     def why_not_by_samples(self) -> str:
         return "a Python generator makes the batches"
+
+    @property
+    def variables(self) -> tuple[()]:
+        return ()
 
     @property
     def why_not_on_workers(self) -> str:

@@ -23,6 +23,7 @@ BATCH_SIZE = "batch_size"
 _ROUNDS = 8
 # A dataset that is made again for each pass costs 2 ms for each MB of tensors in it.
 _MADE_AGAIN_BYTES = 64 * 2**20
+_MOST_BYTES_OF_VARIABLE = 2**20  # its value goes into the manifest
 
 
 class Arrays:
@@ -57,6 +58,10 @@ class Arrays:
     @property
     def why_not_by_samples(self) -> None:
         return None
+
+    @property
+    def variables(self) -> tuple[()]:
+        return ()
 
     @property
     def why_not_on_workers(self) -> None:
@@ -149,6 +154,9 @@ class TfData:
         except pipeline.UnreadableError as error:
             self._why_unreadable = str(error)
         self._orders = None if self._pipeline is None else _Orders(self._pipeline, seed)
+        changed = [] if self._pipeline is None else self._pipeline.variables
+        self._variables = [each for each in changed if each.nbytes <= _MOST_BYTES_OF_VARIABLE]
+        self._too_large = [each for each in changed if each.nbytes > _MOST_BYTES_OF_VARIABLE]
 
     @property
     def lacks_prefetch(self) -> bool:
@@ -178,6 +186,10 @@ class TfData:
         return title and f"of what `{title}` gives, samples cannot be left out"
 
     @property
+    def variables(self) -> list[pipeline.Variable]:
+        return self._variables
+
+    @property
     def why_not_on_workers(self) -> str | None:
         called = compat_data.python_ops(compat_data.to_graph(self.whole))
         return f"the pipeline runs Python code ({', '.join(sorted(called))})" if called else None
@@ -192,6 +204,8 @@ class TfData:
         return self._orders.of_worker(seed)
 
     def batches(self, passed: int, start: int, behind: int = 0) -> tf.data.Dataset:
+        if start and start == self.num_batches:
+            return self.whole.take(0)  # and nothing of what is left out is computed
         if (start or behind) and self._orders is not None:
             return self._orders.of_pass(passed, start, behind)
         dataset = self._pass(passed)
@@ -226,7 +240,11 @@ class TfData:
                 "was only if every `shuffle` has a seed, and none stands before a `repeat`, a "
                 "`concatenate` or another `shuffle`"
             ]
-        return audit.of_pipeline(self._pipeline)
+        too_large = [
+            f"it changes a variable of {each.nbytes / 2**20:.0f} MB, which is too large to be kept"
+            for each in self._too_large
+        ]
+        return audit.of_pipeline(self._pipeline) + too_large
 
 
 # How many iterators were made of datasets that are taken as they are.

@@ -77,6 +77,75 @@ def shuffled(seed: int = 1) -> tf.data.Dataset:
     return numbers().shuffle(10, seed=seed)
 
 
+def names() -> tf.data.Dataset:
+    """More than 1 KB of text, as file names are."""
+    return D.from_tensor_slices([f"a/folder/of/{'images' * 8}/{number:05d}.png" for number in IDS])
+
+
+def number_of(name: tf.Tensor) -> tf.Tensor:
+    return from_text(tf.strings.substr(name, -9, 5))
+
+
+def ragged() -> tf.data.Dataset:
+    rows = tf.RaggedTensor.from_row_lengths(np.arange(435), IDS)
+    return D.from_tensor_slices((IDS, rows))
+
+
+def sparse() -> tf.data.Dataset:
+    return D.from_tensor_slices((IDS, tf.sparse.from_dense(np.eye(SAMPLES))))
+
+
+def dense(number: tf.Tensor, row: Any) -> Any:
+    is_ragged = isinstance(row, tf.RaggedTensor)
+    return number, row.to_tensor(shape=(None, 2)) if is_ragged else tf.sparse.to_dense(row)
+
+
+def with_table(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    keys = [f"{'word ' * 20}{number}" for number in IDS]
+    table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(keys, IDS), -1)
+    return dataset.map(lambda i: table.lookup("word " * 20 + tf.strings.as_string(i)))
+
+
+def with_layers(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    layers = [keras.layers.GaussianNoise(1.0, seed=4), keras.layers.Dropout(0.5, seed=5)]
+
+    def noisy(number: tf.Tensor) -> Any:
+        drawn = tf.ones([2])
+        for layer in layers:
+            drawn = layer(drawn, training=True)
+        return number, drawn
+
+    return dataset.map(noisy)
+
+
+def with_generator(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    generator = tf.random.Generator.from_seed(3)
+    return dataset.map(lambda i: (i, generator.normal([2])))
+
+
+def with_counter(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    count = tf.Variable(0, dtype=tf.int64)
+
+    def counted(number: tf.Tensor) -> Any:
+        return number, count.assign_add(1)
+
+    return dataset.filter(lambda i: i != count % 3).map(counted)
+
+
+# Their functions change variables, so that a pass depends on what was read before.
+CHANGING: dict[str, Callable[[], tf.data.Dataset]] = {
+    "layers": lambda: with_layers(numbers()).batch(BATCH),
+    "shuffle, layers": lambda: with_layers(shuffled()).batch(BATCH).prefetch(2),
+    "layers, shuffle": lambda: with_layers(numbers()).shuffle(10, seed=1).batch(BATCH),
+    "shuffle, batch, layers": lambda: with_layers(shuffled().batch(BATCH)),
+    "layers, zip": lambda: D.zip(with_layers(shuffled()), with_layers(numbers())).batch(BATCH),
+    "generator of TensorFlow": lambda: with_generator(shuffled()).batch(BATCH),
+    "counter": lambda: with_counter(shuffled()).batch(BATCH),
+    "layers in flat_map": lambda: (
+        D.range(2).flat_map(lambda i: D.from_tensors(i).repeat(15)).apply(with_layers).batch(BATCH)
+    ),
+}
+
 PIPELINES: dict[str, Callable[[], tf.data.Dataset]] = {
     "in order": lambda: numbers().batch(BATCH),
     "shuffle": lambda: shuffled().batch(BATCH),
@@ -143,6 +212,14 @@ PIPELINES: dict[str, Callable[[], tf.data.Dataset]] = {
         .shuffle(10, seed=1)
         .batch(BATCH)
     ),
+    "names in order": lambda: names().map(number_of).batch(BATCH),
+    "names, shuffle": lambda: names().shuffle(9, seed=1).map(number_of).batch(BATCH),
+    "ragged": lambda: ragged().batch(BATCH).map(dense),
+    "ragged, shuffle": lambda: ragged().shuffle(9, seed=1).batch(BATCH).map(dense),
+    "sparse": lambda: sparse().batch(BATCH).map(dense),
+    "sparse, shuffle": lambda: sparse().shuffle(9, seed=1).batch(BATCH).map(dense),
+    "table": lambda: with_table(numbers()).batch(BATCH),
+    "shuffle, table": lambda: with_table(shuffled()).batch(BATCH),
     "no seed": lambda: numbers().shuffle(10).batch(BATCH),
     "no seed, repeat": lambda: numbers().shuffle(10).repeat().shuffle(5).batch(BATCH),
 }

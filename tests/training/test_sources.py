@@ -77,6 +77,38 @@ def test_goes_on_as_it_would_have(name: str) -> None:
             assert data.passes == passed + 2
 
 
+@pytest.mark.parametrize("name", inputs.CHANGING)
+def test_variables_of_a_pipeline(name: str) -> None:
+    """What functions of a pipeline change goes on from pass to pass as in plain TensorFlow, and is
+    restored with the place in the data; each variable counts."""
+    strategy = tf.distribute.get_strategy()
+
+    def made() -> Positioned:
+        return Positioned(sources.TfData(inputs.CHANGING[name](), seed=5))
+
+    whole = made()
+    expected, begun = [], []
+    for _ in range(3):
+        begun.append(whole.variables(in_pass=False))
+        expected.append(a_pass(whole, strategy))
+        assert whole.variables(in_pass=True) == begun[-1] != whole.variables(in_pass=False)
+    plain = inputs.CHANGING[name]()
+    for each in expected:
+        batches = [tf.nest.flatten(batch) for batch in plain.as_numpy_iterator()]
+        assert [[part.tobytes() for part in batch] for batch in batches] == each
+    for passed, start in [(0, 0), (0, 2), (1, 0), (1, 3), (2, len(expected[2]) - 1)]:
+        data = made()
+        data.begin_at(passed, start, variables=json.loads(json.dumps(begun[passed])))
+        assert a_pass(data, strategy) == expected[passed][start:], (passed, start)
+        if passed < 2:
+            assert a_pass(data, strategy) == expected[passed + 1], (passed, start)
+    for forgotten in range(len(begun[1])):
+        data, values = made(), list(begun[1])
+        values[forgotten] = made().variables(in_pass=False)[forgotten]
+        data.begin_at(1, 3, variables=values)
+        assert a_pass(data, strategy) != expected[1][3:], forgotten
+
+
 @pytest.mark.parametrize("name", inputs.SHUFFLED)
 def test_passes_have_orders_of_their_own(name: str) -> None:
     """Shuffled passes hold the same samples, each in another order."""

@@ -1,6 +1,6 @@
-"""Values of logs and of `History` as JSON, and back.
+"""Numbers, text, arrays and nests of them as JSON, and back; above all those of logs.
 
-Most are one number. Others are arrays (`F1Score` has one value for each class), or whatever a
+Most logs are one number. Others are arrays (`F1Score` has one value for each class), or whatever a
 callback adds.
 """
 
