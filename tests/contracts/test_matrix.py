@@ -1,6 +1,6 @@
 """Each row of `rows.py` in each set-up: as one process of plain Keras, or refused with an error.
 
-In CI, a quarter of the rows run in one set-up, by turns in one of several workers and in one of a
+In CI, a fifth of the rows runs in one set-up, by turns in one of several workers and in one of a
 single process; all of it, half an hour on two cores, is `nightly`. A quarter, in one set-up, is
 what CI runs with the lowest versions.
 
@@ -123,7 +123,7 @@ def is_there(row: Row) -> bool:
 
 
 def marks(number: int, row: Row, column: str) -> list[pytest.MarkDecorator]:
-    has_turn = column == TURNS[number % len(TURNS)] and number // len(TURNS) % 4 == 0
+    has_turn = column == TURNS[number % len(TURNS)] and number // len(TURNS) % 5 == 0
     return [pytest.mark.nightly] * (not has_turn) + [pytest.mark.lowest] * row.lowest
 
 
