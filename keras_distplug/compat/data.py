@@ -64,7 +64,7 @@ class PyReader:
 
     def __init__(self, first: keras.utils.PyDataset, class_weight: dict[int, float] | None) -> None:
         self._adapter = PyDatasetAdapter(first, class_weight=class_weight)
-        self._adapter.get_tf_dataset()  # looks at the first batches, once
+        self.whole = self.dataset(first)  # looks at the first batches, once
 
     def dataset(self, batches: keras.utils.PyDataset) -> tf.data.Dataset:
         self._adapter._get_iterator = lambda: self._read(batches)

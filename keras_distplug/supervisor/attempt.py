@@ -21,7 +21,7 @@ from keras_distplug.supervisor.replacing import GiveUp, Replaced, Replacements, 
 # After a worker's death the others have nothing to save: they block in a collective that never
 # ends. TensorFlow's preemption notifier swallows SIGTERM besides, so every second given here is a
 # second added to the recovery.
-PEER_GRACE_SECS = 0.3
+PEER_GRACE_SECS = 0.1
 
 # Who serves has nothing to save either, and its chief is gone.
 SERVER_GRACE_SECS = 2.0

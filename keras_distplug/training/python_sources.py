@@ -37,8 +37,8 @@ class PyData:
         self._given = dataset
         self._shuffle = shuffle
         self._seed = seed
-        self._reader = compat_data.PyReader(dataset, class_weight)
-        self.whole = self.batches(0, 0)
+        self._reader = compat_data.PyReader(_Rest(dataset, 0), class_weight)
+        self.whole = self._counted(self._reader.whole, 0)
 
     @property
     def num_batches(self) -> int | None:
@@ -65,8 +65,12 @@ class PyData:
         order = None
         if count is not None and self._shuffle:
             order = np.random.default_rng([self._seed, passed]).permutation(count)
-        dataset = self._reader.dataset(_Rest(self._given, start, order))
-        if count is None:
+        if order is None and not start:
+            return self.whole
+        return self._counted(self._reader.dataset(_Rest(self._given, start, order)), start)
+
+    def _counted(self, dataset: tf.data.Dataset, start: int) -> tf.data.Dataset:
+        if (count := self.num_batches) is None:
             return dataset
         return dataset.apply(tf.data.experimental.assert_cardinality(count - start))
 
