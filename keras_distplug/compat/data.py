@@ -58,19 +58,32 @@ def tell_strategy(iterator: Any, strategy: tf.distribute.Strategy) -> None:
 class PyReader:
     """Reads `PyDataset`s whose batches are like those of `first`, with as many Python workers.
 
+    Args:
+        first: A `PyDataset`.
+        class_weight: As in `Model.fit`.
+        signature: Of its batches, if Keras has looked at them already.
+
     Keras' own adapter begins its workers and their order anew with each epoch, also in the middle
     of a pass. Here each iterator has workers of its own, for as long as it is read.
     """
 
-    def __init__(self, first: keras.utils.PyDataset, class_weight: dict[int, float] | None) -> None:
+    def __init__(
+        self,
+        first: keras.utils.PyDataset,
+        class_weight: dict[int, float] | None,
+        signature: Any = None,
+    ) -> None:
         self._adapter = PyDatasetAdapter(first, class_weight=class_weight)
-        self.whole = self.dataset(first)  # looks at the first batches, once
+        self._adapter._output_signature = signature
+        self.whole = self.dataset(lambda: first)  # looks at the first batches, if nobody has
 
-    def dataset(self, batches: keras.utils.PyDataset) -> tf.data.Dataset:
-        self._adapter._get_iterator = lambda: self._read(batches)
+    def dataset(self, begin: Callable[[], keras.utils.PyDataset]) -> tf.data.Dataset:
+        """What `begin` returns when an iterator begins to read."""
+        self._adapter._get_iterator = lambda: self._read(begin)
         return self._adapter.get_tf_dataset()
 
-    def _read(self, batches: keras.utils.PyDataset) -> Iterator[Any]:
+    def _read(self, begin: Callable[[], keras.utils.PyDataset]) -> Iterator[Any]:
+        batches = begin()
         with closing(_worked(batches)) as worked:
             for batch in islice(worked, batches.num_batches):
                 yield self._adapter._standardize_batch(batch)

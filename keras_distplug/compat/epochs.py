@@ -86,12 +86,16 @@ class Loop:
         return isinstance(self.adapter, data_adapters.GeneratorDataAdapter)
 
     @property
-    def py_dataset(self) -> tuple[keras.utils.PyDataset, bool, dict[int, float] | None] | None:
-        """The user's, if the data is one; whether it is shuffled; and the weights of classes."""
+    def py_dataset(
+        self,
+    ) -> tuple[keras.utils.PyDataset, bool, dict[int, float] | None, Any] | None:
+        """The user's, if the data is one; whether it is shuffled; the weights of classes; and what
+        batches are like."""
         adapter = self.adapter
         if not isinstance(adapter, data_adapters.PyDatasetAdapter):
             return None
-        return adapter.py_dataset, adapter.shuffle, adapter.class_weight
+        signature = adapter._output_signature
+        return adapter.py_dataset, adapter.shuffle, adapter.class_weight, signature
 
     def draw_from(self, adapter: data_adapters.data_adapter.DataAdapter) -> None:
         """Gives `fit` other data than it has made by itself."""

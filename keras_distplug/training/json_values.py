@@ -6,13 +6,15 @@ callback adds.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-_ARRAY, _TYPE = "__array__", "__type__"  # what stands for what JSON has not
+_ARRAY, _TYPE, _SHAPE = "__array__", "__type__", "__shape__"  # for what JSON has not
+_MOST_LISTED = 64  # elements of an array that are written as numbers
 
 
 def numbers(logs: Mapping[str, Any]) -> dict[str, float]:
@@ -44,6 +46,9 @@ def encode(value: Any) -> Any:
         return None
     if array.ndim == 0:
         return float(array) if array.dtype == ml_dtypes.bfloat16 else array.item()
+    if array.size > _MOST_LISTED:
+        packed = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+        return {_ARRAY: packed, _TYPE: array.dtype.name, _SHAPE: list(array.shape)}
     plain = array.astype(float) if array.dtype == ml_dtypes.bfloat16 else array
     return {_ARRAY: plain.tolist(), _TYPE: array.dtype.name}
 
@@ -53,6 +58,9 @@ def decode(value: Any) -> Any:
     match value:
         case {"__array__": list(values), "__type__": str(name)}:
             return np.array(values, np.dtype(name))
+        case {"__array__": str(packed), "__type__": str(name), "__shape__": list(shape)}:
+            unpacked = np.frombuffer(base64.b64decode(packed), np.dtype(name))
+            return unpacked.reshape(shape).copy()
         case dict():
             return {name: decode(each) for name, each in value.items()}
         case list():
@@ -73,7 +81,7 @@ def is_kept(value: Any) -> bool:
 
 
 def _has_names(value: Mapping[Any, Any]) -> bool:
-    return all(isinstance(name, str) and name not in (_ARRAY, _TYPE) for name in value)
+    return all(isinstance(name, str) and name not in (_ARRAY, _TYPE, _SHAPE) for name in value)
 
 
 def _array(value: Any) -> np.ndarray | None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import tensorflow as tf
 
 from keras_distplug.compat import data as compat_data
 from keras_distplug.compat import workers
 from keras_distplug.compat.iterators import end_beside
 from keras_distplug.core.errors import DataError
-from keras_distplug.training import json_values
 
 
 class Source(Protocol):
@@ -58,6 +56,15 @@ class Source(Protocol):
         ...
 
     @property
+    def draws(self) -> bool:
+        """Whether its batches are known to depend on what was drawn for those before, so that these
+        are made again where a pass goes on."""
+        ...
+
+    @draws.setter
+    def draws(self, draws: bool) -> None: ...
+
+    @property
     def why_not_on_workers(self) -> str | None:
         """What keeps other processes from reading it by themselves; None if nothing does."""
         ...
@@ -78,9 +85,13 @@ class Source(Protocol):
 class Variable(Protocol):
     """A value beside the elements that decides what the next ones are."""
 
-    def read(self) -> np.ndarray: ...
+    def read(self) -> Any:
+        """JSON-able."""
+        ...
 
-    def assign(self, value: Any) -> None: ...
+    def assign(self, value: Any) -> None:
+        """Puts back what `read` gave."""
+        ...
 
 
 class Positioned(compat_data.LateDistributedDataset):
@@ -99,7 +110,7 @@ class Positioned(compat_data.LateDistributedDataset):
         self.is_scheduled = False  # once it is used: whether workers read it, and nobody here does
         self._start = self._behind = 0
         self._given: Sequence[Any] = ()  # values of variables for the next iterator
-        self._begun_with: list[np.ndarray] = []
+        self._begun_with: list[Any] = []
         self._strategy: tf.distribute.Strategy | None = None
         self._dataset: tf.data.Dataset | None = None
         self._distributed: Any = None
@@ -138,8 +149,7 @@ class Positioned(compat_data.LateDistributedDataset):
         Args:
             in_pass: Whether for the pass under way, or for the one that comes next.
         """
-        now = [each.read() for each in self.source.variables]
-        return [json_values.encode(each) for each in (self._begun_with if in_pass else now)]
+        return self._begun_with if in_pass else [each.read() for each in self.source.variables]
 
     def begin_at(
         self, passed: int, start: int, behind: int = 0, variables: Sequence[Any] = ()
@@ -171,7 +181,7 @@ class Positioned(compat_data.LateDistributedDataset):
             return iter(())
         variables = self.source.variables
         for each, value in zip(variables, self._given, strict=False):
-            each.assign(json_values.decode(value))
+            each.assign(value)
         self._given, self._begun_with = (), [each.read() for each in variables]
         dataset = self.source.batches(self.passes, self._start, self._behind)
         self._start = self._behind = 0

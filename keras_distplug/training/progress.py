@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_distplug.compat import epochs, replica_values
+from keras_distplug.compat import epochs, replica_values, workers
 from keras_distplug.training.data import InputAdapter, warn_of
 from keras_distplug.training.position import Positioned, Source
 from keras_distplug.training.python_sources import PyData
@@ -65,6 +65,7 @@ class Progress:
             # Nothing will be read again of a pass that is over.
             in_pass = place["read"] != self.data.source.num_batches
         place["variables"] = self.data.variables(in_pass=in_pass)
+        place["draws"] = self.data.source.draws
         return place
 
     def seek(self, position: Mapping[str, Any], batch: float) -> float:
@@ -80,6 +81,7 @@ class Progress:
         if position["batch_size"] != self.data.source.batch_size:
             position, batch = self._in_present_batches(position, batch)
         self._loop.count(position["counted"])
+        self.data.source.draws |= position.get("draws", False)
         read, behind = position.get("read"), position.get("behind", 0)
         variables = position.get("variables", ())
         if read is None or (batch == math.inf and not self._loop.keeps_iterator):
@@ -164,7 +166,7 @@ def _positioned(
 ) -> Positioned | None:
     if isinstance(loop.dataset, Positioned):
         return loop.dataset
-    if (source := _source(loop, seed)) is None:
+    if (source := _source(loop, strategy, seed)) is None:
         return None
     adapter = InputAdapter(source)
     adapter.get_tf_dataset().use(strategy)
@@ -172,10 +174,14 @@ def _positioned(
     return adapter.get_tf_dataset()
 
 
-def _source(loop: epochs.Loop, seed: int) -> Source | None:
+def _source(loop: epochs.Loop, strategy: tf.distribute.Strategy, seed: int) -> Source | None:
     if (given := loop.py_dataset) is not None:
-        dataset, is_shuffled, class_weight = given
-        return PyData(dataset, is_shuffled, seed, class_weight)
+        dataset, is_shuffled, class_weight, signature = given
+        # Python's generators differ between workers, which have to draw the same order.
+        own = seed if workers.is_multi_worker(strategy) else None
+        return PyData(
+            dataset, is_shuffled, own, class_weight, signature, is_in_parts=loop.keeps_iterator
+        )
     if loop.is_shuffled_at_random and (arrays := loop.arrays) is not None:
         return Arrays(*arrays, seed)
     if (whole := loop.whole_dataset) is None:
@@ -206,6 +212,8 @@ class _OfKeras:
         sizes: The size of a batch and the number of samples, if that decides nothing about the
             order of samples.
     """
+
+    draws = False
 
     def __init__(self, whole: tf.data.Dataset, kind: str, sizes: tuple[int, int] | None) -> None:
         self.whole = whole

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -10,19 +11,28 @@ import numpy as np
 import tensorflow as tf
 
 from keras_distplug.compat import data as compat_data
+from keras_distplug.core.log import announce
+from keras_distplug.training import random_states
+from keras_distplug.training.object_states import Attributes
 from keras_distplug.training.sources import elements
 
 _HELD = 32  # first batches of a generator, for passes that only look at them
 
 
 class PyData:
-    """A `keras.utils.PyDataset` of global batches, in an order drawn from a seed and the pass.
+    """A `keras.utils.PyDataset` of global batches.
+
+    What it changes in itself, and draws from the generators of Python and NumPy, goes on as with
+    Keras. Where batches are made with numbers that are drawn, those before the one where a pass
+    goes on are made again.
 
     Args:
         dataset: The user's.
         shuffle: Draw a new order of its batches in each pass.
-        seed: Of the orders.
+        seed: Of the orders; None draws them as Keras does, from Python's generator.
         class_weight: As in `Model.fit`.
+        signature: As in `PyReader`.
+        is_in_parts: Whether epochs end in the middle of a pass.
     """
 
     batch_size = None
@@ -31,13 +41,26 @@ class PyData:
         self,
         dataset: keras.utils.PyDataset,
         shuffle: bool,
-        seed: int,
+        seed: int | None,
         class_weight: dict[int, float] | None = None,
+        signature: Any = None,
+        *,
+        is_in_parts: bool = False,
     ) -> None:
+        self.draws = False
         self._given = dataset
         self._shuffle = shuffle
         self._seed = seed
-        self._reader = compat_data.PyReader(_Rest(dataset, 0), class_weight)
+        self._is_in_parts = is_in_parts
+        stock = keras.utils.PyDataset
+        hooks = ("on_epoch_begin", "on_epoch_end")
+        self._hooks = [
+            name for name in hooks if getattr(type(dataset), name) is not getattr(stock, name)
+        ]
+        self._attributes = Attributes(dataset, vars(stock()), only_generators=not self._hooks)
+        self._generators = _Generators(self)
+        self._told: set[str] = set()
+        self._reader = compat_data.PyReader(self._rest(0, None), class_weight, signature)
         self.whole = self._counted(self._reader.whole, 0)
 
     @property
@@ -50,8 +73,8 @@ class PyData:
         return f"{type(self._given).__name__} makes the batches"
 
     @property
-    def variables(self) -> tuple[()]:
-        return ()
+    def variables(self) -> Sequence[Attributes | _Generators]:
+        return (self._attributes, self._generators)
 
     @property
     def why_not_on_workers(self) -> str:
@@ -61,13 +84,44 @@ class PyData:
         raise NotImplementedError(self.why_not_on_workers)
 
     def batches(self, passed: int, start: int, behind: int = 0) -> tf.data.Dataset:
-        count = self.num_batches
-        order = None
-        if count is not None and self._shuffle:
-            order = np.random.default_rng([self._seed, passed]).permutation(count)
-        if order is None and not start:
+        if not start and not self._shuffle:
             return self.whole
-        return self._counted(self._reader.dataset(_Rest(self._given, start, order)), start)
+        if start and not self.draws:
+            order = self._order(passed, self._generators.begun)
+            dataset = self._reader.dataset(lambda: self._rest(start, order))
+            return self._counted(dataset, start)
+        dataset = self._reader.dataset(lambda: self._rest(0, self._order(passed)))
+        return self._counted(dataset, 0).skip(start) if start else self._counted(dataset, 0)
+
+    def _order(self, passed: int, begun: Mapping[str, Any] | None = None) -> list[int] | None:
+        """That of a pass; with `begun`, as drawn from those states of the global generators."""
+        if (count := self.num_batches) is None or not self._shuffle:
+            return None
+        if self._seed is not None:
+            return list(np.random.default_rng([self._seed, passed]).permutation(count))
+        order = list(range(count))
+        (random if begun is None else random_states.python_generator(begun)).shuffle(order)
+        return order
+
+    def _rest(self, start: int, order: Sequence[int] | None) -> _Rest:
+        return _Rest(self._given, start, order, self._made)
+
+    def _made(self, make: Callable[[], Any]) -> Any:
+        """The first batch that is read of a pass, which shows whether batches draw."""
+        before = self._drawn()
+        batch = make()
+        if self._drawn() != before:
+            if not self.draws and self._given.workers > 1:
+                announce(
+                    f"{type(self._given).__name__} draws random numbers in {self._given.workers} "
+                    "workers at the same time, which gives them to other batches each time. Use "
+                    "workers=1, or draw from a generator seeded with the batch's index"
+                )
+            self.draws = True
+        return batch
+
+    def _drawn(self) -> Any:
+        return random_states.capture_of_python(), self._attributes.generators()
 
     def _counted(self, dataset: tf.data.Dataset, start: int) -> tf.data.Dataset:
         if (count := self.num_batches) is None:
@@ -79,6 +133,12 @@ class PyData:
 
     def on_epoch_end(self) -> None:
         self._given.on_epoch_end()
+        for name in set(self._attributes.too_large() if self._hooks else ()) - self._told:
+            self._told.add(name)
+            announce(
+                f"{type(self._given).__name__}.on_epoch_end changes the array `{name}`, which is "
+                "too large to be kept. Shuffle an array of indices instead"
+            )
 
     def fingerprint(self) -> Mapping[str, Any]:
         return {
@@ -90,24 +150,46 @@ class PyData:
         }
 
     def warnings(self) -> list[str]:
-        ours = keras.utils.PyDataset
-        hooks = [
-            name
-            for name in ("on_epoch_begin", "on_epoch_end")
-            if getattr(type(self._given), name) is not getattr(ours, name)
-        ]
         return [
-            f"{type(self._given).__name__}.{name}: what it changes in the dataset is not stored. "
-            "Let batches depend on their index only; `shuffle=True` draws an order for each epoch"
-            for name in hooks
+            f"{type(self._given).__name__}.{name} is called while batches of the next epoch are "
+            "made already: which of them see what it changes differs each time. Leave out "
+            "steps_per_epoch"
+            for name in (self._hooks if self._is_in_parts else ())
         ]
+
+
+class _Generators:
+    """The global generators of Python and NumPy, of a source that may draw from them."""
+
+    def __init__(self, source: PyData) -> None:
+        self._source = source
+        self.begun: Mapping[str, Any] | None = None  # what they were at the beginning of a pass
+
+    def read(self) -> Any:
+        return random_states.capture_of_python()
+
+    def assign(self, value: Any) -> None:
+        self.begun = value
+        if self._source.draws:
+            random_states.restore_of_python(value)
 
 
 class _Rest(keras.utils.PyDataset):  # type: ignore[misc]
-    """The batches of a `PyDataset` in another order, from one of them on."""
+    """The batches of a `PyDataset` in another order, from one of them on.
+
+    Args:
+        given: The user's.
+        start: Batches that are left out.
+        order: Of all batches.
+        first: Makes the first one that is asked for, with a function that gives it.
+    """
 
     def __init__(
-        self, given: keras.utils.PyDataset, start: int, order: np.ndarray | None = None
+        self,
+        given: keras.utils.PyDataset,
+        start: int,
+        order: Sequence[int] | None,
+        first: Callable[[Callable[[], Any]], Any],
     ) -> None:
         super().__init__(
             workers=given.workers,
@@ -117,6 +199,7 @@ class _Rest(keras.utils.PyDataset):  # type: ignore[misc]
         self._given = given
         self._start = start
         self._order = order
+        self._first: Callable[[Callable[[], Any]], Any] | None = first
 
     @property
     def num_batches(self) -> int | None:
@@ -125,7 +208,13 @@ class _Rest(keras.utils.PyDataset):  # type: ignore[misc]
 
     def __getitem__(self, index: int) -> Any:
         place = self._start + index
-        return self._given[place if self._order is None else int(self._order[place])]
+        number = place if self._order is None else int(self._order[place])
+        first, self._first = self._first, None
+        return self._given[number] if first is None else first(lambda: self._given[number])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A process of its own tells nobody what it has drawn.
+        return {**vars(self), "_first": None}
 
 
 class Generator:
@@ -139,6 +228,8 @@ class Generator:
 
     batch_size = None
     num_batches = None
+
+    draws = False
 
     def __init__(
         self,

@@ -19,13 +19,9 @@ from keras_distplug.compat import random_states as compat_random
 
 def capture() -> dict[str, Any]:
     """The states of Python's, NumPy's and TensorFlow's global generators."""
-    name, key, place, has_gauss, cached_gaussian = np.random.get_state()
-    taken: dict[str, Any] = {
-        "python": _packed(random.getstate()),
-        "numpy": [name, _text(np.asarray(key)), int(place), int(has_gauss), float(cached_gaussian)],
-    }
+    taken = capture_of_python()
     if (seeds := compat_random.operation_seeds()) is not None:
-        taken["operation_seeds"] = _packed(seeds.getstate())
+        taken["operation_seeds"] = packed(seeds.getstate())
     if (generator := compat_random.global_generator()) is not None:
         state = [int(word) for word in generator.state.numpy()]
         taken["tensorflow"] = [state, int(generator.algorithm)]
@@ -34,24 +30,47 @@ def capture() -> dict[str, Any]:
 
 def restore(taken: Mapping[str, Any]) -> None:
     """Puts back what `capture` took."""
-    random.setstate(_unpacked(taken["python"]))
-    name, key, *rest = taken["numpy"]
-    np.random.set_state((name, _words(key), *rest))
+    restore_of_python(taken)
     seeds = compat_random.operation_seeds()
     if seeds is not None and "operation_seeds" in taken:
-        seeds.setstate(_unpacked(taken["operation_seeds"]))
+        seeds.setstate(unpacked(taken["operation_seeds"]))
     if "tensorflow" in taken:
         state, algorithm = taken["tensorflow"]
         compat_random.set_global_generator(tf.constant(state, tf.int64), algorithm)
 
 
-def _packed(state: tuple[Any, ...]) -> list[Any]:
+def capture_of_python() -> dict[str, Any]:
+    """The states of the global generators of Python and NumPy."""
+    name, key, place, has_gauss, cached_gaussian = np.random.get_state()
+    return {
+        "python": packed(random.getstate()),
+        "numpy": [name, _text(np.asarray(key)), int(place), int(has_gauss), float(cached_gaussian)],
+    }
+
+
+def python_generator(taken: Mapping[str, Any]) -> random.Random:
+    """A generator that draws what Python's global one would after `restore_of_python`."""
+    made = random.Random()
+    made.setstate(unpacked(taken["python"]))
+    return made
+
+
+def restore_of_python(taken: Mapping[str, Any]) -> None:
+    """Puts back what `capture_of_python` took."""
+    random.setstate(unpacked(taken["python"]))
+    name, key, *rest = taken["numpy"]
+    np.random.set_state((name, _words(key), *rest))
+
+
+def packed(state: tuple[Any, ...]) -> list[Any]:
+    """JSON of what `random.Random.getstate` gives."""
     version, words, gauss = state
     return [version, _text(np.array(words, np.uint32)), gauss]
 
 
-def _unpacked(packed: list[Any]) -> tuple[Any, ...]:
-    version, words, gauss = packed
+def unpacked(stored: list[Any]) -> tuple[Any, ...]:
+    """The inverse of `packed`."""
+    version, words, gauss = stored
     return version, tuple(_words(words).tolist()), gauss
 
 

@@ -6,6 +6,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -14,7 +15,7 @@ import tensorflow as tf
 
 from keras_distplug.compat import data as compat_data
 from keras_distplug.compat import pipeline
-from keras_distplug.training import advice, audit
+from keras_distplug.training import advice, audit, json_values
 
 # What of a fingerprint differs, too, where a process makes the same pipeline a second time.
 SEEDS = "seeds"
@@ -35,6 +36,8 @@ class Arrays:
         seed: Of the shuffled orders; None leaves the samples in theirs.
         class_weight: As in `Model.fit`.
     """
+
+    draws = False
 
     def __init__(
         self,
@@ -132,6 +135,19 @@ class Arrays:
         return []
 
 
+@dataclass(frozen=True)
+class _Stored:
+    """A variable of a pipeline as JSON."""
+
+    variable: pipeline.Variable
+
+    def read(self) -> Any:
+        return json_values.encode(self.variable.read())
+
+    def assign(self, value: Any) -> None:
+        self.variable.assign(json_values.decode(value))
+
+
 class TfData:
     """A pipeline of tf.data that yields global batches.
 
@@ -144,6 +160,8 @@ class TfData:
         seed: From which ops without a seed get theirs.
     """
 
+    draws = False
+
     def __init__(self, dataset: tf.data.Dataset, seed: int = 0) -> None:
         self.whole = dataset
         self.batch_size = compat_data.batch_size(dataset)
@@ -155,7 +173,9 @@ class TfData:
             self._why_unreadable = str(error)
         self._orders = None if self._pipeline is None else _Orders(self._pipeline, seed)
         changed = [] if self._pipeline is None else self._pipeline.variables
-        self._variables = [each for each in changed if each.nbytes <= _MOST_BYTES_OF_VARIABLE]
+        self._variables = [
+            _Stored(each) for each in changed if each.nbytes <= _MOST_BYTES_OF_VARIABLE
+        ]
         self._too_large = [each for each in changed if each.nbytes > _MOST_BYTES_OF_VARIABLE]
 
     @property
@@ -186,7 +206,7 @@ class TfData:
         return title and f"of what `{title}` gives, samples cannot be left out"
 
     @property
-    def variables(self) -> list[pipeline.Variable]:
+    def variables(self) -> list[_Stored]:
         return self._variables
 
     @property

@@ -1,0 +1,142 @@
+"""What changes in an object of the user's while it is read, as JSON, and back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from keras_distplug.training import json_values, random_states
+
+_MOST_BYTES = 16 * 2**20  # of an array that is kept
+_SMALL_BYTES = 2**20  # kept whether it has changed or not
+_SAMPLED_BYTES = 64 * 2**20  # of larger ones only parts are looked at
+_PARTS, _PART_BYTES = 1024, 4096
+_NUMPY, _PYTHON = "__numpy_random__", "__python_random__"  # what stands for generators
+
+
+class Attributes:
+    """The attributes of an object that decide what it gives next: numbers, text, arrays, lists and
+    dicts of these, and random generators. Arrays of more than 1 MB are kept if they have changed.
+
+    Args:
+        owner: The object.
+        others: Names of attributes that are not its own.
+        only_generators: Leave out arrays, lists and dicts, of an object that does not change them.
+    """
+
+    def __init__(
+        self, owner: object, others: Collection[str] = (), *, only_generators: bool = False
+    ) -> None:
+        self._owner = owner
+        self._others = frozenset(others)
+        self._only_generators = only_generators
+        self._marks = {
+            name: _mark(value) for name, value in self._own() if _bytes_of(value) > _SMALL_BYTES
+        }
+
+    def read(self) -> dict[str, Any]:
+        """Their values, JSON-able."""
+        return {
+            name: _encode(value)
+            for name, value in self._own()
+            if _bytes_of(value) <= _MOST_BYTES
+            and (name not in self._marks or _mark(value) != self._marks[name])
+        }
+
+    def assign(self, values: Mapping[str, Any]) -> None:
+        """Puts back what `read` gave; in place, where others may refer to it."""
+        for name, value in values.items():
+            setattr(self._owner, name, _put(getattr(self._owner, name, None), value))
+
+    def generators(self) -> list[Any]:
+        """The states of those that are random generators."""
+        return [_encode(value) for _, value in self._own() if _is_generator(value)]
+
+    def too_large(self) -> list[str]:
+        """Names of arrays that have changed, and are larger than what is kept."""
+        return [
+            name
+            for name, value in self._own()
+            if _bytes_of(value) > _MOST_BYTES and _mark(value) != self._marks.get(name)
+        ]
+
+    def _own(self) -> list[tuple[str, Any]]:
+        return [
+            (name, value)
+            for name, value in sorted(vars(self._owner).items())
+            if name not in self._others
+            and (
+                _is_generator(value)
+                or (isinstance(value, bool | int | float | str) and json_values.is_kept(value))
+                or (not self._only_generators and _may_change(value))
+            )
+        ]
+
+
+def _is_generator(value: Any) -> bool:
+    return isinstance(value, np.random.Generator | np.random.RandomState | random.Random)
+
+
+def _may_change(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "biuf" and value.flags.writeable
+    return isinstance(value, list | dict) and json_values.is_kept(value)
+
+
+def _bytes_of(value: Any) -> int:
+    return int(value.nbytes) if isinstance(value, np.ndarray) else 0
+
+
+def _mark(array: np.ndarray) -> int:
+    """Tells whether an array has changed. Of a large one, whether it was shuffled."""
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    if flat.nbytes <= _SAMPLED_BYTES:
+        return xxhash.xxh3_64_intdigest(flat.data)
+    digest = xxhash.xxh3_64()
+    for start in np.linspace(0, flat.nbytes - _PART_BYTES, _PARTS).astype(int):
+        digest.update(flat[start : start + _PART_BYTES].data)
+    return digest.intdigest()
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, random.Random):
+        return {_PYTHON: random_states.packed(value.getstate())}
+    if isinstance(value, np.random.RandomState):
+        return {_NUMPY: json_values.encode(value.get_state(legacy=False))}
+    if isinstance(value, np.random.Generator):
+        return {_NUMPY: json_values.encode(value.bit_generator.state)}
+    return json_values.encode(value)
+
+
+def _put(there: Any, value: Any) -> Any:
+    """`value` as it was before `_encode`; `there` itself, if it can be made equal."""
+    if isinstance(value, dict) and isinstance(there, random.Random):
+        there.setstate(random_states.unpacked(value[_PYTHON]))
+    elif isinstance(value, dict) and isinstance(there, np.random.RandomState):
+        there.set_state(json_values.decode(value[_NUMPY]))
+    elif isinstance(value, dict) and isinstance(there, np.random.Generator):
+        there.bit_generator.state = json_values.decode(value[_NUMPY])
+    else:
+        decoded = json_values.decode(value)
+        if isinstance(there, np.ndarray) and _is_like(there, decoded):
+            there[...] = decoded
+        elif isinstance(there, list) and isinstance(decoded, list):
+            there[:] = decoded
+        elif isinstance(there, dict) and isinstance(decoded, dict):
+            there.clear()
+            there.update(decoded)
+        else:
+            return decoded
+    return there
+
+
+def _is_like(there: np.ndarray, value: Any) -> bool:
+    return (
+        isinstance(value, np.ndarray)
+        and (there.shape, there.dtype) == (value.shape, value.dtype)
+        and there.flags.writeable
+    )

@@ -1,0 +1,172 @@
+"""`PyDataset`s that change themselves and draw random numbers, as Keras' own guides write them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tensorflow")
+pytestmark = pytest.mark.tf
+
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+from support import small  # noqa: E402
+
+import keras_distplug as kd  # noqa: E402
+from keras_distplug.training import object_states  # noqa: E402
+
+EPOCHS, SAMPLES, BATCH = 3, 32, 8
+
+
+class Data(keras.utils.PyDataset):
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.x = np.random.default_rng(0).normal(size=(SAMPLES, 4)).astype("float32")
+        self.indices = np.arange(SAMPLES)
+        self.rng = np.random.default_rng(3)
+
+    def __len__(self) -> int:
+        return SAMPLES // BATCH
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        x = self.noisy(self.x[self.indices[BATCH * index : BATCH * (index + 1)]])
+        return x, x.sum(1, keepdims=True)
+
+    def noisy(self, x: np.ndarray) -> np.ndarray:
+        return x
+
+
+class Shuffled(Data):
+    def on_epoch_end(self) -> None:
+        np.random.shuffle(self.indices)
+
+
+class ShuffledByItself(Data):
+    def on_epoch_end(self) -> None:
+        self.rng.shuffle(self.indices)
+
+
+class List(Data):
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.indices = list(range(SAMPLES))
+
+    def on_epoch_end(self) -> None:
+        random.shuffle(self.indices)
+
+
+class Large(Data):
+    """Shuffles arrays that are kept only because they change."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.weights = np.arange(2**17, dtype="float64")
+
+    def on_epoch_end(self) -> None:
+        np.random.shuffle(self.weights)
+
+    def noisy(self, x: np.ndarray) -> np.ndarray:
+        return x * np.float32(self.weights[0] / 2**17)
+
+
+class Epochs(Data):
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.epoch = 0
+
+    def on_epoch_begin(self) -> None:
+        self.epoch += 1
+
+    def noisy(self, x: np.ndarray) -> np.ndarray:
+        return x * np.float32(self.epoch)
+
+
+class Noisy(Data):
+    def noisy(self, x: np.ndarray) -> np.ndarray:
+        return x + np.float32(np.random.normal() * random.random())
+
+
+class NoisyByItself(Data):
+    def noisy(self, x: np.ndarray) -> np.ndarray:
+        return x + self.rng.normal(size=x.shape).astype("float32")
+
+
+class Both(Shuffled, Noisy):
+    pass
+
+
+CASES = {
+    "in order": (Data, {}),
+    "shuffled by Keras": (Data, {"shuffle": True}),
+    "shuffles": (Shuffled, {}),
+    "shuffles by itself": (ShuffledByItself, {"shuffle": True}),
+    "shuffles a list": (List, {}),
+    "shuffles a large array": (Large, {}),
+    "counts": (Epochs, {}),
+    "draws": (Noisy, {}),
+    "draws, shuffled by Keras": (Noisy, {"shuffle": True}),
+    "draws by itself": (NoisyByItself, {}),
+    "shuffles and draws": (Both, {"shuffle": True}),
+    "two workers": (Shuffled, {"workers": 2, "shuffle": True}),
+}
+
+
+class Draws(keras.callbacks.Callback):
+    """Draws from the global generators, too, between epochs."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        logs["drawn"] = np.random.random() + random.random()
+
+
+class StopAtEnd(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            raise small.Interrupted
+
+
+def fit(name: str, *callbacks: keras.callbacks.Callback) -> tuple[list[bytes], object]:
+    kind, given = CASES[name]
+    given = dict(given)
+    shuffle = given.pop("shuffle", False)
+    model = small.model()
+    every = [Draws(), *callbacks]
+    history = model.fit(kind(**given), epochs=EPOCHS, shuffle=shuffle, verbose=0, callbacks=every)
+    return small.state(model), history.history
+
+
+def backup(folder: Path) -> keras.callbacks.Callback:
+    return kd.BackupAndRestore(folder, save_freq=1, on_busy="wait", delete_checkpoint=False)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interrupted(name: str, tmp_path: Path) -> None:
+    """Undisturbed, it trains what plain Keras trains; interrupted in an epoch, behind its last
+    batch or between epochs, and resumed, too."""
+    plain = fit(name)
+    assert fit(name, backup(tmp_path / "whole")) == plain
+    stops = {"in": small.Stop(1, 2), "behind": StopAtEnd(), "between": small.Stop(2, 0)}
+    for place, stop in stops.items():
+        with pytest.raises(small.Interrupted):
+            fit(name, backup(tmp_path / place), stop)
+        assert fit(name, backup(tmp_path / place)) == plain, place
+
+
+def test_array_that_is_too_large(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What changes and is too large to be kept is named; what does not change is not."""
+    monkeypatch.setattr(object_states, "_MOST_BYTES", 2**19)
+    monkeypatch.setattr(object_states, "_SMALL_BYTES", 2**19)
+    fit("shuffles a large array", backup(tmp_path))
+    assert caplog.text.count("on_epoch_end changes the array `weights`, which is too large") == 1
+    assert "`x`" not in caplog.text
+
+
+def test_draws_in_several_workers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Threads draw in another order each time: that is said."""
+    model = small.model()
+    model.fit(Noisy(workers=2), epochs=1, verbose=0, callbacks=[backup(tmp_path)])
+    assert "Noisy draws random numbers in 2 workers at the same time" in caplog.text
