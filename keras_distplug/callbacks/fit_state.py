@@ -73,6 +73,7 @@ class FitState:
         self._validation: Positioned | None = None
         self._validated = 0  # passes over the validation data before this `fit`
         self._validated_with: Sequence[Any] = ()  # what its variables were behind them
+        self._drawn: Mapping[str, Any] | None = None  # before validation in this process
         self._has_other_data = False
         self._arrays: Mapping[str, np.ndarray] = {}
         self._enter_epoch: Callable[[], None] | None = None
@@ -88,6 +89,7 @@ class FitState:
         else:
             self._enter_epoch()
             self._enter_epoch = None
+        self._note_drawn()
         if self._progress is not None:
             self._progress.epoch_begins()
 
@@ -99,12 +101,21 @@ class FitState:
         )
         if self._progress is not None:
             self._progress.trained(trained)
+        self._note_drawn()
+
+    def _note_drawn(self) -> None:
+        if self._validated and self._validation is None:
+            # Keras looks at the validation data before it tells anybody, in each process once.
+            self._drawn = random_states.capture()
 
     def on_test_begin(self) -> None:
         if self._validation is None:
             self._validation = progress.of_validation(self._model, self._seed)
-            if self._validation is not None:
-                self._validation.begin_at(self._validated, 0, variables=self._validated_with)
+            if self._validation is not None and self._validated:
+                if self._drawn is not None:
+                    random_states.restore(self._drawn)
+                progress.take_up_validation(self._validation, self._validated, self._validated_with)
+            self._drawn = None
 
     def on_epoch_end(self, epoch: int) -> None:
         self.cursor = Cursor(epoch=epoch + 1, batch=0, step=self.cursor.step)

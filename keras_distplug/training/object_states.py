@@ -47,7 +47,7 @@ class Attributes:
             and (name not in self._marks or _mark(value) != self._marks[name])
         }
 
-    def assign(self, values: Mapping[str, Any]) -> None:
+    def assign(self, values: Mapping[str, Any], *, in_pass: bool = False) -> None:
         """Puts back what `read` gave; in place, where others may refer to it."""
         for name, value in values.items():
             setattr(self._owner, name, _put(getattr(self._owner, name, None), value))

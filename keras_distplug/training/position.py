@@ -89,8 +89,9 @@ class Variable(Protocol):
         """JSON-able."""
         ...
 
-    def assign(self, value: Any) -> None:
-        """Puts back what `read` gave."""
+    def assign(self, value: Any, *, in_pass: bool) -> None:
+        """Puts back what `read` gave at the beginning of a pass, to go on within it, or at a time
+        from which everything goes on anyway."""
         ...
 
 
@@ -151,6 +152,11 @@ class Positioned(compat_data.LateDistributedDataset):
         """
         return self._begun_with if in_pass else [each.read() for each in self.source.variables]
 
+    def assign(self, variables: Sequence[Any], *, in_pass: bool) -> None:
+        """Puts back what `variables` gave."""
+        for each, value in zip(self.source.variables, variables, strict=False):
+            each.assign(value, in_pass=in_pass)
+
     def begin_at(
         self, passed: int, start: int, behind: int = 0, variables: Sequence[Any] = ()
     ) -> None:
@@ -179,10 +185,11 @@ class Positioned(compat_data.LateDistributedDataset):
         if self.is_scheduled:
             self.passes += 1
             return iter(())
-        variables = self.source.variables
-        for each, value in zip(variables, self._given, strict=False):
-            each.assign(value)
-        self._given, self._begun_with = (), [each.read() for each in variables]
+        in_pass = bool(self._start or self._behind)
+        given, self._given = list(self._given), ()
+        self.assign(given, in_pass=in_pass)
+        now = [each.read() for each in self.source.variables]
+        self._begun_with = given if given and in_pass else now
         dataset = self.source.batches(self.passes, self._start, self._behind)
         self._start = self._behind = 0
         self._distribute(dataset)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -156,9 +156,21 @@ def of_validation(model: keras.Model, seed: int) -> Positioned | None:
     """The validation data of the `fit` that calls, from which on passes over it are counted."""
     loop = epochs.of_validation(model)
     # Other data comes in the same order each time.
-    if loop is None or not loop.is_dataset:
+    if loop is None or not (loop.is_dataset or loop.py_dataset is not None):
         return None
     return _positioned(loop, model.distribute_strategy, seed)
+
+
+def take_up_validation(data: Positioned, passes: int, variables: Sequence[Any]) -> None:
+    """Makes validation go on behind passes of another process.
+
+    Keras has made its iterator over the data, and has reset it, as it does before each of these
+    passes; the data had another state then.
+    """
+    data.begin_at(passes, 0)
+    data.assign(variables, in_pass=False)
+    if isinstance(data.source, PyData):
+        data.source.on_epoch_end()
 
 
 def _positioned(

@@ -168,7 +168,9 @@ class _Generators:
     def read(self) -> Any:
         return random_states.capture_of_python()
 
-    def assign(self, value: Any) -> None:
+    def assign(self, value: Any, *, in_pass: bool) -> None:
+        if not in_pass:
+            return  # they go on with the process
         self.begun = value
         if self._source.draws:
             random_states.restore_of_python(value)

@@ -144,7 +144,7 @@ class _Stored:
     def read(self) -> Any:
         return json_values.encode(self.variable.read())
 
-    def assign(self, value: Any) -> None:
+    def assign(self, value: Any, *, in_pass: bool) -> None:
         self.variable.assign(json_values.decode(value))
 
 

@@ -98,6 +98,10 @@ class Both(Shuffled, Noisy):
     pass
 
 
+class NoisyAndShuffled(NoisyByItself, ShuffledByItself):
+    pass
+
+
 CASES = {
     "in order": (Data, {}),
     "shuffled by Keras": (Data, {"shuffle": True}),
@@ -110,12 +114,17 @@ CASES = {
     "draws, shuffled by Keras": (Noisy, {"shuffle": True}),
     "draws by itself": (NoisyByItself, {}),
     "shuffles and draws": (Both, {"shuffle": True}),
+    "validated": (Data, {"validation": Both}),
+    "validated by itself": (Noisy, {"validation": NoisyAndShuffled}),
     "two workers": (Shuffled, {"workers": 2, "shuffle": True}),
 }
 
 
 class Draws(keras.callbacks.Callback):
     """Draws from the global generators, too, between epochs."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        np.random.random()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         logs["drawn"] = np.random.random() + random.random()
@@ -130,10 +139,16 @@ class StopAtEnd(keras.callbacks.Callback):
 def fit(name: str, *callbacks: keras.callbacks.Callback) -> tuple[list[bytes], object]:
     kind, given = CASES[name]
     given = dict(given)
-    shuffle = given.pop("shuffle", False)
+    shuffle, validation = given.pop("shuffle", False), given.pop("validation", None)
     model = small.model()
-    every = [Draws(), *callbacks]
-    history = model.fit(kind(**given), epochs=EPOCHS, shuffle=shuffle, verbose=0, callbacks=every)
+    history = model.fit(
+        kind(**given),
+        epochs=EPOCHS,
+        validation_data=validation and validation(),
+        shuffle=shuffle,
+        verbose=0,
+        callbacks=[Draws(), *callbacks],
+    )
     return small.state(model), history.history
 
 
