@@ -177,7 +177,7 @@ def test_storage_that_hangs() -> None:
     ):
         train(running, range(1, 10**9))
     writer.may_write.set()
-    running._saver.wait()
+    running._saver.wait(60.0)  # what it has is for the storage
     assert writer.steps == [2]
 
 
