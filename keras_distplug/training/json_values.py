@@ -13,7 +13,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-_ARRAY, _TYPE, _SHAPE = "__array__", "__type__", "__shape__"  # for what JSON has not
+# For what JSON has not.
+_ARRAY, _TYPE, _SHAPE, _TUPLE = "__array__", "__type__", "__shape__", "__tuple__"
+_RESERVED = frozenset({_ARRAY, _TYPE, _SHAPE, _TUPLE})
 _MOST_LISTED = 64  # elements of an array that are written as numbers
 
 
@@ -38,8 +40,10 @@ def encode(value: Any) -> Any:
     match value:
         case None | bool() | int() | float() | str():
             return value
-        case list() | tuple():
+        case list():
             return [encode(each) for each in value]
+        case tuple():
+            return {_TUPLE: [encode(each) for each in value]}
         case dict() if _has_names(value):
             return {name: encode(each) for name, each in value.items()}
     if (array := _array(value)) is None:
@@ -61,6 +65,8 @@ def decode(value: Any) -> Any:
         case {"__array__": str(packed), "__type__": str(name), "__shape__": list(shape)}:
             unpacked = np.frombuffer(base64.b64decode(packed), np.dtype(name))
             return unpacked.reshape(shape).copy()
+        case {"__tuple__": list(values)}:
+            return tuple(decode(each) for each in values)
         case dict():
             return {name: decode(each) for name, each in value.items()}
         case list():
@@ -81,7 +87,7 @@ def is_kept(value: Any) -> bool:
 
 
 def _has_names(value: Mapping[Any, Any]) -> bool:
-    return all(isinstance(name, str) and name not in (_ARRAY, _TYPE, _SHAPE) for name in value)
+    return all(isinstance(name, str) and name not in _RESERVED for name in value)
 
 
 def _array(value: Any) -> np.ndarray | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -15,12 +16,17 @@ _MOST_BYTES = 16 * 2**20  # of an array that is kept
 _SMALL_BYTES = 2**20  # kept whether it has changed or not
 _SAMPLED_BYTES = 64 * 2**20  # of larger ones only parts are looked at
 _PARTS, _PART_BYTES = 1024, 4096
+_MOST_ENTRIES, _SAMPLE = 100_000, 100  # of lists and dicts
+_PLAIN = frozenset({bool, int, float, str, type(None)})
 _NUMPY, _PYTHON = "__numpy_random__", "__python_random__"  # what stands for generators
 
 
 class Attributes:
-    """The attributes of an object that decide what it gives next: numbers, text, arrays, lists and
-    dicts of these, and random generators. Arrays of more than 1 MB are kept if they have changed.
+    """The attributes of an object that decide what it gives next: numbers, text, arrays of numbers,
+    lists and dicts of numbers and text, and random generators. Arrays and lists of more than 1 MB
+    are kept if they have changed.
+
+    Another thread may be changing them.
 
     Args:
         owner: The object.
@@ -57,7 +63,7 @@ class Attributes:
         return [_encode(value) for _, value in self._own() if _is_generator(value)]
 
     def too_large(self) -> list[str]:
-        """Names of arrays that have changed, and are larger than what is kept."""
+        """Names of arrays and lists that have changed, and are larger than what is kept."""
         return [
             name
             for name, value in self._own()
@@ -84,15 +90,36 @@ def _is_generator(value: Any) -> bool:
 def _may_change(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         return value.dtype.kind in "biuf" and value.flags.writeable
-    return isinstance(value, list | dict) and json_values.is_kept(value)
+    if isinstance(value, dict):
+        return len(value) <= _MOST_ENTRIES and _is_plain(value.copy())
+    return isinstance(value, list) and (len(value) > _MOST_ENTRIES or _is_plain(value.copy()))
+
+
+def _is_plain(value: list[Any] | dict[Any, Any]) -> bool:
+    """Numbers and text, and lists and tuples of these: no arrays, whose size nobody knows here."""
+    parts = list(value.values()) if isinstance(value, dict) else value
+    if set(map(type, parts)) <= _PLAIN:
+        return json_values.is_kept(value) if isinstance(value, dict) else True
+    nested = [each for each in parts if isinstance(each, list | tuple)]
+    return json_values.is_kept(value) and all(set(map(type, each)) <= _PLAIN for each in nested)
 
 
 def _bytes_of(value: Any) -> int:
-    return int(value.nbytes) if isinstance(value, np.ndarray) else 0
+    """Of an array; of a list about as many as its JSON has."""
+    if isinstance(value, np.ndarray):
+        return int(value.nbytes)
+    if not isinstance(value, list) or not value:
+        return 0
+    some = value[:_SAMPLE]
+    return len(json.dumps(some, default=str)) * len(value) // len(some)
 
 
-def _mark(array: np.ndarray) -> int:
-    """Tells whether an array has changed. Of a large one, whether it was shuffled."""
+def _mark(value: np.ndarray | list[Any]) -> int:
+    """Tells whether an array or a list has changed. Of a large one, whether it was shuffled."""
+    return hash(tuple(map(id, value))) if isinstance(value, list) else _mark_of_array(value)
+
+
+def _mark_of_array(array: np.ndarray) -> int:
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     if flat.nbytes <= _SAMPLED_BYTES:
         return xxhash.xxh3_64_intdigest(flat.data)

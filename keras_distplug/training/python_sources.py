@@ -136,8 +136,8 @@ class PyData:
         for name in set(self._attributes.too_large() if self._hooks else ()) - self._told:
             self._told.add(name)
             announce(
-                f"{type(self._given).__name__}.on_epoch_end changes the array `{name}`, which is "
-                "too large to be kept. Shuffle an array of indices instead"
+                f"{type(self._given).__name__}.on_epoch_end changes `{name}`, which is too large "
+                "to be kept. Shuffle an array of indices instead"
             )
 
     def fingerprint(self) -> Mapping[str, Any]:

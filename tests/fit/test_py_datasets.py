@@ -58,6 +58,22 @@ class List(Data):
         random.shuffle(self.indices)
 
 
+class Pairs(Data):
+    """Shuffles what others call the list of samples."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.samples = [(f"{number}.png", number) for number in range(SAMPLES)]
+        self.cache: dict[int, np.ndarray] = {}  # is nobody's state
+
+    def on_epoch_end(self) -> None:
+        random.shuffle(self.samples)
+        self.indices = np.array([{sample: sample[1]}[sample] for sample in self.samples])
+
+    def noisy(self, x: np.ndarray) -> np.ndarray:
+        return self.cache.setdefault(len(self.cache), x)
+
+
 class Large(Data):
     """Shuffles arrays that are kept only because they change."""
 
@@ -108,6 +124,7 @@ CASES = {
     "shuffles": (Shuffled, {}),
     "shuffles by itself": (ShuffledByItself, {"shuffle": True}),
     "shuffles a list": (List, {}),
+    "shuffles pairs": (Pairs, {}),
     "shuffles a large array": (Large, {}),
     "counts": (Epochs, {}),
     "draws": (Noisy, {}),
@@ -176,7 +193,7 @@ def test_array_that_is_too_large(
     monkeypatch.setattr(object_states, "_MOST_BYTES", 2**19)
     monkeypatch.setattr(object_states, "_SMALL_BYTES", 2**19)
     fit("shuffles a large array", backup(tmp_path))
-    assert caplog.text.count("on_epoch_end changes the array `weights`, which is too large") == 1
+    assert caplog.text.count("on_epoch_end changes `weights`, which is too large") == 1
     assert "`x`" not in caplog.text
 
 
