@@ -120,7 +120,10 @@ def _mark(value: np.ndarray | list[Any]) -> int:
 
 
 def _mark_of_array(array: np.ndarray) -> int:
-    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    in_one_piece = array.flags.c_contiguous or array.flags.f_contiguous
+    if array.nbytes > _SAMPLED_BYTES and not in_one_piece:
+        return 0  # to look at it would copy it
+    flat = array.ravel(order="K").view(np.uint8)
     if flat.nbytes <= _SAMPLED_BYTES:
         return xxhash.xxh3_64_intdigest(flat.data)
     digest = xxhash.xxh3_64()
