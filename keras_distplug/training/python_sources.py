@@ -60,6 +60,7 @@ class PyData:
         self._attributes = Attributes(dataset, vars(stock()), only_generators=not self._hooks)
         self._generators = _Generators(self)
         self._told: set[str] = set()
+        self._is_looked_at = False
         self._reader = compat_data.PyReader(self._rest(0, None), class_weight, signature)
         self.whole = self._counted(self._reader.whole, 0)
 
@@ -132,7 +133,18 @@ class PyData:
         self._given.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
+        looks = "on_epoch_end" in self._hooks and not self._is_looked_at
+        before = self._attributes.read() if looks else {}
         self._given.on_epoch_end()
+        if looks:
+            self._is_looked_at = True
+            if self._attributes.read() == before and not self._attributes.too_large():
+                announce(
+                    f"{type(self._given).__name__}.on_epoch_end has changed no attribute of its "
+                    "own that is kept. What else it may change, such as a global array, does not "
+                    "come back in a run that goes on: keep it as an attribute, an array of indices "
+                    "for example"
+                )
         for name in set(self._attributes.too_large() if self._hooks else ()) - self._told:
             self._told.add(name)
             announce(

@@ -193,6 +193,7 @@ def test_array_that_is_too_large(
     monkeypatch.setattr(object_states, "_MOST_BYTES", 2**19)
     monkeypatch.setattr(object_states, "_SMALL_BYTES", 2**19)
     fit("shuffles a large array", backup(tmp_path))
+    assert "has changed no attribute" not in caplog.text
     assert caplog.text.count("on_epoch_end changes `weights`, which is too large") == 1
     assert "`x`" not in caplog.text
 
