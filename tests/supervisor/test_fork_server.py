@@ -226,6 +226,7 @@ def test_marks(make: Make) -> None:
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
     assert not guard.living([made.mark])
     assert others.handle.poll() != -signal.SIGKILL
+    guard.end_all([others.mark], LIMIT_SECS)
 
 
 def test_orphans_are_reaped(make: Make) -> None:
