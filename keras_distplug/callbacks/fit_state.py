@@ -72,13 +72,13 @@ class FitState:
         self._progress = progress.of_fit(model, seed)
         self._validation: Positioned | None = None
         self._validated = 0  # passes over the validation data before this `fit`
-        self._validated_with: Sequence[Any] = ()  # what its variables were behind them
+        self._validated_with: Sequence[Any] = ()  # its variables after these passes
         self._drawn: Mapping[str, Any] | None = None  # before validation in this process
         self._has_other_data = False
         self._arrays: Mapping[str, np.ndarray] = {}
         self._enter_epoch: Callable[[], None] | None = None
         self._leave_epoch: Callable[[], None] | None = None
-        self._lost_logs: set[str] = set()  # names that were told
+        self._lost_logs: set[str] = set()  # names already reported
 
     # Counting
 
@@ -105,7 +105,7 @@ class FitState:
 
     def _note_drawn(self) -> None:
         if self._validated and self._validation is None:
-            # Keras looks at the validation data before it tells anybody, in each process once.
+            # Keras reads the first validation batches before any callback runs, once per process.
             self._drawn = random_states.capture()
 
     def on_test_begin(self) -> None:
@@ -160,15 +160,15 @@ class FitState:
         )
 
     def _tell_what_is_lost(self, logs: Mapping[str, Any]) -> None:
-        """Once for each name: what of the logs a restart will not bring back."""
+        """Reports logs that a checkpoint cannot hold, once per name."""
         lost = {name: value for name, value in logs.items() if not json_values.is_kept(value)}
         for name in lost.keys() - self._lost_logs:
             if self._role.is_chief:
                 kind = type(lost[name][-1] if isinstance(lost[name], list) else lost[name])
                 announce(
-                    f"the log {name!r} holds a {kind.__qualname__}, which is not kept: after a "
-                    "restart its values so far are None in `History`. Kept are numbers, text, "
-                    "arrays of numbers, and lists and dicts of these"
+                    f"the log {name!r} holds a {kind.__qualname__}, which cannot be saved: after a "
+                    "restart its earlier values in `History` will be None. Log numbers, text, "
+                    "arrays of numbers, or lists and dicts of these"
                 )
         self._lost_logs |= lost.keys()
 
@@ -320,10 +320,10 @@ class FitState:
             self._restore_random(manifest)
 
     def build(self) -> None:
-        """Makes what a first step would make, where that saves a second trace of the step."""
+        """Creates the variables that the first step would create, if that saves a second trace."""
         if self._progress is None or not compat_model.is_traced_twice(self._model):
             return
-        with contextlib.suppress(Exception):  # the step says it better
+        with contextlib.suppress(Exception):  # the first step reports it better
             capture.build_optimizer(self._model)
             self._progress.build_metrics(self._model)
 

@@ -58,13 +58,13 @@ def tell_strategy(iterator: Any, strategy: tf.distribute.Strategy) -> None:
 class PyReader:
     """Reads `PyDataset`s whose batches are like those of `first`, with as many Python workers.
 
+    Keras' own adapter restarts its workers and their order in every epoch, even in the middle of a
+    pass. Here every iterator has its own workers until it is exhausted.
+
     Args:
         first: A `PyDataset`.
         class_weight: As in `Model.fit`.
-        signature: Of its batches, if Keras has looked at them already.
-
-    Keras' own adapter begins its workers and their order anew with each epoch, also in the middle
-    of a pass. Here each iterator has workers of its own, for as long as it is read.
+        signature: The spec of its batches, if Keras has read them already.
     """
 
     def __init__(

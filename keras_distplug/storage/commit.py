@@ -311,10 +311,12 @@ def _verified(manifest: Manifest) -> str:
         read = Manifest.from_json(text, layout.MANIFEST)
     except CheckpointError as error:
         raise CheckpointError(
-            f"This checkpoint could not be read again, so it was not committed: {error}"
+            f"This checkpoint would not be readable, so it was not committed: {error}"
         ) from error
     if read.to_json() != text:
-        raise CheckpointError("This checkpoint would be read as another, so it was not committed.")
+        raise CheckpointError(
+            "This checkpoint would not be read back as written, so it was not committed."
+        )
     return text
 
 

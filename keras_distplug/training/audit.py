@@ -85,8 +85,8 @@ def _of_step(step: pipeline.Step) -> Iterator[str]:
             )
     if step.changes_variables and step.parallel and not pipeline.is_op_determinism_on():
         yield (
-            "it changes variables, as random layers of Keras and a tf.random.Generator do, in "
-            "parallel calls, whose order differs each time. Leave out num_parallel_calls, or call "
+            "it changes variables (as Keras' random layers and tf.random.Generator do) in parallel "
+            "calls, whose order differs in every run. Leave out num_parallel_calls, or call "
             "tf.config.experimental.enable_op_determinism()"
         )
     if step.python_ops:

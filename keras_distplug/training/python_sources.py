@@ -22,9 +22,8 @@ _HELD = 32  # first batches of a generator, for passes that only look at them
 class PyData:
     """A `keras.utils.PyDataset` of global batches.
 
-    What it changes in itself, and draws from the generators of Python and NumPy, goes on as with
-    Keras. Where batches are made with numbers that are drawn, those before the one where a pass
-    goes on are made again.
+    Its attributes and the global generators of Python and NumPy are part of the position. If
+    making a batch draws random numbers, resuming makes the earlier batches of the pass again.
 
     Args:
         dataset: The user's.
@@ -108,15 +107,15 @@ class PyData:
         return _Rest(self._given, start, order, self._made)
 
     def _made(self, make: Callable[[], Any]) -> Any:
-        """The first batch that is read of a pass, which shows whether batches draw."""
+        """Makes the first batch of a pass, and notes whether that draws random numbers."""
         before = self._drawn()
         batch = make()
         if self._drawn() != before:
             if not self.draws and self._given.workers > 1:
                 announce(
                     f"{type(self._given).__name__} draws random numbers in {self._given.workers} "
-                    "workers at the same time, which gives them to other batches each time. Use "
-                    "workers=1, or draw from a generator seeded with the batch's index"
+                    "workers concurrently, so batches get different numbers in every run. Use "
+                    "workers=1, or seed a generator with the batch's index"
                 )
             self.draws = True
         return batch
@@ -140,16 +139,16 @@ class PyData:
             self._is_looked_at = True
             if self._attributes.read() == before and not self._attributes.too_large():
                 announce(
-                    f"{type(self._given).__name__}.on_epoch_end has changed no attribute of its "
-                    "own that is kept. What else it may change, such as a global array, does not "
-                    "come back in a run that goes on: keep it as an attribute, an array of indices "
-                    "for example"
+                    f"{type(self._given).__name__}.on_epoch_end changed no attribute that is "
+                    "saved. If it changes anything else, such as a global array, a resumed run "
+                    "will not restore it: store it as an attribute, for example as an array of "
+                    "indices"
                 )
         for name in set(self._attributes.too_large() if self._hooks else ()) - self._told:
             self._told.add(name)
             announce(
                 f"{type(self._given).__name__}.on_epoch_end changes `{name}`, which is too large "
-                "to be kept. Shuffle an array of indices instead"
+                "to save. Shuffle an array of indices instead"
             )
 
     def fingerprint(self) -> Mapping[str, Any]:
@@ -163,9 +162,9 @@ class PyData:
 
     def warnings(self) -> list[str]:
         return [
-            f"{type(self._given).__name__}.{name} is called while batches of the next epoch are "
-            "made already: which of them see what it changes differs each time. Leave out "
-            "steps_per_epoch"
+            f"with steps_per_epoch, {type(self._given).__name__}.{name} runs while batches of the "
+            "next epoch are being prefetched, so which batches see its changes differs in every "
+            "run. Leave out steps_per_epoch"
             for name in (self._hooks if self._is_in_parts else ())
         ]
 

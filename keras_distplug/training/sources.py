@@ -224,8 +224,8 @@ class TfData:
         return self._orders.of_worker(seed)
 
     def batches(self, passed: int, start: int, behind: int = 0) -> tf.data.Dataset:
-        if start and start == self.num_batches:
-            return self.whole.take(0)  # and nothing of what is left out is computed
+        if start and not behind and start == self.num_batches:
+            return self.whole.take(0)  # without computing the skipped batches
         if (start or behind) and self._orders is not None:
             return self._orders.of_pass(passed, start, behind)
         dataset = self._pass(passed)
@@ -261,7 +261,7 @@ class TfData:
                 "`concatenate` or another `shuffle`"
             ]
         too_large = [
-            f"it changes a variable of {each.nbytes / 2**20:.0f} MB, which is too large to be kept"
+            f"it changes a variable of {each.nbytes / 2**20:.0f} MB, which is too large to save"
             for each in self._too_large
         ]
         return audit.of_pipeline(self._pipeline) + too_large

@@ -19,7 +19,7 @@ import tensorflow as tf  # noqa: E402
 from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
-from keras_distplug.callbacks import backup_and_restore  # noqa: E402
+from keras_distplug.callbacks import backup_and_restore, fit_state  # noqa: E402
 from keras_distplug.core.manifest import Manifest  # noqa: E402
 from keras_distplug.storage import saver  # noqa: E402
 
@@ -124,15 +124,17 @@ def test_values(name: str, tmp_path: Path) -> None:
     require_same(fit(VALUES[name], *kd.defaults(tmp_path)), expected)
 
 
-def test_what_cannot_be_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It costs neither training nor a checkpoint, and is told once, with its name and its type."""
 
     def now(epoch: int) -> datetime.date:
         return datetime.date(2026, 1, 1 + epoch)
 
+    announced: list[str] = []
+    monkeypatch.setattr(fit_state, "announce", announced.append)
     with pytest.raises(small.Interrupted):
         fit(now, backup(tmp_path), small.Stop(2, 1))
-    assert caplog.text.count("the log 'extra' holds a date, which is not kept") == 1
+    assert "\n".join(announced).count("the log 'extra' holds a date, which cannot be saved") == 1
     assert fit(now, backup(tmp_path))["extra"] == [None, None, now(2)]
 
 
@@ -147,7 +149,7 @@ def test_manifest_that_its_reader_refuses(tmp_path: Path, monkeypatch: pytest.Mo
         return stock(text, source)
 
     monkeypatch.setattr(Manifest, "from_json", from_json)
-    with pytest.warns(UserWarning, match="could not be read again, so it was not committed"):
+    with pytest.warns(UserWarning, match="would not be readable, so it was not committed"):
         fit(None, backup(tmp_path))
     assert len(refused) == 1
     assert not (tmp_path / "run-0001" / "step-00000004" / "MANIFEST.json").exists()

@@ -66,7 +66,7 @@ def numbers() -> tf.data.Dataset:
         ),
         (
             lambda: D.range(3).map(of_a_generator, num_parallel_calls=2),
-            "map: it changes variables, .* in parallel calls.*Leave out num_parallel_calls",
+            "map: it changes variables .* in parallel calls.*Leave out num_parallel_calls",
         ),
         (
             lambda: D.range(3).map(lambda i: i, num_parallel_calls=2, deterministic=False),

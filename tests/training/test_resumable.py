@@ -162,7 +162,7 @@ def test_warns_of_epoch_hooks(caplog: pytest.LogCaptureFixture) -> None:
 
     elsewhere = np.arange(9)
     small.model().fit(kd.resumable(Shuffling()), epochs=3, verbose=0)
-    told = "Shuffling.on_epoch_end has changed no attribute of its own that is kept"
+    told = "Shuffling.on_epoch_end changed no attribute that is saved"
     assert told in caplog.text
 
 
