@@ -21,6 +21,7 @@ from keras.src.trainers import data_adapters
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter as DataAdapter
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer, PyDatasetAdapter
+from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
 from tensorflow.core.framework import graph_pb2
 from tensorflow.python.data.ops import dataset_ops
 
@@ -118,6 +119,37 @@ class GeneratorReader:
         adapter = copy.copy(self._adapter)  # asks for its generator when it is read
         adapter.generator = make
         return adapter.get_tf_dataset()
+
+
+class LoaderReader:
+    """Reads a torch `DataLoader` as Keras does.
+
+    Args:
+        adapter: Keras', which has looked at the first batches.
+    """
+
+    def __init__(self, adapter: TorchDataLoaderAdapter) -> None:
+        self._adapter = adapter
+        self.loader = adapter._dataloader
+
+    @property
+    def num_batches(self) -> int | None:
+        count: int | None = self._adapter.num_batches
+        return count
+
+    def dataset(self, begin: Callable[[], Iterator[Any]]) -> tf.data.Dataset:
+        """What `begin` returns when an iterator begins to read."""
+        adapter = copy.copy(self._adapter)
+        adapter._dataloader = _Iterable(begin)
+        return adapter.get_tf_dataset()
+
+
+@dataclass(frozen=True)
+class _Iterable:
+    begin: Callable[[], Iterator[Any]]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.begin()
 
 
 def class_weighted(dataset: tf.data.Dataset, class_weight: dict[int, float]) -> tf.data.Dataset:

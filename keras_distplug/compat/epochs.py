@@ -21,6 +21,7 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 
 from keras_distplug.compat import frames
 from keras_distplug.compat.context import global_seed
+from keras_distplug.compat.data import LoaderReader
 from keras_distplug.compat.override import override
 
 
@@ -84,6 +85,12 @@ class Loop:
     def is_generator(self) -> bool:
         """Whether one Python generator gives the batches of all epochs."""
         return isinstance(self.adapter, data_adapters.GeneratorDataAdapter)
+
+    @property
+    def torch_loader(self) -> LoaderReader | None:
+        """The user's torch `DataLoader`, if the data is one."""
+        is_one = isinstance(self.adapter, data_adapters.TorchDataLoaderAdapter)
+        return LoaderReader(self.adapter) if is_one else None
 
     @property
     def py_dataset(

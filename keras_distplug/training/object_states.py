@@ -18,13 +18,14 @@ _SAMPLED_BYTES = 64 * 2**20  # of larger ones only parts are looked at
 _PARTS, _PART_BYTES = 1024, 4096
 _MOST_ENTRIES, _SAMPLE = 100_000, 100  # of lists and dicts
 _PLAIN = frozenset({bool, int, float, str, type(None)})
-_NUMPY, _PYTHON = "__numpy_random__", "__python_random__"  # what stands for generators
+# What stands for generators.
+_NUMPY, _PYTHON, _TORCH = "__numpy_random__", "__python_random__", "__torch_random__"
 
 
 class Attributes:
     """The attributes of an object that decide what it gives next: numbers, text, arrays of numbers,
     lists and dicts of numbers and text, and random generators. Arrays and lists of more than 1 MB
-    are kept if they have changed.
+    are kept if they have changed. Tensors of torch are treated as arrays.
 
     Another thread may be changing them.
 
@@ -56,7 +57,10 @@ class Attributes:
     def assign(self, values: Mapping[str, Any], *, in_pass: bool = False) -> None:
         """Puts back what `read` gave; in place, where others may refer to it."""
         for name, value in values.items():
-            setattr(self._owner, name, _put(getattr(self._owner, name, None), value))
+            there = getattr(self._owner, name, None)
+            made = _put(there, value)
+            if made is not there:
+                setattr(self._owner, name, made)
 
     def generators(self) -> list[Any]:
         """The states of those that are random generators."""
@@ -71,9 +75,10 @@ class Attributes:
         ]
 
     def _own(self) -> list[tuple[str, Any]]:
+        own = sorted(vars(self._owner).items())
         return [
             (name, value)
-            for name, value in sorted(vars(self._owner).items())
+            for name, value in ((name, _of_torch(value)) for name, value in own)
             if name not in self._others
             and (
                 _is_generator(value)
@@ -83,8 +88,25 @@ class Attributes:
         ]
 
 
+def _of_torch(value: Any) -> Any:
+    """The memory of a tensor as an array; anything else as it is."""
+    torch = random_states.imported_torch()
+    if torch is None or not isinstance(value, torch.Tensor):
+        return value
+    try:
+        return value.numpy()
+    except (TypeError, RuntimeError):  # of another device, of a type that NumPy has not, ...
+        return value
+
+
 def _is_generator(value: Any) -> bool:
-    return isinstance(value, np.random.Generator | np.random.RandomState | random.Random)
+    kinds = (np.random.Generator, np.random.RandomState, random.Random)
+    return isinstance(value, kinds) or _is_of_torch(value)
+
+
+def _is_of_torch(value: Any) -> bool:
+    torch = random_states.imported_torch()
+    return torch is not None and isinstance(value, torch.Generator)
 
 
 def _may_change(value: Any) -> bool:
@@ -135,6 +157,8 @@ def _mark_of_array(array: np.ndarray) -> int:
 def _encode(value: Any) -> Any:
     if isinstance(value, random.Random):
         return {_PYTHON: random_states.packed(value.getstate())}
+    if _is_of_torch(value):
+        return {_TORCH: random_states.packed_of_torch(value)}
     if isinstance(value, np.random.RandomState):
         return {_NUMPY: json_values.encode(value.get_state(legacy=False))}
     if isinstance(value, np.random.Generator):
@@ -146,14 +170,17 @@ def _put(there: Any, value: Any) -> Any:
     """`value` as it was before `_encode`; `there` itself, if it can be made equal."""
     if isinstance(value, dict) and isinstance(there, random.Random):
         there.setstate(random_states.unpacked(value[_PYTHON]))
+    elif isinstance(value, dict) and _is_of_torch(there):
+        random_states.unpack_of_torch(there, value[_TORCH])
     elif isinstance(value, dict) and isinstance(there, np.random.RandomState):
         there.set_state(json_values.decode(value[_NUMPY]))
     elif isinstance(value, dict) and isinstance(there, np.random.Generator):
         there.bit_generator.state = json_values.decode(value[_NUMPY])
     else:
         decoded = json_values.decode(value)
-        if isinstance(there, np.ndarray) and _is_like(there, decoded):
-            there[...] = decoded
+        array = _of_torch(there)
+        if isinstance(array, np.ndarray) and _is_like(array, decoded):
+            array[...] = decoded
         elif isinstance(there, list) and isinstance(decoded, list):
             there[:] = decoded
         elif isinstance(there, dict) and isinstance(decoded, dict):

@@ -14,6 +14,7 @@ from keras_distplug.training.data import InputAdapter, warn_of
 from keras_distplug.training.position import Positioned, Source
 from keras_distplug.training.python_sources import PyData
 from keras_distplug.training.sources import BATCH_SIZE, Arrays, TfData, elements
+from keras_distplug.training.torch_sources import LoaderData
 
 
 class Progress:
@@ -156,7 +157,7 @@ def of_validation(model: keras.Model, seed: int) -> Positioned | None:
     """The validation data of the `fit` that calls, from which on passes over it are counted."""
     loop = epochs.of_validation(model)
     # Other data comes in the same order each time.
-    if loop is None or not (loop.is_dataset or loop.py_dataset is not None):
+    if loop is None or not (loop.is_dataset or loop.py_dataset or loop.torch_loader):
         return None
     return _positioned(loop, model.distribute_strategy, seed)
 
@@ -194,6 +195,8 @@ def _source(loop: epochs.Loop, strategy: tf.distribute.Strategy, seed: int) -> S
         return PyData(
             dataset, is_shuffled, own, class_weight, signature, is_in_parts=loop.keeps_iterator
         )
+    if (loader := loop.torch_loader) is not None:
+        return LoaderData(loader)
     if loop.is_shuffled_at_random and (arrays := loop.arrays) is not None:
         return Arrays(*arrays, seed)
     if (whole := loop.whole_dataset) is None:
@@ -207,10 +210,6 @@ _WARNINGS = {
     "GeneratorDataAdapter": [
         "a Python generator is read over from its beginning when training goes on, and has to be a "
         "new one that gives the same again. A keras.utils.PyDataset begins at any batch at once"
-    ],
-    "TorchDataLoaderAdapter": [
-        "the order that a torch DataLoader draws is not kept. Give it a generator with a seed of "
-        "its own, made anew in each process, or use a keras.utils.PyDataset"
     ],
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import random
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ from keras_distplug.compat import random_states as compat_random
 
 
 def capture() -> dict[str, Any]:
-    """The states of Python's, NumPy's and TensorFlow's global generators."""
+    """The states of Python's, NumPy's, torch's and TensorFlow's global generators."""
     taken = capture_of_python()
     if (seeds := compat_random.operation_seeds()) is not None:
         taken["operation_seeds"] = packed(seeds.getstate())
@@ -40,12 +41,15 @@ def restore(taken: Mapping[str, Any]) -> None:
 
 
 def capture_of_python() -> dict[str, Any]:
-    """The states of the global generators of Python and NumPy."""
+    """The states of the global generators of Python, NumPy and, if the script imports it, torch."""
     name, key, place, has_gauss, cached_gaussian = np.random.get_state()
-    return {
+    taken: dict[str, Any] = {
         "python": packed(random.getstate()),
         "numpy": [name, _text(np.asarray(key)), int(place), int(has_gauss), float(cached_gaussian)],
     }
+    if (torch := imported_torch()) is not None:
+        taken["torch"] = packed_of_torch(torch.default_generator)
+    return taken
 
 
 def python_generator(taken: Mapping[str, Any]) -> random.Random:
@@ -60,6 +64,26 @@ def restore_of_python(taken: Mapping[str, Any]) -> None:
     random.setstate(unpacked(taken["python"]))
     name, key, *rest = taken["numpy"]
     np.random.set_state((name, _words(key), *rest))
+    torch = imported_torch()
+    if torch is not None and "torch" in taken:
+        unpack_of_torch(torch.default_generator, taken["torch"])
+
+
+def imported_torch() -> Any:
+    """torch, if the script has imported all of it."""
+    torch = sys.modules.get("torch")
+    return torch if hasattr(torch, "default_generator") else None
+
+
+def packed_of_torch(generator: Any) -> str:
+    """JSON of the state of a `torch.Generator`."""
+    return base64.b64encode(generator.get_state().numpy().tobytes()).decode()
+
+
+def unpack_of_torch(generator: Any, stored: str) -> None:
+    """Gives a `torch.Generator` the state that `packed_of_torch` took."""
+    state = np.frombuffer(base64.b64decode(stored), np.uint8).copy()
+    generator.set_state(imported_torch().from_numpy(state))
 
 
 def packed(state: tuple[Any, ...]) -> list[Any]:

@@ -1,0 +1,178 @@
+"""`fit` on a torch DataLoader: what it draws, wherever it draws it, is restored."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tensorflow")
+torch = pytest.importorskip("torch", reason="pip install torch")
+pytestmark = pytest.mark.tf
+
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+from support import small  # noqa: E402
+
+import keras_distplug as kd  # noqa: E402
+
+data = torch.utils.data
+EPOCHS, SAMPLES, BATCH = 3, 30, 8
+X = torch.from_numpy(np.random.default_rng(0).normal(size=(SAMPLES, 4)).astype("float32"))
+
+
+def labelled(x: Any) -> tuple[Any, Any]:
+    return x, x.sum(-1, keepdim=True)
+
+
+def seeded(seed: int = 5) -> Any:
+    return torch.Generator().manual_seed(seed)
+
+
+class Rows(data.Dataset):
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(3)
+        self.generator = seeded(7)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return labelled(X[index] + self.noise())
+
+    def noise(self) -> Any:
+        return 0.0
+
+
+class NoisyFromGlobals(Rows):
+    def noise(self) -> Any:
+        return torch.randn(4) * random.random() * np.float32(np.random.normal())
+
+
+class NoisyByItself(Rows):
+    def noise(self) -> Any:
+        return torch.randn(4, generator=self.generator) * np.float32(self.rng.normal())
+
+
+class Stream(data.IterableDataset):
+    def __init__(self, length: int | None = None) -> None:
+        self.length = length
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        for index in range(SAMPLES):
+            yield labelled(X[index] + torch.randn(4) * self.passes)
+
+
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class Shuffler(data.Sampler):
+    """A sampler as people write them: shuffles its own indices in place, and counts passes."""
+
+    def __init__(self) -> None:
+        self.indices = torch.arange(SAMPLES)
+        self.order = list(range(SAMPLES))
+        self.passes = 0
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        random.shuffle(self.order)
+        self.indices.copy_(self.indices[torch.randperm(SAMPLES)])
+        yield from ((int(self.indices[n]) + self.passes) % SAMPLES for n in self.order)
+
+
+def weighted() -> Any:
+    return data.WeightedRandomSampler([1.0 + n % 3 for n in range(SAMPLES)], SAMPLES)
+
+
+def batches_of_buckets() -> Any:
+    return data.BatchSampler(Shuffler(), BATCH, drop_last=True)
+
+
+def subset() -> Any:
+    return data.Subset(data.ConcatDataset([NoisyByItself(), Rows()]), range(5, 37))
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "in order": lambda: data.DataLoader(Rows(), BATCH),
+    "own generator": lambda: data.DataLoader(Rows(), BATCH, shuffle=True, generator=seeded()),
+    "global generator": lambda: data.DataLoader(Rows(), BATCH, shuffle=True, drop_last=True),
+    "draws from globals": lambda: data.DataLoader(NoisyFromGlobals(), BATCH, shuffle=True),
+    "draws by itself": lambda: data.DataLoader(subset(), BATCH, shuffle=True),
+    "weighted": lambda: data.DataLoader(Rows(), BATCH, sampler=weighted()),
+    "own sampler": lambda: data.DataLoader(Rows(), BATCH, sampler=Shuffler()),
+    "batch sampler": lambda: data.DataLoader(Rows(), batch_sampler=batches_of_buckets()),
+    "stream": lambda: data.DataLoader(Stream(), BATCH),
+    "sized stream": lambda: data.DataLoader(SizedStream(), BATCH),
+    "workers": lambda: data.DataLoader(NoisyFromGlobals(), BATCH, shuffle=True, num_workers=2),
+}
+VALIDATED = {
+    "validated": ("in order", "draws from globals"),
+    "both draw": ("own generator", "draws by itself"),
+}
+STEPS = {"fewer steps": ("own generator", 2)}
+
+
+class StopAtEnd(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            raise small.Interrupted
+
+
+class Draws(keras.callbacks.Callback):
+    """Draws from the global generator, too, between epochs."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        torch.randn(1)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        logs["drawn"] = float(torch.randn(1)) + random.random()
+
+
+def fit(name: str, *callbacks: keras.callbacks.Callback) -> tuple[list[bytes], object]:
+    torch.manual_seed(11)
+    name, steps = STEPS.get(name, (name, None))
+    name, validation = VALIDATED.get(name, (name, None))
+    model = small.model()
+    history = model.fit(
+        LOADERS[name](),
+        epochs=EPOCHS,
+        steps_per_epoch=steps,
+        validation_data=validation and LOADERS[validation](),
+        verbose=0,
+        callbacks=[Draws(), *callbacks],
+    )
+    return small.state(model), history.history
+
+
+def backup(folder: Path) -> keras.callbacks.Callback:
+    return kd.BackupAndRestore(folder, save_freq=1, on_busy="wait", delete_checkpoint=False)
+
+
+@pytest.mark.parametrize("name", [*LOADERS, *VALIDATED, *STEPS])
+def test_interrupted(name: str, tmp_path: Path) -> None:
+    """Undisturbed, it trains what plain Keras trains; interrupted in an epoch, after its last
+    batch or between epochs, and resumed, too. Nothing is warned of."""
+    plain = fit(name)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*cannot", category=UserWarning)
+        whole = fit(name, backup(tmp_path / "whole"))
+    if name == "stream":  # of unknown length: see `compat.empty_batches`
+        plain = whole
+    assert whole == plain
+    stops = {"in": small.Stop(1, 1), "behind": StopAtEnd(), "between": small.Stop(2, 0)}
+    for place, stop in stops.items():
+        with pytest.raises(small.Interrupted):
+            fit(name, backup(tmp_path / place), stop)
+        assert fit(name, backup(tmp_path / place)) == plain, place
