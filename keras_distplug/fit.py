@@ -61,13 +61,13 @@ def distributed_fit(
             strategy to use; or a function without arguments that builds and compiles one. A model
             from outside is made again inside the scope, and afterwards holds the trained weights
             and optimizer state itself. The trained model under its strategy is `history.model`.
-        x: A `tf.data.Dataset` or a `keras.utils.PyDataset` of *global* batches, a generator of
-            them, a function without arguments that returns one of these, a function of a
-            `tf.distribute.InputContext` that returns a dataset, or arrays. With parameter servers,
-            each worker reads arrays and datasets over and over, in orders of its own or, where
-            there is no order to draw, its share of the batches; such a function is called for each
-            worker; what Python code makes is refused. What a pipeline itself tells could be better
-            about it is said once, by the logger `keras_distplug.advice`.
+        x: A `tf.data.Dataset`, a `keras.utils.PyDataset` or a torch `DataLoader` of *global*
+            batches, a generator of them, a function without arguments that returns one of these, a
+            function of a `tf.distribute.InputContext` that returns a dataset, or arrays. With
+            parameter servers, each worker reads arrays and datasets over and over, in orders of its
+            own or, where there is no order to draw, its share of the batches; such a function is
+            called for each worker; what Python code makes is refused. What a pipeline itself tells
+            could be better about it is said once, by the logger `keras_distplug.advice`.
         y: As in `Model.fit`.
         batch_size: Samples in a *global* batch of arrays: it is split over the replicas. Defaults
             to 32.

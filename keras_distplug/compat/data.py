@@ -121,16 +121,27 @@ class GeneratorReader:
         return adapter.get_tf_dataset()
 
 
+def is_torch_loader(data: Any) -> bool:
+    return bool(data_adapters.is_torch_dataloader(data))
+
+
 class LoaderReader:
     """Reads a torch `DataLoader` as Keras does.
 
     Args:
-        adapter: Keras', which has looked at the first batches.
+        adapter: Keras'.
     """
 
     def __init__(self, adapter: TorchDataLoaderAdapter) -> None:
+        if adapter._output_signature is None:
+            adapter.get_tf_dataset()  # reads the first batches
         self._adapter = adapter
         self.loader = adapter._dataloader
+
+    @classmethod
+    def of(cls, data: Any) -> LoaderReader | None:
+        """None if `data` is something else."""
+        return cls(TorchDataLoaderAdapter(data)) if is_torch_loader(data) else None
 
     @property
     def num_batches(self) -> int | None:

@@ -21,6 +21,7 @@ from keras_distplug.training.functions import DatasetFunction, takes_context
 from keras_distplug.training.position import Positioned, Source, sharded
 from keras_distplug.training.python_sources import Generator, PyData
 from keras_distplug.training.sources import Arrays, TfData
+from keras_distplug.training.torch_sources import LoaderData
 
 
 @dataclass(frozen=True)
@@ -105,9 +106,9 @@ def resumable(
     which ignores its own then. What of a `tf.data` pipeline cannot be repeated is warned of.
 
     Args:
-        x: A `tf.data.Dataset` or a `keras.utils.PyDataset` of *global* batches, a generator of
-            them, a function without arguments that returns one of these, or (nested) arrays of
-            samples.
+        x: A `tf.data.Dataset`, a `keras.utils.PyDataset` or a torch `DataLoader` of *global*
+            batches, a generator of them, a function without arguments that returns one of these,
+            or (nested) arrays of samples.
         y: Targets, if `x` are arrays.
         batch_size: Samples in a *global* batch, for arrays. Defaults to 32.
         shuffle: Draw a new order in each epoch: of an array's samples, of a `PyDataset`'s batches.
@@ -147,8 +148,9 @@ def feed(
     """Makes the input of `fit` out of what the user gave.
 
     Args:
-        x: A `tf.data.Dataset` or a `keras.utils.PyDataset` of global batches, a generator of them,
-            a function without arguments that returns one of these, or (nested) arrays of samples.
+        x: A `tf.data.Dataset`, a `keras.utils.PyDataset` or a torch `DataLoader` of global
+            batches, a generator of them, a function without arguments that returns one of these,
+            or (nested) arrays of samples.
         y: Targets, if `x` are arrays.
         model: The model that will be trained, under its strategy.
         seed: From which shuffled orders are drawn; the same on every worker.
@@ -218,6 +220,13 @@ def _source(
     if isinstance(x, keras.utils.PyDataset):
         order = "shuffled by epoch" if shuffle and x.num_batches is not None else "in order"
         return PyData(x, shuffle, seed, class_weight), f"PyDataset, batches {order}"
+    if (loader := compat_data.LoaderReader.of(x)) is not None:
+        if class_weight is not None:
+            raise DataError(
+                "`class_weight` is not supported for a torch DataLoader. Received: class_weight="
+                f"{class_weight}. Let its dataset yield (x, y, sample_weight)."
+            )
+        return LoaderData(loader), "torch DataLoader"
     if not isinstance(x, tf.data.Dataset):
         return Generator(x, class_weight), "Python generator"
     _require_batches(x, model)
@@ -245,7 +254,8 @@ def _refuse_beside(x: Any, y: Any, sample_weight: Any, batch_size: int | None) -
 
 
 def _is_batched(x: Any) -> bool:
-    return isinstance(x, tf.data.Dataset | keras.utils.PyDataset | types.GeneratorType)
+    kinds = tf.data.Dataset | keras.utils.PyDataset | types.GeneratorType
+    return isinstance(x, kinds) or compat_data.is_torch_loader(x)
 
 
 def _made(x: Any) -> Any:
@@ -275,8 +285,8 @@ def _arrays(x: Any, y: Any, sample_weight: Any) -> Any:
         arrays = keras.tree.map_structure(_as_array, parts)
     except (TypeError, ValueError) as error:
         raise DataError(
-            "Expected `x` to be a tf.data.Dataset, a keras.utils.PyDataset, a generator, a "
-            "function that returns one, or (nested) arrays. Received: x of type "
+            "Expected `x` to be a tf.data.Dataset, a keras.utils.PyDataset, a torch DataLoader, a "
+            "generator, a function that returns one, or (nested) arrays. Received: x of type "
             f"{type(x).__name__}: {error}"
         ) from error
     sizes = {array.shape[0] if array.ndim else None for array in keras.tree.flatten(arrays)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,8 @@ _MOST_ENTRIES, _SAMPLE = 100_000, 100  # of lists and dicts
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 # What stands for generators.
 _NUMPY, _PYTHON, _TORCH = "__numpy_random__", "__python_random__", "__torch_random__"
+_UNCHANGED = "__unchanged__"  # what stands for text, and lists of it, that has not changed
+_CHANGED = object()
 
 
 class Attributes:
@@ -44,14 +46,25 @@ class Attributes:
         self._marks = {
             name: _mark(value) for name, value in self._own() if _bytes_of(value) > _SMALL_BYTES
         }
+        self._texts = {
+            name: _encode(value)
+            for name, value in self._own()
+            if name not in self._marks and any(_texts_in(value))
+        }
 
     def read(self) -> dict[str, Any]:
         """Their values, JSON-able."""
-        return {
+        values = {
             name: _encode(value)
             for name, value in self._own()
             if _bytes_of(value) <= _MOST_BYTES
             and (name not in self._marks or _mark(value) != self._marks[name])
+        }
+        # Text may be a path, which is another one in another process.
+        return {
+            name: {_UNCHANGED: value} if value == self._texts.get(name, _CHANGED) else value
+            for name, value in values.items()
+            if not isinstance(value, str) or value != self._texts.get(name)
         }
 
     def assign(self, values: Mapping[str, Any], *, in_pass: bool = False) -> None:
@@ -126,6 +139,17 @@ def _is_plain(value: list[Any] | dict[Any, Any]) -> bool:
     return json_values.is_kept(value) and all(set(map(type, each)) <= _PLAIN for each in nested)
 
 
+def _texts_in(value: Any) -> Iterator[str]:
+    """The text in a value, and in lists and dicts of it."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from _texts_in(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts_in(each)
+
+
 def _bytes_of(value: Any) -> int:
     """Of an array; of a list about as many as its JSON has."""
     if isinstance(value, np.ndarray):
@@ -167,7 +191,12 @@ def _encode(value: Any) -> Any:
 
 
 def _put(there: Any, value: Any) -> Any:
-    """`value` as it was before `_encode`; `there` itself, if it can be made equal."""
+    """`value` as it was before `_encode`; `there` itself, if it can be made equal. What has not
+    changed is put into the same order, and left alone if it holds other text."""
+    if isinstance(value, dict) and _UNCHANGED in value:
+        value = value[_UNCHANGED]
+        if sorted(_texts_in(json_values.decode(value))) != sorted(_texts_in(there)):
+            return there
     if isinstance(value, dict) and isinstance(there, random.Random):
         there.setstate(random_states.unpacked(value[_PYTHON]))
     elif isinstance(value, dict) and _is_of_torch(there):

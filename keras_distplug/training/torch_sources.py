@@ -78,7 +78,7 @@ class LoaderData:
         now = random_states.capture_of_python()
         self._state.restore(begun)
         random_states.restore_of_python(begun[_GLOBAL])
-        batches = iter(self._loader)
+        batches: Iterator[Any] = iter(self._loader)
         for _ in islice(batches, start):
             pass
         if random_states.capture_of_python() == begun[_GLOBAL]:

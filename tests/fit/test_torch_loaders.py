@@ -16,6 +16,7 @@ pytestmark = pytest.mark.tf
 
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
 from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
@@ -176,3 +177,22 @@ def test_interrupted(name: str, tmp_path: Path) -> None:
         with pytest.raises(small.Interrupted):
             fit(name, backup(tmp_path / place), stop)
         assert fit(name, backup(tmp_path / place)) == plain, place
+
+
+def test_distributed_fit(tmp_path: Path) -> None:
+    """The same on two replicas, which read ahead."""
+
+    def train(folder: str, *callbacks: keras.callbacks.Callback) -> list[bytes]:
+        torch.manual_seed(11)
+        with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+            model = small.model()
+        callbacks = (backup(tmp_path / folder), *callbacks)
+        loader = LOADERS["draws from globals"]()
+        kd.distributed_fit(model, loader, epochs=EPOCHS, verbose=0, callbacks=callbacks)
+        return small.state(model)
+
+    whole = train("whole")
+    for place, stop in {"in": small.Stop(1, 1), "between": small.Stop(2, 0)}.items():
+        with pytest.raises(small.Interrupted):
+            train(place, stop)
+        assert train(place) == whole, place

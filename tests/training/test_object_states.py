@@ -42,7 +42,10 @@ def through_json(values: Any) -> Any:
 )
 def test_values(value: Any) -> None:
     """They come back with their types."""
-    stored = through_json(Attributes(Thing(value=value)).read())
+    thing = Thing(value=None)
+    attributes = Attributes(thing)
+    thing.value = value
+    stored = through_json(attributes.read())
     other = Thing(value=None)
     Attributes(other).assign(stored)
     np.testing.assert_equal(other.value, value)
@@ -106,3 +109,31 @@ def test_what_is_left_out() -> None:
     images = {number: np.ones((100, 100)) for number in range(100)}
     thing = Thing(images=images, lists=[[np.ones(3)]], names=np.array(["a"]), other=object(), own=1)
     assert Attributes(thing, others=["own"]).read() == {}
+
+
+def test_text_of_another_process() -> None:
+    """Paths that a process has found again stay; only their order is restored."""
+    stored = through_json(
+        Attributes(Thing(root="/a", files=["/a/2", "/a/1"], names=["y", "x"])).read()
+    )
+    there = Thing(root="/b", files=["/b/1", "/b/2"], names=["x", "y"])
+    Attributes(there).assign(stored)
+    assert vars(there) == {"root": "/b", "files": ["/b/1", "/b/2"], "names": ["y", "x"]}
+
+
+def test_of_torch() -> None:
+    """Tensors are restored in place, and generators where they were."""
+    torch = pytest.importorskip("torch", reason="pip install torch")
+    owner = Thing(rng=torch.Generator().manual_seed(3), order=torch.arange(200))
+    attributes = Attributes(owner)
+    torch.randn(3, generator=owner.rng)
+    shared = owner.order
+    shared.copy_(torch.randperm(200))
+    expected = shared.clone()
+    stored = through_json(attributes.read())
+    drawn = torch.randn(3, generator=owner.rng)
+    shared.zero_()
+    attributes.assign(stored)
+    assert torch.equal(torch.randn(3, generator=owner.rng), drawn)
+    assert owner.order is shared
+    assert torch.equal(shared, expected)
