@@ -221,11 +221,7 @@ class FitState:
             return
         there = dict(manifest.data["fingerprint"])
         here = json.loads(json.dumps(self._progress.fingerprint()))
-        if there.pop(SEEDS, None) != here.pop(SEEDS, None) and self._role.is_chief:
-            announce(
-                "the seeds of the data are not those of the checkpoint, so samples come in another "
-                "order: in the epoch under way some come twice and others not at all"
-            )
+        seeds_there, seeds_here = there.pop(SEEDS, None), here.pop(SEEDS, None)
         if other_batch and _batch_differs(there, here):
             is_within = "read" in manifest.data["train"]
             why_not = self._progress.data.source.why_not_by_samples if is_within else None
@@ -247,6 +243,23 @@ class FitState:
                 "allow_data_change=True to go on with these from the beginning of the epoch, or "
                 "resume=False to begin a new run; nothing was changed."
             )
+        if difference is None and seeds_there != seeds_here:
+            self._use_seeds(seeds_there)
+
+    def _use_seeds(self, seeds: str | None) -> None:
+        assert self._progress is not None
+        if seeds is not None and self._progress.data.source.use_seeds(seeds):
+            said = (
+                "the seeds of the data have changed since the checkpoint; the checkpoint's are "
+                "used, so every epoch sees its samples in the order the run started with"
+            )
+        else:
+            said = (
+                "the seeds of the data have changed since the checkpoint, so samples come in "
+                "another order: the interrupted epoch sees some of them twice and others not at all"
+            )
+        if self._role.is_chief:
+            announce(said)
 
     def read(self, found: Found) -> CheckpointError | None:
         """Reads the values into the model and the callbacks. Tells what keeps any worker from that;

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import queue
+import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -37,6 +38,18 @@ def global_seed() -> int | None:
     """What `tf.random.set_seed` was given; None if it was not called."""
     seed: int | None = context.global_seed()
     return seed
+
+
+@contextmanager
+def seeded(seed: int | None) -> Iterator[None]:
+    """Makes operations as if `tf.random.set_seed` had been given `seed`."""
+    there = context.context()
+    before = there._seed, there._rng
+    there._seed, there._rng = seed, random.Random(seed)
+    try:
+        yield
+    finally:
+        there._seed, there._rng = before
 
 
 @dataclass(frozen=True)

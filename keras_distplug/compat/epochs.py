@@ -116,6 +116,12 @@ class Loop:
         return is_array and self.adapter._shuffle is True and global_seed() is None
 
     @property
+    def is_shuffled_by_seed(self) -> bool:
+        """Whether Keras draws the order of arrays from TensorFlow's global seed."""
+        is_array = isinstance(self.adapter, data_adapters.ArrayDataAdapter)
+        return is_array and bool(self.adapter._shuffle) and global_seed() is not None
+
+    @property
     def samples_in_order(self) -> tuple[int, int] | None:
         """The size of a batch and the number of samples, if Keras cuts batches out of samples whose
         order does not depend on the size."""

@@ -110,8 +110,12 @@ def chain(parts: pipeline.Pipeline) -> Mapping[str, str]:
 
 def seeds(parts: pipeline.Pipeline) -> str:
     """Those of the transformations that have one, in their order."""
-    seeded = [step.numbers for step in parts.steps if step.is_seeded]
-    return "; ".join(f"{n['seed']}, {n['seed2']}" for n in seeded if "seed" in n)
+    return "; ".join(f"{step.numbers['seed']}, {step.numbers['seed2']}" for step in seeded(parts))
+
+
+def seeded(parts: pipeline.Pipeline) -> list[pipeline.Step]:
+    """The transformations that have seeds."""
+    return [step for step in parts.steps if step.is_seeded and "seed" in step.numbers]
 
 
 def _told(step: pipeline.Step, more: Sequence[str]) -> str:

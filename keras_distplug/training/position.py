@@ -77,6 +77,11 @@ class Source(Protocol):
         """What has to be the same when the run goes on; flat and JSON-able."""
         ...
 
+    def use_seeds(self, seeds: str) -> bool:
+        """Draws orders from these seeds, of its `fingerprint` in another process. Returns whether
+        it can."""
+        ...
+
     def warnings(self) -> list[str]:
         """What of it a run that goes on cannot have again, or has at a cost; for people."""
         ...

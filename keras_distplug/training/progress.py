@@ -9,11 +9,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_distplug.compat import epochs, replica_values, workers
+from keras_distplug.compat import context, epochs, replica_values, workers
+from keras_distplug.compat import data as compat_data
 from keras_distplug.training.data import InputAdapter, warn_of
 from keras_distplug.training.position import Positioned, Source
 from keras_distplug.training.python_sources import PyData
-from keras_distplug.training.sources import BATCH_SIZE, Arrays, TfData, elements
+from keras_distplug.training.sources import BATCH_SIZE, SEEDS, Arrays, TfData, elements
 from keras_distplug.training.torch_sources import LoaderData
 
 
@@ -203,7 +204,8 @@ def _source(loop: epochs.Loop, strategy: tf.distribute.Strategy, seed: int) -> S
         return None
     if loop.is_dataset:
         return TfData(whole, seed)
-    return _OfKeras(whole, type(loop.adapter).__name__, loop.samples_in_order)
+    seed_of_orders = context.global_seed() if loop.is_shuffled_by_seed else None
+    return _OfKeras(whole, loop.adapter, loop.samples_in_order, seed=seed_of_orders)
 
 
 _WARNINGS = {
@@ -219,17 +221,27 @@ class _OfKeras:
 
     Args:
         whole: Its batches.
-        kind: What Keras makes them with.
+        adapter: What Keras makes them with.
         sizes: The size of a batch and the number of samples, if that decides nothing about the
             order of samples.
+        seed: TensorFlow's global seed, if orders are drawn from it.
     """
 
     draws = False
 
-    def __init__(self, whole: tf.data.Dataset, kind: str, sizes: tuple[int, int] | None) -> None:
+    def __init__(
+        self,
+        whole: tf.data.Dataset,
+        adapter: compat_data.DataAdapter,
+        sizes: tuple[int, int] | None,
+        *,
+        seed: int | None,
+    ) -> None:
         self.whole = whole
-        self._kind = kind
+        self._adapter = adapter
+        self._kind = type(adapter).__name__
         self._sizes = sizes
+        self._seed = seed
         self._iterators = 0
 
     @property
@@ -238,8 +250,8 @@ class _OfKeras:
 
     @property
     def num_batches(self) -> int | None:
-        count = int(self.whole.cardinality().numpy())
-        return count if count >= 0 else None
+        count: int | None = self._adapter.num_batches
+        return count
 
     @property
     def why_not_by_samples(self) -> str | None:
@@ -272,7 +284,16 @@ class _OfKeras:
         length = {"batches": self.num_batches}
         if self._sizes is not None:
             length = dict(zip((BATCH_SIZE, "samples"), self._sizes, strict=True))
-        return {"kind": self._kind, **length, "elements": elements(self.whole)}
+        seeds = {} if self._seed is None else {SEEDS: str(self._seed)}
+        return {"kind": self._kind, **length, "elements": elements(self.whole), **seeds}
+
+    def use_seeds(self, seeds: str) -> bool:
+        if self._seed is None:
+            return False
+        self._seed = int(seeds)
+        with context.seeded(self._seed):
+            self.whole = self._adapter.get_tf_dataset()
+        return True
 
     def warnings(self) -> list[str]:
         return _WARNINGS.get(self._kind, [])

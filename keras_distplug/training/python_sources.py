@@ -160,6 +160,9 @@ class PyData:
             "shuffle": self._shuffle,
         }
 
+    def use_seeds(self, seeds: str) -> bool:
+        return False
+
     def warnings(self) -> list[str]:
         return [
             f"with steps_per_epoch, {type(self._given).__name__}.{name} runs while batches of the "
@@ -284,6 +287,9 @@ class Generator:
 
     def fingerprint(self) -> Mapping[str, Any]:
         return {"kind": "generator", "elements": elements(self.whole)}
+
+    def use_seeds(self, seeds: str) -> bool:
+        return False
 
     def warnings(self) -> list[str]:
         again = "" if self._make else ", and it has to be a new generator that begins anew"

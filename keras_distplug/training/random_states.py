@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_distplug.compat import context
 from keras_distplug.compat import random_states as compat_random
 
 
 def capture() -> dict[str, Any]:
     """The states of Python's, NumPy's, torch's and TensorFlow's global generators."""
-    taken = capture_of_python()
+    taken = {**capture_of_python(), "seed": context.global_seed()}
     if (seeds := compat_random.operation_seeds()) is not None:
         taken["operation_seeds"] = packed(seeds.getstate())
     if (generator := compat_random.global_generator()) is not None:
@@ -32,6 +33,9 @@ def capture() -> dict[str, Any]:
 def restore(taken: Mapping[str, Any]) -> None:
     """Puts back what `capture` took."""
     restore_of_python(taken)
+    seed = taken.get("seed")
+    if seed is not None and seed != context.global_seed():
+        tf.random.set_seed(seed)  # of operations that are not traced yet
     seeds = compat_random.operation_seeds()
     if seeds is not None and "operation_seeds" in taken:
         seeds.setstate(unpacked(taken["operation_seeds"]))

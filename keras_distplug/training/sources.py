@@ -131,6 +131,9 @@ class Arrays:
             "shuffle": self._seed is not None,
         }
 
+    def use_seeds(self, seeds: str) -> bool:
+        return False
+
     def warnings(self) -> list[str]:
         return []
 
@@ -171,7 +174,9 @@ class TfData:
             self._pipeline = pipeline.read(dataset)
         except pipeline.UnreadableError as error:
             self._why_unreadable = str(error)
+        self._seed = seed
         self._orders = None if self._pipeline is None else _Orders(self._pipeline, seed)
+        self._used_seeds = "" if self._pipeline is None else audit.seeds(self._pipeline)
         changed = [] if self._pipeline is None else self._pipeline.variables
         self._variables = [
             _Stored(each) for each in changed if each.nbytes <= _MOST_BYTES_OF_VARIABLE
@@ -250,8 +255,22 @@ class TfData:
     def fingerprint(self) -> Mapping[str, Any]:
         told: dict[str, Any] = {}
         if self._pipeline is not None:
-            told = {**audit.chain(self._pipeline), SEEDS: audit.seeds(self._pipeline)}
+            told = {**audit.chain(self._pipeline), SEEDS: self._used_seeds}
         return {**_common("tf.data", self), **told}
+
+    def use_seeds(self, seeds: str) -> bool:
+        if self._pipeline is None:
+            return False
+        steps = audit.seeded(self._pipeline)
+        pairs = [tuple(map(int, each.split(", "))) for each in seeds.split("; ") if each]
+        if len(pairs) != len(steps):
+            return False
+        given = {
+            step.node: (first, second) for step, (first, second) in zip(steps, pairs, strict=True)
+        }
+        self._orders = _Orders(self._pipeline, self._seed, given)
+        self._used_seeds = seeds
+        return True
 
     def warnings(self) -> list[str]:
         if self._pipeline is None:
@@ -272,15 +291,35 @@ _iterators_of: weakref.WeakKeyDictionary[tf.data.Dataset, int] = weakref.WeakKey
 
 
 class _Orders:
-    """The seeds of a pipeline in each of its passes."""
+    """The seeds of a pipeline in each of its passes.
 
-    def __init__(self, parts: pipeline.Pipeline, seed: int) -> None:
+    Args:
+        parts: The pipeline.
+        seed: For transformations that have none.
+        given: Seeds to use instead of those of the pipeline.
+    """
+
+    def __init__(
+        self,
+        parts: pipeline.Pipeline,
+        seed: int,
+        given: Mapping[str, tuple[int, int]] | None = None,
+    ) -> None:
+        given = given or {}
         once, cached = parts.drawn_once(), parts.cached()
-        steps = [step for step in parts.steps if step.reshuffles or not step.is_seeded]
+        steps = [
+            step
+            for step in parts.steps
+            if step.reshuffles or not step.is_seeded or step.node in given
+        ]
+        self._are_given = bool(given)
         self.nodes = [step.node for step in steps]
         self.unseeded = [step.title for step in steps if not step.is_seeded]
         self._pipeline = parts
-        self._seeds = [_seeds_of(step, seed, number) for number, step in enumerate(steps)]
+        self._seeds = [
+            given.get(step.node) or _seeds_of(step, seed, number)
+            for number, step in enumerate(steps)
+        ]
         # A cache holds the order of the first pass.
         self._varies = [step.reshuffles and step.node not in cached for step in steps]
         self._once = [
@@ -292,6 +331,7 @@ class _Orders:
         """Whether `dataset` itself has the orders of this pass, and another one would cost much."""
         return (
             self._pipeline.held_bytes > _MADE_AGAIN_BYTES
+            and not self._are_given
             and all(self._once)
             and not self.unseeded
             and _iterators_of.get(dataset, 0) <= passed

@@ -95,6 +95,9 @@ class LoaderData:
             "elements": elements(self.whole),
         }
 
+    def use_seeds(self, seeds: str) -> bool:
+        return False
+
     def warnings(self) -> list[str]:
         if not self._loader.persistent_workers:
             return []
