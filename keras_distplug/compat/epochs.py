@@ -104,6 +104,10 @@ class Loop:
         signature = adapter._output_signature
         return adapter.py_dataset, adapter.shuffle, adapter.class_weight, signature
 
+    def release(self) -> None:
+        """Frees what Keras has made of the data, before others make the same of them."""
+        self._epochs._distributed_dataset = None
+
     def draw_from(self, adapter: data_adapters.data_adapter.DataAdapter) -> None:
         """Gives `fit` other data than it has made by itself."""
         self._epochs.data_adapter = adapter
@@ -189,7 +193,7 @@ class Loop:
 
 
 def _in_floatx(array: np.ndarray) -> np.ndarray:
-    return array.astype(keras.config.floatx()) if array.dtype.kind == "f" else array
+    return array.astype(keras.config.floatx(), copy=False) if array.dtype.kind == "f" else array
 
 
 def begin_with_logs(model: keras.Model, logs: Mapping[str, Any]) -> Callable[[], None]:

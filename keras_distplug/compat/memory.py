@@ -1,4 +1,4 @@
-"""A tensor whose memory can be written to, for reading checkpoints without a copy.
+"""A tensor whose memory can be written to, for reading checkpoints and data without a copy.
 
 TensorFlow 2.18 to 2.21: an eager tensor on the CPU lends its memory to NumPy, read-only; `assign`
 makes it the variable's. Writing to it before anyone else has seen the tensor is what nobody
@@ -26,3 +26,12 @@ def empty_tensor(shape: Sequence[int], dtype: str) -> tuple[tf.Tensor, memoryvie
     lent = np.asarray(tensor)
     memory = (ctypes.c_ubyte * lent.nbytes).from_address(lent.ctypes.data)
     return tensor, memoryview(memory).cast("B")
+
+
+def to_tensor(array: np.ndarray) -> tf.Tensor:
+    """The array in host memory, once; `tf.constant` holds two copies."""
+    if not array.size:
+        return tf.constant(array)
+    tensor, memory = empty_tensor(array.shape, array.dtype.name)
+    np.frombuffer(memory, array.dtype).reshape(array.shape)[...] = array
+    return tensor

@@ -305,7 +305,7 @@ def _as_array(value: Any) -> np.ndarray:
     if array.dtype == object:
         raise TypeError(f"{type(value).__name__} does not become an array of numbers")
     # Keras computes in floatx and casts on entry.
-    return array.astype(keras.config.floatx()) if array.dtype.kind == "f" else array
+    return array.astype(keras.config.floatx(), copy=False) if array.dtype.kind == "f" else array
 
 
 def _split(arrays: Any, fraction: float) -> tuple[Any, Any]:

@@ -199,6 +199,7 @@ def _source(loop: epochs.Loop, strategy: tf.distribute.Strategy, seed: int) -> S
     if (loader := loop.torch_loader) is not None:
         return LoaderData(loader)
     if loop.is_shuffled_at_random and (arrays := loop.arrays) is not None:
+        loop.release()
         return Arrays(*arrays, seed)
     if (whole := loop.whole_dataset) is None:
         return None

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_distplug.compat import data as compat_data
-from keras_distplug.compat import pipeline
+from keras_distplug.compat import memory, pipeline
 from keras_distplug.training import advice, audit, json_values
 
 # What of a fingerprint differs, too, where a process makes the same pipeline a second time.
@@ -48,7 +48,9 @@ class Arrays:
     ) -> None:
         self.batch_size = batch_size
         self._samples = len(keras.tree.flatten(arrays)[0])
-        self._tensors = keras.tree.map_structure(tf.constant, keras.tree.lists_to_tuples(arrays))
+        self._tensors = keras.tree.map_structure(
+            memory.to_tensor, keras.tree.lists_to_tuples(arrays)
+        )
         self._seed = seed
         self._class_weight = class_weight
         self._pass = pipeline.from_numbers(self._make_pass, 3)
@@ -91,7 +93,10 @@ class Arrays:
         )
         if self._class_weight is not None:
             dataset = compat_data.class_weighted(dataset, self._class_weight)
-        return dataset.prefetch(tf.data.AUTOTUNE)
+        options = tf.data.Options()
+        # They would copy the arrays.
+        options.experimental_optimization.apply_default_optimizations = False
+        return dataset.prefetch(tf.data.AUTOTUNE).with_options(options)
 
     def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
         """Passes over all samples, each in another order; or its share of the batches, where they

@@ -25,11 +25,11 @@ def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_from_chief() -> None:
-    """Everyone returns what the chief gave, whoever asks first."""
+    """Every worker returns the chief's value, even if it asks first and has a value itself."""
     store = Memory()
     chief, other = (agreement.ThroughKeyValues(role, store) for role in (CHIEF, OTHER))
     with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(other.from_chief, "run", None)
+        waiting = pool.submit(other.from_chief, "run", "run-0009")
         assert chief.from_chief("run", "run-0001") == "run-0001"
         assert waiting.result(timeout=10) == "run-0001"
 

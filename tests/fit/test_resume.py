@@ -567,11 +567,28 @@ def normalized() -> keras.Model:
     return model
 
 
-@pytest.mark.parametrize("make", [two_optimizers, mixed_precision, normalized])
+@keras.saving.register_keras_serializable("tests")
+class Noise(keras.layers.Layer):
+    """Draws from the generator that Keras keeps for a process."""
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return x + keras.random.normal(keras.ops.shape(x)) if training else x
+
+
+def drawn_without_a_seed() -> keras.Model:
+    model = keras.Sequential([keras.Input((4,)), Noise(), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    return model
+
+
+@pytest.mark.parametrize(
+    "make", [two_optimizers, mixed_precision, normalized, drawn_without_a_seed]
+)
 def test_models_out_of_the_ordinary(make: Callable[[], keras.Model], tmp_path: Path) -> None:
     """Optimizers over a part of the model, several of them, wrapped ones, adapted layers."""
 
     def fit(folder: str, *stop: small.Stop) -> keras.Model:
+        keras.backend.clear_session()  # which forgets the generator of `keras.random`
         keras.utils.set_random_seed(4)
         model = make()
         given = {"x": small.X, "y": small.Y, "batch_size": 8, "epochs": 3, "verbose": 0}
