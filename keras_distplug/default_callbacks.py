@@ -67,12 +67,14 @@ def defaults(
     trainer.install_dispatch()
     peers.watch()
     return [
-        BackupAndRestore(
-            default_directory() if directory is None else directory,
-            save_freq=save_freq,
-            storage_options=storage_options,
-            delete_checkpoint=False,
-            resume=resume,
+        yielding(
+            BackupAndRestore(
+                default_directory() if directory is None else directory,
+                save_freq=save_freq,
+                storage_options=storage_options,
+                delete_checkpoint=False,
+                resume=resume,
+            )
         ),
         yielding(PreemptionHandler()),
         yielding(HangWatchdog()),

@@ -16,6 +16,7 @@ from keras_distplug.callbacks.as_call import as_call
 from keras_distplug.callbacks.candidates import Candidates, Found
 from keras_distplug.callbacks.executions import Executions
 from keras_distplug.callbacks.fit_state import FitState
+from keras_distplug.callbacks.one_of_a_kind import stood_aside, yields
 from keras_distplug.callbacks.saves import Saves, Writes
 from keras_distplug.cluster import agreement
 from keras_distplug.cluster.roles import single_process
@@ -277,6 +278,14 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         super().set_model(model)
         trainer.adapt(model)
         self._others = move_to_end(self)
+        if stood_aside(self, self._others):
+            given = [each for each in self._others if isinstance(each, BackupAndRestore)]
+            if not yields(self):
+                raise ConfigurationError(
+                    "Expected one BackupAndRestore in a fit. Received: two, of "
+                    f"{self._files.where()} and {given[-1]._files.where()}. Remove one of them."
+                )
+            return
         self._spared = keras_callbacks.spare_files(self._others)
 
     def set_params(self, params: Mapping[str, Any]) -> None:

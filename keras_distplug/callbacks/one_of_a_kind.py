@@ -26,11 +26,12 @@ def stood_aside(
     """Takes `callback` out of the list if another of its class, or of one derived from that, does
     its work: the user's own, or else the last one. To be called from its `on_train_begin`."""
     rivals = [each for each in others if isinstance(each, type(callback))]
-    if not rivals or (not _yields(callback) and all(map(_yields, rivals))):
+    if not rivals or (not yields(callback) and all(map(yields, rivals))):
         return False
     callback_list.leave(callback)
     return True
 
 
-def _yields(callback: keras.callbacks.Callback) -> bool:
+def yields(callback: keras.callbacks.Callback) -> bool:
+    """Whether one of the user's takes its place."""
     return hasattr(callback, _YIELDS)

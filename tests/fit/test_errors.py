@@ -300,3 +300,17 @@ def test_repr_of_derived() -> None:
             self.label = label
 
     assert repr(Own("a", max_skips=1)).endswith("Own(label='a')")
+
+
+def test_two_backups(tmp_path: Path) -> None:
+    """One of the user's takes the place of that of `defaults()`; two are an error."""
+    for place in (0, -1):
+        own = kd.BackupAndRestore(tmp_path / f"own{place}", delete_checkpoint=False)
+        callbacks = kd.defaults(tmp_path / "default")
+        callbacks.insert(place, own)
+        small.model().fit(small.X, small.Y, verbose=0, callbacks=callbacks)
+        assert (tmp_path / f"own{place}" / "run-0001" / "log").exists()
+        assert not (tmp_path / "default").exists()
+    other = kd.BackupAndRestore(tmp_path / "other")
+    with pytest.raises(ConfigurationError, match=r"Expected one Backup.*own-1 and .*other"):
+        small.model().fit(small.X, small.Y, verbose=0, callbacks=[own, other])
