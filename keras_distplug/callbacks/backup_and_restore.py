@@ -378,6 +378,10 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         else:
             self._state.on_test_begin()
 
+    def on_test_end(self, logs: Mapping[str, Any] | None = None) -> None:
+        if self._run is not None:
+            self._state.on_test_end()
+
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         self._state.on_epoch_end(epoch)
         last = self.model.stop_training or epoch + 1 == self._epochs

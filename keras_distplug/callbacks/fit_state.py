@@ -72,6 +72,7 @@ class FitState:
         self._progress = progress.of_fit(model, seed)
         self._validation: Positioned | None = None
         self._validated = 0  # passes over the validation data before this `fit`
+        self._validated_read = 0  # those of which a batch was read
         self._validated_with: Sequence[Any] = ()  # its variables after these passes
         self._drawn: Mapping[str, Any] | None = None  # before validation in this process
         self._has_other_data = False
@@ -114,8 +115,17 @@ class FitState:
             if self._validation is not None and self._validated:
                 if self._drawn is not None:
                     random_states.restore(self._drawn)
-                progress.take_up_validation(self._validation, self._validated, self._validated_with)
+                progress.take_up_validation(
+                    self._validation,
+                    self._validated,
+                    self._validated_read,
+                    self._validated_with,
+                )
             self._drawn = None
+
+    def on_test_end(self) -> None:
+        if self._validation is not None:
+            self._validation.note_read()
 
     def on_epoch_end(self, epoch: int) -> None:
         self.cursor = Cursor(epoch=epoch + 1, batch=0, step=self.cursor.step)
@@ -176,12 +186,14 @@ class FitState:
         if self._progress is None:
             return {}
         validated, variables = self._validated, self._validated_with
+        validated_read = self._validated_read
         if self._validation is not None:
-            validated = self._validation.passes
+            validated, validated_read = self._validation.passes, self._validation.read
             variables = self._validation.variables(in_pass=False)
         return {
             "train": self._progress.position(in_epoch=in_epoch),
             "validation": validated,
+            "validation_read": validated_read,
             "validation_variables": list(variables),
             "fingerprint": self._progress.fingerprint(),
         }
@@ -312,6 +324,7 @@ class FitState:
         compat_model.start_at_epoch(self._model, manifest.cursor.epoch)
         cursor, place = manifest.cursor, manifest.data.get("train")
         self._validated = manifest.data.get("validation", 0)
+        self._validated_read = manifest.data.get("validation_read", 0)
         self._validated_with = manifest.data.get("validation_variables", ())
         if self._progress is None or place is None or self._has_other_data:
             if cursor.batch and self._role.is_chief:

@@ -40,6 +40,7 @@ _EAGER = re.compile(
     r"|Unbatch|Rebatch|Window|Scan|TakeWhile|Interleave|FlatMap|AssertCardinality|Model"
     r"|DirectedInterleave|SlidingWindow)Dataset(V\d)?"
 )
+_SHUFFLES = re.compile(r"ShuffleDataset(V\d)?")  # makes it when its first element is read
 _RANDOM_OPS = re.compile(r"Random.*|.*TruncatedNormal|Multinomial")
 _NOT_RANDOM = re.compile(r"StatefulPartitionedCall|Random(Dataset|IndexShuffle).*")
 _PYTHON_OPS = re.compile(r"PyFunc|PyFuncStateless|EagerPyFunc")
@@ -214,18 +215,29 @@ class Pipeline:
         cut = self._cut()
         return None if cut.batches else (*cut.ordering, cut.at)[0].title
 
-    def drawn_once(self) -> frozenset[str]:
-        """Nodes that draw their seeds exactly once an iterator, when it is made."""
+    def drawn_once(self, *, by_reading: bool = False) -> frozenset[str]:
+        """Nodes that draw their seeds exactly once an iterator, when it is made.
+
+        Args:
+            by_reading: Those that draw when the first element is read, instead.
+        """
         paths: Counter[str] = Counter()
+        lazy = set()
 
-        def walk(node: str, eager: bool) -> None:
-            paths[node] += 1 if eager else 2
+        def walk(node: str, is_once: bool, is_lazy: bool) -> None:
+            paths[node] += 1 if is_once else 2
+            if is_lazy:
+                lazy.add(node)
             step = self.step(node)
+            makes_later = _SHUFFLES.fullmatch(step.op) is not None
+            is_once &= makes_later or _EAGER.fullmatch(step.op) is not None
             for each in step.inputs if paths[node] <= 2 else ():
-                walk(each, eager and _EAGER.fullmatch(step.op) is not None)
+                walk(each, is_once, is_lazy or makes_later)
 
-        walk(self._output, eager=True)
-        return frozenset(node for node, count in paths.items() if count == 1)
+        walk(self._output, is_once=True, is_lazy=False)
+        return frozenset(
+            node for node, count in paths.items() if count == 1 and (node in lazy) == by_reading
+        )
 
     def cached(self) -> frozenset[str]:
         """Nodes that a cache reads, for good, at the first pass."""

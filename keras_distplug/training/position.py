@@ -39,7 +39,9 @@ class Source(Protocol):
         """What keeps a pass from being begun behind a number of samples; None if nothing does."""
         ...
 
-    def batches(self, passed: int, start: int, behind: int = 0) -> tf.data.Dataset:
+    def batches(
+        self, passed: int, start: int, behind: int = 0, read: int | None = None
+    ) -> tf.data.Dataset:
         """The global batches of the next pass. The caller makes one iterator of them; it may ask
         for the same pass again before.
 
@@ -47,6 +49,7 @@ class Source(Protocol):
             passed: Passes before it. It grows by one from call to call, or by more.
             start: Batches of this pass that have been trained; the dataset begins behind them.
             behind: Samples of this pass that were trained before these, in batches of other sizes.
+            read: Passes before it of which a batch was read; None for all of them.
         """
         ...
 
@@ -113,6 +116,8 @@ class Positioned(compat_data.LateDistributedDataset):
         self.source = source
         self._fetches_ahead = fetches_ahead
         self.passes = 0
+        self.read = 0  # passes of which a batch was read
+        self._is_read = False  # whether the last one is among these
         self.is_scheduled = False  # once it is used: whether workers read it, and nobody here does
         self._start = self._behind = 0
         self._given: Sequence[Any] = ()  # values of variables for the next iterator
@@ -162,8 +167,23 @@ class Positioned(compat_data.LateDistributedDataset):
         for each, value in zip(self.source.variables, variables, strict=False):
             each.assign(value, in_pass=in_pass)
 
+    def note_read(self) -> None:
+        """To be called once a batch of the last pass was read; again makes no difference."""
+        self.read += not self._is_read
+        self._is_read = True
+
+    @property
+    def read_before(self) -> int:
+        """As `read`, of the passes before the last one."""
+        return self.read - self._is_read
+
     def begin_at(
-        self, passed: int, start: int, behind: int = 0, variables: Sequence[Any] = ()
+        self,
+        passed: int,
+        start: int,
+        behind: int = 0,
+        variables: Sequence[Any] = (),
+        read: int = 0,
     ) -> None:
         """Makes the next iterator that of the pass behind `passed` others, from batch `start` on,
         counted from behind so many samples.
@@ -173,6 +193,7 @@ class Positioned(compat_data.LateDistributedDataset):
             start: Batches of it that were trained.
             behind: Samples of it that were trained before these.
             variables: Values at the beginning of that pass, from `variables`.
+            read: Passes before it of which a batch was read.
 
         Raises:
             DataError: If the pass has fewer batches.
@@ -185,6 +206,7 @@ class Positioned(compat_data.LateDistributedDataset):
             )
         self.passes, self._start, self._behind = passed, start, behind
         self._given = variables
+        self.read, self._is_read = read, False
 
     def __iter__(self) -> Iterator[Any]:
         if self.is_scheduled:
@@ -195,7 +217,10 @@ class Positioned(compat_data.LateDistributedDataset):
         self.assign(given, in_pass=in_pass)
         now = [each.read() for each in self.source.variables]
         self._begun_with = given if given and in_pass else now
-        dataset = self.source.batches(self.passes, self._start, self._behind)
+        dataset = self.source.batches(self.passes, self._start, self._behind, self.read)
+        self._is_read = False
+        if in_pass:
+            self.note_read()
         self._start = self._behind = 0
         self._distribute(dataset)
         self.passes += 1

@@ -44,6 +44,7 @@ class Progress:
         """To be called behind each step."""
         read, self._behind = self._place_in_pass()
         self._read = read + batches
+        self.data.note_read()
         self._passes = self.data.passes
 
     def position(self, *, in_epoch: bool) -> dict[str, Any]:
@@ -54,6 +55,7 @@ class Progress:
         """
         place: dict[str, Any] = {
             "passes": self.data.passes,
+            "passes_read": self.data.read,
             "batch_size": self.data.source.batch_size,
             "counted": {
                 **self._loop.counted,
@@ -63,6 +65,7 @@ class Progress:
         in_pass = in_epoch or self._loop.goes_on
         if in_pass:
             read, place["behind"] = self._place_in_pass()
+            place["passes_read"] = self.data.read_before
             place["read"] = min(read, self.data.source.num_batches or math.inf)
             # Nothing will be read again of a pass that is over.
             in_pass = place["read"] != self.data.source.num_batches
@@ -86,10 +89,12 @@ class Progress:
         self.data.source.draws |= position.get("draws", False)
         read, behind = position.get("read"), position.get("behind", 0)
         variables = position.get("variables", ())
+        passes_read = position["passes_read"]
         if read is None or (batch == math.inf and not self._loop.keeps_iterator):
-            self.data.begin_at(position["passes"], 0, variables=variables)
+            passes_read += bool(read)
+            self.data.begin_at(position["passes"], 0, variables=variables, read=passes_read)
         else:
-            self.data.begin_at(position["passes"] - 1, read, behind, variables)
+            self.data.begin_at(position["passes"] - 1, read, behind, variables, passes_read)
             self._loop.go_on()
         self._passes, self._read, self._behind = position["passes"], read or 0, behind
         if batch:
@@ -163,13 +168,15 @@ def of_validation(model: keras.Model, seed: int) -> Positioned | None:
     return _positioned(loop, model.distribute_strategy, seed)
 
 
-def take_up_validation(data: Positioned, passes: int, variables: Sequence[Any]) -> None:
+def take_up_validation(
+    data: Positioned, passes: int, passes_read: int, variables: Sequence[Any]
+) -> None:
     """Makes validation go on behind passes of another process.
 
     Keras has made its iterator over the data, and has reset it, as it does before each of these
     passes; the data had another state then.
     """
-    data.begin_at(passes, 0)
+    data.begin_at(passes, 0, read=passes_read)
     data.assign(variables, in_pass=False)
     if isinstance(data.source, PyData):
         data.source.on_epoch_end()
@@ -269,7 +276,9 @@ class _OfKeras:
     def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
         raise NotImplementedError(self.why_not_on_workers)
 
-    def batches(self, passed: int, start: int, behind: int = 0) -> tf.data.Dataset:
+    def batches(
+        self, passed: int, start: int, behind: int = 0, read: int | None = None
+    ) -> tf.data.Dataset:
         for _ in range(self._iterators, passed):
             iter(self.whole)
         self._iterators = passed + 1

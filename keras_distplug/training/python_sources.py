@@ -83,7 +83,9 @@ class PyData:
     def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
         raise NotImplementedError(self.why_not_on_workers)
 
-    def batches(self, passed: int, start: int, behind: int = 0) -> tf.data.Dataset:
+    def batches(
+        self, passed: int, start: int, behind: int = 0, read: int | None = None
+    ) -> tf.data.Dataset:
         if not start and not self._shuffle:
             return self.whole
         if start and not self.draws:
@@ -273,7 +275,9 @@ class Generator:
     def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
         raise NotImplementedError(self.why_not_on_workers)
 
-    def batches(self, passed: int, start: int, behind: int = 0) -> tf.data.Dataset:
+    def batches(
+        self, passed: int, start: int, behind: int = 0, read: int | None = None
+    ) -> tf.data.Dataset:
         dataset = self._reader.dataset(lambda: self._read(start))
         if self._class_weight is None:
             return dataset

@@ -72,7 +72,9 @@ class Arrays:
     def why_not_on_workers(self) -> None:
         return None
 
-    def batches(self, passed: int, start: int, behind: int = 0) -> tf.data.Dataset:
+    def batches(
+        self, passed: int, start: int, behind: int = 0, read: int | None = None
+    ) -> tf.data.Dataset:
         return self._pass(passed, start, behind)
 
     def _make_pass(self, passed: tf.Tensor, start: tf.Tensor, behind: tf.Tensor) -> tf.data.Dataset:
@@ -159,9 +161,9 @@ class _Stored:
 class TfData:
     """A pipeline of tf.data that yields global batches.
 
-    A pass has the orders that its ops would draw for an iterator of that number, if each pass
-    before it had only been begun. Where tf.data itself would let them depend on how far passes were
-    read (a shuffle below a `repeat` or another shuffle), they do not here.
+    A pass has the orders that its ops would draw for an iterator of that number. Where tf.data
+    itself would let them depend on how far the passes before were read (a shuffle before a `repeat`
+    in a pipeline that is begun anew in every epoch), they do not here.
 
     Args:
         dataset: The user's.
@@ -233,17 +235,20 @@ class TfData:
             return compat_data.from_graph(graph).shard(workers, worker)
         return self._orders.of_worker(seed)
 
-    def batches(self, passed: int, start: int, behind: int = 0) -> tf.data.Dataset:
+    def batches(
+        self, passed: int, start: int, behind: int = 0, read: int | None = None
+    ) -> tf.data.Dataset:
+        read = passed if read is None else read
         if start and not behind and start == self.num_batches:
             return self.whole.take(0)  # without computing the skipped batches
         if (start or behind) and self._orders is not None:
-            return self._orders.of_pass(passed, start, behind)
-        dataset = self._pass(passed)
+            return self._orders.of_pass(passed, read, start, behind)
+        dataset = self._pass(passed, read)
         return dataset.skip(start) if start else dataset
 
-    def _pass(self, passed: int) -> tf.data.Dataset:
+    def _pass(self, passed: int, read: int) -> tf.data.Dataset:
         if self._orders is not None and not self._orders.are_drawn_by_iterators(passed, self.whole):
-            return self._orders.of_pass(passed) if self._orders.nodes else self.whole
+            return self._orders.of_pass(passed, read) if self._orders.nodes else self.whole
         drawn = _iterators_of.get(self.whole, 0)
         if drawn > passed:
             warnings.warn(
@@ -330,6 +335,10 @@ class _Orders:
         self._once = [
             varies and step.node in once for step, varies in zip(steps, self._varies, strict=True)
         ]
+        read = parts.drawn_once(by_reading=True)
+        self._by_reading = [
+            varies and step.node in read for step, varies in zip(steps, self._varies, strict=True)
+        ]
         self._remake: Any = None
 
     def are_drawn_by_iterators(self, passed: int, dataset: tf.data.Dataset) -> bool:
@@ -342,19 +351,20 @@ class _Orders:
             and _iterators_of.get(dataset, 0) <= passed
         )
 
-    def of_pass(self, passed: int, start: int = 0, behind: int = 0) -> tf.data.Dataset:
+    def of_pass(self, passed: int, read: int, start: int = 0, behind: int = 0) -> tf.data.Dataset:
         if self._remake is None:
-            pairs = zip(self.nodes, self._once, strict=True)
-            fixed = frozenset(node for node, once in pairs if once)
+            drawn = zip(self.nodes, self._once, self._by_reading, strict=True)
+            fixed = frozenset(node for node, *is_drawn in drawn if any(is_drawn))
             self._remake = self._pipeline.remaker(self.nodes, fixed)
-        return self._remake(
-            [
-                pipeline.draw(*seeds, passed) if once or (varies and passed) else seeds
-                for seeds, varies, once in zip(self._seeds, self._varies, self._once, strict=True)
-            ],
-            start,
-            behind,
-        )
+        seeds = []
+        for given, varies, once, by_reading in zip(
+            self._seeds, self._varies, self._once, self._by_reading, strict=True
+        ):
+            if once or by_reading:
+                seeds.append(pipeline.draw(*given, read if by_reading else passed))
+            else:
+                seeds.append(pipeline.draw(*given, passed) if varies and passed else given)
+        return self._remake(seeds, start, behind)
 
     def of_worker(self, seed: tf.Tensor) -> tf.data.Dataset:
         """With orders that follow from `seed`, and from those of the user and the run."""

@@ -59,20 +59,22 @@ class LoaderData:
     def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
         raise NotImplementedError(self.why_not_on_workers)
 
-    def batches(self, passed: int, start: int, behind: int = 0) -> tf.data.Dataset:
+    def batches(
+        self, passed: int, start: int, behind: int = 0, read: int | None = None
+    ) -> tf.data.Dataset:
         given, noted = self._state.take()
         if given is not None and start == self.num_batches:
             self._state.restore(given)  # nothing is left to be read
             given = None
 
-        def read() -> Iterator[Any]:
+        def begin() -> Iterator[Any]:
             # Called for the first batch, which may be long after the iterator was made.
             if given is None:
                 noted.update(self._state.capture())
                 return islice(self._loader, start, None)
             return self._read_again(given, start)
 
-        return self._reader.dataset(read)
+        return self._reader.dataset(begin)
 
     def _read_again(self, begun: Mapping[str, Any], start: int) -> Iterator[Any]:
         now = random_states.capture_of_python()

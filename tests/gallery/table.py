@@ -23,13 +23,14 @@ class Script:
         path: Its file, whose docstring names the kind of input.
         needs: Modules that it imports beside Keras' own dependencies.
         warning: A part of the warning before the first step; None if there is none.
-        is_exact: Whether a run that was killed ends as if it had not been.
+        is_plain: Whether our line changes nothing. It does where the number of batches is unknown:
+            Keras takes a step without data at the end of every epoch.
     """
 
     path: Path
     needs: tuple[str, ...] = ()
     warning: str | None = None
-    is_exact: bool = True
+    is_plain: bool = True
 
     @property
     def title(self) -> str:
@@ -49,21 +50,51 @@ GALLERY = [
     Script(SCRIPTS / "text_folder.py"),
     Script(SCRIPTS / "ragged_text.py"),
     Script(SCRIPTS / "tfrecords.py"),
-    Script(SCRIPTS / "py_function.py"),
-    Script(SCRIPTS / "from_generator.py"),
-    Script(SCRIPTS / "generator.py"),
+    Script(SCRIPTS / "py_function.py", warning="it calls Python"),
+    Script(SCRIPTS / "from_generator.py", warning="it calls Python"),
+    Script(SCRIPTS / "generator.py", warning="a Python generator is read"),
     Script(SCRIPTS / "py_dataset.py"),
     Script(SCRIPTS / "image_data_generator.py"),
     Script(SCRIPTS / "torch_loader.py", needs=("torch",)),
-    Script(SCRIPTS / "web_dataset.py", needs=("torch", "webdataset")),
-    Script(SCRIPTS / "hugging_face.py", needs=("datasets",)),
+    Script(SCRIPTS / "web_dataset.py", needs=("torch", "webdataset"), is_plain=False),
+    Script(SCRIPTS / "hugging_face.py", needs=("datasets",), warning="it calls Python"),
     Script(SCRIPTS / "tfds_builder.py", needs=("tensorflow_datasets",)),
-    Script(SCRIPTS / "grain_dataset.py", needs=("grain",)),
+    Script(SCRIPTS / "grain_dataset.py", needs=("grain",), is_plain=False),
 ]
 
 
 def page() -> str:
-    return ""
+    rows = "\n".join(
+        f"| {script.title} | {_changes(script)} | yes | {_warns(script)} | "
+        f"`{script.path.relative_to(PAGE.parents[1])}` |"
+        for script in GALLERY
+    )
+    return f"{_HEAD}{rows}\n"
+
+
+def _changes(script: Script) -> str:
+    return "yes" if script.is_plain else "yes, except for a step without data"
+
+
+def _warns(script: Script) -> str:
+    return "" if script.warning is None else f'"{script.warning} ..."'
+
+
+_HEAD = """\
+# Inputs
+
+Every row is a short script, written the way such scripts usually are. A test runs it in plain
+Keras, with `callbacks=kd.defaults(...)` added, and once more with a SIGKILL in the middle of an
+epoch and a second start. The weights and the `History` are compared bit for bit.
+
+Where the number of batches is unknown, plain Keras takes one optimizer step without data at the end
+of every epoch. `keras_distplug` does not, so its weights differ from plain Keras' there.
+
+This page is written by `python tests/gallery/table.py`.
+
+| input | same as plain Keras | same after a kill | warns | script |
+|---|---|---|---|---|
+"""
 
 
 if __name__ == "__main__":
