@@ -87,6 +87,7 @@ def __dir__() -> list[str]:
 
 def _start_process() -> None:
     """Runs on import, and in a forked process when its script imports this package."""
+    importlib.import_module("keras_distplug.compat.earlier_passes").watch()
     if os.environ.get("KERAS_DISTPLUG_FORK_SERVER"):
         importlib.import_module("keras_distplug.cluster.leaving").register()
         for name in ("keras_distplug.cluster.pulse", *_HOMES.values()):

@@ -356,6 +356,8 @@ class FitState:
     def end(self, manifest: Manifest, epochs: int) -> None:
         """Makes `fit` end at once, as the checkpoint's did."""
         self._take_history(manifest)
+        if self._progress is not None and "train" in manifest.data:
+            self._progress.note_end(manifest.data["train"])
         compat_model.start_at_epoch(self._model, epochs)
 
     def _take_history(self, manifest: Manifest) -> None:

@@ -239,6 +239,18 @@ class Pipeline:
             node for node, count in paths.items() if count == 1 and (node in lazy) == by_reading
         )
 
+    def shuffles(self) -> list[str]:
+        """Nodes of shuffles, from the end of the pipeline on, each as often as it is read."""
+
+        def walk(node: str) -> Iterator[str]:
+            step = self.step(node)
+            if _SHUFFLES.fullmatch(step.op):
+                yield node
+            for each in step.inputs:
+                yield from walk(each)
+
+        return list(walk(self._output))
+
     def cached(self) -> frozenset[str]:
         """Nodes that a cache reads, for good, at the first pass."""
         found: set[str] = set()

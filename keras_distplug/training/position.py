@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import tensorflow as tf
 
 from keras_distplug.compat import data as compat_data
-from keras_distplug.compat import workers
+from keras_distplug.compat import earlier_passes, workers
 from keras_distplug.compat.iterators import end_beside
 from keras_distplug.core.errors import DataError
 
@@ -87,6 +87,19 @@ class Source(Protocol):
 
     def warnings(self) -> list[str]:
         """What of it a run that goes on cannot have again, or has at a cost; for people."""
+        ...
+
+
+@runtime_checkable
+class Counted(Protocol):
+    """A source that others may read, too, so that iterators of it are counted."""
+
+    def note_made(self, passed: int) -> None:
+        """To be called for every iterator, with those before it."""
+        ...
+
+    def note_read(self, read: int) -> None:
+        """To be called when the first batch of one was read, with those before it that were."""
         ...
 
 
@@ -169,8 +182,11 @@ class Positioned(compat_data.LateDistributedDataset):
 
     def note_read(self) -> None:
         """To be called once a batch of the last pass was read; again makes no difference."""
-        self.read += not self._is_read
-        self._is_read = True
+        if not self._is_read:
+            if isinstance(self.source, Counted):
+                self.source.note_read(self.read)
+            self.read += 1
+            self._is_read = True
 
     @property
     def read_before(self) -> int:
@@ -213,18 +229,26 @@ class Positioned(compat_data.LateDistributedDataset):
             self.passes += 1
             return iter(())
         in_pass = bool(self._start or self._behind)
+        # The variables, if there are any, are those after this pass.
+        is_over = bool(self._start) and self._start == self.source.num_batches
         given, self._given = list(self._given), ()
         self.assign(given, in_pass=in_pass)
         now = [each.read() for each in self.source.variables]
         self._begun_with = given if given and in_pass else now
         dataset = self.source.batches(self.passes, self._start, self._behind, self.read)
         self._is_read = False
-        if in_pass:
-            self.note_read()
+        if is_over:
+            self.read, self._is_read = self.read + 1, True
+        else:
+            if isinstance(self.source, Counted):
+                self.source.note_made(self.passes)
+            if in_pass:
+                self.note_read()
         self._start = self._behind = 0
         self._distribute(dataset)
         self.passes += 1
-        iterator: Iterator[Any] = iter(self._distributed)
+        with earlier_passes.paused():
+            iterator: Iterator[Any] = iter(self._distributed)
         end_beside(iterator)
         return iterator
 

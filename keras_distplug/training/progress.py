@@ -119,6 +119,10 @@ class Progress:
             counted["seen"] = done - (int(batch) if batch != math.inf else 0)
         return {**position, "read": 0, "behind": behind, "counted": counted}, batch
 
+    def note_end(self, position: Mapping[str, Any]) -> None:
+        """Leaves the data as a `fit` has left them that ended in another process, for the next."""
+        self.data.assign(position.get("variables", ()), in_pass=False)
+
     def fingerprint(self) -> Mapping[str, Any]:
         """What of the data must be the same when the run goes on; JSON-able."""
         return self.data.source.fingerprint()
@@ -165,7 +169,7 @@ def of_validation(model: keras.Model, seed: int) -> Positioned | None:
     # Other data comes in the same order each time.
     if loop is None or not (loop.is_dataset or loop.py_dataset or loop.torch_loader):
         return None
-    return _positioned(loop, model.distribute_strategy, seed)
+    return _positioned(loop, model.distribute_strategy, seed, is_validation=True)
 
 
 def take_up_validation(
@@ -183,11 +187,15 @@ def take_up_validation(
 
 
 def _positioned(
-    loop: epochs.Loop, strategy: tf.distribute.Strategy, seed: int
+    loop: epochs.Loop,
+    strategy: tf.distribute.Strategy,
+    seed: int,
+    *,
+    is_validation: bool = False,
 ) -> Positioned | None:
     if isinstance(loop.dataset, Positioned):
         return loop.dataset
-    if (source := _source(loop, strategy, seed)) is None:
+    if (source := _source(loop, strategy, seed, is_validation)) is None:
         return None
     adapter = InputAdapter(source)
     adapter.get_tf_dataset().use(strategy)
@@ -195,7 +203,9 @@ def _positioned(
     return adapter.get_tf_dataset()
 
 
-def _source(loop: epochs.Loop, strategy: tf.distribute.Strategy, seed: int) -> Source | None:
+def _source(
+    loop: epochs.Loop, strategy: tf.distribute.Strategy, seed: int, is_validation: bool
+) -> Source | None:
     if (given := loop.py_dataset) is not None:
         dataset, is_shuffled, class_weight, signature = given
         # Python's generators differ between workers, which have to draw the same order.
@@ -211,7 +221,7 @@ def _source(loop: epochs.Loop, strategy: tf.distribute.Strategy, seed: int) -> S
     if (whole := loop.whole_dataset) is None:
         return None
     if loop.is_dataset:
-        return TfData(whole, seed)
+        return TfData(whole, seed, is_validation=is_validation)
     seed_of_orders = context.global_seed() if loop.is_shuffled_by_seed else None
     return _OfKeras(whole, loop.adapter, loop.samples_in_order, seed=seed_of_orders)
 

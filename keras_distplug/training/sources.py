@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_distplug.compat import data as compat_data
-from keras_distplug.compat import memory, pipeline
+from keras_distplug.compat import earlier_passes, memory, pipeline
 from keras_distplug.training import advice, audit, json_values
 
 # What of a fingerprint differs, too, where a process makes the same pipeline a second time.
@@ -158,6 +158,22 @@ class _Stored:
         self.variable.assign(json_values.decode(value))
 
 
+@dataclass(frozen=True)
+class _Counts:
+    """How often the shuffles of a dataset have drawn an order."""
+
+    dataset: tf.data.Dataset
+    is_validation: bool
+
+    def read(self) -> list[list[int]]:
+        return [list(counts) for counts in earlier_passes.of_shuffles(self.dataset)]
+
+    def assign(self, value: Any, *, in_pass: bool) -> None:
+        counts = [(made, read) for made, read in value]
+        # Training data that has the same shuffles is restored first, and was read since.
+        earlier_passes.restore(self.dataset, counts, or_more=self.is_validation)
+
+
 class TfData:
     """A pipeline of tf.data that yields global batches.
 
@@ -168,11 +184,15 @@ class TfData:
     Args:
         dataset: The user's.
         seed: From which ops without a seed get theirs.
+        is_validation: Whether `fit` validates with it.
     """
 
     draws = False
 
-    def __init__(self, dataset: tf.data.Dataset, seed: int = 0) -> None:
+    def __init__(
+        self, dataset: tf.data.Dataset, seed: int = 0, *, is_validation: bool = False
+    ) -> None:
+        self._is_validation = is_validation
         self.whole = dataset
         self.batch_size = compat_data.batch_size(dataset)
         self._why_unreadable: str | None = None
@@ -218,8 +238,8 @@ class TfData:
         return title and f"of what `{title}` gives, samples cannot be left out"
 
     @property
-    def variables(self) -> list[_Stored]:
-        return self._variables
+    def variables(self) -> Sequence[_Stored | _Counts]:
+        return [*self._variables, _Counts(self.whole, self._is_validation)]
 
     @property
     def why_not_on_workers(self) -> str | None:
@@ -242,13 +262,22 @@ class TfData:
         if start and not behind and start == self.num_batches:
             return self.whole.take(0)  # without computing the skipped batches
         if (start or behind) and self._orders is not None:
-            return self._orders.of_pass(passed, read, start, behind)
+            return self._orders.of_pass(passed, read, start, behind, self._counts())
         dataset = self._pass(passed, read)
         return dataset.skip(start) if start else dataset
 
+    def _counts(self) -> Mapping[str, tuple[int, int]]:
+        assert self._pipeline is not None
+        nodes, counts = self._pipeline.shuffles(), earlier_passes.of_shuffles(self.whole)
+        return dict(zip(nodes, counts, strict=True)) if len(nodes) == len(counts) else {}
+
     def _pass(self, passed: int, read: int) -> tf.data.Dataset:
         if self._orders is not None and not self._orders.are_drawn_by_iterators(passed, self.whole):
-            return self._orders.of_pass(passed, read) if self._orders.nodes else self.whole
+            return (
+                self._orders.of_pass(passed, read, counts=self._counts())
+                if self._orders.nodes
+                else self.whole
+            )
         drawn = _iterators_of.get(self.whole, 0)
         if drawn > passed:
             warnings.warn(
@@ -257,8 +286,9 @@ class TfData:
                 "dataset again before `fit`.",
                 stacklevel=2,
             )
-        for _ in range(drawn, passed):
-            iter(self.whole)
+        with earlier_passes.paused():
+            for _ in range(drawn, passed):
+                iter(self.whole)
         _iterators_of[self.whole] = max(drawn, passed) + 1
         return self.whole
 
@@ -281,6 +311,12 @@ class TfData:
         self._orders = _Orders(self._pipeline, self._seed, given)
         self._used_seeds = seeds
         return True
+
+    def note_made(self, passed: int) -> None:
+        earlier_passes.add(self.whole, 1, 0, least=(passed, 0))
+
+    def note_read(self, read: int) -> None:
+        earlier_passes.add(self.whole, 0, 1, least=(0, read))
 
     def warnings(self) -> list[str]:
         if self._pipeline is None:
@@ -351,19 +387,27 @@ class _Orders:
             and _iterators_of.get(dataset, 0) <= passed
         )
 
-    def of_pass(self, passed: int, read: int, start: int = 0, behind: int = 0) -> tf.data.Dataset:
+    def of_pass(
+        self,
+        passed: int,
+        read: int,
+        start: int = 0,
+        behind: int = 0,
+        counts: Mapping[str, tuple[int, int]] | None = None,
+    ) -> tf.data.Dataset:
         if self._remake is None:
             drawn = zip(self.nodes, self._once, self._by_reading, strict=True)
             fixed = frozenset(node for node, *is_drawn in drawn if any(is_drawn))
             self._remake = self._pipeline.remaker(self.nodes, fixed)
         seeds = []
-        for given, varies, once, by_reading in zip(
-            self._seeds, self._varies, self._once, self._by_reading, strict=True
+        for node, given, varies, once, by_reading in zip(
+            self.nodes, self._seeds, self._varies, self._once, self._by_reading, strict=True
         ):
-            if once or by_reading:
-                seeds.append(pipeline.draw(*given, read if by_reading else passed))
-            else:
-                seeds.append(pipeline.draw(*given, passed) if varies and passed else given)
+            # Others may have read it, too.
+            of_all = (counts or {}).get(node, (0, 0))
+            number = max(read, of_all[1]) if by_reading else max(passed, of_all[0])
+            is_drawn = once or by_reading or (varies and number)
+            seeds.append(pipeline.draw(*given, number) if is_drawn else given)
         return self._remake(seeds, start, behind)
 
     def of_worker(self, seed: tf.Tensor) -> tf.data.Dataset:

@@ -1,0 +1,132 @@
+"""How often datasets were read before `fit` reads them.
+
+A shuffle draws another order for every iterator that is made of it, such as the one of
+`layer.adapt(ds)` or of an earlier `fit`, and keeps its state where nothing can read it (TensorFlow
+2.18 to 2.21). So iterators are counted, from the import of this package or of TensorFlow on,
+whichever comes later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_DATASETS = "tensorflow.python.data.ops.dataset_ops"
+_MARK = "_distplug_counts"
+_paused = threading.local()
+_counts: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+
+def watch() -> None:
+    """Counts from now on, or from the import of TensorFlow on. Does not import it."""
+    if (module := sys.modules.get(_DATASETS)) is not None:
+        _count_iterators(module)
+    elif "tensorflow" not in sys.modules and not any(isinstance(f, _Finder) for f in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def of_shuffles(dataset: Any) -> list[tuple[int, int]]:
+    """Iterators that were made of every shuffle in `dataset`, from its end on, and how many of
+    these were read."""
+    return [_counts.get(each, (0, 0)) for each in _chain(dataset) if _is_shuffle(each)]
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Counts no iterators that this thread makes."""
+    _paused.count = getattr(_paused, "count", 0) + 1
+    try:
+        yield
+    finally:
+        _paused.count -= 1
+
+
+def restore(dataset: Any, counts: Sequence[tuple[int, int]], *, or_more: bool = False) -> None:
+    """Puts back what `of_shuffles` gave in another process.
+
+    Args:
+        dataset: The dataset.
+        counts: What it gave.
+        or_more: Leave higher counts.
+    """
+    shuffles = filter(_is_shuffle, _chain(dataset))
+    for each, (made, read) in zip(shuffles, counts, strict=False):
+        made_now, read_now = _counts.get(each, (0, 0)) if or_more else (0, 0)
+        _counts[each] = (max(made, made_now), max(read, read_now))
+
+
+def add(dataset: Any, made: int, read: int, *, least: tuple[int, int] = (0, 0)) -> None:
+    """Counts iterators of another dataset that stands for this one.
+
+    Args:
+        dataset: The dataset.
+        made: Iterators that were made.
+        read: Iterators that were read.
+        least: How many of both there have been before, at least.
+    """
+    for each in _chain(dataset):
+        before = map(max, _counts.get(each, (0, 0)), least)
+        _counts[each] = (next(before) + made, next(before) + read)
+
+
+def _chain(dataset: Any) -> Iterator[Any]:
+    yield dataset
+    for each in dataset._inputs():
+        yield from _chain(each)
+
+
+def _is_shuffle(dataset: Any) -> bool:
+    return type(dataset).__name__ == "_ShuffleDataset"
+
+
+def _count_iterators(module: ModuleType) -> None:
+    kind = module.DatasetV2
+    stock = kind.__iter__
+    if hasattr(stock, _MARK):
+        return
+
+    def __iter__(self: Any) -> Any:
+        if not getattr(_paused, "count", 0):
+            add(self, made=1, read=1)
+        return stock(self)
+
+    setattr(__iter__, _MARK, True)
+    kind.__iter__ = __iter__
+
+
+class _Finder(MetaPathFinder):
+    """Waits for the module to be imported, once."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != _DATASETS:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader(Loader):
+    def __init__(self, stock: Any) -> None:
+        self._stock = stock
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        made: ModuleType | None = self._stock.create_module(spec)
+        return made
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self._stock
+        self._stock.exec_module(module)
+        _count_iterators(module)

@@ -1,0 +1,94 @@
+"""Datasets that were read before `fit`: a shuffle draws another order every time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tensorflow")
+pytestmark = pytest.mark.tf
+
+import keras  # noqa: E402
+import tensorflow as tf  # noqa: E402
+from support import small  # noqa: E402
+
+import keras_distplug as kd  # noqa: E402
+from keras_distplug.callbacks import backup_and_restore  # noqa: E402
+
+Callbacks = Callable[[str], list[keras.callbacks.Callback]]
+
+
+def shuffled() -> tf.data.Dataset:
+    """Two shuffles: the second draws when its iterator is made, the first when it is read."""
+    keras.utils.set_random_seed(5)
+    whole = tf.data.Dataset.from_tensor_slices((small.X, small.Y)).shuffle(30, seed=1)
+    return whole.map(lambda x, y: (2 * x, y)).shuffle(8, seed=2).batch(8)
+
+
+def adapted(callbacks: Callbacks) -> Any:
+    train = shuffled()
+    normalize = keras.layers.Normalization()
+    normalize.adapt(train.map(lambda x, y: x))
+    next(iter(train.take(1)))
+    model = small.model()
+    train = train.map(lambda x, y: (normalize(x), y))
+    history = model.fit(train, epochs=3, verbose=0, callbacks=callbacks("adapted"))
+    return small.state(model), history.history
+
+
+def fitted_twice(callbacks: Callbacks) -> Any:
+    train = shuffled()
+    results = []
+    for name in ("first", "second"):
+        model = small.model()
+        given = {"validation_data": train.take(2), "epochs": 3, "verbose": 0}
+        history = model.fit(train, **given, callbacks=callbacks(name))
+        results.append((small.state(model), history.history))
+    return results
+
+
+@pytest.mark.parametrize("script", [adapted, fitted_twice])
+def test_interrupted(script: Callable[[Callbacks], Any], tmp_path: Path) -> None:
+    """Undisturbed, it trains what plain Keras trains; interrupted and started again, too."""
+
+    def with_backup(folder: str, *stop: small.Stop) -> Callbacks:
+        return lambda name: [
+            *(stop if name != "first" else ()),
+            kd.BackupAndRestore(
+                tmp_path / folder / name, save_freq=1, on_busy="wait", delete_checkpoint=False
+            ),
+        ]
+
+    plain = script(lambda name: [])
+    assert script(with_backup("whole")) == plain
+    for folder, place in {"in": (1, 2), "between": (2, 0)}.items():
+        with pytest.raises(small.Interrupted):
+            script(with_backup(folder, small.Stop(*place)))
+        backup_and_restore._finished_here.clear()  # as in another process
+        assert script(with_backup(folder)) == plain, folder
+
+
+@pytest.mark.parametrize("first", ["keras_distplug", "tensorflow"])
+def test_imported_in_any_order(first: str) -> None:
+    """Iterators are counted, whichever package is imported first."""
+    second = "tensorflow" if first == "keras_distplug" else "keras_distplug"
+    code = f"""
+import sys
+finders = len(sys.meta_path)
+import {first}
+import {second}
+import tensorflow as tf
+from keras_distplug.compat import earlier_passes
+data = tf.data.Dataset.range(3).shuffle(3).map(lambda x: x)
+assert earlier_passes.of_shuffles(data) == [(0, 0)]
+list(data), next(iter(data.batch(2)))
+assert earlier_passes.of_shuffles(data) == [(2, 2)]
+assert not any("earlier_passes" in type(each).__module__ for each in sys.meta_path)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
