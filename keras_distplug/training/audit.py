@@ -68,7 +68,11 @@ _STATELESS = (
 
 def _of_step(step: pipeline.Step) -> Iterator[str]:
     if not step.deterministic:
-        yield "deterministic=False changes the order of elements. Leave it out"
+        yield (
+            "deterministic=False changes the order of elements. Leave it out; TensorFlow Datasets "
+            "sets it with shuffle_files=True, except with read_config=tfds.ReadConfig("
+            "shuffle_seed=1)"
+        )
     for title in step.unseeded_inside:
         yield (
             f"a function of it makes a dataset with `{title}` that has no seed. Write "

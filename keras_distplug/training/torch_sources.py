@@ -15,6 +15,15 @@ from keras_distplug.training.sources import elements
 
 _MOST_PARTS = 1000
 _GLOBAL = "global"
+_PERSISTENT = (
+    "workers of a torch DataLoader with persistent_workers=True continue their random numbers from "
+    "epoch to epoch, and these are not restored. If the dataset draws random numbers, use "
+    "persistent_workers=False"
+)
+_BY_THE_CLOCK = (
+    "a WebDataset shuffles by the clock unless it has a seed, so the interrupted epoch sees some "
+    "samples twice and others not at all. Give its `shuffle` a `seed`, and `shardshuffle` another"
+)
 
 
 class LoaderData:
@@ -101,12 +110,9 @@ class LoaderData:
         return False
 
     def warnings(self) -> list[str]:
-        if not self._loader.persistent_workers:
-            return []
         return [
-            "workers of a torch DataLoader with persistent_workers=True continue their random "
-            "numbers from epoch to epoch, and these are not restored. If the dataset draws random "
-            "numbers, use persistent_workers=False"
+            *([_PERSISTENT] if self._loader.persistent_workers else []),
+            *([_BY_THE_CLOCK] if _is_shuffled_by_the_clock(self._loader.dataset) else []),
         ]
 
 
@@ -166,3 +172,10 @@ def _parts(loader: Any) -> dict[str, Any]:
             found[name] = part
             left += [(f"{name}.{attribute}", each) for attribute, each in vars(part).items()]
     return found
+
+
+def _is_shuffled_by_the_clock(dataset: Any) -> bool:
+    """Whether stages of a WebDataset shuffle without a seed."""
+    stages = [stage for stage in getattr(dataset, "pipeline", ()) if hasattr(stage, "kw")]
+    shuffles = [s for s in stages if getattr(s.f, "__name__", "") == "_shuffle"]
+    return any(stage.kw.get("seed") is None for stage in shuffles)

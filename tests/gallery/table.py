@@ -58,7 +58,11 @@ GALLERY = [
     Script(SCRIPTS / "torch_loader.py", needs=("torch",)),
     Script(SCRIPTS / "web_dataset.py", needs=("torch", "webdataset"), is_plain=False),
     Script(SCRIPTS / "hugging_face.py", needs=("datasets",), warning="it calls Python"),
-    Script(SCRIPTS / "tfds_builder.py", needs=("tensorflow_datasets",)),
+    Script(
+        SCRIPTS / "tfds_builder.py",
+        needs=("tensorflow_datasets", "importlib_resources"),
+        warning="deterministic=False",
+    ),
     Script(SCRIPTS / "grain_dataset.py", needs=("grain",), is_plain=False),
 ]
 

@@ -29,7 +29,12 @@ torch.manual_seed(2)
 shards = wds.WebDataset(
     [str(folder / f"shard-{n}.tar") for n in range(4)], shardshuffle=4, seed=5, empty_check=False
 )
-samples = shards.shuffle(16).decode().to_tuple("npy").map(lambda x: (x[0], x[0].sum(keepdims=True)))
+samples = (
+    shards.shuffle(16, seed=3)
+    .decode()
+    .to_tuple("npy")
+    .map(lambda x: (x[0], x[0].sum(keepdims=True)))
+)
 train = torch.utils.data.DataLoader(samples, batch_size=8)
 model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
 model.compile("adam", "mse")
