@@ -199,7 +199,7 @@ class Positioned(compat_data.LateDistributedDataset):
         start: int,
         behind: int = 0,
         variables: Sequence[Any] = (),
-        read: int = 0,
+        read: int | None = None,
     ) -> None:
         """Makes the next iterator that of the pass behind `passed` others, from batch `start` on,
         counted from behind so many samples.
@@ -209,7 +209,7 @@ class Positioned(compat_data.LateDistributedDataset):
             start: Batches of it that were trained.
             behind: Samples of it that were trained before these.
             variables: Values at the beginning of that pass, from `variables`.
-            read: Passes before it of which a batch was read.
+            read: Passes before it of which a batch was read; None for all of them.
 
         Raises:
             DataError: If the pass has fewer batches.
@@ -222,7 +222,7 @@ class Positioned(compat_data.LateDistributedDataset):
             )
         self.passes, self._start, self._behind = passed, start, behind
         self._given = variables
-        self.read, self._is_read = read, False
+        self.read, self._is_read = passed if read is None else read, False
 
     def __iter__(self) -> Iterator[Any]:
         if self.is_scheduled:

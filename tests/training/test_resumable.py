@@ -110,9 +110,9 @@ def test_fit_reads_it_by_the_models_strategy(kind: str, replicas: int) -> None:
 def test_distributed_fit_reads_the_same() -> None:
     """`feed` and `resumable` give the same batches for the same seed."""
     model = small.model()
-    for x, y in ((small.X, small.Y), (small.dataset(), None), (small.Batches(), None)):
-        fed = data.feed(x, y, model=model, seed=7, batch_size=8 if y is not None else None).x
-        ours = kd.resumable(x, y, batch_size=8 if y is not None else None, seed=7)
+    for name in ("arrays", "tf.data", "PyDataset"):
+        fed = data.feed(**{"y": None, **small.INPUTS[name]()}, model=model, seed=7).x
+        ours = kd.resumable(**small.INPUTS[name](), seed=7)
         for _ in range(2):
             batches = [
                 [[part.numpy().tobytes() for part in batch] for batch in each.get_tf_dataset()]

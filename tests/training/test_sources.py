@@ -52,6 +52,8 @@ def a_pass(data: Positioned, strategy: tf.distribute.Strategy, most: int = ENDLE
             for value in tf.nest.flatten(batch)
         ]
         found.append([np.concatenate(each).tobytes() for each in parts])
+    if found:
+        data.note_read()
     return found
 
 
