@@ -613,10 +613,12 @@ def test_advice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("keras_distplug.advice")
     options = tf.data.Options()
     options.autotune.enabled = False
-    tuned = tf.data.Dataset.from_tensor_slices((small.X, small.Y)).batch(8).shuffle(4, seed=1)
-    untuned, trained = tuned.with_options(options), []
+    trained = []
     try:
-        for number, data in enumerate((untuned, tuned, untuned)):
+        for number, is_tuned in enumerate((False, True, False)):
+            data = tf.data.Dataset.from_tensor_slices((small.X, small.Y)).batch(8)
+            data = data.shuffle(4, seed=1)
+            data = data if is_tuned else data.with_options(options)
             if number == 2:
                 log.advise.cache_clear()
                 logger.setLevel(logging.WARNING)
