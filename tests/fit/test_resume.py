@@ -616,13 +616,13 @@ def test_advice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trained = []
     try:
         for number, is_tuned in enumerate((False, True, False)):
-            data = tf.data.Dataset.from_tensor_slices((small.X, small.Y)).batch(8)
-            data = data.shuffle(4, seed=1)
-            data = data if is_tuned else data.with_options(options)
             if number == 2:
                 log.advise.cache_clear()
                 logger.setLevel(logging.WARNING)
             model = small.model()
+            data = tf.data.Dataset.from_tensor_slices((small.X, small.Y)).batch(8)
+            data = data.shuffle(4, seed=1)
+            data = data if is_tuned else data.with_options(options)
             kd.distributed_fit(model, data, verbose=0, directory=tmp_path / str(number))
             trained.append(small.state(model))
             # One handler may hear a record twice.
