@@ -230,9 +230,10 @@ class Pipeline:
                 lazy.add(node)
             step = self.step(node)
             makes_later = _SHUFFLES.fullmatch(step.op) is not None
-            is_once &= makes_later or _EAGER.fullmatch(step.op) is not None
-            for each in step.inputs if paths[node] <= 2 else ():
-                walk(each, is_once, is_lazy or makes_later)
+            joins = step.op == "ConcatenateDataset"  # makes its second input after its first one
+            is_once &= makes_later or joins or _EAGER.fullmatch(step.op) is not None
+            for number, each in enumerate(step.inputs if paths[node] <= 2 else ()):
+                walk(each, is_once, is_lazy or makes_later or (joins and number > 0))
 
         walk(self._output, is_once=True, is_lazy=False)
         return frozenset(

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from keras_distplug.compat import context, epochs, replica_values, workers
 from keras_distplug.compat import data as compat_data
+from keras_distplug.core.log import announce
 from keras_distplug.training.data import InputAdapter, warn_of
 from keras_distplug.training.position import Positioned, Source
 from keras_distplug.training.python_sources import PyData
@@ -160,6 +161,12 @@ def of_fit(model: keras.Model, seed: int) -> Progress | None:
         return None
     if not is_ours:
         warn_of(data.source)
+    if isinstance(data.source, TfData) and (titles := data.source.reordered):
+        announce(
+            f"{' and '.join(f'`{title}`' for title in titles)} of the data is read several times "
+            "in an epoch, as by `repeat`, and shuffles in another order than in plain Keras from "
+            "the second epoch on; a resumed run sees the same order as an uninterrupted one"
+        )
     return Progress(loop, data, is_generator)
 
 

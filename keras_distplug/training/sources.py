@@ -231,6 +231,12 @@ class TfData:
         return [] if self._orders is None else self._orders.unseeded
 
     @property
+    def reordered(self) -> list[str]:
+        """Transformations whose orders are not plain Keras' from the second pass on."""
+        is_endless = int(self.whole.cardinality().numpy()) == tf.data.INFINITE_CARDINALITY
+        return [] if self._orders is None or is_endless else self._orders.own
+
+    @property
     def why_not_by_samples(self) -> str | None:
         if self._pipeline is None:
             return f"the pipeline cannot be looked into: {self._why_unreadable}"
@@ -374,6 +380,14 @@ class _Orders:
         read = parts.drawn_once(by_reading=True)
         self._by_reading = [
             varies and step.node in read for step, varies in zip(steps, self._varies, strict=True)
+        ]
+        # Those that draw several times in a pass are begun anew for every pass.
+        self.own = [
+            step.title
+            for step, *is_drawn, varies in zip(
+                steps, self._once, self._by_reading, self._varies, strict=True
+            )
+            if varies and step.is_seeded and not any(is_drawn)
         ]
         self._remake: Any = None
 

@@ -446,3 +446,21 @@ def test_fetches_ahead() -> None:
     assert [int(each) for each in ahead] == expected[1]
     ahead.begin_at(1, 4, variables=ahead.variables(in_pass=True))
     assert [int(each) for each in ahead] == expected[1][4:]
+
+
+@pytest.mark.parametrize("name", inputs.PIPELINES)
+def test_orders_of_plain_tf_data(name: str) -> None:
+    """Passes are those of plain tf.data, with an iterator between them that is not read, as Keras
+    makes one; or the source tells that they are not."""
+    plain = inputs.PIPELINES[name]()
+    source = sources.TfData(inputs.PIPELINES[name](), seed=5)
+    data = Positioned(source)
+    if source.num_batches is None or source.warnings() or source.seeded_by_run:
+        pytest.skip("its passes cannot be compared")
+    same = []
+    for _ in range(3):
+        found = a_pass(data, tf.distribute.get_strategy())
+        batches = [tf.nest.flatten(batch) for batch in plain.as_numpy_iterator()]
+        same.append(found == [[part.tobytes() for part in batch] for batch in batches])
+        iter(data), iter(plain)
+    assert all(same) != bool(source.reordered)
