@@ -121,6 +121,16 @@ class GeneratorReader:
         return adapter.get_tf_dataset()
 
 
+def without_first(dataset: tf.data.Dataset, adapter: DataAdapter, batches: int) -> tf.data.Dataset:
+    """`dataset`, which `adapter` has made, without so many batches. Those of a Python generator are
+    made, but not converted."""
+    if not isinstance(adapter, GeneratorDataAdapter):
+        return dataset.skip(batches)
+    rest = copy.copy(adapter)
+    rest.generator = lambda: islice(adapter.generator(), batches, None)
+    return rest.get_tf_dataset()
+
+
 def is_torch_loader(data: Any) -> bool:
     return bool(data_adapters.is_torch_dataloader(data))
 

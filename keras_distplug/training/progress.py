@@ -300,7 +300,9 @@ class _OfKeras:
             iter(self.whole)
         self._iterators = passed + 1
         if not behind or self._sizes is None:
-            return self.whole.skip(start) if start else self.whole
+            if not start:
+                return self.whole
+            return compat_data.without_first(self.whole, self._adapter, start)
         batch_size, samples = self._sizes
         first = behind + start * batch_size
         rest = self.whole.unbatch().skip(first).batch(batch_size)
