@@ -21,6 +21,7 @@ from typing import Any
 
 _DATASETS = "tensorflow.python.data.ops.dataset_ops"
 _MARK = "_distplug_counts"
+_MOST_DATASETS = 10_000
 _paused = threading.local()
 _counts: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
 
@@ -78,9 +79,15 @@ def add(dataset: Any, made: int, read: int, *, least: tuple[int, int] = (0, 0)) 
 
 
 def _chain(dataset: Any) -> Iterator[Any]:
-    yield dataset
-    for each in dataset._inputs():
-        yield from _chain(each)
+    """A dataset and its inputs. Runs whenever a script iterates one, so not by recursion, which
+    long chains would exhaust."""
+    left = [dataset]
+    for _ in range(_MOST_DATASETS):
+        if not left:
+            return
+        each = left.pop()
+        yield each
+        left += reversed(each._inputs())
 
 
 def _is_shuffle(dataset: Any) -> bool:

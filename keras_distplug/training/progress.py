@@ -121,7 +121,7 @@ class Progress:
         return {**position, "read": 0, "behind": behind, "counted": counted}, batch
 
     def note_end(self, position: Mapping[str, Any]) -> None:
-        """Leaves the data as a `fit` has left them that ended in another process, for the next."""
+        """Restores the state in which a `fit` that finished in another process left the data."""
         self.data.assign(position.get("variables", ()), in_pass=False)
 
     def fingerprint(self) -> Mapping[str, Any]:

@@ -177,9 +177,8 @@ class _Counts:
 class TfData:
     """A pipeline of tf.data that yields global batches.
 
-    A pass has the orders that its ops would draw for an iterator of that number. Where tf.data
-    itself would let them depend on how far the passes before were read (a shuffle before a `repeat`
-    in a pipeline that is begun anew in every epoch), they do not here.
+    A pass has the orders that plain tf.data would draw for it, with one exception: a shuffle before
+    a `repeat` in a pipeline that every epoch reads from its start. See `reordered`.
 
     Args:
         dataset: The user's.
@@ -381,7 +380,7 @@ class _Orders:
         self._by_reading = [
             varies and step.node in read for step, varies in zip(steps, self._varies, strict=True)
         ]
-        # Those that draw several times in a pass are begun anew for every pass.
+        # Transformations that draw several times in a pass restart with every pass.
         self.own = [
             step.title
             for step, *is_drawn, varies in zip(

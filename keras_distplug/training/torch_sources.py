@@ -85,14 +85,14 @@ class LoaderData:
 
         return self._reader.dataset(begin)
 
-    def _read_again(self, begun: Mapping[str, Any], start: int) -> Iterator[Any]:
+    def _read_again(self, state: Mapping[str, Any], start: int) -> Iterator[Any]:
         now = random_states.capture_of_python()
-        self._state.restore(begun)
-        random_states.restore_of_python(begun[_GLOBAL])
+        self._state.restore(state)
+        random_states.restore_of_python(state[_GLOBAL])
         batches: Iterator[Any] = iter(self._loader)
         for _ in islice(batches, start):
             pass
-        if random_states.capture_of_python() == begun[_GLOBAL]:
+        if random_states.capture_of_python() == state[_GLOBAL]:
             # The loader does not draw from them; callbacks may have since the pass started.
             random_states.restore_of_python(now)
         return batches

@@ -19,6 +19,7 @@ from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.callbacks import backup_and_restore  # noqa: E402
+from keras_distplug.compat import earlier_passes  # noqa: E402
 
 Callbacks = Callable[[str], list[keras.callbacks.Callback]]
 
@@ -92,3 +93,12 @@ assert not any("earlier_passes" in type(each).__module__ for each in sys.meta_pa
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_long_chains() -> None:
+    """A script may iterate a chain that is longer than Python's stack."""
+    whole = tf.data.Dataset.range(2)
+    for _ in range(1500):
+        whole = whole.concatenate(tf.data.Dataset.range(2))
+    assert earlier_passes.of_shuffles(whole.shuffle(2)) == [(0, 0)]
+    earlier_passes.add(whole, 1, 1)

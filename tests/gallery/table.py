@@ -88,8 +88,8 @@ _HEAD = """\
 # Inputs
 
 Every row is a short script, written the way such scripts usually are. A test runs it in plain
-Keras, with `callbacks=kd.defaults(...)` added, and once more with a SIGKILL in the middle of an
-epoch and a second start. The weights and the `History` are compared bit for bit.
+Keras, with `callbacks=kd.defaults(...)` added, and again with these callbacks, killed by SIGKILL
+mid-epoch and restarted. The weights and the `History` are compared bit for bit.
 
 Where the number of batches is unknown, plain Keras takes one optimizer step without data at the end
 of every epoch. `keras_distplug` does not, so its weights differ from plain Keras' there.
