@@ -253,7 +253,9 @@ SHUFFLED = [
     "from_generator",
     "no seed",
 ]
-HISTORY_MATTERS = ["shuffle, repeat", "shuffle, repeat for ever", "shuffle, shuffle", "concatenate"]
+# A shuffle below `repeat` draws by the number of the pass; two shuffles, when they are read.
+BY_PASS = ["shuffle, repeat", "shuffle, repeat for ever"]
+BY_READING = ["shuffle, shuffle", "concatenate"]
 SEEDED = ["shuffle", "repeat, shuffle", "zip", "map", "map, new random dataset", "shuffle, cache"]
 
 
