@@ -184,6 +184,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         self._trained_here = False
         self._role = single_process()
         self._agreement: agreement.Workers = agreement.Alone()
+        trainer.install_dispatch()  # before `fit` looks at the data
 
     __repr__ = as_call
 

@@ -121,6 +121,12 @@ class GeneratorReader:
         return adapter.get_tf_dataset()
 
 
+def peeked_at(adapter: DataAdapter) -> Any:
+    """The first batch of a Python generator, which Keras has read for its shapes; None for other
+    data."""
+    return adapter._first_batches[0] if isinstance(adapter, GeneratorDataAdapter) else None
+
+
 def without_first(dataset: tf.data.Dataset, adapter: DataAdapter, batches: int) -> tf.data.Dataset:
     """`dataset`, which `adapter` has made, without so many batches. Those of a Python generator are
     made, but not converted."""

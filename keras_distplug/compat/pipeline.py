@@ -10,6 +10,8 @@ ops, and a dataset's inputs are not.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import math
 import re
@@ -17,10 +19,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
+import xxhash
 from tensorflow.core.framework import graph_pb2
 from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.framework import config, op_def_registry
@@ -54,7 +59,10 @@ _BESIDE = re.compile(r"(Prefetch|Options)Dataset")
 _ORDERING = re.compile(r"ShuffleDatasetV3|RepeatDataset")
 _RESOURCES = re.compile(r"VarHandleOp|.*HashTable.*")
 _CHANGES = re.compile(r"Assign.*Variable.*|Resource(Scatter|Apply).*|Rng.*|Stateful(?!Part).*")
+FROM_GENERATOR = "from_generator"
 _COUNT = "distplug_batches_to_leave_out"
+# Where functions are that no user has written.
+_PACKAGES = tuple(str(Path(package.__file__).parent) for package in (tf, keras))
 
 
 class UnreadableError(Exception):
@@ -68,7 +76,7 @@ class Step:
     Args:
         node: Its name in the graph.
         op: The name of its op, such as `ShuffleDatasetV3`.
-        title: How a user calls it, such as `shuffle`.
+        title: What a user writes for it, such as `shuffle`.
         inputs: Nodes of the datasets that it reads.
         numbers: Its arguments that are single integers or booleans.
         samples: Of the tensors that it holds, if it slices them.
@@ -77,6 +85,7 @@ class Step:
         parallel: It runs functions at the same time.
         random_ops: In its functions, with whether they have a seed.
         python_ops: In its functions.
+        where: The function that it was given and its place in the script, if known.
         calls: Ops in its functions.
         pure: Its functions give the same for the same element, whatever they were called for.
         changes_variables: Its functions do, as random layers of Keras and a `tf.random.Generator`.
@@ -94,6 +103,7 @@ class Step:
     parallel: bool
     random_ops: tuple[tuple[str, bool], ...]
     python_ops: tuple[str, ...]
+    where: str | None
     calls: frozenset[str]
     pure: bool
     changes_variables: bool
@@ -167,10 +177,10 @@ class Pipeline:
     """The transformations of a dataset, those that are read first."""
 
     steps: tuple[Step, ...]
-    held_bytes: int
     _dataset: tf.data.Dataset
     _graph: graph_pb2.GraphDef
     _output: str
+    _held: Mapping[str, tf.Tensor]  # values of large constants, which the graph has no more
     _resources: Mapping[str, Mapping[str, tf.Tensor]]  # by the step that refers to them
 
     @property
@@ -188,7 +198,11 @@ class Pipeline:
         return self._dataset.options()
 
     def step(self, node: str) -> Step:
-        return next(each for each in self.steps if each.node == node)
+        return self._by_node[node]
+
+    @functools.cached_property
+    def _by_node(self) -> dict[str, Step]:
+        return {each.node: each for each in self.steps}
 
     @property
     def chain(self) -> Iterator[Step]:
@@ -223,47 +237,45 @@ class Pipeline:
         """
         paths: Counter[str] = Counter()
         lazy = set()
-
-        def walk(node: str, is_once: bool, is_lazy: bool) -> None:
+        waiting = [(self._output, True, False)]
+        while waiting:
+            node, is_once, is_lazy = waiting.pop()
             paths[node] += 1 if is_once else 2
             if is_lazy:
                 lazy.add(node)
+            if paths[node] > 2:
+                continue
             step = self.step(node)
             makes_later = _SHUFFLES.fullmatch(step.op) is not None
             joins = step.op == "ConcatenateDataset"  # makes its second input after its first one
             is_once &= makes_later or joins or _EAGER.fullmatch(step.op) is not None
-            for number, each in enumerate(step.inputs if paths[node] <= 2 else ()):
-                walk(each, is_once, is_lazy or makes_later or (joins and number > 0))
-
-        walk(self._output, is_once=True, is_lazy=False)
+            waiting += [
+                (each, is_once, is_lazy or makes_later or (joins and number > 0))
+                for number, each in enumerate(step.inputs)
+            ]
         return frozenset(
             node for node, count in paths.items() if count == 1 and (node in lazy) == by_reading
         )
 
     def shuffles(self) -> list[str]:
         """Nodes of shuffles, from the end of the pipeline on, each as often as it is read."""
-
-        def walk(node: str) -> Iterator[str]:
-            step = self.step(node)
+        found, waiting = [], [self._output]
+        while waiting:
+            step = self.step(waiting.pop())
             if _SHUFFLES.fullmatch(step.op):
-                yield node
-            for each in step.inputs:
-                yield from walk(each)
-
-        return list(walk(self._output))
+                found.append(step.node)
+            waiting += reversed(step.inputs)
+        return found
 
     def cached(self) -> frozenset[str]:
         """Nodes that a cache reads, for good, at the first pass."""
+        caches = [step for step in self.steps if step.op.startswith("CacheDataset")]
         found: set[str] = set()
-
-        def walk(node: str, below: bool) -> None:
-            step = self.step(node)
-            if below:
+        waiting = [each for step in caches for each in step.inputs]
+        while waiting:
+            if (node := waiting.pop()) not in found:
                 found.add(node)
-            for each in step.inputs:
-                walk(each, below or step.op.startswith("CacheDataset"))
-
-        walk(self._output, below=False)
+                waiting += self.step(node).inputs
         return frozenset(found)
 
     def remaker(
@@ -313,7 +325,6 @@ class Pipeline:
         _keep_what_is_read(graph, self._output, shared)
         output = self._output if cut is None else _leave_out(graph, cut)
         by_name = {node.name: node for node in graph.node}
-        held: dict[str, tf.Tensor] = {}
         seeds_of: dict[str, tuple[str, str]] = {}
         fresh: list[str] = []
         for name in nodes:
@@ -324,13 +335,10 @@ class Pipeline:
                 fresh.append(inputs["seed_generator"])
             if name in fixed:
                 node.attr[_RESHUFFLING[node.op]].b = False
-        given = {each for pair in seeds_of.values() for each in pair} | set(fresh)
+        held = {name: value for name, value in self._held.items() if name in by_name}
+        given = {each for pair in seeds_of.values() for each in pair} | set(fresh) | set(held)
         for node in list(graph.node):
             if node.name in given:
-                graph.node.remove(node)
-            elif node.op == "Const" and _is_large(value := node.attr["value"].tensor):
-                # `tf.make_ndarray` cannot read strings that were serialized here.
-                held[node.name] = tf.io.parse_tensor(value.SerializeToString(), value.dtype)
                 graph.node.remove(node)
 
         def build(seeds: tf.Tensor, elements: tf.Tensor) -> Any:
@@ -376,10 +384,37 @@ class Pipeline:
         return _Cut(step, tuple(above), tuple(ordering))
 
 
-def _is_large(value: Any) -> bool:
-    """Whether a constant is better held apart, so that not every pass copies it."""
-    is_variant = value.dtype == tf.variant.as_datatype_enum  # of ragged and sparse tensors
-    return not is_variant and bool(value.ByteSize() > _LARGE_BYTES)
+def _take_large(graph: graph_pb2.GraphDef, dataset: tf.data.Dataset) -> dict[str, tf.Tensor]:
+    """Takes the values of large constants out of `graph`. They are the tensors that `dataset` was
+    made of, as far as possible, so that they are held once."""
+    given = itertools.chain.from_iterable(map(_tensors_of, _chain(dataset)))
+    candidates = [each for each in given if _bytes_of(each) > _LARGE_BYTES]
+    found: dict[str, tf.Tensor] = {}
+    for node in graph.node:
+        if node.op != "Const":
+            continue
+        value = node.attr["value"].tensor
+        content = value.tensor_content  # a copy
+        is_variant = value.dtype == tf.variant.as_datatype_enum  # of ragged and sparse tensors
+        if is_variant or len(content) + sum(map(len, value.string_val)) <= _LARGE_BYTES:
+            continue
+        own = (each for each in candidates if content and _is_value_of(value, content, each))
+        found[node.name] = next(own, None)
+        if found[node.name] is None:
+            # `tf.make_ndarray` cannot read strings that were serialized here.
+            found[node.name] = tf.io.parse_tensor(value.SerializeToString(), value.dtype)
+        for field, _ in value.ListFields():
+            if field.name not in ("dtype", "tensor_shape"):
+                value.ClearField(field.name)
+    return found
+
+
+def _is_value_of(value: Any, content: bytes, tensor: tf.Tensor) -> bool:
+    shape = [dim.size for dim in value.tensor_shape.dim]
+    if value.dtype != tensor.dtype.as_datatype_enum or shape != list(tensor.shape):
+        return False
+    hashed = xxhash.xxh3_128_digest
+    return bool(hashed(content) == hashed(tensor))
 
 
 def _leave_out(graph: graph_pb2.GraphDef, cut: _Cut) -> str:
@@ -415,30 +450,61 @@ def read(dataset: tf.data.Dataset) -> Pipeline:
         )
     except tf.errors.OpError as error:
         raise UnreadableError(str(error.message).partition("\n")[0]) from error
-    graph = graph_pb2.GraphDef.FromString(serialized.numpy())
+    text = serialized.numpy()
+    del serialized
+    whole = graph_pb2.GraphDef.FromString(text)
+    del text
+    large = _take_large(whole, dataset)
+    graph = graph_pb2.GraphDef()
+    graph.CopyFrom(whole)  # without the memory of what was taken
+    del whole
     [returned] = [node for node in graph.node if node.op == "_Retval"]
     output = _name_of(returned.input[0])
     graph.node.remove(returned)
-    resources = _resources(graph, dataset)
+    functions = _functions_of(dataset)
+    resources = _resources(graph, functions)
     read_ = graph_pb2.GraphDef()
     read_.CopyFrom(graph)
     _keep_what_is_read(read_, output, _merged(resources))
     if copied := sorted({node.op for node in read_.node if _RESOURCES.fullmatch(node.op)}):
         raise UnreadableError(f"what its functions refer to cannot be found ({', '.join(copied)})")
-    held_bytes = len(serialized.numpy())
-    return Pipeline(tuple(_steps(graph)), held_bytes, dataset, graph, output, resources)
+    steps = tuple(_steps(graph, functions))
+    return Pipeline(steps, dataset, graph, output, large, resources)
+
+
+def _functions_of(dataset: tf.data.Dataset) -> dict[str, Any]:
+    """What transformations of `dataset` were given to call, by the names in its graph."""
+    return {
+        each.function.name.decode(): each for part in _chain(dataset) for each in part._functions()
+    }
+
+
+def _place_of(function: Any) -> str | None:
+    """Where a user's function is, such as `of augment (train.py, line 14)`; None for one of
+    TensorFlow or Keras."""
+    given = inspect.unwrap(getattr(function, "func", function))  # also of a `functools.partial`
+    if (code := getattr(given, "__code__", None)) is None or code.co_filename.startswith(_PACKAGES):
+        return None
+    name = "" if code.co_name == "<lambda>" else f"of {code.co_name} "
+    return f"{name}({Path(code.co_filename).name}, line {code.co_firstlineno})"
+
+
+def _given_to_from_generator(function: Any) -> Any:
+    """The generator function of `Dataset.from_generator`, which maps `function`; None if it is not
+    that."""
+    if not getattr(function, "__module__", "").endswith(".from_generator_op"):
+        return None
+    finalize = inspect.getclosurevars(function).nonlocals.get("finalize_fn")
+    state = finalize and inspect.getclosurevars(finalize).nonlocals.get("generator_state")
+    return getattr(state, "_generator", None)
 
 
 def _resources(
-    graph: graph_pb2.GraphDef, dataset: tf.data.Dataset
+    graph: graph_pb2.GraphDef, functions: Mapping[str, Any]
 ) -> dict[str, dict[str, tf.Tensor]]:
-    """Variables, tables and the like that functions of `dataset` refer to: for each of its ops, by
-    the nodes that make copies of them. TensorFlow writes down their values, not whose they are."""
-    captured = {
-        each.function.name.decode(): each.function.captured_inputs
-        for part in _chain(dataset)
-        for each in part._functions()
-    }
+    """Variables, tables and the like that `functions` refer to: for each op of the graph, by the
+    nodes that make copies of them. TensorFlow writes down their values, not whose they are."""
+    captured = {name: each.function.captured_inputs for name, each in functions.items()}
     found: dict[str, dict[str, tf.Tensor]] = {}
     for node in graph.node:
         called = {name: value.func.name for name, value in node.attr.items() if value.func.name}
@@ -523,9 +589,12 @@ def from_numbers(
 
 
 def _chain(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
-    yield dataset
-    for each in dataset._inputs():
-        yield from _chain(each)
+    """A dataset and the ones that it reads. By no recursion: chains can be long."""
+    waiting = [dataset]
+    while waiting:
+        each = waiting.pop()
+        yield each
+        waiting += reversed(each._inputs())
 
 
 def _tensors_of(dataset: tf.data.Dataset) -> list[tf.Tensor]:
@@ -539,7 +608,7 @@ def _bytes_of(tensor: tf.Tensor) -> int:
     return elements * int(tensor.dtype.size)
 
 
-def _steps(graph: graph_pb2.GraphDef) -> Iterator[Step]:
+def _steps(graph: graph_pb2.GraphDef, functions: Mapping[str, Any]) -> Iterator[Step]:
     by_name = {node.name: node for node in graph.node}
     library = {function.signature.name: function for function in graph.library.function}
     datasets = [node for node in graph.node if _is_dataset(node)]
@@ -557,6 +626,8 @@ def _steps(graph: graph_pb2.GraphDef) -> Iterator[Step]:
             if value.dtype in (tf.int64.as_datatype_enum, tf.bool.as_datatype_enum)
             and not value.tensor_shape.dim
         }
+        given = [functions[name]._func for name in _called_by(node) if name in functions]
+        generators = list(filter(None, map(_given_to_from_generator, given)))
         called = list(_functions(node, library))
         inner = [each for function in called for each in function.node_def]
         randoms = [
@@ -567,7 +638,7 @@ def _steps(graph: graph_pb2.GraphDef) -> Iterator[Step]:
         yield Step(
             node=node.name,
             op=node.op,
-            title=_title(node.op),
+            title=FROM_GENERATOR if generators else _title(node.op),
             inputs=tuple(each for each in map(_name_of, node.input) if each in names),
             numbers=numbers,
             samples=_samples(node, by_name),
@@ -577,6 +648,7 @@ def _steps(graph: graph_pb2.GraphDef) -> Iterator[Step]:
             parallel="Parallel" in node.op or node.op.startswith("MapAndBatch"),
             random_ops=tuple(sorted(set(randoms))),
             python_ops=tuple(sorted({e.op for e in inner if _PYTHON_OPS.fullmatch(e.op)})),
+            where=next(filter(None, map(_place_of, [*given, *generators])), None),
             calls=frozenset(each.op for each in inner),
             pure=not any(_keeps_state(each.op) for each in inner),
             changes_variables=any(_CHANGES.fullmatch(each.op) for each in inner),

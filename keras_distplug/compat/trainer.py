@@ -36,6 +36,7 @@ from keras.src.backend.tensorflow import trainer as keras_trainer
 
 from keras_distplug.compat import (
     collectives,
+    earlier_passes,
     logs,
     losses,
     optimizers,
@@ -43,7 +44,7 @@ from keras_distplug.compat import (
     scheduled,
     steps,
 )
-from keras_distplug.compat.data import batch_size, tell_strategy
+from keras_distplug.compat.data import batch_size, peeked_at, tell_strategy
 from keras_distplug.compat.model import drop_functions, layers_of, optimizers_of
 from keras_distplug.compat.override import is_marked, mark, override
 from keras_distplug.compat.workers import has_several_replicas, is_multi_worker, is_scheduled
@@ -132,12 +133,12 @@ def is_adapted(model: keras.Model) -> bool:
 
 
 def install_dispatch() -> None:
-    """Lets a plain `model.fit` under MultiWorkerMirroredStrategy adapt its model by itself, and
-    tells `resumable` data their model's strategy.
+    """Lets a plain `model.fit` under MultiWorkerMirroredStrategy adapt its model, passes a model's
+    strategy to `resumable` data, and looks at the first batch of other data in Keras' place.
 
     Keras fails, and reads the data, before it looks at the callbacks, so the first method that
-    `fit` and `evaluate` call on the class gets a guard. It acts only on models under that strategy
-    and on such data. `remove_dispatch` puts Keras' own method back.
+    `fit` and `evaluate` call on the class gets a guard. It acts only on models under a strategy
+    and on `resumable` data. `remove_dispatch` restores Keras' own method.
     """
     trainer = keras_trainer.TensorFlowTrainer
     if hasattr(trainer, _STOCK_BUILD):
@@ -152,10 +153,12 @@ def install_dispatch() -> None:
         if is_ours and not is_adapted(self):
             adapt(self)
             self._maybe_symbolic_build(iterator=iterator, data_batch=data_batch)
-        else:
-            if iterator is not None:
-                tell_strategy(iterator, self.distribute_strategy)
-            stock(self, iterator=iterator, data_batch=data_batch)
+            return
+        if iterator is not None:
+            tell_strategy(iterator, self.distribute_strategy)
+            if self._distribute_strategy is not None:  # otherwise, Keras looks at no batch
+                iterator, data_batch = None, _looked_at(iterator, strategy)
+        stock(self, iterator=iterator, data_batch=data_batch)
 
     setattr(trainer, _STOCK_BUILD, stock)
     trainer._maybe_symbolic_build = _maybe_symbolic_build
@@ -259,6 +262,17 @@ def _spec_of_first(iterator: Any) -> Any:
         for spec in keras.tree.flatten(batch)
     )
     return batch if all(known) else None
+
+
+def _looked_at(iterator: Any, strategy: tf.distribute.Strategy) -> Any:
+    """A first batch for the shapes of a model's variables, as Keras takes it; batches of a Python
+    generator stay for training, and strings are no fault."""
+    adapter = iterator.data_adapter
+    if (peeked := peeked_at(adapter)) is not None:
+        return peeked
+    if isinstance(given := getattr(adapter, "_dataset", None), tf.data.Dataset):
+        earlier_passes.add(given, made=1, read=1)
+    return _first_batch(iterator, strategy)
 
 
 def _first_batch(iterator: Any, strategy: tf.distribute.Strategy) -> Any:

@@ -1,4 +1,4 @@
-"""What a tf.data pipeline does, and what of it cannot be had again."""
+"""Describes a tf.data pipeline, and names what a resumed run cannot reproduce."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ _SILENT = ("prefetch", "options", "model", "tensor")
 
 
 def audit(dataset: tf.data.Dataset) -> list[str]:
-    """What of `dataset` a run that goes on cannot have again, with what to change.
+    """Names what of `dataset` a resumed run cannot reproduce, and what to change.
 
     Example:
 
     ```python
     audit(tf.data.Dataset.range(9).map(lambda i: tf.random.uniform([])))
-    # ["map: RandomUniform has no seed. Use ..."]
+    # ["map (train.py, line 3): RandomUniform has no seed. Set one ..."]
     ```
 
     Args:
         dataset: Of any elements.
 
     Returns:
-        One line for each transformation. Shuffles without a seed are not among them: training gives
-        them seeds, unless a function of another transformation makes them.
+        One line for every transformation. Shuffles without a seed are not among them: training
+        gives them seeds, unless a function of another transformation creates them.
 
     Raises:
         UnreadableError: If the pipeline cannot be looked into.
@@ -51,9 +51,18 @@ def audit(dataset: tf.data.Dataset) -> list[str]:
     return of_pipeline(pipeline.read(dataset))
 
 
-def of_pipeline(parts: pipeline.Pipeline) -> list[str]:
+def of_pipeline(parts: pipeline.Pipeline, *, is_resumed_mid_pass: bool = True) -> list[str]:
+    """Does the same for a pipeline, which may be one that every pass reads from its start."""
     lines = [] if parts.options.deterministic is not False else [_DISORDERED_OPTIONS]
-    return lines + [f"{step.title}: {line}" for step in parts.steps for line in _of_step(step)]
+    return lines + [
+        f"{_named(step)}: {line}"
+        for step in parts.steps
+        for line in _of_step(step, is_resumed_mid_pass)
+    ]
+
+
+def _named(step: pipeline.Step) -> str:
+    return step.title if step.where is None else f"{step.title} {step.where}"
 
 
 _DISORDERED_OPTIONS = (
@@ -66,7 +75,7 @@ _STATELESS = (
 )
 
 
-def _of_step(step: pipeline.Step) -> Iterator[str]:
+def _of_step(step: pipeline.Step, is_resumed_mid_pass: bool) -> Iterator[str]:
     if not step.deterministic:
         yield (
             "deterministic=False changes the order of elements. Leave it out; TensorFlow Datasets "
@@ -75,7 +84,7 @@ def _of_step(step: pipeline.Step) -> Iterator[str]:
         )
     for title in step.unseeded_inside:
         yield (
-            f"a function of it makes a dataset with `{title}` that has no seed. Write "
+            f"its function creates a dataset with a `{title}` that has no seed. Write "
             f"`{title}(..., seed=1)`"
         )
     for op, seeded in step.random_ops:
@@ -83,9 +92,9 @@ def _of_step(step: pipeline.Step) -> Iterator[str]:
             yield f"{op} has no seed. Set one, or better {_STATELESS}"
         elif step.parallel and not pipeline.is_op_determinism_on():
             yield (
-                f"{op} in parallel calls gives its numbers to other elements each time. Leave "
-                "out num_parallel_calls, call tf.config.experimental.enable_op_determinism(), or "
-                f"better {_STATELESS}"
+                f"{op} runs in parallel calls, so which element gets which number differs in "
+                "every run. Leave out num_parallel_calls, call "
+                f"tf.config.experimental.enable_op_determinism(), or better {_STATELESS}"
             )
     if step.changes_variables and step.parallel and not pipeline.is_op_determinism_on():
         yield (
@@ -93,12 +102,19 @@ def _of_step(step: pipeline.Step) -> Iterator[str]:
             "calls, whose order differs in every run. Leave out num_parallel_calls, or call "
             "tf.config.experimental.enable_op_determinism()"
         )
-    if step.python_ops:
-        yield (
-            f"it calls Python ({', '.join(step.python_ops)}), which is called again for all batches"
-            " of the pass up to the one where the run goes on. What it gives must not depend on "
-            "what it was called for before"
-        )
+    if step.python_ops and is_resumed_mid_pass:
+        if step.title == pipeline.FROM_GENERATOR:
+            yield (
+                "to resume, the generator is run again for all earlier batches of the pass, and "
+                "must yield the same as before. A keras.utils.PyDataset continues at any batch "
+                "without making the earlier ones"
+            )
+        else:
+            yield (
+                f"it calls Python ({', '.join(step.python_ops)}). To resume, it is called again "
+                "for all earlier batches of the pass, and must return the same as before: make its "
+                "result depend on its arguments only"
+            )
 
 
 def chain(parts: pipeline.Pipeline) -> Mapping[str, str]:

@@ -269,13 +269,13 @@ def _made(x: Any) -> Any:
     return x if isinstance(made, types.GeneratorType) else made
 
 
-def warn_of(source: Source) -> None:
-    """Says what of `source` a run that goes on cannot have again, or has at a cost."""
+def warn_of(source: Source, *, is_validation: bool = False) -> None:
+    """Warns of what a resumed run may not reproduce, or only at a cost."""
     if lines := source.warnings():
+        what = "validation data" if is_validation else "training data"
         listed = "\n".join(f"- {line}." for line in lines)
         warnings.warn(
-            f"A run that goes on cannot have all of these data again as they were:\n{listed}",
-            stacklevel=3,
+            f"A resumed run may not reproduce its {what} exactly:\n{listed}", stacklevel=3
         )
 
 

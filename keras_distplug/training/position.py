@@ -86,7 +86,7 @@ class Source(Protocol):
         ...
 
     def warnings(self) -> list[str]:
-        """What of it a run that goes on cannot have again, or has at a cost; for people."""
+        """Lines for people on what a resumed run may not reproduce, or only at a cost."""
         ...
 
 

@@ -161,12 +161,7 @@ def of_fit(model: keras.Model, seed: int) -> Progress | None:
         return None
     if not is_ours:
         warn_of(data.source)
-    if isinstance(data.source, TfData) and (titles := data.source.reordered):
-        announce(
-            f"{' and '.join(f'`{title}`' for title in titles)} of the data is read several times "
-            "in an epoch, as by `repeat`, and shuffles in another order than in plain Keras from "
-            "the second epoch on; a resumed run sees the same order as an uninterrupted one"
-        )
+    _announce_orders(data.source, "training data")
     return Progress(loop, data, is_generator)
 
 
@@ -176,7 +171,22 @@ def of_validation(model: keras.Model, seed: int) -> Positioned | None:
     # Other data comes in the same order each time.
     if loop is None or not (loop.is_dataset or loop.py_dataset or loop.torch_loader):
         return None
-    return _positioned(loop, model.distribute_strategy, seed, is_validation=True)
+    is_ours = isinstance(loop.dataset, Positioned)
+    data = _positioned(loop, model.distribute_strategy, seed, is_validation=True)
+    if data is not None and not is_ours:
+        warn_of(data.source, is_validation=True)
+        _announce_orders(data.source, "validation data")
+    return data
+
+
+def _announce_orders(source: Source, what: str) -> None:
+    """Reports shuffles whose orders are not those of plain Keras."""
+    if isinstance(source, TfData) and (titles := source.reordered):
+        announce(
+            f"{' and '.join(f'`{title}`' for title in titles)} of the {what} is read several times "
+            "in a pass, as by `repeat`, so in later passes it shuffles in another order than in "
+            "plain Keras; a resumed run sees the same order as an uninterrupted one"
+        )
 
 
 def take_up_validation(
@@ -235,8 +245,9 @@ def _source(
 
 _WARNINGS = {
     "GeneratorDataAdapter": [
-        "a Python generator is read over from its beginning when training goes on, and has to be a "
-        "new one that gives the same again. A keras.utils.PyDataset begins at any batch at once"
+        "a Python generator: to resume, all batches up to the checkpoint are drawn from a new "
+        "generator, which must yield the same as before. A keras.utils.PyDataset continues at any "
+        "batch without making the earlier ones"
     ],
 }
 

@@ -296,11 +296,11 @@ class Generator:
         return False
 
     def warnings(self) -> list[str]:
-        again = "" if self._make else ", and it has to be a new generator that begins anew"
+        drawn = "of the pass are drawn again" if self._make else "are drawn from a new generator"
         return [
-            "a Python generator is read over when training goes on: behind n batches of a pass it "
-            f"takes as long as it takes to make n batches{again}. What it gives must be the same "
-            "each time. A keras.utils.PyDataset begins at any batch at once"
+            f"a Python generator: to resume, all batches up to the checkpoint {drawn}, which must "
+            "yield the same as before. A keras.utils.PyDataset continues at any batch without "
+            "making the earlier ones"
         ]
 
 

@@ -22,8 +22,6 @@ SEEDS = "seeds"
 BATCH_SIZE = "batch_size"
 # Of the Feistel network that permutes the samples. With 4, neighbours stay correlated (0.09).
 _ROUNDS = 8
-# A dataset that is made again for each pass costs 2 ms for each MB of tensors in it.
-_MADE_AGAIN_BYTES = 64 * 2**20
 _MOST_BYTES_OF_VARIABLE = 2**20  # its value goes into the manifest
 
 
@@ -233,12 +231,16 @@ class TfData:
     def reordered(self) -> list[str]:
         """Transformations whose orders are not plain Keras' from the second pass on."""
         is_endless = int(self.whole.cardinality().numpy()) == tf.data.INFINITE_CARDINALITY
-        return [] if self._orders is None or is_endless else self._orders.own
+        # Training reads it in one pass, then, which has plain Keras' order if it is the first one.
+        is_one_pass = is_endless and not self._is_validation
+        if self._orders is None or (is_one_pass and not any(map(any, self._counts().values()))):
+            return []
+        return self._orders.own
 
     @property
     def why_not_by_samples(self) -> str | None:
         if self._pipeline is None:
-            return f"the pipeline cannot be looked into: {self._why_unreadable}"
+            return f"the pipeline cannot be inspected: {self._why_unreadable}"
         title = self._pipeline.bound_to_batches
         return title and f"of what `{title}` gives, samples cannot be left out"
 
@@ -277,18 +279,16 @@ class TfData:
         return dict(zip(nodes, counts, strict=True)) if len(nodes) == len(counts) else {}
 
     def _pass(self, passed: int, read: int) -> tf.data.Dataset:
-        if self._orders is not None and not self._orders.are_drawn_by_iterators(passed, self.whole):
-            return (
-                self._orders.of_pass(passed, read, counts=self._counts())
-                if self._orders.nodes
-                else self.whole
-            )
+        if self._orders is not None:
+            if not self._orders.nodes:
+                return self.whole
+            return self._orders.of_pass(passed, read, counts=self._counts())
         drawn = _iterators_of.get(self.whole, 0)
         if drawn > passed:
             warnings.warn(
-                "The dataset was read in this process before, and cannot be begun anew: "
-                f"{self._why_unreadable}. Its shuffled orders are those of later passes. Make the "
-                "dataset again before `fit`.",
+                "The dataset was read in this process before, and cannot be rewound: "
+                f"{self._why_unreadable}. Its shuffles continue with the orders of later passes. "
+                "Create the dataset again before `fit`.",
                 stacklevel=2,
             )
         with earlier_passes.paused():
@@ -326,15 +326,17 @@ class TfData:
     def warnings(self) -> list[str]:
         if self._pipeline is None:
             return [
-                f"the pipeline cannot be looked into: {self._why_unreadable}. It goes on where it "
-                "was only if every `shuffle` has a seed, and none stands before a `repeat`, a "
-                "`concatenate` or another `shuffle`"
+                f"the pipeline cannot be inspected: {self._why_unreadable}. It is reproduced if "
+                "every `shuffle` has a seed, and none comes before a `repeat`, a `concatenate` or "
+                "another `shuffle`"
             ]
         too_large = [
-            f"it changes a variable of {each.nbytes / 2**20:.0f} MB, which is too large to save"
+            f"it changes a variable of {each.nbytes / 2**20:.0f} MB, which is not saved. Keep "
+            f"what changes in variables of at most {_MOST_BYTES_OF_VARIABLE // 2**20} MB"
             for each in self._too_large
         ]
-        return audit.of_pipeline(self._pipeline) + too_large
+        lines = audit.of_pipeline(self._pipeline, is_resumed_mid_pass=not self._is_validation)
+        return lines + too_large
 
 
 # How many iterators were made of datasets that are taken as they are.
@@ -363,7 +365,6 @@ class _Orders:
             for step in parts.steps
             if step.reshuffles or not step.is_seeded or step.node in given
         ]
-        self._are_given = bool(given)
         self.nodes = [step.node for step in steps]
         self.unseeded = [step.title for step in steps if not step.is_seeded]
         self._pipeline = parts
@@ -389,16 +390,6 @@ class _Orders:
             if varies and step.is_seeded and not any(is_drawn)
         ]
         self._remake: Any = None
-
-    def are_drawn_by_iterators(self, passed: int, dataset: tf.data.Dataset) -> bool:
-        """Whether `dataset` itself has the orders of this pass, and another one would cost much."""
-        return (
-            self._pipeline.held_bytes > _MADE_AGAIN_BYTES
-            and not self._are_given
-            and all(self._once)
-            and not self.unseeded
-            and _iterators_of.get(dataset, 0) <= passed
-        )
 
     def of_pass(
         self,

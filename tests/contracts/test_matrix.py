@@ -1,7 +1,7 @@
 """Each row of `rows.py` in each set-up: as one process of plain Keras, or refused with an error.
 
 In CI, a fifth of the rows runs in one set-up, by turns in one of several workers and in one of a
-single process; all of it, half an hour on two cores, is `nightly`. A quarter, in one set-up, is
+single process; all of it, half an hour on two cores, is `nightly`. An eighth, in one set-up, is
 what CI runs with the lowest versions.
 
 pytest tests/contracts -rP          shows the largest error of each row

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,20 @@ pytest.importorskip("tensorflow")
 pytestmark = pytest.mark.tf
 
 import keras  # noqa: E402
+import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.callbacks import backup_and_restore  # noqa: E402
-from keras_distplug.compat import earlier_passes  # noqa: E402
+from keras_distplug.compat import earlier_passes, trainer  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def plain_keras() -> None:
+    """Until a test uses our callbacks."""
+    trainer.remove_dispatch()
+
 
 Callbacks = Callable[[str], list[keras.callbacks.Callback]]
 
@@ -102,3 +111,57 @@ def test_long_chains() -> None:
         whole = whole.concatenate(tf.data.Dataset.range(2))
     assert earlier_passes.of_shuffles(whole.shuffle(2)) == [(0, 0)]
     earlier_passes.add(whole, 1, 1)
+
+
+def mirrored(data: Any, *callbacks: keras.callbacks.Callback, **given: Any) -> Any:
+    """Trains on two replicas. Plain Keras looks at a batch first, for the shapes of variables."""
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        keras.utils.set_random_seed(5)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+        history = model.fit(data, epochs=3, **given, verbose=0, callbacks=list(callbacks))
+    return small.state(model), history.history
+
+
+def generated() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    rng = np.random.default_rng(3)
+    while True:
+        x = rng.normal(size=(8, 4)).astype("float32")
+        yield x, x.sum(1, keepdims=True)
+
+
+def test_orders_on_several_replicas(tmp_path: Path) -> None:
+    """Looking at a batch draws an order, with us as without."""
+    resumes_exactly(shuffled, mirrored(shuffled()), tmp_path)
+
+
+def test_generators_on_several_replicas(tmp_path: Path) -> None:
+    """Looking at a batch loses none; plain Keras loses as many as were prefetched meanwhile."""
+    x, y = zip(*islice(generated(), 9), strict=True)
+    same = tf.data.Dataset.from_tensor_slices((np.stack(x), np.stack(y)))
+    expected = mirrored(same, steps_per_epoch=3)
+    resumes_exactly(generated, expected, tmp_path, steps_per_epoch=3)
+
+
+def resumes_exactly(make: Callable[[], Any], expected: Any, tmp_path: Path, **given: Any) -> None:
+    def backup(folder: str) -> kd.BackupAndRestore:
+        return kd.BackupAndRestore(
+            tmp_path / folder, save_freq=1, on_busy="wait", delete_checkpoint=False
+        )
+
+    assert mirrored(make(), backup("whole"), **given) == expected
+    with pytest.raises(small.Interrupted):
+        mirrored(make(), small.Stop(1, 1), backup("stopped"), **given)
+    assert mirrored(make(), backup("stopped"), **given) == expected
+
+
+def test_strings_on_several_replicas(tmp_path: Path) -> None:
+    """Keras adds up what replicas have of a first batch, which strings cannot be."""
+    lookup = keras.layers.StringLookup(vocabulary=["a", "b"], output_mode="one_hot")
+    data = tf.data.Dataset.from_tensor_slices((["a", "b"] * 4, [0.0, 1.0] * 4)).batch(4)
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        inputs = keras.Input((), dtype="string")
+        model = keras.Model(inputs, keras.layers.Dense(1)(lookup(inputs)))
+        model.compile("adam", "mse")
+        history = model.fit(data, epochs=2, verbose=0, callbacks=kd.defaults(tmp_path))
+    assert len(history.history["loss"]) == 2

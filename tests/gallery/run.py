@@ -1,9 +1,10 @@
 """Runs a script of the gallery, and writes what it has trained.
 
-    python run.py SCRIPT FOLDER HOW
+    python run.py SCRIPT FOLDER HOW REPLICAS
 
 HOW is `plain` (without our callbacks), `ours`, or `killed` (with ours, by SIGKILL after some
-batches). FOLDER/HOW.json gets the hash of the trained weights, the `History`, and warnings.
+batches). With two REPLICAS, the script runs in the scope of a MirroredStrategy. FOLDER/HOW.json
+gets the hash of the trained weights, the `History`, and warnings.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import keras_distplug as kd
 
 BATCHES = 7  # until the kill, with a checkpoint of the last but one
-script, folder, how = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+script, folder, how, replicas = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 
 
 class Kill(keras.callbacks.Callback):
@@ -52,7 +54,12 @@ def callbacks(directory: Path, **given: Any) -> list[keras.callbacks.Callback]:
 
 defaults, kd.defaults = kd.defaults, callbacks
 sys.argv = [script, str(folder)]
-with warnings.catch_warnings(record=True) as caught:
+strategy = tf.distribute.get_strategy()
+if replicas > 1:
+    devices = [tf.config.LogicalDeviceConfiguration()] * replicas
+    tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], devices)
+    strategy = tf.distribute.MirroredStrategy([f"CPU:{number}" for number in range(replicas)])
+with warnings.catch_warnings(record=True) as caught, strategy.scope():
     warnings.simplefilter("always")
     found = runpy.run_path(script, run_name="__main__")
 weights = b"".join(np.asarray(w).tobytes() for w in found["model"].get_weights())

@@ -51,8 +51,8 @@ GALLERY = [
     Script(SCRIPTS / "ragged_text.py"),
     Script(SCRIPTS / "tfrecords.py"),
     Script(SCRIPTS / "py_function.py", warning="it calls Python"),
-    Script(SCRIPTS / "from_generator.py", warning="it calls Python"),
-    Script(SCRIPTS / "generator.py", warning="a Python generator is read"),
+    Script(SCRIPTS / "from_generator.py", warning="the generator is run again"),
+    Script(SCRIPTS / "generator.py", warning="a Python generator: to resume"),
     Script(SCRIPTS / "py_dataset.py"),
     Script(SCRIPTS / "image_data_generator.py"),
     Script(SCRIPTS / "torch_loader.py", needs=("torch",)),
@@ -89,7 +89,8 @@ _HEAD = """\
 
 Every row is a short script, written the way such scripts usually are. A test runs it in plain
 Keras, with `callbacks=kd.defaults(...)` added, and again with these callbacks, killed by SIGKILL
-mid-epoch and restarted. The weights and the `History` are compared bit for bit.
+mid-epoch and restarted. The weights and the `History` are compared bit for bit. Another test kills
+and restarts every script on two replicas, under `MirroredStrategy`.
 
 Where the number of batches is unknown, plain Keras takes one optimizer step without data at the end
 of every epoch. `keras_distplug` does not, so its weights differ from plain Keras' there.

@@ -17,11 +17,12 @@ TIMEOUT_S = 120
 RUN = Path(__file__).with_name("run.py")
 
 
-def run(script: Script, folder: Path, how: str) -> dict[str, Any]:
+def run(script: Script, folder: Path, how: str, replicas: int = 1) -> dict[str, Any]:
     """What the script has trained; nothing of a run that was killed."""
     folder.mkdir(exist_ok=True)
     environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONHASHSEED": "0"}
-    with Process([str(RUN), str(script.path), str(folder), how], environ) as process:
+    command = [str(RUN), str(script.path), str(folder), how, str(replicas)]
+    with Process(command, environ) as process:
         code = process.wait(TIMEOUT_S)
         printed = process.output()
     if how == "killed":
@@ -32,14 +33,19 @@ def run(script: Script, folder: Path, how: str) -> dict[str, Any]:
     return found
 
 
+def require(script: Script) -> None:
+    """Skips the test unless the script's modules are installed."""
+    for name in script.needs:
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"pip install '.[test-inputs]' (it needs {name})")
+
+
 @pytest.mark.tf
 @pytest.mark.cluster
 @pytest.mark.parametrize("script", GALLERY, ids=lambda script: script.path.stem)
 def test_script(script: Script, tmp_path: Path) -> None:
     """In plain Keras, with our line, and killed and started again: the same bits."""
-    for name in script.needs:
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"pip install '.[test-inputs]' (it needs {name})")
+    require(script)
     plain = run(script, tmp_path / "plain", "plain")
     ours = run(script, tmp_path / "ours", "ours")
     run(script, tmp_path / "killed", "killed")
@@ -51,6 +57,19 @@ def test_script(script: Script, tmp_path: Path) -> None:
     assert bool(warned) == (script.warning is not None), warned
     if script.warning is not None:
         assert script.warning in "\n".join(warned)
+
+
+@pytest.mark.tf
+@pytest.mark.cluster
+@pytest.mark.parametrize("script", GALLERY, ids=lambda script: script.path.stem)
+def test_on_two_replicas(script: Script, tmp_path: Path) -> None:
+    """Killed and restarted under MirroredStrategy: the bits of a run that was not."""
+    require(script)
+    ours = run(script, tmp_path / "ours", "ours", replicas=2)
+    run(script, tmp_path / "killed", "killed", replicas=2)
+    resumed = run(script, tmp_path / "killed", "ours", replicas=2)
+    ours.pop("warnings"), resumed.pop("warnings")
+    assert resumed == ours
 
 
 def test_scripts_are_listed() -> None:

@@ -58,33 +58,45 @@ def numbers() -> tf.data.Dataset:
 @pytest.mark.parametrize(
     ("make", "line"),
     [
-        (lambda: D.range(3).map(uniform), "map: RandomUniform has no seed.*Dataset.random"),
-        (lambda: D.range(3).filter(lambda i: uniform(i) > 0.5), "filter: RandomUniform has no"),
+        (
+            lambda: D.range(3).map(uniform),
+            r"map of uniform \(test_audit.py, line \d+\): RandomUniform has.*Dataset.random",
+        ),
+        (
+            lambda: D.range(3).filter(lambda i: uniform(i) > 0.5),
+            r"filter \(test_audit.py, line \d+\): RandomUniform has no",
+        ),
         (
             lambda: D.range(3).map(seeded, num_parallel_calls=2),
-            "map: RandomStandardNormal in parallel calls.*enable_op_determinism",
+            "map of seeded .*: RandomStandardNormal runs in parallel.*enable_op_determinism",
         ),
         (
             lambda: D.range(3).map(of_a_generator, num_parallel_calls=2),
-            "map: it changes variables .* in parallel calls.*Leave out num_parallel_calls",
+            "map of of_a_generator .*: it changes variables .* in parallel.*Leave out num_par",
         ),
         (
             lambda: D.range(3).map(lambda i: i, num_parallel_calls=2, deterministic=False),
-            "map: deterministic=False changes the order",
+            r"map \(.*\): deterministic=False changes the order",
         ),
         (
             lambda: D.range(3).interleave(
                 lambda i: D.range(2), num_parallel_calls=2, deterministic=False
             ),
-            "interleave: deterministic=False changes the order",
+            r"interleave \(.*\): deterministic=False changes the order",
         ),
         (
             lambda: D.range(3).with_options(disordered()),
             "options.deterministic=False .*Leave",
         ),
-        (lambda: D.range(3).interleave(shuffled), r"interleave: .*Write `shuffle\(..., seed=1\)`"),
-        (lambda: D.range(3).map(python), r"map: it calls Python \(EagerPyFunc\), which is called"),
-        (numbers, r"flat_map: it calls Python \(PyFunc\)"),
+        (
+            lambda: D.range(3).interleave(shuffled),
+            r"interleave of shuffled .*Write `shuffle\(..., seed=1\)`",
+        ),
+        (
+            lambda: D.range(3).map(python),
+            r"map of python .*: it calls Python \(EagerPyFunc\)\. To resume",
+        ),
+        (numbers, r"from_generator \(test_audit.py, line \d+\): to resume, the generator is run"),
     ],
 )
 def test_what_cannot_be_had_again(make: Callable[[], tf.data.Dataset], line: str) -> None:

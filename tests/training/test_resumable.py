@@ -147,7 +147,9 @@ def test_description_of_seeds() -> None:
 def test_warns_once_of_everything() -> None:
     """One warning lists what cannot be had again."""
     dataset = tf.data.Dataset.range(8).map(lambda i: (i, tf.random.uniform([])))
-    with pytest.warns(UserWarning, match="map: RandomUniform has no seed") as found:
+    with pytest.warns(
+        UserWarning, match=r"map \(test_resumable.py, line \d+\): RandomUniform has no seed"
+    ) as found:
         kd.resumable(dataset.batch(2))
     [warning] = found
     assert warning.filename == __file__

@@ -21,6 +21,7 @@ import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
 from training import inputs  # noqa: E402
 
+from keras_distplug.compat import pipeline  # noqa: E402
 from keras_distplug.core.errors import DataError  # noqa: E402
 from keras_distplug.training import python_sources, sources  # noqa: E402
 from keras_distplug.training.position import Positioned  # noqa: E402
@@ -180,35 +181,30 @@ def test_a_wrong_place_is_noticed() -> None:
             assert a_pass(data, strategy) != expected[1][2:], name
 
 
-def test_a_dataset_read_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dataset that was trained on in this process continues with later orders, as in tf.data; so
-    does one that is too large to be made again for each pass."""
+def test_a_dataset_read_before() -> None:
+    """A dataset that was trained on in this process continues with later orders, as in tf.data."""
     strategy = tf.distribute.get_strategy()
-    for most in (sources._MADE_AGAIN_BYTES, 0):
-        monkeypatch.setattr(sources, "_MADE_AGAIN_BYTES", most)
-        dataset = inputs.SOURCES["shuffle"]().whole
-        other = Positioned(inputs.SOURCES["shuffle"]())
-        expected = [a_pass(other, strategy) for _ in range(4)]
-        first, second = (Positioned(sources.TfData(dataset)) for _ in range(2))
-        assert [a_pass(first, strategy) for _ in range(2)] == expected[:2]
-        assert [a_pass(second, strategy) for _ in range(2)] == expected[2:]
+    dataset = inputs.SOURCES["shuffle"]().whole
+    other = Positioned(inputs.SOURCES["shuffle"]())
+    expected = [a_pass(other, strategy) for _ in range(4)]
+    first, second = (Positioned(sources.TfData(dataset)) for _ in range(2))
+    assert [a_pass(first, strategy) for _ in range(2)] == expected[:2]
+    assert [a_pass(second, strategy) for _ in range(2)] == expected[2:]
 
 
-@pytest.mark.parametrize("start", [0, 3])
-def test_large_datasets_are_taken_as_they_are(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What holds many tensors is not made again for each pass, and goes on all the same."""
-    strategy = tf.distribute.get_strategy()
-    whole = positioned("shuffle", strategy)
-    expected = [a_pass(whole, strategy) for _ in range(4)]
-    monkeypatch.setattr(sources, "_MADE_AGAIN_BYTES", 0)
-    source = inputs.SOURCES["shuffle"]()
-    data = Positioned(source)
-    data.begin_at(2, start)
-    assert a_pass(data, strategy) == expected[2][start:]
-    assert source.batches(3, 0) is source.whole
-    assert inputs.ids(source.whole, ENDLESS) == [
-        np.frombuffer(batch[0], "int64").tolist() for batch in expected[3]
-    ]
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "int32", "bool", "complex64"])
+def test_large_tensors_are_held_once(dtype: str) -> None:
+    """The tensors of a pipeline are shared with it, not copied."""
+    numbers, others = (tf.cast(tf.range(first, first + 2000), dtype) for first in (0, 1))
+    dataset = tf.data.Dataset.from_tensor_slices((numbers, others)).batch(8)
+    parts = pipeline.read(dataset)
+    given = next(d for d in pipeline._chain(dataset) if hasattr(d, "_tensors"))._tensors
+    assert len(given) == 2
+    assert {id(each) for each in given} == {id(each) for each in parts._held.values()}
+    assert len(parts._graph.SerializeToString()) < 4000
+    remade = parts.remaker([], frozenset())([], 2, 0)
+    for ours, theirs in zip(remade, dataset.skip(2), strict=True):
+        assert all(map(lambda a, b: bool(tf.reduce_all(a == b)), ours, theirs))
 
 
 def test_what_cannot_be_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,270 @@
+"""What our callbacks cost a plain `fit`, by the kind of its input.
+
+    python benchmarks/inputs.py [--rounds 5] [--part resume|step|memory] [--json FILE]
+
+Every measurement is a process. Plain Keras and `BackupAndRestore` take turns. Three parts:
+
+- resume: from the start of `fit` to the end of its first step, in a new run and in one that resumes
+  at batch 9,000 of 10,000, and what it takes to read the 9,000 batches without a model;
+- step: time per step of 1 ms, and to the end of the first one, with and without the callback, which
+  saves nothing meanwhile;
+- memory: the peak resident memory of a process that trains one epoch on 512 MB of float32, as an
+  array, as an `np.memmap`, and in `tf.data.Dataset.from_tensor_slices`.
+
+Not verified on GPU. Where torch is not installed, its `DataLoader` is skipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from measured import parser, report, show, spread, told
+from rich.table import Table
+
+KINDS = ["arrays", "tf.data", "generator", "PyDataset", "torch DataLoader"]
+HELD = ["array", "memory map", "from_tensor_slices"]
+BATCHES, RESUMED_AT, BATCH_SIZE = 10_000, 9_000, 8
+STEPS = 2_000
+BATCH_OF_MEMORY, ROWS, COLUMNS = 1024, 2**17, 2**10  # 512 MB
+TIMEOUT_S = 300
+
+
+class Interrupted(Exception):
+    """Ends a `fit`."""
+
+
+def inputs(kind: str) -> Callable[[], dict[str, Any]]:
+    """Makes what `fit` is given: 10,000 batches of 8 samples."""
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    x = np.random.default_rng(0).normal(size=(BATCHES * BATCH_SIZE, 4)).astype("float32")
+    y = x.sum(1, keepdims=True)
+
+    class Batches(keras.utils.PyDataset):  # type: ignore[misc]
+        def __len__(self) -> int:
+            return BATCHES
+
+        def __getitem__(self, index: int) -> Any:
+            rows = slice(BATCH_SIZE * index, BATCH_SIZE * (index + 1))
+            return x[rows], y[rows]
+
+    def generated() -> Any:
+        data = Batches()
+        yield from (data[number] for number in range(BATCHES))
+
+    def dataset() -> tf.data.Dataset:
+        whole = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(1000, seed=1)
+        return whole.map(lambda x, y: (2 * x, y), num_parallel_calls=2).batch(BATCH_SIZE)
+
+    def loader() -> Any:
+        import torch
+
+        data = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+        generator = torch.Generator().manual_seed(3)
+        return torch.utils.data.DataLoader(
+            data, batch_size=BATCH_SIZE, shuffle=True, generator=generator
+        )
+
+    makes: dict[str, Callable[[], dict[str, Any]]] = {
+        "arrays": lambda: {"x": x, "y": y, "batch_size": BATCH_SIZE},
+        "tf.data": lambda: {"x": dataset()},
+        "generator": lambda: {"x": generated(), "steps_per_epoch": BATCHES},
+        "PyDataset": lambda: {"x": Batches()},
+        "torch DataLoader": lambda: {"x": loader()},
+    }
+    return makes[kind]
+
+
+def model(features: int = 4) -> Any:
+    import keras
+
+    keras.utils.set_random_seed(5)
+    made = keras.Sequential([keras.Input((features,)), keras.layers.Dense(1)])
+    made.compile("adam", "mse")
+    return made
+
+
+def fit(given: dict[str, Any], last: int, callbacks: list[Any]) -> dict[str, float]:
+    """Trains up to a batch of the first epoch."""
+    import keras
+
+    first: dict[str, float] = {}
+    trained = model()  # also starts TensorFlow
+    begin_s = time.perf_counter()
+
+    class Watch(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if not first:
+                first.update(batch=batch, first_s=time.perf_counter() - begin_s)
+            if batch == last:
+                steps_s = time.perf_counter() - begin_s - first["first_s"]
+                first["step_s"] = steps_s / max(1, batch - first["batch"])
+                raise Interrupted
+
+    with contextlib.suppress(Interrupted):
+        trained.fit(**given, verbose=0, callbacks=[Watch(), *callbacks])
+    return first
+
+
+def backup(directory: str, save_freq: int | str) -> Any:
+    import keras_distplug as kd
+
+    return kd.BackupAndRestore(
+        directory, save_freq=save_freq, on_busy="wait", delete_checkpoint=False
+    )
+
+
+def to_resume(kind: str, directory: str) -> dict[str, float]:
+    """Trains up to batch 9,000 with checkpoints, and measures reading that far."""
+    make = inputs(kind)
+    found = fit(make(), RESUMED_AT, [backup(directory, RESUMED_AT)])
+    found["read_s"] = read_s(kind, make())
+    return found
+
+
+def read_s(kind: str, given: dict[str, Any]) -> float:
+    data = given["x"]
+    if kind == "arrays":
+        return 0.0
+    begin_s = time.perf_counter()
+    batches = (data[n] for n in range(BATCHES)) if kind == "PyDataset" else iter(data)
+    for _ in range(RESUMED_AT):
+        next(batches)
+    return time.perf_counter() - begin_s
+
+
+def resumed(kind: str, directory: str) -> dict[str, float]:
+    found = fit(inputs(kind)(), RESUMED_AT + 1, [backup(directory, RESUMED_AT)])
+    assert found["batch"] == RESUMED_AT, found
+    return found
+
+
+def steps(kind: str, directory: str) -> dict[str, float]:
+    """Per step; a directory of "" is plain Keras."""
+    return fit(inputs(kind)(), STEPS, [backup(directory, "epoch")] if directory else [])
+
+
+def memory(held: str, directory: str) -> dict[str, float]:
+    """The peak of one epoch; a directory of "" is plain Keras."""
+    import numpy as np
+    import tensorflow as tf
+
+    y = np.zeros((ROWS, 1), "float32")
+    if held == "memory map":
+        with tempfile.TemporaryDirectory() as folder:
+            x: Any = np.memmap(f"{folder}/x", "float32", "w+", shape=(ROWS, COLUMNS))
+    else:
+        x = np.zeros((ROWS, COLUMNS), "float32")
+    x[:] = 1
+    given: dict[str, Any] = {"x": x, "y": y, "batch_size": BATCH_OF_MEMORY}
+    if held == "from_tensor_slices":
+        whole = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(1000, seed=1)
+        given = {"x": whole.batch(BATCH_OF_MEMORY)}
+    callbacks = [backup(directory, "epoch")] if directory else []
+    model(COLUMNS).fit(**given, verbose=0, callbacks=callbacks)
+    return {"peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+
+
+PARTS = {each.__name__: each for each in (to_resume, resumed, steps, memory)}
+
+
+def measured(part: Callable[..., dict[str, float]], kind: str, directory: str) -> dict[str, float]:
+    """What `part` returns in a process of its own."""
+    command = [sys.executable, __file__, "--child", part.__name__, kind, directory]
+    environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
+    done = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def measure_resume(rounds: int, kinds: list[str]) -> dict[str, Any]:
+    taken: dict[str, dict[str, list[float]]] = {kind: {} for kind in kinds}
+    for _ in range(rounds):
+        for kind in kinds:
+            with tempfile.TemporaryDirectory() as folder:
+                new, again = (measured(part, kind, folder) for part in (to_resume, resumed))
+            found = {
+                "new_s": new["first_s"],
+                "resumed_s": again["first_s"],
+                "read_s": new["read_s"],
+            }
+            found["more_s"] = found["resumed_s"] - found["new_s"]
+            for name, value in found.items():
+                taken[kind].setdefault(name, []).append(value)
+    return {kind: {name: spread(v) for name, v in each.items()} for kind, each in taken.items()}
+
+
+def measure_pairs(
+    part: Callable[..., dict[str, float]], names: tuple[str, ...], rounds: int, kinds: list[str]
+) -> dict[str, Any]:
+    """Plain Keras and ours, in turns."""
+    taken: dict[str, dict[str, list[float]]] = {kind: {} for kind in kinds}
+    for number in range(rounds):
+        for kind in kinds:
+            for how in ("plain", "ours") if number % 2 else ("ours", "plain"):
+                with tempfile.TemporaryDirectory() as folder:
+                    found = measured(part, kind, folder if how == "ours" else "")
+                for name in names:
+                    taken[kind].setdefault(f"{how}_{name}", []).append(found[name])
+    return {kind: {name: spread(v) for name, v in each.items()} for kind, each in taken.items()}
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--part", choices=("resume", "step", "memory"), help="only this one")
+    options.add_argument("--child", nargs=3, help="a measurement, in this process")
+    arguments = options.parse_args()
+    if arguments.child:
+        part, kind, directory = arguments.child
+        print(json.dumps(PARTS[part](kind, directory)))
+        return
+    kinds = [k for k in KINDS if k != "torch DataLoader" or importlib.util.find_spec("torch")]
+    parts = (arguments.part,) if arguments.part else ("resume", "step", "memory")
+    found: dict[str, Any] = {}
+    if "resume" in parts:
+        found["resume"] = measure_resume(arguments.rounds, kinds)
+        table = Table(
+            "input", "first step", f"at batch {RESUMED_AT:,}", "more", "reading so far", title="s"
+        )
+        for kind, each in found["resume"].items():
+            names = ("new_s", "resumed_s", "more_s", "read_s")
+            table.add_row(kind, *(told(each[name]) for name in names))
+        show(table)
+    if "step" in parts:
+        names = ("step_s", "first_s")
+        found["step"] = measure_pairs(steps, names, arguments.rounds, kinds)
+        table = Table("input", "us per step, plain", "ours", "s to the first step, plain", "ours")
+        for kind, each in found["step"].items():
+            cells = [told(each[f"{how}_step_s"], ".0f", 1e6) for how in ("plain", "ours")]
+            cells += [told(each[f"{how}_first_s"]) for how in ("plain", "ours")]
+            table.add_row(kind, *cells)
+        show(table)
+    if "memory" in parts:
+        found["memory"] = measure_pairs(memory, ("peak_mb",), arguments.rounds, HELD)
+        table = Table("512 MB of float32 as", "peak MB, plain", "ours")
+        for kind, each in found["memory"].items():
+            cells = [told(each[f"{how}_peak_mb"], ".0f") for how in ("plain", "ours")]
+            table.add_row(kind, *cells)
+        show(table)
+    report(arguments, found)
+
+
+if __name__ == "__main__":
+    main()
