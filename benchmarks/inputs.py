@@ -233,8 +233,8 @@ def main() -> None:
     arguments = options.parse_args()
     if arguments.child:
         part, kind, directory = arguments.child
-        print(json.dumps(PARTS[part](kind, directory)))
-        return
+        print(json.dumps(PARTS[part](kind, directory)), flush=True)
+        os._exit(0)  # plain Keras may abort at its exit while it reads a generator
     kinds = [k for k in KINDS if k != "torch DataLoader" or importlib.util.find_spec("torch")]
     parts = (arguments.part,) if arguments.part else ("resume", "step", "memory")
     found: dict[str, Any] = {}

@@ -16,7 +16,7 @@ from keras_distplug.callbacks.candidates import Found
 from keras_distplug.callbacks.progress_line import shown
 from keras_distplug.cluster.agreement import Workers
 from keras_distplug.cluster.roles import Role
-from keras_distplug.compat import epochs, scheduled
+from keras_distplug.compat import epochs, replica_values, scheduled, trainer
 from keras_distplug.compat import model as compat_model
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, OtherRunError
 from keras_distplug.core.log import announce
@@ -80,6 +80,7 @@ class FitState:
         self._enter_epoch: Callable[[], None] | None = None
         self._leave_epoch: Callable[[], None] | None = None
         self._lost_logs: set[str] = set()  # names already reported
+        replica_values.stop_waiting(model)  # for what a `fit` that failed did not make
 
     # Counting
 
@@ -110,6 +111,7 @@ class FitState:
             self._drawn = random_states.capture()
 
     def on_test_begin(self) -> None:
+        replica_values.stop_waiting(self._model)  # what a test makes has no part in the epoch
         if self._validation is None:
             self._validation = progress.of_validation(self._model, self._seed)
             if self._validation is not None and self._validated:
@@ -120,6 +122,7 @@ class FitState:
                     self._validated,
                     self._validated_read,
                     self._validated_with,
+                    looked=trainer.looks_first(self._model),
                 )
             self._drawn = None
 
@@ -132,6 +135,7 @@ class FitState:
         if self._leave_epoch is not None:
             self._leave_epoch()
             self._leave_epoch = None
+        replica_values.stop_waiting(self._model)
 
     # There
 
@@ -381,7 +385,8 @@ class FitState:
                 f"global batches had {before} samples and have {now} now; the epoch goes on with "
                 f"the sample that comes next, as batch {int(batch) + 1}"
             )
-        place_of.build_metrics(self._model)
+        if compat_model.runs_eagerly(self._model) and not compat_model.has_own_step(self._model):
+            place_of.build_metrics(self._model)  # they count as soon as they are made
         trained = capture.capture(self._model)
 
         def enter() -> None:
@@ -399,11 +404,28 @@ class FitState:
     def _restore_own(self, *, in_epoch: bool) -> None:
         own = {k: v for k, v in self._arrays.items() if k.startswith(own_states.PREFIX)}
         self._arrays = {}  # with best weights among them, as large as the model
-        differs = own_states.restore(
-            self._model, own, self._role.rank, self._role.world_size, in_epoch=in_epoch
+
+        def restore() -> str | None:
+            return own_states.restore(
+                self._model, own, self._role.rank, self._role.world_size, in_epoch=in_epoch
+            )
+
+        def restore_what_was_built() -> None:
+            if (differs := restore()) is not None:
+                self._announce_new_metrics(differs)
+
+        differs = restore()
+        if differs is None:
+            return
+        waits = not compat_model.runs_eagerly(self._model) and replica_values.when_built(
+            self._model, restore_what_was_built
         )
-        if differs is not None and self._role.is_chief:
-            announce(f"the metrics of this epoch begin with the next batch: {differs}")
+        if not waits:
+            self._announce_new_metrics(differs)
+
+    def _announce_new_metrics(self, differs: str) -> None:
+        if self._role.is_chief:
+            announce(f"the metrics of this epoch start with the next batch: {differs}")
 
     def _restore_callbacks(
         self, manifest: Manifest, *, is_anew: bool = False

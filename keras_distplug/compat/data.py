@@ -37,6 +37,9 @@ class LateDistributedDataset(tf.distribute.DistributedDataset):  # type: ignore[
     def use(self, strategy: tf.distribute.Strategy) -> None:
         raise NotImplementedError
 
+    def note_looked(self) -> None:
+        """To be called when `fit` or `evaluate` would have looked at a batch before it reads."""
+
     def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
         """What one of the workers reads that ParameterServerStrategy schedules steps on. It is made
         there, in a function that is traced here.

@@ -197,11 +197,22 @@ def _in_floatx(array: np.ndarray) -> np.ndarray:
 
 
 def begin_with_logs(model: keras.Model, logs: Mapping[str, Any]) -> Callable[[], None]:
-    """Gives an epoch that has no batch left the logs of its last one.
+    """Gives an epoch that has no batch left the logs of its last one, but not its validation.
 
     Returns:
         What undoes it.
     """
     stock = model._get_metrics_result_or_logs
-    override(model, "_get_metrics_result_or_logs", lambda found: stock(found or dict(logs)))
-    return lambda: override(model, "_get_metrics_result_or_logs", stock)
+
+    def undo() -> None:
+        override(model, "_get_metrics_result_or_logs", stock)
+
+    def with_logs(found: Any) -> Any:
+        undo()
+        metrics = model._compile_metrics
+        if not found and metrics is not None and not metrics.built:
+            return dict(logs)  # they have no result before the first step
+        return stock(found or dict(logs))
+
+    override(model, "_get_metrics_result_or_logs", with_logs)
+    return undo

@@ -79,6 +79,16 @@ def is_placed(model: keras.Model) -> bool:
     return model._distribute_strategy is not None
 
 
+def has_own_step(model: keras.Model) -> bool:
+    """Does the model's class have a `train_step` that is not Keras'?"""
+    return type(model).train_step is not keras_trainer.TensorFlowTrainer.train_step
+
+
+def runs_eagerly(model: keras.Model) -> bool:
+    """Are the steps of `model` not traced?"""
+    return bool(model.run_eagerly or tf.config.functions_run_eagerly())
+
+
 def is_traced_twice(model: keras.Model) -> bool:
     """Does Keras make variables in the first step of `model`, though it could make them before?
 
@@ -88,8 +98,8 @@ def is_traced_twice(model: keras.Model) -> bool:
     """
     return (
         model._distribute_strategy is None
-        and not model.run_eagerly
-        and type(model).train_step is keras_trainer.TensorFlowTrainer.train_step
+        and not runs_eagerly(model)
+        and not has_own_step(model)
         and model.built
         and all(layer.built for layer in layers_of(model))
     )

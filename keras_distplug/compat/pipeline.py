@@ -14,12 +14,14 @@ import functools
 import inspect
 import itertools
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import keras
@@ -62,7 +64,7 @@ _CHANGES = re.compile(r"Assign.*Variable.*|Resource(Scatter|Apply).*|Rng.*|State
 FROM_GENERATOR = "from_generator"
 _COUNT = "distplug_batches_to_leave_out"
 # Where functions are that no user has written.
-_PACKAGES = tuple(str(Path(package.__file__).parent) for package in (tf, keras))
+_PACKAGES = tuple(str(Path(package.__file__).parent) + os.sep for package in (tf, keras))
 
 
 class UnreadableError(Exception):
@@ -482,8 +484,12 @@ def _functions_of(dataset: tf.data.Dataset) -> dict[str, Any]:
 def _place_of(function: Any) -> str | None:
     """Where a user's function is, such as `of augment (train.py, line 14)`; None for one of
     TensorFlow or Keras."""
-    given = inspect.unwrap(getattr(function, "func", function))  # also of a `functools.partial`
-    if (code := getattr(given, "__code__", None)) is None or code.co_filename.startswith(_PACKAGES):
+    try:
+        given = inspect.unwrap(getattr(function, "func", function))  # also of a `functools.partial`
+        code = getattr(given, "__code__", None)
+    except (AttributeError, TypeError, ValueError):  # of a callable with attributes of any kind
+        return None
+    if not isinstance(code, CodeType) or code.co_filename.startswith(_PACKAGES):
         return None
     name = "" if code.co_name == "<lambda>" else f"of {code.co_name} "
     return f"{name}({Path(code.co_filename).name}, line {code.co_firstlineno})"
@@ -492,7 +498,7 @@ def _place_of(function: Any) -> str | None:
 def _given_to_from_generator(function: Any) -> Any:
     """The generator function of `Dataset.from_generator`, which maps `function`; None if it is not
     that."""
-    if not getattr(function, "__module__", "").endswith(".from_generator_op"):
+    if not str(getattr(function, "__module__", "")).endswith(".from_generator_op"):
         return None
     finalize = inspect.getclosurevars(function).nonlocals.get("finalize_fn")
     state = finalize and inspect.getclosurevars(finalize).nonlocals.get("generator_state")
@@ -627,7 +633,7 @@ def _steps(graph: graph_pb2.GraphDef, functions: Mapping[str, Any]) -> Iterator[
             and not value.tensor_shape.dim
         }
         given = [functions[name]._func for name in _called_by(node) if name in functions]
-        generators = list(filter(None, map(_given_to_from_generator, given)))
+        generators = [g for f in given if (g := _given_to_from_generator(f)) is not None]
         called = list(_functions(node, library))
         inner = [each for function in called for each in function.node_def]
         randoms = [

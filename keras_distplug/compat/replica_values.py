@@ -6,7 +6,7 @@ up, which on several workers is a collective; the parts of this process are priv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -14,6 +14,7 @@ import tensorflow as tf
 from keras.src import backend
 
 from keras_distplug.compat.model import all_variables, random_state_kept
+from keras_distplug.compat.override import override
 
 
 def own_of_replicas(model: keras.Model) -> list[keras.Variable]:
@@ -51,6 +52,42 @@ def build(model: keras.Model, element_spec: Any) -> None:
             backend.compute_output_spec(
                 model._compute_loss, x, y, y_pred, **weighted, training=True
             )
+
+
+def when_built(model: keras.Model, then: Callable[[], None]) -> bool:
+    """Calls `then` as soon as the first step has made the variables of metrics, before they count.
+
+    Returns:
+        Whether there is anything left to be made.
+    """
+    waiting = [part for part in _compiled(model) if not part.built]
+
+    def hook(part: Any) -> None:
+        stock = type(part).build.__get__(part)
+
+        def build(*args: Any, **kwargs: Any) -> None:
+            vars(part).pop("build", None)
+            stock(*args, **kwargs)
+            waiting.remove(part)
+            if not waiting:
+                with tf.init_scope():  # a step that is being traced runs afterwards
+                    then()
+
+        override(part, "build", build)
+
+    for part in list(waiting):
+        hook(part)
+    return bool(waiting)
+
+
+def stop_waiting(model: keras.Model) -> None:
+    """Undoes `when_built`."""
+    for part in _compiled(model):
+        vars(part).pop("build", None)
+
+
+def _compiled(model: keras.Model) -> list[Any]:
+    return [part for part in (model._compile_loss, model._compile_metrics) if part is not None]
 
 
 def _symbolic(spec: Any) -> keras.KerasTensor:

@@ -44,7 +44,7 @@ from keras_distplug.compat import (
     scheduled,
     steps,
 )
-from keras_distplug.compat.data import batch_size, peeked_at, tell_strategy
+from keras_distplug.compat.data import LateDistributedDataset, batch_size, peeked_at, tell_strategy
 from keras_distplug.compat.model import drop_functions, layers_of, optimizers_of
 from keras_distplug.compat.override import is_marked, mark, override
 from keras_distplug.compat.workers import has_several_replicas, is_multi_worker, is_scheduled
@@ -213,7 +213,9 @@ def _symbolic_build(model: keras.Model) -> Callable[..., None]:
         if iterator is not None:
             tell_strategy(iterator, strategy)
             _warn_of_uneven_batches(model, iterator)
-            data_batch = _spec_of_first(iterator) or _first_batch(iterator, strategy)
+            data_batch = _spec_of_first(iterator)
+            if data_batch is None:
+                data_batch = _peeked(iterator, strategy) or _first_batch(iterator, strategy)
         with strategy.scope():
             model._symbolic_build(data_batch=data_batch)
         _adapt_parts(model)
@@ -267,12 +269,32 @@ def _spec_of_first(iterator: Any) -> Any:
 def _looked_at(iterator: Any, strategy: tf.distribute.Strategy) -> Any:
     """A first batch for the shapes of a model's variables, as Keras takes it; batches of a Python
     generator stay for training, and strings are no fault."""
-    adapter = iterator.data_adapter
-    if (peeked := peeked_at(adapter)) is not None:
+    if (peeked := _peeked(iterator, strategy)) is not None:
         return peeked
-    if isinstance(given := getattr(adapter, "_dataset", None), tf.data.Dataset):
+    dataset = iterator._distributed_dataset
+    if isinstance(dataset, LateDistributedDataset):
+        if (spec := _spec_of_first(iterator)) is not None:
+            dataset.note_looked()
+            return spec
+    elif isinstance(given := getattr(iterator.data_adapter, "_dataset", None), tf.data.Dataset):
         earlier_passes.add(given, made=1, read=1)
     return _first_batch(iterator, strategy)
+
+
+def _peeked(iterator: Any, strategy: tf.distribute.Strategy) -> Any:
+    """A replica's part of the first batch of a Python generator; None for other data."""
+    replicas = strategy.num_replicas_in_sync
+
+    def part(value: Any) -> Any:
+        return value[: -(-value.shape[0] // replicas)] if getattr(value, "shape", ()) else value
+
+    batch = peeked_at(iterator.data_adapter)
+    return None if batch is None else keras.tree.map_structure(part, batch)
+
+
+def looks_first(model: keras.Model) -> bool:
+    """Whether `fit` and `evaluate` look at a batch of `model`'s data before they read it."""
+    return model._distribute_strategy is not None and "_maybe_symbolic_build" not in vars(model)
 
 
 def _first_batch(iterator: Any, strategy: tf.distribute.Strategy) -> Any:

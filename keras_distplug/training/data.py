@@ -275,7 +275,7 @@ def warn_of(source: Source, *, is_validation: bool = False) -> None:
         what = "validation data" if is_validation else "training data"
         listed = "\n".join(f"- {line}." for line in lines)
         warnings.warn(
-            f"A resumed run may not reproduce its {what} exactly:\n{listed}", stacklevel=3
+            f"A resumed run cannot be sure to reproduce its {what} exactly:\n{listed}", stacklevel=3
         )
 
 

@@ -89,7 +89,8 @@ def restore(
         in_epoch: As it was given to `capture`.
 
     Returns:
-        What does not fit; None if all does.
+        What does not fit; None if all does. Variables that have the same path get their values all
+        the same: the others may not have been made yet.
     """
     _, variables = _named(model, in_epoch=in_epoch)
     replicas: dict[int, list[np.ndarray]] = {}
@@ -99,16 +100,29 @@ def restore(
     shapes = [tuple(variable.shape) for variable in variables]
     if any([array.shape for array in values] != shapes for values in stored or [[]]):
         there = [array.shape for array in stored[0]] if stored else []
+        paths = [key.split("/", 3)[-1] for key in arrays if key.startswith(f"{PREFIX}0000/")]
+        for variable in variables:
+            if paths.count(variable.path) == 1:
+                values = [each[paths.index(variable.path)] for each in stored]
+                _assign(variable, values, rank, world_size)
         return f"the variables of metrics have the shapes {there} there and {shapes} here"
     for place, variable in enumerate(variables):
-        here = len(replica_values.parts(variable))
-        values = [each[place] for each in stored]
-        if len(values) == here * world_size:
-            mine = values[rank * here : (rank + 1) * here]
-        else:
-            mine = _of_others(values, variable.aggregation, here, is_first=rank == 0)
-        replica_values.set_parts(variable, mine)
+        _assign(variable, [each[place] for each in stored], rank, world_size)
     return None
+
+
+def _assign(
+    variable: keras.Variable, values: Sequence[np.ndarray], rank: int, world_size: int
+) -> None:
+    """Gives the replicas of this worker theirs of a variable's values."""
+    if any(value.shape != tuple(variable.shape) for value in values):
+        return
+    here = len(replica_values.parts(variable))
+    if len(values) == here * world_size:
+        mine = values[rank * here : (rank + 1) * here]
+    else:
+        mine = _of_others(values, variable.aggregation, here, is_first=rank == 0)
+    replica_values.set_parts(variable, mine)
 
 
 def _of_others(

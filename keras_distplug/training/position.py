@@ -188,6 +188,11 @@ class Positioned(compat_data.LateDistributedDataset):
             self.read += 1
             self._is_read = True
 
+    def note_looked(self) -> None:
+        if isinstance(self.source, Counted):
+            self.source.note_made(self.passes)
+            self.source.note_read(self.read)
+
     @property
     def read_before(self) -> int:
         """As `read`, of the passes before the last one."""

@@ -190,15 +190,17 @@ def _announce_orders(source: Source, what: str) -> None:
 
 
 def take_up_validation(
-    data: Positioned, passes: int, passes_read: int, variables: Sequence[Any]
+    data: Positioned, passes: int, passes_read: int, variables: Sequence[Any], *, looked: bool
 ) -> None:
-    """Makes validation go on behind passes of another process.
+    """Continues validation after passes of another process.
 
     Keras has made its iterator over the data, and has reset it, as it does before each of these
     passes; the data had another state then.
     """
     data.begin_at(passes, 0, read=passes_read)
     data.assign(variables, in_pass=False)
+    if looked:
+        data.note_looked()  # which the other process would have done, too
     if isinstance(data.source, PyData):
         data.source.on_epoch_end()
 

@@ -113,9 +113,15 @@ def test_long_chains() -> None:
     earlier_passes.add(whole, 1, 1)
 
 
-def mirrored(data: Any, *callbacks: keras.callbacks.Callback, **given: Any) -> Any:
+def mirrored(
+    data: Any,
+    *callbacks: keras.callbacks.Callback,
+    strategy: tf.distribute.Strategy | None = None,
+    **given: Any,
+) -> Any:
     """Trains on two replicas. Plain Keras looks at a batch first, for the shapes of variables."""
-    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+    strategy = strategy or tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
         keras.utils.set_random_seed(5)
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         model.compile("adam", "mse")
@@ -135,6 +141,13 @@ def test_orders_on_several_replicas(tmp_path: Path) -> None:
     resumes_exactly(shuffled, mirrored(shuffled()), tmp_path)
 
 
+def test_orders_under_a_strategy_of_one_device(tmp_path: Path) -> None:
+    """There Keras looks at a batch of every validation, too."""
+    given = {"strategy": tf.distribute.OneDeviceStrategy("CPU:0")}
+    expected = mirrored(shuffled(), validation_data=shuffled().take(2), **given)
+    resumes_exactly(shuffled, expected, tmp_path, lambda: shuffled().take(2), **given)
+
+
 def test_generators_on_several_replicas(tmp_path: Path) -> None:
     """Looking at a batch loses none; plain Keras loses as many as were prefetched meanwhile."""
     x, y = zip(*islice(generated(), 9), strict=True)
@@ -143,16 +156,23 @@ def test_generators_on_several_replicas(tmp_path: Path) -> None:
     resumes_exactly(generated, expected, tmp_path, steps_per_epoch=3)
 
 
-def resumes_exactly(make: Callable[[], Any], expected: Any, tmp_path: Path, **given: Any) -> None:
-    def backup(folder: str) -> kd.BackupAndRestore:
-        return kd.BackupAndRestore(
+def resumes_exactly(
+    make: Callable[[], Any],
+    expected: Any,
+    tmp_path: Path,
+    validation: Callable[[], Any] = lambda: None,
+    **given: Any,
+) -> None:
+    def train(folder: str, *stop: small.Stop) -> Any:
+        backup = kd.BackupAndRestore(
             tmp_path / folder, save_freq=1, on_busy="wait", delete_checkpoint=False
         )
+        return mirrored(make(), *stop, backup, validation_data=validation(), **given)
 
-    assert mirrored(make(), backup("whole"), **given) == expected
+    assert train("whole") == expected
     with pytest.raises(small.Interrupted):
-        mirrored(make(), small.Stop(1, 1), backup("stopped"), **given)
-    assert mirrored(make(), backup("stopped"), **given) == expected
+        train("stopped", small.Stop(1, 1))
+    assert train("stopped") == expected
 
 
 def test_strings_on_several_replicas(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 
 import pytest
 
@@ -225,3 +225,28 @@ def test_lacks_prefetch() -> None:
     }
     lacks = {name for name, each in found.items() if advice.lacks_prefetch(pipeline.read(each))}
     assert lacks == {"untuned"}
+
+
+class Sized:
+    """A generator function that is an object, which counts as nothing."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def __call__(self) -> Iterator[int]:
+        return iter([1, 2])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: D.range(3).map("{}".format),
+        lambda: D.range(3).map(partial(tf.multiply, y=tf.constant(2, tf.int64))),
+        lambda: D.range(3).map(tf.keras.layers.Rescaling(2.0)),
+        lambda: D.range(3).map(tf.function(lambda i: i + 1)),
+        lambda: D.from_generator(Sized(), output_signature=tf.TensorSpec([], tf.int64)),
+    ],
+)
+def test_any_callable(make: Callable[[], tf.data.Dataset]) -> None:
+    """Whatever a pipeline calls can be named."""
+    assert all("to resume" in line for line in audit(make()))
