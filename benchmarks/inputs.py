@@ -1,6 +1,6 @@
 """What our callbacks cost a plain `fit`, by the kind of its input.
 
-    python benchmarks/inputs.py [--rounds 5] [--part resume|step|memory] [--json FILE]
+    python benchmarks/inputs.py [--rounds 5] [--part PART] [--kind INPUT] [--json FILE]
 
 Every measurement is a process. Plain Keras and `BackupAndRestore` take turns. Three parts:
 
@@ -229,13 +229,16 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--part", choices=("resume", "step", "memory"), help="only this one")
+    options.add_argument("--kind", choices=KINDS, help="only this input")
     options.add_argument("--child", nargs=3, help="a measurement, in this process")
     arguments = options.parse_args()
     if arguments.child:
         part, kind, directory = arguments.child
         print(json.dumps(PARTS[part](kind, directory)), flush=True)
         os._exit(0)  # plain Keras may abort at its exit while it reads a generator
-    kinds = [k for k in KINDS if k != "torch DataLoader" or importlib.util.find_spec("torch")]
+    has_torch = importlib.util.find_spec("torch") is not None
+    kinds = [kind for kind in KINDS if kind != "torch DataLoader" or has_torch]
+    kinds = [arguments.kind] if arguments.kind else kinds
     parts = (arguments.part,) if arguments.part else ("resume", "step", "memory")
     found: dict[str, Any] = {}
     if "resume" in parts:
