@@ -235,7 +235,9 @@ def main() -> None:
     if arguments.child:
         part, kind, directory = arguments.child
         print(json.dumps(PARTS[part](kind, directory)), flush=True)
-        os._exit(0)  # plain Keras may abort at its exit while it reads a generator
+        if part == steps.__name__:  # plain Keras may abort at exit while it reads a generator
+            os._exit(0)
+        return
     has_torch = importlib.util.find_spec("torch") is not None
     kinds = [kind for kind in KINDS if kind != "torch DataLoader" or has_torch]
     kinds = [arguments.kind] if arguments.kind else kinds
