@@ -102,6 +102,10 @@ class Counted(Protocol):
         """To be called when the first batch of one was read, with those before it that were."""
         ...
 
+    def note_looked(self, passed: int, read: int) -> None:
+        """To be called where plain Keras would have looked at a batch, with the passes before."""
+        ...
+
 
 class Variable(Protocol):
     """A value beside the elements that decides what the next ones are."""
@@ -190,8 +194,7 @@ class Positioned(compat_data.LateDistributedDataset):
 
     def note_looked(self) -> None:
         if isinstance(self.source, Counted):
-            self.source.note_made(self.passes)
-            self.source.note_read(self.read)
+            self.source.note_looked(self.passes, self.read)
 
     @property
     def read_before(self) -> int:

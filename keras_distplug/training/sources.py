@@ -323,6 +323,11 @@ class TfData:
     def note_read(self, read: int) -> None:
         earlier_passes.add(self.whole, 0, 1, least=(0, read))
 
+    def note_looked(self, passed: int, read: int) -> None:
+        if self._is_validation:  # other data has no order of plain Keras to keep to
+            self.note_made(passed)
+            self.note_read(read)
+
     def warnings(self) -> list[str]:
         if self._pipeline is None:
             return [

@@ -88,7 +88,7 @@ def given(kind: str) -> Any:
     }[kind]()
 
 
-@pytest.mark.filterwarnings("ignore:A run that goes on:UserWarning")
+@pytest.mark.filterwarnings("ignore:A resumed run:UserWarning")
 @pytest.mark.parametrize("kind", ["tf.data", "arrays", "PyDataset", "generator"])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_fit_reads_it_by_the_models_strategy(kind: str, replicas: int) -> None:
