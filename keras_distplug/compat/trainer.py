@@ -267,8 +267,8 @@ def _spec_of_first(iterator: Any) -> Any:
 
 
 def _looked_at(iterator: Any, strategy: tf.distribute.Strategy) -> Any:
-    """A first batch for the shapes of a model's variables, as Keras takes it; batches of a Python
-    generator stay for training, and strings are no fault."""
+    """Returns a first batch, from which Keras builds the model's variables. Unlike Keras, it uses
+    up no batch of a Python generator, and accepts strings."""
     if (peeked := _peeked(iterator, strategy)) is not None:
         return peeked
     dataset = iterator._distributed_dataset

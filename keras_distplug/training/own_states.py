@@ -89,8 +89,8 @@ def restore(
         in_epoch: As it was given to `capture`.
 
     Returns:
-        What does not fit; None if all does. Variables that have the same path get their values all
-        the same: the others may not have been made yet.
+        What does not match; None if everything does. Variables with a matching path are restored
+        anyway, because the others may not exist yet.
     """
     _, variables = _named(model, in_epoch=in_epoch)
     replicas: dict[int, list[np.ndarray]] = {}
