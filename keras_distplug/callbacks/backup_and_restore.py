@@ -401,6 +401,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
         compat_model.start_at_epoch(self.model, None)
+        self._state.on_train_end()
         if self._finished is not None:
             # Keras and other callbacks have done to it once more what was done to it already.
             capture.put_back(self.model, self._finished)

@@ -16,7 +16,7 @@ from keras_distplug.callbacks.candidates import Found
 from keras_distplug.callbacks.progress_line import shown
 from keras_distplug.cluster.agreement import Workers
 from keras_distplug.cluster.roles import Role
-from keras_distplug.compat import epochs, replica_values, scheduled, trainer
+from keras_distplug.compat import epochs, replica_values, scheduled, touched, trainer
 from keras_distplug.compat import model as compat_model
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, OtherRunError
 from keras_distplug.core.log import announce
@@ -26,8 +26,10 @@ from keras_distplug.core.state import Completion, Cursor, TrainState
 from keras_distplug.training import (
     callback_states,
     capture,
+    compilation,
     fingerprint,
     json_values,
+    outside,
     own_states,
     progress,
     random_states,
@@ -69,6 +71,9 @@ class FitState:
         self._agreement = agreement
         self._seed = seed
         self._keeps_copies = keeps_copies
+        self._compilation = compilation.Compilation(model)
+        self._outside = outside.Outside(model, others, warns=role.is_chief)
+        touched.Touched.of(model).on_trace = self._on_trace
         self._progress = progress.of_fit(model, seed)
         self._validation: Positioned | None = None
         self._validated = 0  # passes over the validation data before this `fit`
@@ -81,6 +86,11 @@ class FitState:
         self._leave_epoch: Callable[[], None] | None = None
         self._lost_logs: set[str] = set()  # names already reported
         replica_values.stop_waiting(model)  # for what a `fit` that failed did not make
+
+    def _on_trace(self, step: str) -> None:
+        if step == "train_step":
+            self._compilation.note_trace()
+        self._outside.on_trace()
 
     # Counting
 
@@ -137,6 +147,10 @@ class FitState:
             self._leave_epoch = None
         replica_values.stop_waiting(self._model)
 
+    def on_train_end(self) -> None:
+        touched.Touched.of(self._model).on_trace = None
+        self._outside.end()
+
     # There
 
     def take(
@@ -157,7 +171,12 @@ class FitState:
         )
         return TrainState(
             cursor=self.cursor,
-            arrays={**capture.capture(self._model), **own.arrays, **arrays},
+            arrays={
+                **capture.capture(self._model),
+                **self._outside.capture(self._agreement, self._role.world_size),
+                **own.arrays,
+                **arrays,
+            },
             history={name: json_values.encode(each) for name, each in history.history.items()},
             history_epochs=tuple(history.epoch),
             metrics=json_values.numbers(logs or {}),
@@ -167,6 +186,7 @@ class FitState:
             completion=completion,
             how_built={
                 **capture.how_built(self._model),
+                **self._compilation.take(),
                 "made_of": fingerprint.of_model(self._model),
             },
             callbacks=callbacks,
@@ -220,6 +240,7 @@ class FitState:
             OtherRunError: If it is of another model, or of other data.
         """
         capture.build(self._model, manifest.how_built)
+        self._take_up_compilation(manifest, where)
         difference = first_difference(
             capture.specs_of_model(manifest.variables), capture.specs_of(self._model)
         )
@@ -283,6 +304,7 @@ class FitState:
         manifest = found.stored.manifest
         damage = self._read_values(found)
         if damage is None:
+            self._restore_outside(manifest)
             goes_on = manifest.stop_training and not found.ends and not manifest.cursor.batch
             self.restored = self._restore_callbacks(manifest, is_anew=goes_on)
         return damage
@@ -294,6 +316,7 @@ class FitState:
         damage = self._read_values(found)
         if damage is None:
             there = found.stored.manifest.cursor
+            self._restore_outside(found.stored.manifest)
             self._restore_own(in_epoch=bool(there.batch))
             if there.epoch != self.cursor.epoch or not there.batch:
                 self._model.reset_metrics()
@@ -306,7 +329,8 @@ class FitState:
         with shown(f"reading {stored.name}", meter, is_shown=self._role.is_chief):
             try:
                 values = stored.values(capture.allocate, meter)
-                self._arrays = capture.restore(self._model, manifest.variables, values)
+                keys = [spec.key for spec in manifest.variables]
+                self._arrays = capture.restore(self._model, keys, values)
             except CheckpointError as error:
                 capture.put_back(self._model, before)
                 failure = error
@@ -325,6 +349,9 @@ class FitState:
     def go_on(self, manifest: Manifest) -> None:
         """Makes `fit` go on where the checkpoint was taken."""
         self._take_history(manifest)
+        changed = self._compilation.fit_optimizer(manifest.how_built)
+        if changed is not None and self._role.is_chief:
+            announce(f"since the checkpoint other variables are trained: {changed}")
         compat_model.start_at_epoch(self._model, manifest.cursor.epoch)
         cursor, place = manifest.cursor, manifest.data.get("train")
         self._validated = manifest.data.get("validation", 0)
@@ -391,7 +418,9 @@ class FitState:
 
         def enter() -> None:
             # Other callbacks have begun this epoch once more.
+            self._take_up_compilation(manifest, "this directory")
             capture.put_back(self._model, trained)
+            self._restore_outside(manifest)
             self._restore_callbacks(manifest)
             self._restore_own(in_epoch=True)
             self._restore_random(manifest)
@@ -400,6 +429,16 @@ class FitState:
             self._leave_epoch = epochs.begin_with_logs(self._model, logs)
 
         self._enter_epoch = enter
+
+    def _take_up_compilation(self, manifest: Manifest, where: str) -> None:
+        self._compilation.take_up(manifest.how_built, where)
+        capture.build_optimizers(self._model, manifest.how_built)
+
+    def _restore_outside(self, manifest: Manifest) -> None:
+        self._outside.restore(self._arrays, self._role.rank, self._role.world_size)
+        if self._role.rank < len(manifest.random):
+            draws = manifest.random[self._role.rank].get(own_states.DRAWS, {})
+            touched.Touched.of(self._model).draws.go_on_from(draws)
 
     def _restore_own(self, *, in_epoch: bool) -> None:
         own = {k: v for k, v in self._arrays.items() if k.startswith(own_states.PREFIX)}

@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 from keras.src import backend
 
+from keras_distplug.compat import touched
 from keras_distplug.compat.model import all_variables, random_state_kept
 from keras_distplug.compat.override import override
 
@@ -95,17 +96,20 @@ def _symbolic(spec: Any) -> keras.KerasTensor:
     return keras.KerasTensor(one.shape, keras.backend.standardize_dtype(one.dtype))
 
 
-def parts(variable: keras.Variable) -> list[Any]:
-    """The values of the replicas of this process. References: nothing is copied."""
-    return [part.read_value() for part in _parts(variable)]
+def parts(variable: Any) -> list[Any]:
+    """The values that the replicas of this process have of a variable of Keras or TensorFlow.
+    References: nothing is copied."""
+    return [part.read_value() for part in touched.parts(variable)]
 
 
-def set_parts(variable: keras.Variable, values: Sequence[Any]) -> None:
+def set_parts(variable: Any, values: Sequence[Any]) -> None:
     """Gives each replica of this process its value."""
-    for part, value in zip(_parts(variable), values, strict=True):
+    for part, value in zip(touched.parts(variable), values, strict=True):
         part.assign(value)
 
 
-def _parts(variable: keras.Variable) -> Sequence[tf.Variable]:
-    value = variable._value
-    return value.values if isinstance(value, tf.distribute.DistributedValues) else (value,)
+def aggregation(variable: Any) -> str:
+    """How the values of the replicas become one, by Keras' name."""
+    if isinstance(variable, keras.Variable):
+        return str(variable.aggregation)
+    return str(variable.aggregation.name).lower()

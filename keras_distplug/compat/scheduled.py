@@ -24,7 +24,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_distplug.compat import embeddings, gates, optimizers, shared_state
+from keras_distplug.compat import embeddings, gates, optimizers, shared_state, touched
 from keras_distplug.compat.data import LateDistributedDataset
 from keras_distplug.compat.model import all_variables, layers_of, optimizers_of
 from keras_distplug.compat.override import override
@@ -93,7 +93,9 @@ class _Schedule:
         self._leaves_out = False  # of the next `fit`
         with self._strategy.scope():
             # Once for each time that a worker has begun to read, it being started again among them.
-            self._begun = tf.Variable(tf.zeros([self._workers], tf.int64), trainable=False)
+            self._begun = touched.leave_out(
+                tf.Variable(tf.zeros([self._workers], tf.int64), trainable=False)
+            )
 
     # What Keras calls
 

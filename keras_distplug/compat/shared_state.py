@@ -21,7 +21,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_distplug.compat import gates
+from keras_distplug.compat import gates, touched
 from keras_distplug.compat.model import layers_of, optimizers_of
 from keras_distplug.compat.override import mark, override
 
@@ -119,7 +119,7 @@ class LeftOut:
 
     def __init__(self) -> None:
         # In all, and in a row.
-        self._counts = tf.Variable(tf.zeros([2], tf.int64), trainable=False)
+        self._counts = touched.leave_out(tf.Variable(tf.zeros([2], tf.int64), trainable=False))
 
     def reset(self) -> None:
         self._counts.assign([0, 0])

@@ -47,6 +47,7 @@ from keras_distplug.compat import (
 from keras_distplug.compat.data import LateDistributedDataset, batch_size, peeked_at, tell_strategy
 from keras_distplug.compat.model import drop_functions, layers_of, optimizers_of
 from keras_distplug.compat.override import is_marked, mark, override
+from keras_distplug.compat.touched import Touched
 from keras_distplug.compat.workers import has_several_replicas, is_multi_worker, is_scheduled
 from keras_distplug.core.errors import ModelError
 
@@ -105,12 +106,14 @@ def adapt(model: keras.Model) -> keras.Model:
     """
     if not mark(model):
         return model
+    for name in ("train_step", "test_step"):
+        noted = Touched.of(model).noting(name, getattr(model, name), lambda: _has_twins(model))
+        override(model, name, noted)
     if is_scheduled(model.distribute_strategy):
         scheduled.adapt(model)
     elif not has_several_replicas(model.distribute_strategy):
         override(model, "train_step", steps.only_with_data(model))
-        for optimizer in optimizers_of(model).values():
-            optimizers.give_gate(optimizer)
+        _adapt_optimizers(model)
     else:
         collectives.separate(model.distribute_strategy)
         logged = logs.Logged()
@@ -124,8 +127,42 @@ def adapt(model: keras.Model) -> keras.Model:
         override(model, "make_predict_function", steps.predict_maker(model))
         override(model, "predict_on_batch", _split_predict_on_batch(model))
         _adapt_parts(model)
+    for part in ("train", "test"):
+        override(model, f"make_{part}_function", _function_maker(model, part))
     drop_functions(model)
     return model
+
+
+def _function_maker(model: keras.Model, part: str) -> Callable[..., Any]:
+    """`make_train_function`, which callbacks call that compile or freeze in the middle of `fit`, or
+    `make_test_function`."""
+    stock = getattr(model, f"make_{part}_function")
+
+    def make_function(force: bool = False) -> Any:
+        if force or getattr(model, f"{part}_function") is None:
+            Touched.of(model).forget(f"{part}_step")
+            if is_scheduled(model.distribute_strategy):
+                pass
+            elif has_several_replicas(model.distribute_strategy):
+                _adapt_parts(model)
+            else:
+                _adapt_optimizers(model)
+        return stock(force)
+
+    return make_function
+
+
+def _adapt_optimizers(model: keras.Model) -> None:
+    for optimizer in optimizers_of(model).values():
+        optimizers.give_gate(optimizer)
+
+
+def _has_twins(model: keras.Model) -> bool:
+    """Can the random ops of a step count in variables of this process?
+
+    XLA has its own, and what workers of a ParameterServerStrategy count would go over the network.
+    """
+    return not model.jit_compile and not is_scheduled(model.distribute_strategy)
 
 
 def is_adapted(model: keras.Model) -> bool:

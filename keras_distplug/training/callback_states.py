@@ -36,7 +36,7 @@ def capture(
     """
     states: list[dict[str, Any]] = []
     arrays: dict[str, Any] = {}
-    for name, callback in _named(callbacks):
+    for name, callback in named(callbacks):
         state: dict[str, Any] = {}
         key = f"{PREFIX}{name}"
         if (known := keras_callbacks.state_of(callback)) is not None:
@@ -71,7 +71,7 @@ def restore(
     """
     by_name = {each["callback"]: each["state"] for each in states}
     restored = []
-    for name, callback in _named(callbacks):
+    for name, callback in named(callbacks):
         if name not in by_name:
             continue
         state = _decode(by_name[name], arrays)
@@ -99,7 +99,7 @@ def without_state(callbacks: Sequence[keras.callbacks.Callback]) -> list[str]:
     )
 
 
-def _named(
+def named(
     callbacks: Sequence[keras.callbacks.Callback],
 ) -> Iterator[tuple[str, keras.callbacks.Callback]]:
     """`EarlyStopping`, `EarlyStopping#2`: the same ones in the next process."""

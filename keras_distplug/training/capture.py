@@ -17,10 +17,10 @@ from keras_distplug.compat.tables import Table, value_of, wholes
 from keras_distplug.core.errors import ModelError
 from keras_distplug.core.manifest import VariableSpec
 from keras_distplug.core.memory import Memory
-from keras_distplug.training import callback_states, own_states
+from keras_distplug.training import callback_states, outside, own_states
 
 _RANDOM = "random/global_seed_generator"
-_BESIDE = (callback_states.PREFIX, own_states.PREFIX)
+_BESIDE = (callback_states.PREFIX, outside.PREFIX, own_states.PREFIX)
 _PLAIN = ("float16", "float32", "float64", "int32", "int64")
 _LARGE = 2**18  # elements
 
@@ -85,20 +85,20 @@ def allocate(spec: VariableSpec) -> Memory | None:
 
 
 def restore(
-    model: keras.Model, stored: Iterable[VariableSpec], values: Iterable[tuple[str, Any]]
+    model: keras.Model, stored: Iterable[str], values: Iterable[tuple[str, Any]]
 ) -> dict[str, np.ndarray]:
     """Writes what `capture` gave into `model`.
 
     Args:
         model: A built model whose `specs_of` match.
-        stored: The variables of the checkpoint, in the order of the model they are from: they go by
+        stored: The keys of the checkpoint, in the order of the model they are from: they go by
             that, because Keras counts up names in a process.
         values: Each one's key and value, in any order.
 
     Returns:
         The values of what is not the model's as a whole, by key.
     """
-    keys = [spec.key for spec in specs_of_model(stored)]
+    keys = [key for key in stored if not _is_beside_model(key)]
     variables = dict(zip(keys, variables_of(model).values(), strict=True))
     others = {}
     for key, value in values:
@@ -115,7 +115,7 @@ def restore(
 
 def put_back(model: keras.Model, taken: Mapping[str, Any]) -> None:
     """Writes what `capture` took from `model` back into it."""
-    restore(model, specs_of(model), taken.items())
+    restore(model, taken.keys(), taken.items())
 
 
 def how_built(model: keras.Model) -> dict[str, Any]:
@@ -128,10 +128,11 @@ def how_built(model: keras.Model) -> dict[str, Any]:
 
 
 def build(model: keras.Model, how: Mapping[str, Any]) -> None:
-    """Makes the variables that `model` lacks as those of another were made.
+    """Makes the variables that `model` lacks as those of another were made; not those of its
+    optimizers.
 
     Args:
-        model: A model that may not be built, or whose optimizers may not be.
+        model: A model that may not be built.
         how: From `how_built`.
 
     Raises:
@@ -146,6 +147,10 @@ def build(model: keras.Model, how: Mapping[str, Any]) -> None:
                 f"not be built as it was when the checkpoint was made ({how['model']}): {error}. "
                 "Call `model.build(input_shape)`, or the model on one batch, before `fit`."
             ) from error
+
+
+def build_optimizers(model: keras.Model, how: Mapping[str, Any]) -> None:
+    """Makes the variables that the optimizers of `model`, which is built, lack."""
     if max(itertools.chain(*how["optimizers"].values()), default=-1) < len(wholes(model.weights)):
         compat_model.build_optimizers(model, how["optimizers"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +29,11 @@ _INSTEAD = (
 def architecture_of(model: keras.Model) -> Mapping[str, Any] | None:
     """What `save_rebuilt` makes `model` from, JSON-able; None if Keras cannot tell that."""
     try:
-        told: dict[str, Any] = json.loads(json.dumps(compat_model.serialize(model)))
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore"
+            )  # of lambdas, for example, which nobody is asked to load
+            told: dict[str, Any] = json.loads(json.dumps(compat_model.serialize(model)))
     except Exception:  # noqa: BLE001 (a `get_config` of the user's raises what it likes)
         return None
     _renumber(told, {})
@@ -143,7 +148,8 @@ def _fill(model: keras.Model, manifest: Manifest, values: Values, *, by_path: bo
         raise OtherRunError(
             f"The checkpoint does not fit the model. The first difference: {difference}. {_INSTEAD}"
         )
-    capture.restore(model, stored, _of_model(values(capture.allocate), {s.key for s in stored}))
+    keys = [spec.key for spec in stored]
+    capture.restore(model, keys, _of_model(values(capture.allocate), set(keys)))
 
 
 def _of_model(values: Iterable[tuple[str, Any]], keys: set[str]) -> Iterator[tuple[str, Any]]:

@@ -97,6 +97,7 @@ class Guard:
         self._wanted: set[_Part] = set()
         self._there: set[_Part] = set()
         self._is_in_place = False
+        self._history: Any = None  # of the `fit` that is under way
         self.sees_updates = False  # once traced: whether an optimizer has been asked to apply
         self._traced: dict[str, _Traced] = {}
         self._stock: dict[str, Any] = {}
@@ -157,8 +158,6 @@ class Guard:
             if max_score is not None and _norms_of(name) not in self._windows:
                 for what, by_logarithm in ((_norms_of(name), True), (_losses_of(name), False)):
                     self._windows[what] = [Window(by_logarithm=by_logarithm) for _ in range(here)]
-        gates.never_note_assignments(compat_model.seeds_of(model))
-        gates.note_assignments([*model.non_trainable_variables, *model.metrics_variables])
         self._put_in_place()
 
     def want_times(
@@ -196,6 +195,9 @@ class Guard:
 
     def _put_in_place(self) -> None:
         model = self._model
+        if _Part.GATE in self._wanted | self._there:
+            gates.never_note_assignments(compat_model.seeds_of(model))
+            gates.note_assignments([*model.non_trainable_variables, *model.metrics_variables])
         for optimizer in compat_model.optimizers_of(model).values():
             optimizers.give_gate(optimizer)
             gates.put_before(optimizer, self)
@@ -220,9 +222,14 @@ class Guard:
     def _make_train_function(self, force: bool = False) -> Any:
         """Keras calls it in each `fit`, behind the callbacks' `set_model`."""
         wanted, self._wanted = self._wanted, set()
+        history = getattr(self._model, "history", None)
+        if not wanted and history is self._history:
+            wanted = self._there  # a callback calls it, in the same `fit`
+        self._history = history
         if not wanted:
             self._take_away()
             return self._model.make_train_function(force)
+        self._put_in_place()  # of new optimizers
         if wanted != self._there:
             self._there, force = wanted, True
         with _not_compiled(self._model):

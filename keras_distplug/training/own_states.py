@@ -13,10 +13,12 @@ import keras
 import numpy as np
 
 from keras_distplug.compat import replica_values
+from keras_distplug.compat.touched import Touched
 from keras_distplug.core.protocols import Agreement
 from keras_distplug.training import random_states
 
 PREFIX = "replicas/"
+DRAWS = "draws"  # of random ops
 
 
 @dataclass(frozen=True)
@@ -51,21 +53,28 @@ def capture(
             only the chief, which writes the manifest.
     """
     names, variables = _named(model, in_epoch=in_epoch)
-    mine = [replica_values.parts(variable) for variable in variables]
-    random = random_states.capture()
+    random = {**random_states.capture(), DRAWS: Touched.of(model).draws.positions()}
+    of_all = gather(variables, agreement, world_size)
     if world_size == 1:
-        return OwnStates(_by_replica(names, mine), (random,))
-    of_all: list[list[np.ndarray]] = []
-    if variables:
-        said = [_unpacked(each, mine) for each in agreement.gather("own states", _packed(mine))]
-        of_all = [
-            [np.array(part) for theirs in said for part in theirs[str(place)]]
-            for place in range(len(variables))
-        ]
+        return OwnStates(_by_replica(names, of_all), (random,))
     word = json.dumps(random)
     ask = agreement.gather if random_for_all else agreement.to_chief
     heard = ask("random", word) or []
     return OwnStates(_by_replica(names, of_all), tuple(map(json.loads, heard)))
+
+
+def gather(
+    variables: Sequence[Any], agreement: Agreement, world_size: int
+) -> Sequence[Sequence[Any]]:
+    """The values that the replicas of all workers have of each variable."""
+    mine = [replica_values.parts(variable) for variable in variables]
+    if world_size == 1 or not variables:
+        return mine
+    said = [_unpacked(each, mine) for each in agreement.gather("own states", _packed(mine))]
+    return [
+        [np.array(part) for theirs in said for part in theirs[str(place)]]
+        for place in range(len(variables))
+    ]
 
 
 def restore(
@@ -104,16 +113,14 @@ def restore(
         for variable in variables:
             if paths.count(variable.path) == 1:
                 values = [each[paths.index(variable.path)] for each in stored]
-                _assign(variable, values, rank, world_size)
+                assign(variable, values, rank, world_size)
         return f"the variables of metrics have the shapes {there} there and {shapes} here"
     for place, variable in enumerate(variables):
-        _assign(variable, [each[place] for each in stored], rank, world_size)
+        assign(variable, [each[place] for each in stored], rank, world_size)
     return None
 
 
-def _assign(
-    variable: keras.Variable, values: Sequence[np.ndarray], rank: int, world_size: int
-) -> None:
+def assign(variable: Any, values: Sequence[np.ndarray], rank: int, world_size: int) -> None:
     """Gives the replicas of this worker theirs of a variable's values."""
     if any(value.shape != tuple(variable.shape) for value in values):
         return
@@ -121,7 +128,7 @@ def _assign(
     if len(values) == here * world_size:
         mine = values[rank * here : (rank + 1) * here]
     else:
-        mine = _of_others(values, variable.aggregation, here, is_first=rank == 0)
+        mine = _of_others(values, replica_values.aggregation(variable), here, is_first=rank == 0)
     replica_values.set_parts(variable, mine)
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from keras_distplug.compat.touched import leave_out
+
 WINDOW = 128
 _ENOUGH = 32
 _LEAST_SPREAD = 0.1  # a tenth more or less is none
@@ -26,8 +28,8 @@ class Window:
 
     def __init__(self, *, by_logarithm: bool) -> None:
         self._by_logarithm = by_logarithm
-        self._values = tf.Variable(tf.zeros([WINDOW]), trainable=False)
-        self._count = tf.Variable(0, trainable=False)
+        self._values = leave_out(tf.Variable(tf.zeros([WINDOW]), trainable=False))
+        self._count = leave_out(tf.Variable(0, trainable=False))
 
     def score(self, value: tf.Tensor) -> tf.Tensor:
         """0 while there are too few to tell."""

@@ -1,0 +1,204 @@
+"""Random ops of a step, whose state nobody can read, with their state in a variable.
+
+TensorFlow 2.18 to 2.21. The kernels of `tf.random.normal` and its like draw from Philox with the
+key `seed` and the counter `(0, seed2)`; each run moves the counter by 256 for each number that it
+gives (`GuardedPhiloxRandom`). Stateless ops with that key and counter give the same bits, so a
+variable that counts makes twins of them that can be saved. This is done in the graph of the step
+itself, and in its conditions and loops: there every op has one kernel. TensorFlow may give a
+function that a step calls twice two kernels with the same numbers.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.ops import control_flow_v2_func_graphs, gen_random_ops
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+
+_NUMBERS_APART = 256  # how far a kernel moves its counter for one number
+_PHILOX = 1
+_VECTORIZED = "tensorflow/python/ops/parallel_for/"
+_STOCK = "_distplug_stock"
+_WITHIN = tuple(
+    getattr(control_flow_v2_func_graphs, f"{name}FuncGraph")
+    for name in ("CondBranch", "WhileCond", "WhileBody")
+)
+
+
+@dataclass(frozen=True)
+class _Draws:
+    """How far one op has drawn."""
+
+    position: ResourceVariable
+    begun_at: int
+
+    @property
+    def has_begun(self) -> bool:
+        return int(self.position) != self.begun_at
+
+
+class Draws:
+    """How far the random ops of a model's steps have drawn, by step, shapes of its batch and
+    number.
+
+    Args:
+        is_shared: Whether several traces of a step are in use, and go on from each other.
+    """
+
+    def __init__(self, *, is_shared: bool) -> None:
+        self._is_shared = is_shared
+        self._ops: dict[str, _Draws] = {}
+        self._waiting: dict[str, int] = {}  # of those that are not traced yet
+
+    def has(self, handle: tf.Tensor) -> bool:
+        """Is `handle` that of a position?"""
+        return any(each.position.handle is handle for each in self._ops.values())
+
+    def positions(self) -> dict[str, int]:
+        return {**self._waiting, **{name: int(each.position) for name, each in self._ops.items()}}
+
+    def go_on_from(self, positions: Mapping[str, int]) -> None:
+        """Puts back what `positions` gave, before the steps run."""
+        self._waiting = dict(positions)
+        for name in self._ops.keys() & positions.keys():
+            begun_at = self._waiting.pop(name)
+            position = self._ops[name].position
+            position.assign(begun_at)
+            self._ops[name] = _Draws(position, begun_at)
+
+    def begin(self, name: str) -> ResourceVariable:
+        """The position of an op that is traced. It begins anew, as its kernel would, unless another
+        trace of it has not run."""
+        before = self._ops.get(name)
+        if before is not None and self._is_shared:
+            return before.position
+        begun_at = self._waiting.pop(name, 0)
+        with tf.init_scope(), tf.device("CPU:0"):
+            if before is not None and not before.has_begun:
+                begun_at = before.begun_at
+            position = ResourceVariable(begun_at, trainable=False, dtype=tf.int64)
+        self._ops[name] = _Draws(position, begun_at)
+        return position
+
+
+@contextmanager
+def counted(draws: Draws, step: str, data: Any) -> Iterator[None]:
+    """While a step of `data` is traced, has its random ops draw from positions that are known."""
+    install()
+    shapes = ",".join(
+        f"{value.dtype.name}{value.shape}"
+        for value in keras.tree.flatten(data)
+        if isinstance(value, tf.Tensor)
+    )
+    before = _current.step
+    _current.step = _Step(draws, f"{step}({shapes})", tf.compat.v1.get_default_graph())
+    try:
+        yield
+    finally:
+        _current.step = before
+
+
+@dataclass(frozen=True)
+class _Step:
+    draws: Draws
+    name: str
+    graph: tf.Graph
+
+    def is_here(self) -> bool:
+        """Is an op that is made now one of the step, so that it has one kernel?"""
+        graph = tf.compat.v1.get_default_graph()
+        while graph is not self.graph and isinstance(graph, _WITHIN):
+            graph = graph.outer_graph
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and graph is self.graph:
+            if _VECTORIZED in frame.f_code.co_filename:
+                return False  # it makes an op for many numbers of one for one
+            frame = frame.f_back
+        return graph is self.graph
+
+    def position(self) -> ResourceVariable:
+        positions = _positions_in.setdefault(self.graph, [])
+        position = self.draws.begin(f"{self.name} {len(positions)}")
+        positions.append(position)
+        return position
+
+
+class _Current(threading.local):
+    step: _Step | None = None  # replicas are traced in threads
+
+
+_current = _Current()
+# They have to live as long as the graphs that use them.
+_positions_in: weakref.WeakKeyDictionary[tf.Graph, list[ResourceVariable]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def install() -> None:
+    """Puts the twins into TensorFlow's module. They are stock ops outside of `counted`."""
+    if hasattr(gen_random_ops.random_uniform_int, _STOCK):
+        return
+    twins = {name: _of_floats(getattr(gen_random_ops, name), _FLOATS[name]) for name in _FLOATS}
+    twins["random_uniform_int"] = _of_integers(gen_random_ops.random_uniform_int)
+    for name, twin in twins.items():
+        setattr(twin, _STOCK, getattr(gen_random_ops, name))
+        setattr(gen_random_ops, name, twin)
+
+
+_FLOATS = {
+    "random_standard_normal": tf.raw_ops.StatelessRandomNormalV2,
+    "random_uniform": tf.raw_ops.StatelessRandomUniformV2,
+    "truncated_normal": tf.raw_ops.StatelessTruncatedNormalV2,
+}
+
+
+def _of_floats(stock: Callable[..., Any], stateless: Callable[..., Any]) -> Callable[..., Any]:
+    def twin(shape: Any, dtype: Any, seed: int = 0, seed2: int = 0, name: str | None = None) -> Any:
+        given = _drawn(shape, seed, seed2)
+        if given is None:
+            return stock(shape, dtype, seed=seed, seed2=seed2, name=name)
+        return stateless(**given, dtype=dtype, name=name)
+
+    return twin
+
+
+def _of_integers(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def twin(
+        shape: Any, minval: Any, maxval: Any, seed: int = 0, seed2: int = 0, name: str | None = None
+    ) -> Any:
+        given = _drawn(shape, seed, seed2)
+        if given is None:
+            return stock(shape, minval, maxval, seed=seed, seed2=seed2, name=name)
+        return tf.raw_ops.StatelessRandomUniformIntV2(
+            **given, minval=minval, maxval=maxval, name=name
+        )
+
+    return twin
+
+
+def _drawn(shape: Any, seed: int, seed2: int) -> dict[str, Any] | None:
+    """What a stateless op takes to draw what a kernel with these seeds would; None where the kernel
+    shall draw."""
+    step = _current.step
+    if step is None or not (seed or seed2) or not step.is_here():
+        return None
+    position = step.position()
+    before = position.read_value()
+    shape = tf.convert_to_tensor(shape, dtype_hint=tf.int32)  # of [], too
+    numbers = tf.reduce_prod(tf.cast(shape, tf.int64))
+    position.assign_add(numbers * _NUMBERS_APART, read_value=False)
+    counter = tf.stack([tf.bitcast(before, tf.uint64), _word(seed2)])
+    return {"shape": shape, "key": _word(seed)[None], "counter": counter, "alg": _PHILOX}
+
+
+def _word(seed: int) -> tf.Tensor:
+    return tf.constant(seed % 2**64, tf.uint64)

@@ -1,0 +1,190 @@
+"""What a step touches: the variables that its trace captures, and ops that keep a random state.
+
+TensorFlow 2.18 to 2.21. A graph's captures are public; which of them are variables, and the graphs
+of functions that a step calls, are not.
+"""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_distplug.compat import random_ops
+from keras_distplug.compat.override import override
+from keras_distplug.compat.workers import has_several_replicas
+
+OnData = Callable[[Any], Any]
+
+_TOUCHED = "_distplug_touched"
+_left_out: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_PACKAGE = str(Path(__file__).parents[1])
+_NOT_THE_USERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+# Their kernels count what they have drawn, each for itself, and tell nobody.
+_KEEPS_RANDOM_STATE = re.compile(
+    r"Random(StandardNormal|Uniform|UniformInt|Shuffle|Gamma|PoissonV2|Poisson|Crop)"
+    r"|(Parameterized)?TruncatedNormal|Multinomial|SampleDistortedBoundingBox(V2)?"
+    r"|.*CandidateSampler"
+)
+
+
+@dataclass
+class _Traced:
+    """What the traces of one step touch."""
+
+    handles: dict[int, tuple[tf.Tensor, str | None]] = field(default_factory=dict)
+    random_ops: dict[str, tuple[str, bool]] = field(default_factory=dict)
+
+
+class Touched:
+    """What the steps of a model that were traced so far touch."""
+
+    def __init__(self, *, has_replicas: bool = False) -> None:
+        self.draws = random_ops.Draws(is_shared=has_replicas)
+        self.on_trace: Callable[[str], None] | None = None  # called with the step's name
+        # What of the model was so when `train_step` was traced, if it still runs.
+        self.frozen: dict[str, list[int]] | None = None
+        self._traced: dict[str, _Traced] = {}  # by step
+
+    @classmethod
+    def of(cls, model: keras.Model) -> Touched:
+        touched: Touched | None = vars(model).get(_TOUCHED)
+        if touched is None:
+            touched = cls(has_replicas=has_several_replicas(model.distribute_strategy))
+            override(model, _TOUCHED, touched)
+        return touched
+
+    @property
+    def has_traces(self) -> bool:
+        return bool(self._traced)
+
+    def has(self, variable: Any) -> bool:
+        """Has a step touched `variable`, of Keras or TensorFlow, or a replica's part of it?"""
+        ids = {id(handle) for handle in _handles_of(variable)}
+        return any(not ids.isdisjoint(traced.handles) for traced in self._traced.values())
+
+    def random_ops(self) -> dict[str, tuple[str, bool]]:
+        """Places in the script, an op there whose draws nobody can resume, and whether it has a
+        seed."""
+        return {
+            place: op for traced in self._traced.values() for place, op in traced.random_ops.items()
+        }
+
+    def forget(self, step: str) -> None:
+        """To be called when a step will be traced anew."""
+        self._traced.pop(step, None)
+        if step == "train_step":
+            self.frozen = None
+
+    def others(self, known: Iterable[Any]) -> list[str]:
+        """Where steps use variables that are not among `known`."""
+        ids = {id(handle) for variable in known for handle in _handles_of(variable)}
+        return [
+            where or "an unknown place"
+            for traced in self._traced.values()
+            for number, (_, where) in traced.handles.items()
+            if number not in ids
+        ]
+
+    def noting(self, name: str, step: OnData, has_twins: Callable[[], bool]) -> OnData:
+        """Returns `step`, whose traces are noted.
+
+        Args:
+            name: Of the step, the same in another process.
+            step: Which computes with a batch.
+            has_twins: Whether its random ops are replaced by those of `random_ops`.
+        """
+
+        def noted(data: Any) -> Any:
+            if tf.executing_eagerly():
+                return step(data)
+            with random_ops.counted(self.draws, name, data) if has_twins() else nullcontext():
+                found = step(data)
+            self._note(tf.compat.v1.get_default_graph(), name)
+            return found
+
+        return noted
+
+    def _note(self, graph: Any, step: str) -> None:
+        traced = self._traced.setdefault(step, _Traced())
+        for handle, inside in graph.captures:
+            is_ours = _left_out.get(id(handle)) is handle or self.draws.has(handle)
+            if _is_variable(handle) and not is_ours and id(handle) not in traced.handles:
+                traced.handles[id(handle)] = handle, _place_of_use(inside)
+        for operation in _operations(graph, set()):
+            if _KEEPS_RANDOM_STATE.fullmatch(operation.type):
+                is_seeded = operation.get_attr("seed") or operation.get_attr("seed2")
+                place = _place(operation) or "an unknown place"
+                traced.random_ops.setdefault(place, (operation.type, bool(is_seeded)))
+        if self.on_trace is not None:
+            with tf.init_scope():
+                self.on_trace(step)
+
+
+def leave_out(variable: Any) -> Any:
+    """A variable that the package adds to a step, and that belongs to no run."""
+    for handle in _handles_of(variable):
+        _left_out[id(handle)] = handle
+    return variable
+
+
+def native(variable: Any) -> Any:
+    """TensorFlow's variable of one of Keras' or TensorFlow's."""
+    return variable._value if isinstance(variable, keras.Variable) else variable
+
+
+def parts(variable: Any) -> tuple[Any, ...]:
+    """The variables of the replicas of this process."""
+    of_all = native(variable)
+    if isinstance(of_all, tf.distribute.DistributedValues):
+        return tuple(of_all.values)
+    return (of_all,)
+
+
+def is_of_replicas(variable: Any) -> bool:
+    """May the values of the replicas differ?"""
+    of_all = native(variable)
+    return isinstance(of_all, tf.distribute.DistributedValues) and (
+        of_all.synchronization == tf.VariableSynchronization.ON_READ
+        or of_all.aggregation == tf.VariableAggregation.NONE
+    )
+
+
+def _handles_of(variable: Any) -> list[Any]:
+    return [getattr(part, "handle", None) for part in parts(variable)]
+
+
+def _is_variable(captured: Any) -> bool:
+    told = getattr(captured, "_handle_data", None)
+    return captured.dtype == tf.resource and bool(told and told.is_set and told.shape_and_type)
+
+
+def _operations(graph: Any, seen: set[str]) -> Iterator[Any]:
+    """Of a graph and of the functions that it calls."""
+    yield from graph.get_operations()
+    for name, function in getattr(graph, "_functions", {}).items():
+        inner = getattr(function, "graph", None)
+        if inner is not None and name not in seen:
+            seen.add(name)
+            yield from _operations(inner, seen)
+
+
+def _place_of_use(tensor: Any) -> str | None:
+    places = (_place(operation) for operation in tensor.consumers())
+    return next((place for place in places if place is not None), None)
+
+
+def _place(operation: Any) -> str | None:
+    """The user's line that has made an operation: `call (train.py, line 14)`."""
+    for frame in reversed(operation.traceback):
+        if not frame.filename.startswith((_PACKAGE, "<", *_NOT_THE_USERS)):
+            return f"{frame.name} ({Path(frame.filename).name}, line {frame.lineno})"
+    return None

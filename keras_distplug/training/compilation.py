@@ -1,0 +1,112 @@
+"""Which variables a model trains and how it is compiled, which callbacks may change in mid-run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+
+from keras_distplug.compat import compilation, touched
+from keras_distplug.compat import model as compat_model
+from keras_distplug.core.errors import OtherRunError
+
+_KEY = "training"  # in `Manifest.how_built`
+_OPTIMIZER = "optimizer"  # the one that the model is compiled with
+
+
+class Compilation:
+    """Keeps it, for one `fit`. To be made before anything is changed.
+
+    A script that is started again makes its model as it did at first. What callbacks have changed
+    since is then done once more. Where the script itself has changed, it is right.
+
+    Args:
+        model: The model in training.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+        self._identity = compilation.identity(model)
+        self._start = {"frozen": compilation.frozen(model), "compiled": compilation.config(model)}
+        self._touched = touched.Touched.of(model)
+
+    def note_trace(self) -> None:
+        """To be called when the training step is traced, which is when freezing takes effect."""
+        self._touched.frozen = compilation.frozen(self._model)
+
+    def take(self) -> dict[str, Any]:
+        """The part of `Manifest.how_built` that tells how it is now."""
+        is_new = compilation.identity(self._model) is not self._identity
+        now = {
+            "frozen": self._touched.frozen or compilation.frozen(self._model),
+            "compiled": compilation.config(self._model) if is_new else None,
+            "start": self._start,
+        }
+        return {_KEY: now}
+
+    def is_of_this_script(self, how_built: Mapping[str, Any]) -> bool:
+        """Did the run start with a model like this one?"""
+        start = how_built[_KEY]["start"] if _KEY in how_built else self._start
+        return start["frozen"] == self._start["frozen"] and compilation.are_alike(
+            start["compiled"], self._start["compiled"]
+        )
+
+    def take_up(self, how_built: Mapping[str, Any], where: str) -> None:
+        """Does to the built model what callbacks have done until a checkpoint.
+
+        Args:
+            how_built: From the manifest. Its optimizers are built afterwards.
+            where: The run, for errors.
+
+        Raises:
+            OtherRunError: If a callback has compiled it with what cannot be made again.
+        """
+        there = how_built.get(_KEY)
+        if there is not None and self.is_of_this_script(how_built):
+            compilation.freeze(self._model, there["frozen"])
+            if there["compiled"] is not None:
+                self._compile_like(there["compiled"], where)
+        built = compat_model.optimizer_targets(self._model).get(_OPTIMIZER)
+        if built is not None and built != how_built["optimizers"].get(_OPTIMIZER, built):
+            compilation.renew_optimizer(self._model)
+
+    def _compile_like(self, config: compilation.Config, where: str) -> None:
+        if compilation.are_alike(compilation.config(self._model), config):
+            return
+        try:
+            compilation.compile_like(self._model, config)
+        except Exception as error:
+            raise OtherRunError(
+                f"In the middle of the run in {where} a callback compiled the model anew, with "
+                f"something that cannot be made again from the checkpoint ({error}). Compile the "
+                "model with it before `fit`, or give resume=False to begin a new run; nothing was "
+                "changed."
+            ) from error
+
+    def fit_optimizer(self, how_built: Mapping[str, Any]) -> str | None:
+        """Lets the optimizer train what the script trains now, after the checkpoint's values were
+        restored. Its slots for variables that were trained before are kept.
+
+        Returns:
+            What has changed, in words; None if nothing has.
+        """
+        if _KEY not in how_built or self.is_of_this_script(how_built):
+            return None
+        weights, frozen = self._model.weights, set(how_built[_KEY]["frozen"]["weights"])
+        before = {place for place in range(len(weights)) if place not in frozen}
+        now = {place for place, weight in enumerate(weights) if weight.trainable}
+        if now == before or set(how_built["optimizers"].get(_OPTIMIZER, ())) != before:
+            return None
+        old = compilation.renew_optimizer(self._model)
+        compat_model.build_optimizers(self._model, {_OPTIMIZER: sorted(now)})
+        compilation.copy_slots(old, self._model.optimizer)
+        said = [
+            f"{', '.join(weights[place].path for place in sorted(places))} {what}"
+            for places, what in (
+                (now - before, "is trained now, which the optimizer starts with empty slots"),
+                (before - now, "is trained no more"),
+            )
+            if places
+        ]
+        return "; ".join(said)

@@ -1,0 +1,194 @@
+"""A callback that freezes, unfreezes or compiles in mid-run is part of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tensorflow")
+pytestmark = pytest.mark.tf
+
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+from support import small  # noqa: E402
+
+import keras_distplug as kd  # noqa: E402
+
+Change = Callable[[keras.Model], None]
+
+
+class At(keras.callbacks.Callback):
+    """Changes the model once, at the begin or the end of an epoch."""
+
+    def __init__(self, hook: str, epoch: int, change: Change) -> None:
+        super().__init__()
+        self.hook, self.epoch, self.change = hook, epoch, change
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if (self.hook, epoch) == ("begin", self.epoch):
+            self.change(self.model)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if (self.hook, epoch) == ("end", self.epoch):
+            self.change(self.model)
+
+
+def compiled(**arguments: Any) -> Change:
+    def change(model: keras.Model) -> None:
+        model.layers[0].trainable = True
+        model.compile(**{"optimizer": model.optimizer, "loss": "mse", **arguments})
+        model.make_train_function(force=True)
+
+    return change
+
+
+def unfreeze_only(model: keras.Model) -> None:
+    """Keras hears of it with the next trace, which does not come."""
+    model.layers[0].trainable = True
+
+
+def unfreeze_for_next_trace(model: keras.Model) -> None:
+    model.layers[0].trainable = True
+    model.make_train_function(force=True)
+
+
+CHANGES: dict[str, Change] = {
+    "a new optimizer": lambda model: compiled(optimizer="adam")(model),
+    "the same optimizer": compiled(),
+    "another class": lambda model: compiled(optimizer=keras.optimizers.SGD(0.01))(model),
+    "another loss": compiled(loss="mae", metrics=["mse"]),
+    "without a trace": unfreeze_only,
+    "with a trace": unfreeze_for_next_trace,
+}
+
+
+def fit(change: str, hook: str, *callbacks: keras.callbacks.Callback, replicas: int = 1) -> Any:
+    strategy = tf.distribute.get_strategy()
+    if replicas > 1:
+        strategy = tf.distribute.MirroredStrategy([f"CPU:{n}" for n in range(replicas)])
+    with strategy.scope():
+        model = small.model()
+        model.layers[0].trainable = False
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        if change in ("the same optimizer", "another loss", "with a trace"):
+            model.layers[0].trainable = True
+            model.optimizer.build(model.trainable_variables)
+            model.layers[0].trainable = False
+        others = [At(hook, 1, CHANGES[change])]
+        history = model.fit(
+            small.X, small.Y, batch_size=8, epochs=4, verbose=0, callbacks=[*others, *callbacks]
+        )
+    return small.state(model), history.history
+
+
+def backup(directory: Path) -> kd.BackupAndRestore:
+    return kd.BackupAndRestore(directory, save_freq=1, on_busy="wait", delete_checkpoint=False)
+
+
+@pytest.mark.parametrize("hook", ["begin", "end"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_interrupted(change: str, hook: str, tmp_path: Path) -> None:
+    """The bits of plain Keras, from before the change, from its epoch and from later ones."""
+    plain = fit(change, hook)
+    for place in [(1, 1), (1, 3), (2, 1)]:
+        directory = tmp_path / f"{place}"
+        with pytest.raises(small.Interrupted):
+            fit(change, hook, small.Stop(*place), backup(directory))
+        assert fit(change, hook, backup(directory)) == plain, place
+
+
+def test_on_replicas(tmp_path: Path) -> None:
+    """Replicas compute as one process also after a callback has compiled the model."""
+    one, _ = fit("a new optimizer", "begin")
+    two, _ = fit("a new optimizer", "begin", backup(tmp_path / "whole"), replicas=2)
+    weights = zip(one[:4], two[:4], strict=True)
+    for there, here in ([np.frombuffer(each, "float32") for each in pair] for pair in weights):
+        np.testing.assert_allclose(here, there, rtol=1e-3, atol=1e-5)
+    with pytest.raises(small.Interrupted):
+        fit("a new optimizer", "begin", small.Stop(2, 1), backup(tmp_path), replicas=2)
+    assert fit("a new optimizer", "begin", backup(tmp_path), replicas=2)[0] == two
+
+
+def test_a_loss_of_the_script(tmp_path: Path) -> None:
+    """What cannot be made again is refused before anything is trained, and says what happened."""
+
+    def of_script(y: Any, predicted: Any) -> Any:
+        return keras.ops.abs(y - predicted)
+
+    CHANGES["of the script"] = compiled(loss=of_script)
+    try:
+        with pytest.raises(small.Interrupted):
+            fit("of the script", "begin", small.Stop(2, 1), backup(tmp_path))
+        stop = small.Stop()
+        with pytest.raises(kd.OtherRunError, match="a callback compiled the model anew, with"):
+            fit("of the script", "begin", stop, backup(tmp_path))
+        assert stop.batches == 0
+    finally:
+        del CHANGES["of the script"]
+
+
+def add_optimizer(model: keras.Model) -> None:
+    model.second = keras.optimizers.SGD(0.1)
+    model.second.build(model.trainable_variables)
+
+
+def test_an_optimizer_that_comes_later(tmp_path: Path) -> None:
+    """A callback that adds one to the model is named, before anything is trained."""
+    CHANGES["second"] = add_optimizer
+    try:
+        with pytest.raises(small.Interrupted):
+            fit("second", "begin", small.Stop(2, 1), backup(tmp_path))
+        with pytest.raises(kd.OtherRunError, match="`second` is 'SGD' there and none here"):
+            fit("second", "begin", backup(tmp_path))
+    finally:
+        del CHANGES["second"]
+
+
+def two_fits(
+    directory: Path | None, first: bool, second: bool, caplog: pytest.LogCaptureFixture
+) -> keras.Model:
+    model = small.model()
+    for is_trained, epochs in ((first, 2), (second, 4)):
+        model.layers[0].trainable = is_trained
+        model.compile("adam", "mse")
+        callbacks = [] if directory is None else [backup(directory)]
+        caplog.clear()
+        model.fit(small.X, small.Y, batch_size=8, epochs=epochs, verbose=0, callbacks=callbacks)
+    return model
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_two_fits(is_first: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With more epochs, the second fit trains what the script trains then, and goes on with the
+    slots of what it trained before. It says so."""
+    model = two_fits(tmp_path, is_first, not is_first, caplog)
+    assert int(model.optimizer.iterations) == 4 * small.BATCHES
+    trained = 4 if not is_first else 2
+    assert len(model.optimizer._momentums) == trained
+    last = model.optimizer._momentums[-1].numpy()
+    assert np.abs(last).sum() > 0
+    assert "other variables are trained: " in caplog.text
+    assert ("starts with empty slots" in caplog.text) == (not is_first)
+    assert ("is trained no more" in caplog.text) == is_first
+
+
+def test_nan_watchdog(tmp_path: Path) -> None:
+    """It still guards the updates of an optimizer that a callback has given the model."""
+    x = small.X.copy()
+    x[17] = np.nan  # in the third batch
+    model = small.model()
+    watchdog = kd.NaNWatchdog()
+    model.fit(
+        x,
+        small.Y,
+        batch_size=8,
+        shuffle=False,
+        epochs=3,
+        verbose=0,
+        callbacks=[At("begin", 1, compiled(optimizer="adam")), watchdog, backup(tmp_path)],
+    )
+    assert all(np.isfinite(weight).all() for weight in model.get_weights())

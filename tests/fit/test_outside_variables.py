@@ -1,0 +1,282 @@
+"""Variables that a step uses and the model does not have are part of the run, whoever owns them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tensorflow")
+pytestmark = pytest.mark.tf
+
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+from support import small  # noqa: E402
+
+import keras_distplug as kd  # noqa: E402
+
+Script = tuple[keras.Model, list[keras.callbacks.Callback]]
+
+
+class Raise(keras.callbacks.Callback):
+    """Raises a variable at a hook, as annealing and warm-up do."""
+
+    def __init__(self, variable: Any, hook: str) -> None:
+        super().__init__()
+        setattr(self, hook, lambda *_, logs=None: variable.assign(variable * 1.7))
+
+
+def weighted(variable: Any, hook: str) -> Script:
+    """A loss whose weight a callback raises."""
+    model = small.model()
+    model.compile(
+        "adam",
+        lambda y, p: keras.ops.mean((y - p) ** 2, -1) * keras.ops.convert_to_tensor(variable),
+    )
+    return model, [Raise(variable, hook)]
+
+
+def stateful_rnn() -> Script:
+    shape = keras.Input(batch_shape=(6, 4))
+    layers: list[Any] = [keras.layers.Reshape((2, 2)), keras.layers.GRU(3, stateful=True)]
+    model = keras.Sequential([shape, *layers, keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    return model, []
+
+
+class Counting(keras.Model):
+    """Has a variable that Keras does not track, and uses others of its class and of the module."""
+
+    factor: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.steps = tf.Variable(1.0, trainable=False)
+        type(self).factor = tf.Variable(1.0)
+        globals()["_of_module"] = tf.Variable([1.0])
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        for variable in (self.steps, self.factor, _of_module):
+            variable.assign(variable * 1.01)
+            x *= tf.reduce_sum(variable)
+        return super().train_step((x, y))
+
+
+_of_module: Any = None
+
+
+def untracked() -> Script:
+    model = Counting()
+    model.compile("adam", "mse")
+    return model, []
+
+
+class Augmenting(keras.Model):
+    def __init__(self, draw: Callable[[Any], Any], optimizer: Any = None) -> None:
+        super().__init__()
+        self.dense, self.draw = keras.layers.Dense(1), draw
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        return super().train_step((self.draw(x), y))
+
+
+def augmenting(draw: Callable[[Any], Any]) -> Script:
+    model = Augmenting(draw)
+    model.compile("adam", "mse")
+    return model, []
+
+
+def layer_outside() -> Script:
+    augment = keras.Sequential([keras.layers.GaussianNoise(0.3, seed=1)])
+    return augmenting(lambda x: augment(x, training=True))
+
+
+def generator() -> Script:
+    generator = tf.random.Generator.from_seed(1)
+    return augmenting(lambda x: x + generator.normal(tf.shape(x)))
+
+
+def two_optimizers() -> Script:
+    """The second one belongs to nobody, and is built in the first step."""
+    shift = keras.Variable(np.ones(4, "float32"))
+    adam = keras.optimizers.Adam(0.1)
+
+    def draw(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((x * shift.value) ** 2)
+        adam.apply([tape.gradient(loss, shift.value)], [shift])
+        return x * shift.value
+
+    return augmenting(draw)
+
+
+class Validated(keras.Model):
+    """Its validation alone changes a variable, which EarlyStopping and the logs hear of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.seen = keras.layers.Dense(1), tf.Variable(1.0)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def test_step(self, data: Any) -> Any:
+        self.seen.assign_add(0.5)
+        return {"loss": super().test_step(data)["loss"] * self.seen}
+
+
+def validated() -> Script:
+    model = Validated()
+    model.compile("adam", "mse")
+    return model, []
+
+
+SCRIPTS: dict[str, Callable[[], Script]] = {
+    "a stateful RNN": stateful_rnn,
+    "Keras' variable, raised after epochs": lambda: weighted(keras.Variable(0.5), "on_epoch_end"),
+    "TensorFlow's, raised before epochs": lambda: weighted(tf.Variable(0.5), "on_epoch_begin"),
+    "one raised after batches": lambda: weighted(tf.Variable(0.1), "on_train_batch_end"),
+    "untracked": untracked,
+    "seeds of a layer outside": layer_outside,
+    "a tf.random.Generator": generator,
+    "an optimizer outside": two_optimizers,
+    "one of the validation": validated,
+}
+
+
+def fit(name: str, *callbacks: keras.callbacks.Callback, eager: bool = False) -> Any:
+    keras.utils.set_random_seed(5)
+    model, others = SCRIPTS[name]()
+    model.run_eagerly = eager
+    rows = {"x": small.X, "y": small.Y, "batch_size": 6}  # five batches of one size
+    validation = (small.X[:12], small.Y[:12])
+    history = model.fit(
+        **rows,
+        validation_data=validation,
+        validation_batch_size=6,
+        epochs=3,
+        verbose=0,
+        callbacks=[*others, *callbacks],
+    )
+    return small.state(model), history.history
+
+
+def backup(directory: Path) -> kd.BackupAndRestore:
+    return kd.BackupAndRestore(directory, save_freq=1, on_busy="wait", delete_checkpoint=False)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_interrupted(name: str, tmp_path: Path) -> None:
+    """The weights and the History of plain Keras, from within an epoch and from its end."""
+    plain = fit(name)
+    for place in [(1, 1), (1, 4)]:
+        directory = tmp_path / f"{place}"
+        with pytest.raises(small.Interrupted):
+            fit(name, small.Stop(*place), backup(directory))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "A resumed run")
+            assert fit(name, backup(directory)) == plain, place
+
+
+@pytest.mark.parametrize("name", ["untracked", "TensorFlow's, raised before epochs"])
+def test_interrupted_eagerly(name: str, tmp_path: Path) -> None:
+    """So do steps that are not traced."""
+    plain = fit(name, eager=True)
+    with pytest.raises(small.Interrupted):
+        fit(name, small.Stop(1, 1), backup(tmp_path), eager=True)
+    assert fit(name, backup(tmp_path), eager=True) == plain
+
+
+class OnReplicas(keras.Model):
+    """Each replica has a value of its own of one variable, and all have one of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        none = tf.VariableAggregation.NONE
+        self.own = tf.Variable(1.0, trainable=False, aggregation=none)
+        self.common = tf.Variable(1.0, trainable=False, aggregation=tf.VariableAggregation.MEAN)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        self.own.assign(0.9 * self.own + 0.1 * tf.reduce_mean(x))
+        self.common.assign(0.9 * self.common + 0.1 * tf.reduce_mean(x))
+        return super().train_step((x * self.own * self.common, y))
+
+
+def test_on_replicas(tmp_path: Path) -> None:
+    """Each replica gets its own value back."""
+
+    def train(*callbacks: keras.callbacks.Callback) -> Any:
+        with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+            keras.utils.set_random_seed(5)
+            model = OnReplicas()
+            model.compile("adam", "mse")
+        given = {"batch_size": 6, "epochs": 3, "verbose": 0}
+        model.fit(small.X, small.Y, **given, callbacks=list(callbacks))
+        return (
+            small.state(model),
+            [float(part) for part in model.own.values],
+            float(model.common.numpy()),
+        )
+
+    whole = train(backup(tmp_path / "whole"))
+    assert whole[1][0] != whole[1][1]
+    with pytest.raises(small.Interrupted):
+        train(small.Stop(1, 1), backup(tmp_path))
+    assert train(backup(tmp_path)) == whole
+
+
+def test_finished(tmp_path: Path) -> None:
+    """A run that is over gives its variables back, for what the script does next."""
+
+    def train() -> float:
+        variable = tf.Variable(0.5)
+        model, others = weighted(variable, "on_epoch_end")
+        given = {"batch_size": 6, "epochs": 3, "verbose": 0}
+        model.fit(small.X, small.Y, **given, callbacks=[*others, backup(tmp_path)])
+        return float(variable)
+
+    trained = train()
+    assert trained == pytest.approx(0.5 * 1.7**3)
+    from keras_distplug.callbacks import backup_and_restore
+
+    backup_and_restore._finished_here.clear()  # as in a new process
+    assert train() == trained
+
+
+def test_out_of_reach(tmp_path: Path) -> None:
+    """A variable that no name leads to is reported with its line, once, before the first step."""
+    hidden = {(1, 2): tf.Variable(2.0)}  # no name of another process leads to an entry of this
+    calls = []
+
+    def draw(x: Any) -> Any:
+        return x * hidden[1, 2]
+
+    model, _ = augmenting(draw)
+    first = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda *_, logs: calls.append(len(told))
+    )
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model.fit(small.X, small.Y, verbose=0, callbacks=[first, backup(tmp_path)])
+    line = draw.__code__.co_firstlineno + 1
+    [warning] = told
+    assert f"draw (test_outside_variables.py, line {line}): a variable" in str(warning.message)
+    assert calls[0] == 1
