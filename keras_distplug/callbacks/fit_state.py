@@ -247,6 +247,13 @@ class FitState:
         difference = difference or fingerprint.first_difference(
             manifest.how_built["made_of"], fingerprint.of_model(self._model)
         )
+        if difference is not None and self._compilation.is_of_this_script(manifest.how_built):
+            raise OtherRunError(
+                f"{where} holds the run of another model, or a callback has changed this one in "
+                f"mid-run. The first difference: {difference}. Give another model a directory of "
+                "its own, or resume=False to begin a new run beside the old one. What a callback "
+                "adds to a model has to be there before `fit`. Nothing was changed."
+            )
         if difference is not None:
             raise OtherRunError(
                 f"{where} holds the run of another model. The first difference: {difference}. Give "

@@ -8,7 +8,6 @@ import math
 import socket
 import statistics
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -324,7 +323,7 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         if self._is_new:
             self._say_what_is_not_seen()
         self._incidents.look_after()
-        steps = _of_steps(self._guard.faults())
+        steps = self._of_steps(self._guard.faults())
         if not steps:
             self._in_a_row, self._has_trained = 0, True
             return
@@ -406,7 +405,9 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
     def _looked_into(self, step: list[Fault], place: int | None) -> list[OfReplica]:
         """What the replicas of this process had in a step."""
         looked_into = []
-        for fault in sorted(step, key=lambda each: each.replica):
+        # Of several updates of an optimizer in one step, the first tells most.
+        firsts = {(each.replica, each.optimizer): each for each in reversed(step)}
+        for fault in sorted(firsts.values(), key=lambda each: each.replica):
             looks = not fault.is_finite and self._incidents.takes(fault)
             diagnosis = self._incidents.diagnosis(fault) if looks else None
             replica = OfReplica(
@@ -435,16 +436,33 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
     def _keep(self, fault: Fault, place: int | None, replica: OfReplica) -> None:
         self._incidents.keep(fault, self._epoch, self._batch + (place or 0), str(replica))
 
+    def _of_steps(self, faults: list[Fault]) -> list[list[Fault]]:
+        """Those of the same step together, in the order of the steps."""
+        if self.model.steps_per_execution == 1:
+            return [faults] if faults else []
+        steps: dict[int, list[Fault]] = {}
+        before: dict[tuple[int, str], tuple[int, int]] = {}  # a fault's step and call
+        for fault in faults:
+            step, call = before.get((fault.replica, fault.optimizer), (-1, 0))
+            step += fault.call <= call or step < 0
+            before[fault.replica, fault.optimizer] = step, fault.call
+            steps.setdefault(step, []).append(fault)
+        return list(steps.values())
+
     def _places(self, steps: list[list[Fault]]) -> list[int | None]:
         """Which steps of an execution they are."""
         if self.model.steps_per_execution == 1:
             return [0]
-        return [
-            None
-            if self._updates is None or first.optimizer != "optimizer"
-            else first.updates - self._updates + number
-            for number, (first, *_) in enumerate(steps)
-        ]
+        places: list[int | None] = []
+        left_out = 0  # updates of the first replica that faults
+        for first, *others in steps:
+            calls = self._guard.calls[first.optimizer]
+            is_counted = self._updates is not None and first.optimizer == "optimizer"
+            tried = first.updates - (self._updates or 0) + left_out
+            places.append(tried // calls if is_counted else None)
+            mine = (first.replica, first.optimizer)
+            left_out += 1 + sum((each.replica, each.optimizer) == mine for each in others)
+        return places
 
     def _tell(
         self, place: int | None, culprits: tuple[OfReplica, ...], first: Fault | None
@@ -519,16 +537,3 @@ _REMEDY = (
     "The lines above name the replicas and variables. Look at the data of these batches; a smaller "
     "learning rate, `clipnorm` or a warm-up help where it is the training that diverges."
 )
-
-
-def _of_steps(faults: list[Fault]) -> list[list[Fault]]:
-    """Those of the same step together, in the order of the steps."""
-    steps: list[list[Fault]] = []
-    counts: Counter[tuple[int, str]] = Counter()
-    for fault in faults:
-        number = counts[fault.replica, fault.optimizer]
-        counts[fault.replica, fault.optimizer] += 1
-        if number == len(steps):
-            steps.append([])
-        steps[number].append(fault)
-    return steps

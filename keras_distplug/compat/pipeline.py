@@ -586,9 +586,13 @@ def from_numbers(
         specs[:] = [made.element_spec]
         return made._variant_tensor
 
+    @functools.cache
+    def traced() -> Any:
+        return variant.get_concrete_function()
+
     def dataset(*given: int) -> tf.data.Dataset:
         with tf.device("CPU:0"):
-            found = variant(*(tf.constant(each, tf.int64) for each in given))
+            found = traced()(*(tf.constant(each, tf.int64) for each in given))
         return dataset_ops._VariantDataset(found, specs[0])
 
     return dataset

@@ -52,6 +52,7 @@ from keras_distplug.compat.workers import has_several_replicas, is_multi_worker,
 from keras_distplug.core.errors import ModelError
 
 _WARNED = "_distplug_warned_of_uneven_batches"
+_BATCH = "_distplug_batch"
 _STOCK_BUILD = "_distplug_stock_maybe_symbolic_build"
 
 
@@ -144,7 +145,7 @@ def _function_maker(model: keras.Model, part: str) -> Callable[..., Any]:
             if is_scheduled(model.distribute_strategy):
                 pass
             elif has_several_replicas(model.distribute_strategy):
-                _adapt_parts(model)
+                _build_again(model)
             else:
                 _adapt_optimizers(model)
         return stock(force)
@@ -195,6 +196,7 @@ def install_dispatch() -> None:
             tell_strategy(iterator, self.distribute_strategy)
             if self._distribute_strategy is not None:  # otherwise, Keras looks at no batch
                 iterator, data_batch = None, _looked_at(iterator, strategy)
+                override(self, _BATCH, keras.tree.map_structure(_spec_of, data_batch))
         stock(self, iterator=iterator, data_batch=data_batch)
 
     setattr(trainer, _STOCK_BUILD, stock)
@@ -253,11 +255,23 @@ def _symbolic_build(model: keras.Model) -> Callable[..., None]:
             data_batch = _spec_of_first(iterator)
             if data_batch is None:
                 data_batch = _peeked(iterator, strategy) or _first_batch(iterator, strategy)
-        with strategy.scope():
-            model._symbolic_build(data_batch=data_batch)
-        _adapt_parts(model)
+        override(model, _BATCH, keras.tree.map_structure(_spec_of, data_batch))
+        _build_again(model)
 
     return _maybe_symbolic_build
+
+
+def _build_again(model: keras.Model) -> None:
+    """Makes what a step of `model` needs, once its data has been seen. A step that makes variables
+    cannot run on replicas."""
+    if _BATCH in vars(model):
+        with model.distribute_strategy.scope():
+            model._symbolic_build(data_batch=vars(model)[_BATCH])
+    _adapt_parts(model)
+
+
+def _spec_of(value: Any) -> Any:
+    return None if value is None else tf.TensorSpec(value.shape, value.dtype)
 
 
 def _warn_of_uneven_batches(model: keras.Model, iterator: Any) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import threading
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,6 +50,7 @@ class Fault:
         replica: Its number among all replicas of all workers.
         optimizer: That whose update it was, as the model's attribute.
         updates: How many that one had applied before.
+        call: Which one it was of those that the optimizer applies in a step, from 0.
         loss: Its own; None where the step does not take it from `compute_loss`.
         norm: Of its own gradients.
         score: How far the norm of the sum of all replicas' gradients is from those before it, by
@@ -61,6 +64,7 @@ class Fault:
     replica: int
     optimizer: str
     updates: int
+    call: int
     loss: float | None
     norm: float
     score: float | None
@@ -99,6 +103,7 @@ class Guard:
         self._is_in_place = False
         self._history: Any = None  # of the `fit` that is under way
         self.sees_updates = False  # once traced: whether an optimizer has been asked to apply
+        self.calls: dict[str, int] = {}  # by optimizer: how many updates a step has
         self._traced: dict[str, _Traced] = {}
         self._stock: dict[str, Any] = {}
 
@@ -252,16 +257,18 @@ class Guard:
             autograph=False,
         )
         found, told = compiled(data)
-        for name, (ok, seen) in told.items():
-            self._tell_unless(ok, name, functools.partial(tuple, seen), data)
+        for (name, call), (ok, seen) in told.items():
+            self._tell_unless(ok, name, call, functools.partial(tuple, seen), data)
         return found
 
     def _count_step(self) -> None:
         number = tf.get_static_value(_number_of_replica())
         if int(number) % replicas_here(self._model.distribute_strategy) == 0:
+            guard = weakref.ref(self)  # TensorFlow keeps what it calls, and its graphs, for good
 
             def count() -> np.ndarray:
-                self.steps += 1
+                if (counts := guard()) is not None:
+                    counts.steps += 1
                 return np.zeros([], np.int32)
 
             tf.numpy_function(count, [], tf.int32)
@@ -371,6 +378,9 @@ class Guard:
             norms.learn_if(ok, norm)
         replica.oks.append(ok)
         self.sees_updates = True
+        call = replica.calls[name]
+        replica.calls[name] += 1
+        self.calls[name] = call + 1
         pairs = [(v, g) for v, g in zip(variables, own, strict=True) if g is not None]
         self._traced[name] = _Traced(
             tuple(variable.path for variable, _ in pairs), bool(replica.losses)
@@ -383,15 +393,16 @@ class Guard:
             return updates, loss, own_norm, score, loss_score, soundness
 
         if replica.is_compiled:
-            replica.told[name] = (ok, seen())
+            replica.told[name, call] = (ok, seen())
         else:
-            self._tell_unless(ok, name, seen, replica.data)
+            self._tell_unless(ok, name, call, seen, replica.data)
         return ok
 
     def _tell_unless(
         self,
         ok: tf.Tensor,
         optimizer: str,
+        call: int,
         seen: Callable[[], _Seen],
         data: Any,
     ) -> None:
@@ -402,13 +413,18 @@ class Guard:
         if not all(each is None or (_is_plain(each) and gates.is_here(each)) for each in flat):
             data = None
 
+        guard = weakref.ref(self)  # as above
+
         def note(number: Any, updates: Any, *told: Any) -> np.ndarray:
             loss, norm, score, loss_score, soundness, *flat = told
-            self._faults.append(
+            if (notes := guard()) is None:
+                return np.zeros([], np.int32)
+            notes._faults.append(
                 Fault(
                     int(number),
                     optimizer,
                     int(updates),
+                    call,
                     float(loss) if traced.has_loss else None,
                     float(norm),
                     float(score) if np.isfinite(score) else None,
@@ -445,7 +461,8 @@ class _Replica:
         self.oks: list[tf.Tensor] = []
         self.begun: tf.Tensor | None = None
         self.computed: dict[int, tf.Tensor] = {}  # by optimizer: when its gradients were there
-        self.told: dict[str, tuple[tf.Tensor, _Seen]] = {}
+        self.told: dict[tuple[str, int], tuple[tf.Tensor, _Seen]] = {}
+        self.calls: Counter[str] = Counter()  # by optimizer: how many updates there are so far
         self._half_squares: dict[int, tuple[Any, tf.Tensor]] = {}
 
     @property

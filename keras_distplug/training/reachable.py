@@ -7,6 +7,7 @@ that encloses the loss.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import sys
 import types
@@ -98,14 +99,18 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _of_object(value: Any) -> Iterator[tuple[str, Any]]:
-    yield from _attributes(vars(value) if hasattr(value, "__dict__") else {})
-    if (python_function := getattr(value, "python_function", None)) is not None:
-        yield "<function>", python_function  # of a tf.function
+    # Past `__getattr__`, `__getattribute__` and properties of the user's, which may do anything.
+    with contextlib.suppress(AttributeError):
+        yield from _attributes(object.__getattribute__(value, "__dict__"))
+    if isinstance(value, tf.types.experimental.PolymorphicFunction):
+        yield "<function>", value.python_function
     for owner in type(value).__mro__:
-        slots = vars(owner).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if isinstance(each := getattr(value, name, None), object):
-                yield name, each
+        for name, member in vars(owner).items():
+            if isinstance(member, types.MemberDescriptorType):
+                try:
+                    yield name, member.__get__(value)
+                except AttributeError:  # nothing is there
+                    continue
         if not _is_of_library(owner.__module__):
             for name, each in _attributes(vars(owner)):
                 yield f"<class {owner.__name__}> {name}", each

@@ -100,6 +100,44 @@ def test_told(steps: int) -> None:
     assert found == trained(data(absent=bad), epochs=2)
 
 
+class Twice(keras.Model):
+    """Applies updates of one optimizer twice in a step, as WGAN-GP does."""
+
+    def __init__(self, spoils: int | None = None) -> None:
+        super().__init__()
+        self.dense, self.spoils = keras.layers.Dense(1), spoils
+        self.batches = tf.Variable(0, trainable=False)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def train_step(self, given: Any) -> Any:
+        x, y = given
+        for call in range(2):
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+                if call == self.spoils:
+                    loss *= tf.where(self.batches % 4 == 1, math.nan, 1.0)
+            weights = self.trainable_weights
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        self.batches.assign_add(1)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("spoils", [None, 0, 1])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_several_updates_in_a_step(steps: int, spoils: int | None) -> None:
+    """A step in which any update is left out is told once, with its batch."""
+    heard = Heard()
+    made = Twice(spoils)
+    made.compile("sgd", "mse", steps_per_execution=steps)
+    given = data(nan_in=[1, 5, 9] if spoils is None else [])
+    made.fit(given, verbose=0, callbacks=[heard.watchdog()])
+    assert heard.places == [(0, 1, 1), (0, 5, 1), (0, 9, 1)]
+    assert [[each.replica for each in fault.culprits] for fault in heard] == [[0]] * 3
+    assert all(np.isfinite(weight).all() for weight in made.get_weights())
+
+
 @pytest.mark.parametrize("strategy", ["mirrored", "central"])
 def test_told_in_executions_of_two_replicas(strategy: str) -> None:
     devices = ["CPU:0", "CPU:1"]
