@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from keras_distplug.compat.model import all_variables, layers_of, optimizers_of
 from keras_distplug.compat.override import override
+from keras_distplug.compat.touched import Touched
 
 OnCall = Callable[[keras.Layer, Any, Any], None]
 OnGradients = Callable[[str, Sequence[Any], Sequence[keras.Variable]], None]
@@ -36,7 +37,10 @@ def apart(model: keras.Model) -> Iterator[None]:
     eagerly = tf.config.functions_run_eagerly()
     tf.config.run_functions_eagerly(True)
     try:
-        with keras.StatelessScope(state_mapping=own, collect_losses=True):
+        with (
+            Touched.of(model).kept(all_variables(model)),
+            keras.StatelessScope(state_mapping=own, collect_losses=True),
+        ):
             yield
     finally:
         tf.config.run_functions_eagerly(eagerly)

@@ -10,7 +10,7 @@ import re
 import sysconfig
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,23 @@ class Touched:
             if number not in ids
         ]
 
+    @contextmanager
+    def kept(self, known: Iterable[Any]) -> Iterator[None]:
+        """Gives variables that steps touch, other than those `known`, their values back."""
+        ids = {id(handle) for variable in known for handle in _handles_of(variable)}
+        values = [
+            (handle, tf.raw_ops.ReadVariableOp(resource=handle, dtype=_dtype_of(handle)))
+            for traced in self._traced.values()
+            for number, (handle, _) in traced.handles.items()
+            if number not in ids
+        ]
+        try:
+            yield
+        finally:
+            for handle, value in values:
+                with tf.device(handle.device):
+                    tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+
     def noting(self, name: str, step: OnData, has_twins: Callable[[], bool]) -> OnData:
         """Returns `step`, whose traces are noted.
 
@@ -165,6 +182,10 @@ def _handles_of(variable: Any) -> list[Any]:
 def _is_variable(captured: Any) -> bool:
     told = getattr(captured, "_handle_data", None)
     return captured.dtype == tf.resource and bool(told and told.is_set and told.shape_and_type)
+
+
+def _dtype_of(handle: Any) -> tf.DType:
+    return tf.as_dtype(handle._handle_data.shape_and_type[0].dtype)
 
 
 def _operations(graph: Any, seen: set[str]) -> Iterator[Any]:
