@@ -145,7 +145,7 @@ def save_together(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_random_kills(size: int, tmp_path: Path) -> None:
     """Killed again and again at random moments, a run never loses what it has committed, never
     reads anything else, and goes on from there."""
