@@ -71,6 +71,7 @@ class FitState:
         self._agreement = agreement
         self._seed = seed
         self._keeps_copies = keeps_copies
+        self._unbuilt = compat_model.unbuilt_layers(model)
         self._compilation = compilation.Compilation(model)
         self._outside = outside.Outside(model, others, warns=role.is_chief)
         touched.Touched.of(model).on_trace = self._on_trace
@@ -185,7 +186,7 @@ class FitState:
             stop_training=bool(self._model.stop_training),
             completion=completion,
             how_built={
-                **capture.how_built(self._model),
+                **capture.how_built(self._model, self._unbuilt),
                 **self._compilation.take(),
                 "made_of": fingerprint.of_model(self._model),
             },

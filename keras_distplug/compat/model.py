@@ -6,8 +6,8 @@ Keras 3.10 to 3.15.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import keras
@@ -111,6 +111,52 @@ def build_from_config(model: keras.Model, config: Mapping[str, Any]) -> None:
         model.build_from_config(dict(config))
 
 
+def unbuilt_layers(model: keras.Model) -> frozenset[str]:
+    """The places of the layers of `model`, at any depth, that are not built."""
+    return frozenset(place for place, layer, _ in _places(model, "", ()) if not layer.built)
+
+
+def build_configs(model: keras.Model, places: Collection[str]) -> dict[str, Any]:
+    """How those layers of `model` were built that were not at first, as far as they tell.
+
+    Args:
+        model: In training.
+        places: What `unbuilt_layers` was at first. What those have made themselves counts, too.
+    """
+    return {
+        place: config
+        for place, layer, _ in _places(model, "", ())
+        if layer.built
+        and any(f"{place}.".startswith(f"{each}.") for each in places)
+        and (config := layer.get_build_config())
+    }
+
+
+def build_layers(model: keras.Model, configs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Builds the layers that are not built as `build_configs` tells, with the names that a first
+    call gives. A layer may be built although those within it are not."""
+    for place, layer, owners in _places(model, "", ()):
+        if not layer.built and place in configs:
+            with ExitStack() as stack:
+                stack.enter_context(model.distribute_strategy.scope())
+                for owner in owners:
+                    stack.enter_context(owner._open_name_scope())
+                layer.build_from_config(dict(configs[place]))
+
+
+def _places(
+    owner: keras.Layer, place: str, owners: tuple[keras.Layer, ...]
+) -> Iterator[tuple[str, keras.Layer, tuple[keras.Layer, ...]]]:
+    """The layers of `owner`, with where they are and what they are in; a layer first, then those
+    within it, which it may make when it is built."""
+    owners = (*owners, owner)
+    for number, layer in enumerate(owner._layers):
+        if all(layer is not each for each in owners):
+            here = f"{place}.{number}" if place else str(number)
+            yield here, layer, owners
+            yield from _places(layer, here, owners)
+
+
 def optimizers_of(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
     """The optimizer that `model` was compiled with, and others that it has as attributes."""
     found = {
@@ -145,12 +191,20 @@ def optimizer_targets(model: keras.Model) -> dict[str, list[int]]:
 def build_optimizers(model: keras.Model, targets: Mapping[str, Sequence[int]]) -> None:
     """Builds those optimizers of `targets` that are not built, as a first step would."""
     weights = [parts_of(weight) for weight in wholes(model.weights)]
-    for name, optimizer in optimizers_of(model).items():
-        if name in targets and not optimizer.built:
-            # A LossScaleOptimizer's inner one has the outer one in its variables' names.
-            scope = keras.name_scope(optimizer.name, caller=optimizer)
-            with model.distribute_strategy.scope(), scope:
-                optimizer.build([part for place in targets[name] for part in weights[place]])
+
+    def build() -> None:
+        for name, optimizer in optimizers_of(model).items():
+            if name in targets and not optimizer.built:
+                # A LossScaleOptimizer's inner one has the outer one in its variables' names.
+                with keras.name_scope(optimizer.name, caller=optimizer):
+                    optimizer.build([part for place in targets[name] for part in weights[place]])
+
+    if is_placed(model) or runs_eagerly(model):
+        with model.distribute_strategy.scope():
+            build()
+    else:
+        # Outside of a trace, slots come to the devices of their variables.
+        tf.function(build, autograph=False).get_concrete_function()
 
 
 def _inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:

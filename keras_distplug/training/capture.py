@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import keras
@@ -118,13 +118,30 @@ def put_back(model: keras.Model, taken: Mapping[str, Any]) -> None:
     restore(model, taken.keys(), taken.items())
 
 
-def how_built(model: keras.Model) -> dict[str, Any]:
-    """What `build` takes to make all variables of `model` without data. JSON-able."""
+def how_built(model: keras.Model, unbuilt: Collection[str]) -> dict[str, Any]:
+    """What `build` takes to make all variables of `model` without data. JSON-able.
+
+    Args:
+        model: In training.
+        unbuilt: `unbuilt_layers` when `fit` began.
+    """
+    return {
+        "model": _json_of(model.get_build_config()),
+        "layers": {
+            place: config
+            for place, each in compat_model.build_configs(model, unbuilt).items()
+            if (config := _json_of(each)) is not None
+        },
+        "optimizers": compat_model.optimizer_targets(model),
+    }
+
+
+def _json_of(config: Any) -> dict[str, Any] | None:
     try:
-        config: dict[str, Any] | None = json.loads(json.dumps(model.get_build_config()))
+        found: dict[str, Any] | None = json.loads(json.dumps(config))
     except (TypeError, ValueError):
-        config = None
-    return {"model": config, "optimizers": compat_model.optimizer_targets(model)}
+        found = None
+    return found
 
 
 def build(model: keras.Model, how: Mapping[str, Any]) -> None:
@@ -147,6 +164,7 @@ def build(model: keras.Model, how: Mapping[str, Any]) -> None:
                 f"not be built as it was when the checkpoint was made ({how['model']}): {error}. "
                 "Call `model.build(input_shape)`, or the model on one batch, before `fit`."
             ) from error
+    compat_model.build_layers(model, how.get("layers", {}))
 
 
 def build_optimizers(model: keras.Model, how: Mapping[str, Any]) -> None:

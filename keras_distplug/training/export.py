@@ -111,6 +111,7 @@ def save_through(model: keras.Model, manifest: Manifest, values: Values, path: P
         CorruptCheckpointError: If the checkpoint is damaged.
     """
     capture.build(model, manifest.how_built)
+    capture.build_optimizers(model, manifest.how_built)
     before = capture.capture(model)
     try:
         _fill(model, manifest, values, by_path=True)
@@ -125,6 +126,7 @@ def _rebuilt(architecture: Mapping[str, Any], manifest: Manifest) -> keras.Model
     try:
         model = compat_model.deserialize(config)
         capture.build(model, manifest.how_built)
+        capture.build_optimizers(model, manifest.how_built)
         model.built = True  # Keras itself knows that after a first call only
     except Exception as error:
         raise ModelError(

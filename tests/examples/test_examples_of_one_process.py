@@ -92,6 +92,20 @@ def test_plain_fit(env: dict[str, str], tmp_path: Path, watched: list[Watched]) 
     assert accuracy(again) == accuracy(printed)
 
 
+def test_two_devices(env: dict[str, str], tmp_path: Path, watched: list[Watched]) -> None:
+    """Killed, a model on two devices ends with the same accuracy, and each part on its device."""
+    whole = run(env, tmp_path, "two_devices.py", "--directory", "whole")
+    killed = Watched(command("two_devices.py"), env, tmp_path)
+    watched.append(killed)
+    killed.wait_for("Epoch 4/10", TIMEOUT_S)
+    killed.kill()
+    printed = run(env, tmp_path, "two_devices.py")
+    assert "resuming at epoch" in printed
+    assert accuracy(printed) == accuracy(whole) > GOOD
+    devices = re.findall(r"kernel: (CPU:\d)", printed)
+    assert devices == ["CPU:0", "CPU:1", "CPU:1"]
+
+
 def test_custom_step(env: dict[str, str], tmp_path: Path) -> None:
     """Two replicas learn what one does, and it is the penalty that they keep small."""
     printed = run(env, tmp_path, "custom_step.py")
