@@ -57,11 +57,17 @@ def unfreeze_for_next_trace(model: keras.Model) -> None:
     model.make_train_function(force=True)
 
 
+@keras.saving.register_keras_serializable("tests")
+def registered(y: Any, predicted: Any) -> Any:
+    return keras.ops.abs(y - predicted)
+
+
 CHANGES: dict[str, Change] = {
     "a new optimizer": lambda model: compiled(optimizer="adam")(model),
     "the same optimizer": compiled(),
     "another class": lambda model: compiled(optimizer=keras.optimizers.SGD(0.01))(model),
     "another loss": compiled(loss="mae", metrics=["mse"]),
+    "a registered loss": compiled(optimizer="adam", loss=registered),
     "without a trace": unfreeze_only,
     "with a trace": unfreeze_for_next_trace,
 }
