@@ -1,8 +1,8 @@
 """Runs a script of the gallery, and writes what it has trained.
 
-    python run.py SCRIPT FOLDER HOW REPLICAS
+    python run.py SCRIPT FOLDER HOW REPLICAS BATCHES
 
-HOW is `plain` (without our callbacks), `ours`, or `killed` (with ours, by SIGKILL after some
+HOW is `plain` (without our callbacks), `ours`, or `killed` (with ours, by SIGKILL after BATCHES
 batches). With two REPLICAS, the script runs in the scope of a MirroredStrategy. FOLDER/HOW.json
 gets the hash of the trained weights, the `History`, and warnings.
 """
@@ -24,22 +24,22 @@ import numpy as np
 import tensorflow as tf
 
 import keras_distplug as kd
+from keras_distplug.storage import saver
 
-BATCHES = 7  # until the kill, with a checkpoint of the last but one
-script, folder, how, replicas = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+script, folder, how = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+replicas, batches_to_kill = int(sys.argv[4]), int(sys.argv[5])
 
 
 class Kill(keras.callbacks.Callback):
-    """Ends the process after some batches. Comes before our callbacks, so that they do not see the
-    last one."""
+    """Ends the process after some batches of all its fits, once the checkpoints made so far are
+    written. Comes before our callbacks, so that they do not see the last batch."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.batches = 0
+    batches = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.batches += 1
-        if self.batches == BATCHES:
+        Kill.batches += 1
+        if Kill.batches >= batches_to_kill:
+            saver.wait_for_all()
             (folder / "fired").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -8,11 +8,13 @@ writes the page.
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-SCRIPTS = Path(__file__).with_name("scripts")
-PAGE = Path(__file__).parents[2] / "docs" / "inputs.md"
+FOLDER = Path(__file__).parent
+PAGE = FOLDER.parents[1] / "docs" / "gallery.md"
+_INPUTS, _MODELS = FOLDER / "inputs", FOLDER / "models"
 
 
 @dataclass(frozen=True)
@@ -20,17 +22,20 @@ class Script:
     """A script, and what it shows.
 
     Args:
-        path: Its file, whose docstring names the kind of input.
+        path: Its file, whose docstring names the kind of input or of model.
         needs: Modules that it imports beside Keras' own dependencies.
         warning: A part of the warning before the first step; None if there is none.
         is_plain: Whether our line changes nothing. It does where the number of batches is unknown:
             Keras takes a step without data at the end of every epoch.
+        batches: How many calls of `on_train_batch_end`, in all its fits, before it is killed. With
+            seven, the checkpoint is from the first epoch; with fifteen, from the second.
     """
 
     path: Path
     needs: tuple[str, ...] = ()
     warning: str | None = None
     is_plain: bool = True
+    batches: int = 7
 
     @property
     def title(self) -> str:
@@ -39,41 +44,91 @@ class Script:
         return title
 
 
-GALLERY = [
-    Script(SCRIPTS / "weights.py"),
-    Script(SCRIPTS / "memory_mapped.py"),
-    Script(SCRIPTS / "h5_file.py", needs=("h5py",)),
-    Script(SCRIPTS / "pandas_columns.py", needs=("pandas",)),
-    Script(SCRIPTS / "feature_space.py"),
-    Script(SCRIPTS / "time_series.py"),
-    Script(SCRIPTS / "image_folder.py"),
-    Script(SCRIPTS / "text_folder.py"),
-    Script(SCRIPTS / "ragged_text.py"),
-    Script(SCRIPTS / "tfrecords.py"),
-    Script(SCRIPTS / "py_function.py", warning="it calls Python"),
-    Script(SCRIPTS / "from_generator.py", warning="the generator is run again"),
-    Script(SCRIPTS / "generator.py", warning="a Python generator: to resume"),
-    Script(SCRIPTS / "py_dataset.py"),
-    Script(SCRIPTS / "image_data_generator.py"),
-    Script(SCRIPTS / "torch_loader.py", needs=("torch",)),
-    Script(SCRIPTS / "web_dataset.py", needs=("torch", "webdataset"), is_plain=False),
-    Script(SCRIPTS / "hugging_face.py", needs=("datasets",), warning="it calls Python"),
+def _model(name: str, batches: int = 15) -> Script:
+    return Script(_MODELS / f"{name}.py", batches=batches)
+
+
+INPUTS = [
+    Script(_INPUTS / "weights.py"),
+    Script(_INPUTS / "memory_mapped.py"),
+    Script(_INPUTS / "h5_file.py", needs=("h5py",)),
+    Script(_INPUTS / "pandas_columns.py", needs=("pandas",)),
+    Script(_INPUTS / "feature_space.py"),
+    Script(_INPUTS / "time_series.py"),
+    Script(_INPUTS / "image_folder.py"),
+    Script(_INPUTS / "text_folder.py"),
+    Script(_INPUTS / "ragged_text.py"),
+    Script(_INPUTS / "tfrecords.py"),
+    Script(_INPUTS / "py_function.py", warning="it calls Python"),
+    Script(_INPUTS / "from_generator.py", warning="the generator is run again"),
+    Script(_INPUTS / "generator.py", warning="a Python generator: to resume"),
+    Script(_INPUTS / "py_dataset.py"),
+    Script(_INPUTS / "image_data_generator.py"),
+    Script(_INPUTS / "torch_loader.py", needs=("torch",)),
+    Script(_INPUTS / "web_dataset.py", needs=("torch", "webdataset"), is_plain=False),
+    Script(_INPUTS / "hugging_face.py", needs=("datasets",), warning="it calls Python"),
     Script(
-        SCRIPTS / "tfds_builder.py",
+        _INPUTS / "tfds_builder.py",
         needs=("tensorflow_datasets", "importlib_resources"),
         warning="deterministic=False",
     ),
-    Script(SCRIPTS / "grain_dataset.py", needs=("grain",), is_plain=False),
+    Script(_INPUTS / "grain_dataset.py", needs=("grain",), is_plain=False),
+]
+MODELS = [
+    _model("vit"),
+    _model("segmentation"),
+    _model("mixup"),
+    _model("video"),
+    _model("denoising_autoencoder"),
+    _model("vae"),
+    _model("kl_annealing"),
+    _model("vector_quantization"),
+    _model("masked_autoencoder"),
+    _model("wgan_gp"),
+    _model("conditional_gan"),
+    _model("cycle_gan"),
+    _model("diffusion"),
+    _model("simclr"),
+    _model("byol"),
+    _model("siamese_triplets"),
+    _model("distillation"),
+    _model("ctc_speech"),
+    _model("ocr"),
+    _model("seq2seq"),
+    _model("bidirectional_rnn"),
+    _model("stateful_rnn"),
+    _model("masked_language_model"),
+    _model("text_generation"),
+    _model("wide_and_deep"),
+    _model("tab_transformer"),
+    _model("two_towers"),
+    _model("graph_network"),
+    _model("several_losses"),
+    _model("custom_metric"),
+    _model("shared_encoder"),
+    _model("transfer_learning"),
+    _model("unfreezing"),
+    _model("lora"),
+    _model("int8_lora"),
+    _model("quantization_aware"),
+    _model("mixed_precision"),
+    _model("ema"),
+    _model("gradient_accumulation", batches=7),  # of two steps each
+    _model("curriculum"),
+    _model("learning_rate_finder"),
 ]
 
 
 def page() -> str:
-    rows = "\n".join(
+    return _PAGE.format(inputs=_rows(INPUTS), models=_rows(MODELS))
+
+
+def _rows(scripts: Sequence[Script]) -> str:
+    return "\n".join(
         f"| {script.title} | {_changes(script)} | yes | {_warns(script)} | "
         f"`{script.path.relative_to(PAGE.parents[1])}` |"
-        for script in GALLERY
+        for script in scripts
     )
-    return f"{_HEAD}{rows}\n"
 
 
 def _changes(script: Script) -> str:
@@ -84,21 +139,31 @@ def _warns(script: Script) -> str:
     return "" if script.warning is None else f'"{script.warning} ..."'
 
 
-_HEAD = """\
-# Inputs
+_PAGE = """\
+# Inputs and models
 
 Every row is a short script, written the way such scripts usually are. A test runs it in plain
 Keras, with `callbacks=kd.defaults(...)` added, and again with these callbacks, killed by SIGKILL
-mid-epoch and restarted. The weights and the `History` are compared bit for bit. Another test kills
-and restarts every script on two replicas, under `MirroredStrategy`.
+mid-epoch and restarted. The weights and the `History` are compared bit for bit.
+
+This page is written by `python tests/gallery/table.py`.
+
+## Inputs
+
+Another test kills and restarts these scripts on two replicas, under `MirroredStrategy`.
 
 Where the number of batches is unknown, plain Keras takes one optimizer step without data at the end
 of every epoch. `keras_distplug` does not, so its weights differ from plain Keras' there.
 
-This page is written by `python tests/gallery/table.py`.
-
 | input | same as plain Keras | same after a kill | warns | script |
 |---|---|---|---|---|
+{inputs}
+
+## Models
+
+| model | same as plain Keras | same after a kill | warns | script |
+|---|---|---|---|---|
+{models}
 """
 
 

@@ -1,5 +1,5 @@
-"""Scripts as users write them, one for each kind of input: our one line changes nothing, and a
-killed run that is started again ends as if it had not been killed."""
+"""Scripts as users write them, one for every kind of input and of model: our one line changes
+nothing, and a killed run that is restarted ends as if it had not been killed."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from typing import Any
 
 import pytest
 from support.processes import Process
-from table import GALLERY, PAGE, Script, page
+from table import FOLDER, INPUTS, MODELS, PAGE, Script, page
 
 TIMEOUT_S = 120
-RUN = Path(__file__).with_name("run.py")
+RUN = FOLDER / "run.py"
 
 
 def run(script: Script, folder: Path, how: str, replicas: int = 1) -> dict[str, Any]:
     """What the script has trained; nothing of a run that was killed."""
     folder.mkdir(exist_ok=True)
     environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONHASHSEED": "0"}
-    command = [str(RUN), str(script.path), str(folder), how, str(replicas)]
+    numbers = [str(replicas), str(script.batches)]
+    command = [str(RUN), str(script.path), str(folder), how, *numbers]
     with Process(command, environ) as process:
         code = process.wait(TIMEOUT_S)
         printed = process.output()
@@ -42,7 +43,7 @@ def require(script: Script) -> None:
 
 @pytest.mark.tf
 @pytest.mark.cluster
-@pytest.mark.parametrize("script", GALLERY, ids=lambda script: script.path.stem)
+@pytest.mark.parametrize("script", [*INPUTS, *MODELS], ids=lambda script: script.path.stem)
 def test_script(script: Script, tmp_path: Path) -> None:
     """In plain Keras, with our line, and killed and started again: the same bits."""
     require(script)
@@ -61,7 +62,7 @@ def test_script(script: Script, tmp_path: Path) -> None:
 
 @pytest.mark.tf
 @pytest.mark.cluster
-@pytest.mark.parametrize("script", GALLERY, ids=lambda script: script.path.stem)
+@pytest.mark.parametrize("script", INPUTS, ids=lambda script: script.path.stem)
 def test_on_two_replicas(script: Script, tmp_path: Path) -> None:
     """Killed and restarted under MirroredStrategy: the bits of a run that was not."""
     require(script)
@@ -73,6 +74,7 @@ def test_on_two_replicas(script: Script, tmp_path: Path) -> None:
 
 
 def test_scripts_are_listed() -> None:
-    """Every script of the folder is in the table, and the page holds the table."""
-    assert {script.path for script in GALLERY} == set(RUN.parent.glob("scripts/*.py"))
+    """Every script of the folders is in a table, and the page holds the tables."""
+    for folder, scripts in (("inputs", INPUTS), ("models", MODELS)):
+        assert {script.path for script in scripts} == set((FOLDER / folder).glob("*.py"))
     assert PAGE.read_text() == page(), "run `python tests/gallery/table.py`"
