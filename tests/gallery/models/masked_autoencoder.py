@@ -16,7 +16,7 @@ keras.utils.set_random_seed(1)
 class PatchEncoder(keras.layers.Layer):
     def build(self, input_shape):
         _, self.patches, size = input_shape
-        self.mask_token = tf.Variable(tf.random.normal([1, size]), trainable=True)
+        self.mask_token = self.add_weight(shape=(1, size), initializer="random_normal")
         self.position = keras.layers.Embedding(self.patches, size)
 
     def call(self, patches):
@@ -35,6 +35,11 @@ class MaskedAutoencoder(keras.Model):
         self.patch_encoder = PatchEncoder()
         self.encoder = keras.layers.MultiHeadAttention(2, 4, dropout=0.1)
         self.decoder = keras.layers.Dense(4)
+        self.loss_tracker = keras.metrics.Mean(name="loss")
+
+    @property
+    def metrics(self):
+        return [self.loss_tracker]
 
     def calculate_loss(self, images):
         patches = self.flatten(self.split(self.augment(images)))
@@ -50,7 +55,8 @@ class MaskedAutoencoder(keras.Model):
         gradients = tape.gradient(loss, weights)
         pairs = [(tf.clip_by_norm(g, 1.0), w) for g, w in zip(gradients, weights, strict=True)]
         self.optimizer.apply_gradients(pairs)
-        return {"loss": loss}
+        self.loss_tracker.update_state(loss)
+        return {"loss": self.loss_tracker.result()}
 
 
 _PATCHES = [1, 2, 2, 1], [1, 2, 2, 1], [1, 1, 1, 1]
