@@ -444,9 +444,7 @@ class FitState:
 
     def _restore_outside(self, manifest: Manifest) -> None:
         self._outside.restore(self._arrays, self._role.rank, self._role.world_size)
-        if self._role.rank < len(manifest.random):
-            draws = manifest.random[self._role.rank].get(own_states.DRAWS, {})
-            touched.Touched.of(self._model).draws.go_on_from(draws)
+        self._restore_draws(manifest)
 
     def _restore_own(self, *, in_epoch: bool) -> None:
         own = {k: v for k, v in self._arrays.items() if k.startswith(own_states.PREFIX)}
@@ -489,6 +487,12 @@ class FitState:
         known = self._role.rank < len(manifest.random)
         if known and self._progress is not None and not self._progress.draws_again:
             random_states.restore(manifest.random[self._role.rank])
+            self._restore_draws(manifest)  # a seed that is set has them begin anew
+
+    def _restore_draws(self, manifest: Manifest) -> None:
+        if self._role.rank < len(manifest.random):
+            draws = manifest.random[self._role.rank].get(own_states.DRAWS, {})
+            touched.Touched.of(self._model).draws.go_on_from(draws)
 
 
 _BATCH_REMEDY = "allow_batch_change=True to go on with the next sample in batches of this size, "

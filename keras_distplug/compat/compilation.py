@@ -47,6 +47,8 @@ def identity(model: keras.Model) -> Any:
 
 def config(model: keras.Model) -> Config | None:
     """What the model is compiled with, JSON-able; None if Keras cannot tell."""
+    if type(model).compile is not keras.Model.compile:
+        return None  # which may take, and keep, anything
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

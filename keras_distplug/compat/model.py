@@ -6,8 +6,10 @@ Keras 3.10 to 3.15.
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 
 import keras
@@ -87,6 +89,16 @@ def has_own_step(model: keras.Model) -> bool:
 def runs_eagerly(model: keras.Model) -> bool:
     """Are the steps of `model` not traced?"""
     return bool(model.run_eagerly or tf.config.functions_run_eagerly())
+
+
+def is_in_fit(model: keras.Model) -> bool:
+    """Is this called, in any depth, by Keras' `fit` of `model`?"""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "fit" and frame.f_locals.get("self") is model:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_traced_twice(model: keras.Model) -> bool:

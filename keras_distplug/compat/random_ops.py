@@ -10,6 +10,7 @@ function that a step calls twice two kernels with the same numbers.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
@@ -21,6 +22,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from tensorflow.python.eager.context import Context
 from tensorflow.python.ops import control_flow_v2_func_graphs, gen_random_ops
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
@@ -56,6 +58,7 @@ class Draws:
 
     def __init__(self, *, is_shared: bool) -> None:
         self._is_shared = is_shared
+        _all_draws.add(self)
         self._ops: dict[str, _Draws] = {}
         self._waiting: dict[str, int] = {}  # of those that are not traced yet
 
@@ -74,6 +77,18 @@ class Draws:
             position = self._ops[name].position
             position.assign(begun_at)
             self._ops[name] = _Draws(position, begun_at)
+
+    def keep(self) -> None:
+        """To be called when the package has a step traced anew, which plain Keras would not."""
+        self._waiting = self.positions()
+
+    def begin_anew(self) -> None:
+        """What TensorFlow's kernels do when it forgets them."""
+        self._waiting = {}
+        for name, each in list(self._ops.items()):
+            with tf.init_scope():
+                each.position.assign(0)
+            self._ops[name] = _Draws(each.position, 0)
 
     def begin(self, name: str) -> ResourceVariable:
         """The position of an op that is traced. It begins anew, as its kernel would, unless another
@@ -137,6 +152,7 @@ class _Current(threading.local):
 
 
 _current = _Current()
+_all_draws: weakref.WeakSet[Draws] = weakref.WeakSet()
 # They have to live as long as the graphs that use them.
 _positions_in: weakref.WeakKeyDictionary[tf.Graph, list[ResourceVariable]] = (
     weakref.WeakKeyDictionary()
@@ -152,6 +168,20 @@ def install() -> None:
     for name, twin in twins.items():
         setattr(twin, _STOCK, getattr(gen_random_ops, name))
         setattr(gen_random_ops, name, twin)
+    # `set_random_seed` and `clear_session` make TensorFlow forget its kernels.
+    for name in ("_set_global_seed", "clear_kernel_cache"):
+        setattr(Context, name, _forgetting(getattr(Context, name)))
+
+
+def _forgetting(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def forget(context: Any, *args: Any) -> Any:
+        found = stock(context, *args)
+        for draws in list(_all_draws):
+            draws.begin_anew()
+        return found
+
+    return forget
 
 
 _FLOATS = {

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_distplug.compat import random_ops
@@ -42,6 +43,11 @@ class _Traced:
 
     handles: dict[int, tuple[tf.Tensor, str | None]] = field(default_factory=dict)
     random_ops: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    tables: list[str] = field(default_factory=list)  # places where tables change
+    draws_from_numpy: bool = False
+
+
+_CHANGES_TABLE = re.compile(r"LookupTable(Insert|Remove|Import)(V2)?")
 
 
 class Touched:
@@ -52,6 +58,7 @@ class Touched:
         self.on_trace: Callable[[str], None] | None = None  # called with the step's name
         # What of the model was so when `train_step` was traced, if it still runs.
         self.frozen: dict[str, list[int]] | None = None
+        self.steps: dict[str, OnData] = {}  # as the script has them
         self._traced: dict[str, _Traced] = {}  # by step
 
     @classmethod
@@ -78,6 +85,14 @@ class Touched:
             place: op for traced in self._traced.values() for place, op in traced.random_ops.items()
         }
 
+    def tables(self) -> list[str]:
+        """Places in the script where a lookup table changes."""
+        return [place for traced in self._traced.values() for place in traced.tables]
+
+    def draws_from_numpy(self) -> list[str]:
+        """Steps that drew from `np.random` when they were traced."""
+        return [name for name, traced in self._traced.items() if traced.draws_from_numpy]
+
     def forget(self, step: str) -> None:
         """To be called when a step will be traced anew."""
         self._traced.pop(step, None)
@@ -88,9 +103,9 @@ class Touched:
         """Where steps use variables that are not among `known`."""
         ids = {id(handle) for variable in known for handle in _handles_of(variable)}
         return [
-            where or "an unknown place"
-            for traced in self._traced.values()
-            for number, (_, where) in traced.handles.items()
+            where or f"{step}, {_described(handle)}"
+            for step, traced in self._traced.items()
+            for number, (handle, where) in traced.handles.items()
             if number not in ids
         ]
 
@@ -120,12 +135,17 @@ class Touched:
             has_twins: Whether its random ops are replaced by those of `random_ops`.
         """
 
+        self.steps[name] = step
+
         def noted(data: Any) -> Any:
             if tf.executing_eagerly():
                 return step(data)
+            before = _drawn_from_numpy()
             with random_ops.counted(self.draws, name, data) if has_twins() else nullcontext():
                 found = step(data)
             self._note(tf.compat.v1.get_default_graph(), name)
+            if _drawn_from_numpy() != before:
+                self._traced[name].draws_from_numpy = True
             return found
 
         return noted
@@ -137,6 +157,8 @@ class Touched:
             if _is_variable(handle) and not is_ours and id(handle) not in traced.handles:
                 traced.handles[id(handle)] = handle, _place_of_use(inside)
         for operation in _operations(graph, set()):
+            if _CHANGES_TABLE.fullmatch(operation.type):
+                traced.tables.append(_place(operation) or "an unknown place")
             if _KEEPS_RANDOM_STATE.fullmatch(operation.type):
                 is_seeded = operation.get_attr("seed") or operation.get_attr("seed2")
                 place = _place(operation) or "an unknown place"
@@ -144,6 +166,11 @@ class Touched:
         if self.on_trace is not None:
             with tf.init_scope():
                 self.on_trace(step)
+
+
+def _drawn_from_numpy() -> tuple[bytes, int]:
+    _, key, place, *_ = np.random.get_state()
+    return np.asarray(key).tobytes(), int(place)
 
 
 def leave_out(variable: Any) -> Any:
@@ -188,6 +215,11 @@ def _dtype_of(handle: Any) -> tf.DType:
     return tf.as_dtype(handle._handle_data.shape_and_type[0].dtype)
 
 
+def _described(handle: Any) -> str:
+    told = handle._handle_data.shape_and_type[0]
+    return f"{_dtype_of(handle).name} of shape {tf.TensorShape(told.shape)}"
+
+
 def _operations(graph: Any, seen: set[str]) -> Iterator[Any]:
     """Of a graph and of the functions that it calls."""
     yield from graph.get_operations()
@@ -204,8 +236,10 @@ def _place_of_use(tensor: Any) -> str | None:
 
 
 def _place(operation: Any) -> str | None:
-    """The user's line that has made an operation: `call (train.py, line 14)`."""
+    """The user's line, within the step, that has made an operation: `call (train.py, line 14)`."""
     for frame in reversed(operation.traceback):
-        if not frame.filename.startswith((_PACKAGE, "<", *_NOT_THE_USERS)):
+        if frame.filename == __file__:
+            return None  # who calls `fit` is no part of the step
+        if not frame.filename.startswith((_PACKAGE, "<frozen", "<string>", *_NOT_THE_USERS)):
             return f"{frame.name} ({Path(frame.filename).name}, line {frame.lineno})"
     return None

@@ -141,7 +141,9 @@ def _function_maker(model: keras.Model, part: str) -> Callable[..., Any]:
 
     def make_function(force: bool = False) -> Any:
         if force or getattr(model, f"{part}_function") is None:
-            Touched.of(model).forget(f"{part}_step")
+            for each in ("train", "test"):  # `compile` drops both
+                if each == part or getattr(model, f"{each}_function") is None:
+                    Touched.of(model).forget(f"{each}_step")
             if is_scheduled(model.distribute_strategy):
                 pass
             elif has_several_replicas(model.distribute_strategy):
@@ -192,6 +194,7 @@ def install_dispatch() -> None:
             adapt(self)
             self._maybe_symbolic_build(iterator=iterator, data_batch=data_batch)
             return
+        collectives.separate(strategy)
         if iterator is not None:
             tell_strategy(iterator, self.distribute_strategy)
             if self._distribute_strategy is not None:  # otherwise, Keras looks at no batch

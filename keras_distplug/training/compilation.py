@@ -40,6 +40,7 @@ class Compilation:
         is_new = compilation.identity(self._model) is not self._identity
         now = {
             "frozen": self._touched.frozen or compilation.frozen(self._model),
+            "is_new": is_new,
             "compiled": compilation.config(self._model) if is_new else None,
             "start": self._start,
         }
@@ -65,16 +66,18 @@ class Compilation:
         there = how_built.get(_KEY)
         if there is not None and self.is_of_this_script(how_built):
             compilation.freeze(self._model, there["frozen"])
-            if there["compiled"] is not None:
+            if there["is_new"]:
                 self._compile_like(there["compiled"], where)
         built = compat_model.optimizer_targets(self._model).get(_OPTIMIZER)
         if built is not None and built != how_built["optimizers"].get(_OPTIMIZER, built):
-            compilation.renew_optimizer(self._model)
+            self._renew_optimizer()
 
-    def _compile_like(self, config: compilation.Config, where: str) -> None:
-        if compilation.are_alike(compilation.config(self._model), config):
+    def _compile_like(self, config: compilation.Config | None, where: str) -> None:
+        if config is not None and compilation.are_alike(compilation.config(self._model), config):
             return
         try:
+            if config is None:
+                raise ValueError("Keras cannot tell what it was")
             compilation.compile_like(self._model, config)
         except Exception as error:
             raise OtherRunError(
@@ -83,6 +86,13 @@ class Compilation:
                 "model with it before `fit`, or give resume=False to begin a new run; nothing was "
                 "changed."
             ) from error
+
+    def _renew_optimizer(self) -> keras.optimizers.Optimizer:
+        is_first = compilation.identity(self._model) is self._identity
+        old = compilation.renew_optimizer(self._model)
+        if is_first:  # no callback has done it
+            self._identity = compilation.identity(self._model)
+        return old
 
     def fit_optimizer(self, how_built: Mapping[str, Any]) -> str | None:
         """Lets the optimizer train what the script trains now, after the checkpoint's values were
@@ -98,7 +108,7 @@ class Compilation:
         now = {place for place, weight in enumerate(weights) if weight.trainable}
         if now == before or set(how_built["optimizers"].get(_OPTIMIZER, ())) != before:
             return None
-        old = compilation.renew_optimizer(self._model)
+        old = self._renew_optimizer()
         compat_model.build_optimizers(self._model, {_OPTIMIZER: sorted(now)})
         compilation.copy_slots(old, self._model.optimizer)
         said = [

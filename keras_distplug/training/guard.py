@@ -20,6 +20,7 @@ import tensorflow as tf
 from keras_distplug.compat import gates, optimizers, share
 from keras_distplug.compat import model as compat_model
 from keras_distplug.compat.override import override
+from keras_distplug.compat.touched import Touched
 from keras_distplug.compat.workers import is_scheduled, replicas_here
 from keras_distplug.training.diagnosis import Diagnosis, diagnose
 from keras_distplug.training.gradients import dense, size_of
@@ -156,7 +157,8 @@ class Guard:
         self._wanted.add(_Part.GATE)
         self._faults = []
         if max_score != self.max_score:
-            self.max_score, self._model.train_function = max_score, None
+            self.max_score = max_score
+            self._trace_anew()
         model = self._model
         here = replicas_here(model.distribute_strategy)
         for name in compat_model.optimizers_of(model):
@@ -213,7 +215,7 @@ class Guard:
         override(model, "train_step", self._train_step)
         override(model, "compute_loss", self._compute_loss)
         override(model, "make_train_function", self._make_train_function)
-        model.train_function = None
+        self._trace_anew()
         self._is_in_place = True
 
     def _take_away(self) -> None:
@@ -221,14 +223,18 @@ class Guard:
             override(self._model, name, stock)
         for optimizer in compat_model.optimizers_of(self._model).values():
             gates.put_before(optimizer, None)
-        self._model.train_function = None
+        self._trace_anew()
         self._is_in_place = False
+
+    def _trace_anew(self) -> None:
+        self._model.train_function = None
+        Touched.of(self._model).draws.keep()
 
     def _make_train_function(self, force: bool = False) -> Any:
         """Keras calls it in each `fit`, behind the callbacks' `set_model`."""
         wanted, self._wanted = self._wanted, set()
         history = getattr(self._model, "history", None)
-        if not wanted and history is self._history:
+        if not wanted and history is self._history and compat_model.is_in_fit(self._model):
             wanted = self._there  # a callback calls it, in the same `fit`
         self._history = history
         if not wanted:
@@ -237,6 +243,7 @@ class Guard:
         self._put_in_place()  # of new optimizers
         if wanted != self._there:
             self._there, force = wanted, True
+            self._trace_anew()
         with _not_compiled(self._model):
             return self._stock["make_train_function"](force)
 

@@ -3,6 +3,7 @@ the loss that a callback raises, seeds of an augmentation that `train_step` call
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -46,9 +47,11 @@ class Outside:
         warns: bool,
     ) -> None:
         self._model = model
-        self._roots = {"model": model, **dict(callback_states.named(callbacks))}
-        self._warns = warns
         self._touched = touched.Touched.of(model)
+        steps = {"steps": self._touched.steps}
+        self._roots = {"model": model, **steps, **dict(callback_states.named(callbacks))}
+        self._warns = warns
+        self._has_traced = False
         self._found: dict[str, Any] | None = None
         self._waiting: dict[str, dict[str, np.ndarray]] = {}
         self._rank = self._world_size = 0
@@ -56,6 +59,8 @@ class Outside:
 
     def end(self) -> None:
         """To be called when `fit` ends."""
+        if not self._has_traced:
+            return
         self._warn(
             f"{path}: its value in the checkpoint belongs to a variable that no longer exists"
             for path in self._waiting
@@ -93,6 +98,16 @@ class Outside:
             variable = reachable.resolve(self._roots, path)
             if variable is None:
                 continue
+            shape = tuple(next(iter(values.values())).shape)
+            if shape != tuple(variable.shape):
+                self._warn(
+                    [
+                        f"{path}: it has the shape {shape} in the checkpoint and "
+                        f"{tuple(variable.shape)} here, and keeps its own value"
+                    ]
+                )
+                del self._waiting[path]
+                continue
             if _OF_ALL in values:
                 touched.native(variable).assign(values[_OF_ALL])
             else:
@@ -102,15 +117,18 @@ class Outside:
 
     def _variables(self) -> dict[str, Any]:
         if self._found is None:
-            ours = {id(touched.native(each)) for each in self._model_s()}
+            known = self._model_s()
+            ours = {id(touched.native(each)) for each in known}
             is_eager = compat_model.runs_eagerly(self._model)
-            roots = {"model": self._model} if is_eager else self._roots
-            self._found = {
-                path: variable
-                for path, variable in reachable.find(roots).items()
-                if id(touched.native(variable)) not in ours
-                and (is_eager or self._touched.has(variable))
-            }
+            others = self._touched.others(known)
+
+            def is_wanted(variable: Any) -> bool:
+                if id(touched.native(variable)) in ours:
+                    return False
+                return is_eager or self._touched.has(variable)
+
+            most = math.inf if is_eager else len(others)
+            self._found = reachable.find(self._roots, is_wanted, most) if most else {}
         # Without traces, nobody tells when there are more.
         found, self._found = self._found, self._found if self._touched.has_traces else None
         return found
@@ -122,7 +140,7 @@ class Outside:
 
     def on_trace(self) -> None:
         """To be called when a step was traced, before it runs."""
-        self._found = None
+        self._found, self._has_traced = None, True
         self._assign_waiting()
         lines = [
             f"{place}: a variable that is used here is not saved. Make it an attribute of the "
@@ -132,6 +150,16 @@ class Outside:
         lines += [
             f"{place}: {op} {_KEEPS_STATE if is_seeded else _HAS_NO_SEED}"
             for place, (op, is_seeded) in self._touched.random_ops().items()
+        ]
+        lines += [
+            f"{place}: a lookup table changes here, and its content is not saved. Keep what "
+            "changes in a tf.Variable"
+            for place in self._touched.tables()
+        ]
+        lines += [
+            f"{step}: it draws from np.random when TensorFlow traces it, which makes constants of "
+            "the numbers. Draw with keras.random and a keras.random.SeedGenerator"
+            for step in self._touched.draws_from_numpy()
         ]
         self._warn(lines)
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import itertools
+import math
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 _MOST_OBJECTS = 200_000
@@ -26,7 +29,7 @@ _LIBRARIES = frozenset(
     | sys.stdlib_module_names
 ) - {"__main__"}
 _CLOSED = _LIBRARIES - {"keras", "tensorflow", "functools", "collections", "types"}
-_LEAVES = (str, bytes, int, float, complex, type(None), tf.Tensor, tf.DType, tf.TensorShape)
+_LEAVES = frozenset({str, bytes, int, float, complex, bool, type(None), np.ndarray})
 # What appears while a model is trained, or leads from it to what is not its own.
 _PASSING = frozenset(
     {"train_function", "test_function", "predict_function", "history", "_history", "_model"}
@@ -34,22 +37,47 @@ _PASSING = frozenset(
 _OURS = ("_distplug",)
 
 
-def find(roots: Mapping[str, Any]) -> dict[str, Any]:
-    """The variables, of Keras or TensorFlow, that `roots` lead to, each once, nearest first."""
+def find(
+    roots: Mapping[str, Any], is_wanted: Callable[[Any], bool], most: float = math.inf
+) -> dict[str, Any]:
+    """The variables that `roots` lead to, nearest first.
+
+    Args:
+        roots: Objects by name.
+        is_wanted: Whether a variable, of Keras or TensorFlow, is one that is looked for.
+        most: How many of these there are at most.
+    """
     found: dict[str, Any] = {}
-    seen: dict[int, Any] = {}  # objects, which stay alive so that no other one gets the number
-    queue = collections.deque((name, root) for name, root in roots.items())
-    while queue and len(seen) < _MOST_OBJECTS:
-        path, value = queue.popleft()
-        if id(value) in seen or isinstance(value, _LEAVES):
-            continue
-        seen[id(value)] = value
+    # Each object is kept, so that no other one gets its number, with its name in its owner's place.
+    seen: dict[int, tuple[Any, str, int]] = {}
+    queue: collections.deque[Any] = collections.deque()
+
+    def add(name: str, value: Any, owner: int) -> None:
+        if type(value) not in _LEAVES and id(value) not in seen:
+            seen[id(value)] = value, name, owner
+            queue.append(value)
+
+    def path_of(value: Any) -> str:
+        names, number = [], id(value)
+        while number:
+            _, name, number = seen[number]
+            names.append(name)
+        return _SEPARATOR.join(reversed(names))
+
+    for name, root in roots.items():
+        add(name, root, 0)
+    while queue and len(seen) < _MOST_OBJECTS and len(found) < most:
+        value = queue.popleft()
         if _is_variable(value):
-            found[path] = value
-            if isinstance(value, keras.Variable):
-                seen[id(value._value)] = value._value
+            if is_wanted(value):
+                found[path_of(value)] = value
+            if issubclass(type(value), keras.Variable):
+                seen.setdefault(id(value._value), (value._value, "", id(value)))
             continue
-        queue.extend((f"{path}{_SEPARATOR}{step}", each) for step, each in _parts(value))
+        # What an object of the user's does when it is looked at must not end a training.
+        with contextlib.suppress(Exception):
+            for name, each in _parts(value):
+                add(name, each, id(value))
     return found
 
 
@@ -64,7 +92,10 @@ def resolve(roots: Mapping[str, Any], path: str) -> Any | None:
 
 def _follow(value: Any, path: str) -> Any | None:
     while path:
-        for step, each in _parts(value):
+        parts: list[tuple[str, Any]] = []
+        with contextlib.suppress(Exception):
+            parts += _parts(value)
+        for step, each in parts:
             if path == step or path.startswith(f"{step}{_SEPARATOR}"):
                 value, path = each, path[len(step) + 1 :]
                 break
@@ -74,35 +105,45 @@ def _follow(value: Any, path: str) -> Any | None:
 
 
 def _is_variable(value: Any) -> bool:
-    return isinstance(value, keras.Variable | tf.Variable)
+    return issubclass(type(value), keras.Variable | tf.Variable)
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What an object refers to, each under a name that is the same in another process."""
-    if isinstance(value, dict):
-        for key, each in list(value.items())[:_MOST_ENTRIES]:
-            if isinstance(key, str | int):
+    """What an object refers to, each under a name that is the same in another process. Past methods
+    and properties of the user's, which may do anything."""
+    kind = type(value)
+    if kind.__module__ == "tensorflow.python.trackable.data_structures":
+        # What TensorFlow makes of lists, tuples and dicts that are attributes of its modules.
+        value = list(value) if issubclass(kind, list) else getattr(value, "__wrapped__", ())
+        kind = type(value)
+    if issubclass(kind, dict):
+        for key, each in itertools.islice(dict.items(value), _MOST_ENTRIES):
+            if _is_name(key):
                 yield f"[{key!r}]", each
-    elif isinstance(value, list | tuple):
-        for number, each in enumerate(value[:_MOST_ENTRIES]):
+    elif issubclass(kind, list | tuple | collections.deque):
+        owner = next(each for each in (list, tuple, collections.deque) if issubclass(kind, each))
+        for number, each in enumerate(itertools.islice(owner.__iter__(value), _MOST_ENTRIES)):
             yield f"[{number}]", each
-    elif isinstance(value, functools.partial):
+    elif issubclass(kind, functools.partial):
         yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
-    elif isinstance(value, types.MethodType):
+    elif issubclass(kind, types.MethodType):
         yield from (("<self>", value.__self__), ("<function>", value.__func__))
-    elif isinstance(value, types.FunctionType):
+    elif issubclass(kind, types.FunctionType):
         yield from _of_function(value)
-    elif isinstance(value, types.ModuleType | type) or _is_closed(type(value)):
-        return
-    else:
+    elif not issubclass(kind, types.ModuleType | type) and not _is_closed(kind):
         yield from _of_object(value)
 
 
+def _is_name(key: Any) -> bool:
+    if type(key) is tuple:
+        return all(map(_is_name, key))
+    return type(key) in (str, int, bool)
+
+
 def _of_object(value: Any) -> Iterator[tuple[str, Any]]:
-    # Past `__getattr__`, `__getattribute__` and properties of the user's, which may do anything.
     with contextlib.suppress(AttributeError):
         yield from _attributes(object.__getattribute__(value, "__dict__"))
-    if isinstance(value, tf.types.experimental.PolymorphicFunction):
+    if issubclass(type(value), tf.types.experimental.PolymorphicFunction):
         yield "<function>", value.python_function
     for owner in type(value).__mro__:
         for name, member in vars(owner).items():
@@ -139,15 +180,28 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     for name in names:
         each = function.__globals__.get(name)
         if isinstance(each, types.ModuleType):
-            if not _is_of_library(each.__name__):
-                for inner in names:
-                    yield f"<global> {name}.{inner}", vars(each).get(inner)
+            yield from _of_module(f"<global> {name}", each, names)
         elif isinstance(each, type):
             if not _is_of_library(each.__module__):
                 for inner, member in _attributes(vars(each)):
                     yield f"<global> {name}.{inner}", member
         elif each is not None:
             yield f"<global> {name}", each
+
+
+def _of_module(
+    path: str, module: types.ModuleType, names: Sequence[str], depth: int = 4
+) -> Iterator[tuple[str, Any]]:
+    """What of a module, and of those within it, a function may mention."""
+    if _is_of_library(module.__name__):
+        return
+    for name in names:
+        each = vars(module).get(name)
+        if isinstance(each, types.ModuleType):
+            if depth:
+                yield from _of_module(f"{path}.{name}", each, names, depth - 1)
+        elif each is not None:
+            yield f"{path}.{name}", each
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -160,11 +214,14 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 def _is_closed(kind: type) -> bool:
     """Does nothing that such objects refer to belong to a step?"""
-    module = kind.__module__ or ""
+    module = str(kind.__module__)
+    if module == "argparse":
+        return False  # a usual holder of settings
     return (
         module.split(".")[0] in _CLOSED
         or ".data.ops." in module
-        or issubclass(kind, tf.data.Dataset | tf.Graph | tf.Operation)
+        or issubclass(kind, tf.data.Dataset | tf.Graph | tf.Operation | tf.Tensor | tf.DType)
+        or issubclass(kind, keras.KerasTensor)
     )
 
 

@@ -263,11 +263,11 @@ def test_finished(tmp_path: Path) -> None:
 
 def test_out_of_reach(tmp_path: Path) -> None:
     """A variable that no name leads to is reported with its line, once, before the first step."""
-    hidden = {(1, 2): tf.Variable(2.0)}  # no name of another process leads to an entry of this
+    hidden = {frozenset({1, 2}): tf.Variable(2.0)}  # whose name another process may not know
     calls = []
 
     def draw(x: Any) -> Any:
-        return x * hidden[1, 2]
+        return x * hidden[frozenset({1, 2})]
 
     model, _ = augmenting(draw)
     first = keras.callbacks.LambdaCallback(
