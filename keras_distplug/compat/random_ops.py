@@ -14,7 +14,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -38,14 +38,14 @@ _WITHIN = tuple(
 
 @dataclass(frozen=True)
 class _Draws:
-    """How far one op has drawn."""
+    """How far one op has drawn: its position, and the two seeds that its stream has."""
 
-    position: ResourceVariable
-    begun_at: int
+    state: ResourceVariable
+    begun_at: tuple[int, ...]
 
     @property
-    def has_begun(self) -> bool:
-        return int(self.position) != self.begun_at
+    def now(self) -> tuple[int, ...]:
+        return tuple(map(int, self.state.numpy()))
 
 
 class Draws:
@@ -60,49 +60,49 @@ class Draws:
         self._is_shared = is_shared
         _all_draws.add(self)
         self._ops: dict[str, _Draws] = {}
-        self._waiting: dict[str, int] = {}  # of those that are not traced yet
+        self._waiting: dict[str, tuple[int, ...]] = {}  # of those that are not traced yet
 
     def has(self, handle: tf.Tensor) -> bool:
-        """Is `handle` that of a position?"""
-        return any(each.position.handle is handle for each in self._ops.values())
+        """Is `handle` that of a state?"""
+        return any(each.state.handle is handle for each in self._ops.values())
 
-    def positions(self) -> dict[str, int]:
-        return {**self._waiting, **{name: int(each.position) for name, each in self._ops.items()}}
+    def states(self) -> dict[str, tuple[int, ...]]:
+        return {**self._waiting, **{name: each.now for name, each in self._ops.items()}}
 
-    def go_on_from(self, positions: Mapping[str, int]) -> None:
-        """Puts back what `positions` gave, before the steps run."""
-        self._waiting = dict(positions)
-        for name in self._ops.keys() & positions.keys():
-            begun_at = self._waiting.pop(name)
-            position = self._ops[name].position
-            position.assign(begun_at)
-            self._ops[name] = _Draws(position, begun_at)
+    def go_on_from(self, states: Mapping[str, Sequence[int]]) -> None:
+        """Puts back what `states` gave, before the steps run."""
+        self._waiting = {name: tuple(state) for name, state in states.items()}
+        for name in self._ops.keys() & states.keys():
+            self._assign(name, self._waiting.pop(name))
 
     def keep(self) -> None:
         """To be called when the package has a step traced anew, which plain Keras would not."""
-        self._waiting = self.positions()
+        self._waiting = self.states()
 
     def begin_anew(self) -> None:
         """What TensorFlow's kernels do when it forgets them."""
         self._waiting = {}
-        for name, each in list(self._ops.items()):
-            with tf.init_scope():
-                each.position.assign(0)
-            self._ops[name] = _Draws(each.position, 0)
+        with tf.init_scope():
+            for name, each in list(self._ops.items()):
+                self._assign(name, (0, *each.now[1:]))
 
-    def begin(self, name: str) -> ResourceVariable:
-        """The position of an op that is traced. It begins anew, as its kernel would, unless another
+    def _assign(self, name: str, state: tuple[int, ...]) -> None:
+        self._ops[name].state.assign(state)
+        self._ops[name] = _Draws(self._ops[name].state, state)
+
+    def begin(self, name: str, seeds: tuple[int, int]) -> ResourceVariable:
+        """The state of an op that is traced. It begins anew, as its kernel would, unless another
         trace of it has not run."""
         before = self._ops.get(name)
         if before is not None and self._is_shared:
-            return before.position
-        begun_at = self._waiting.pop(name, 0)
+            return before.state
+        begun_at = self._waiting.pop(name, (0, *seeds))
         with tf.init_scope(), tf.device("CPU:0"):
-            if before is not None and not before.has_begun:
+            if before is not None and before.now == before.begun_at:
                 begun_at = before.begun_at
-            position = ResourceVariable(begun_at, trainable=False, dtype=tf.int64)
-        self._ops[name] = _Draws(position, begun_at)
-        return position
+            state = ResourceVariable(begun_at, trainable=False, dtype=tf.int64)
+        self._ops[name] = _Draws(state, begun_at)
+        return state
 
 
 @contextmanager
@@ -140,11 +140,11 @@ class _Step:
             frame = frame.f_back
         return graph is self.graph
 
-    def position(self) -> ResourceVariable:
-        positions = _positions_in.setdefault(self.graph, [])
-        position = self.draws.begin(f"{self.name} {len(positions)}")
-        positions.append(position)
-        return position
+    def state(self, seeds: tuple[int, int]) -> ResourceVariable:
+        states = _states_in.setdefault(self.graph, [])
+        state = self.draws.begin(f"{self.name} {len(states)}", seeds)
+        states.append(state)
+        return state
 
 
 class _Current(threading.local):
@@ -154,7 +154,7 @@ class _Current(threading.local):
 _current = _Current()
 _all_draws: weakref.WeakSet[Draws] = weakref.WeakSet()
 # They have to live as long as the graphs that use them.
-_positions_in: weakref.WeakKeyDictionary[tf.Graph, list[ResourceVariable]] = (
+_states_in: weakref.WeakKeyDictionary[tf.Graph, list[ResourceVariable]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -221,14 +221,9 @@ def _drawn(shape: Any, seed: int, seed2: int) -> dict[str, Any] | None:
     step = _current.step
     if step is None or not (seed or seed2) or not step.is_here():
         return None
-    position = step.position()
-    before = position.read_value()
+    state = step.state((seed, seed2))
+    position, key, high = tf.unstack(tf.bitcast(state.read_value(), tf.uint64))
     shape = tf.convert_to_tensor(shape, dtype_hint=tf.int32)  # of [], too
     numbers = tf.reduce_prod(tf.cast(shape, tf.int64))
-    position.assign_add(numbers * _NUMBERS_APART, read_value=False)
-    counter = tf.stack([tf.bitcast(before, tf.uint64), _word(seed2)])
-    return {"shape": shape, "key": _word(seed)[None], "counter": counter, "alg": _PHILOX}
-
-
-def _word(seed: int) -> tf.Tensor:
-    return tf.constant(seed % 2**64, tf.uint64)
+    state.assign_add(tf.stack([numbers * _NUMBERS_APART, 0, 0]), read_value=False)
+    return {"shape": shape, "key": key[None], "counter": tf.stack([position, high]), "alg": _PHILOX}

@@ -53,7 +53,7 @@ def capture(
             only the chief, which writes the manifest.
     """
     names, variables = _named(model, in_epoch=in_epoch)
-    random = {**random_states.capture(), DRAWS: Touched.of(model).draws.positions()}
+    random = {**random_states.capture(), DRAWS: Touched.of(model).draws.states()}
     of_all = gather(variables, agreement, world_size)
     if world_size == 1:
         return OwnStates(_by_replica(names, of_all), (random,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,28 @@ def test_a_loss_of_the_script(tmp_path: Path) -> None:
         del CHANGES["of the script"]
 
 
+class Schedule(keras.optimizers.schedules.LearningRateSchedule):
+    """Has no config."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def __call__(self, step: Any) -> Any:
+        return self.rate / (1 + 0.1 * keras.ops.cast(step, "float32"))
+
+
+def test_what_keras_cannot_tell(tmp_path: Path) -> None:
+    """A callback that compiles with something without a config is refused, too."""
+    CHANGES["schedule"] = compiled(optimizer=keras.optimizers.Adam(Schedule(0.5)))
+    try:
+        with pytest.raises(small.Interrupted):
+            fit("schedule", "begin", small.Stop(2, 1), backup(tmp_path))
+        with pytest.raises(OtherRunError, match="a callback compiled the model anew, with"):
+            fit("schedule", "begin", backup(tmp_path))
+    finally:
+        del CHANGES["schedule"]
+
+
 def add_optimizer(model: keras.Model) -> None:
     model.second = keras.optimizers.SGD(0.1)
     model.second.build(model.trainable_variables)
@@ -189,6 +212,26 @@ def test_two_fits(is_first: bool, tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert "other variables are trained: " in caplog.text
     assert ("starts with empty slots" in caplog.text) == (not is_first)
     assert ("is trained no more" in caplog.text) == is_first
+
+
+def test_validated_fits(tmp_path: Path) -> None:
+    """Fine-tuning in two fits warns of nothing."""
+    model = small.model()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "A resumed run")
+        for epochs in (1, 2):
+            model.layers[0].trainable = epochs == 2
+            model.compile("adam", "mse", metrics=["mae"])
+            given = {"validation_data": (small.X, small.Y), "epochs": epochs, "verbose": 0}
+            model.fit(small.X, small.Y, **given, callbacks=[backup(tmp_path), kd.NaNWatchdog()])
+
+
+def test_steps_after_fit() -> None:
+    """The watchdog guards `fit`, and nothing after it."""
+    model = small.model()
+    model.fit(small.X, small.Y, verbose=0, callbacks=[kd.NaNWatchdog()])
+    model.train_on_batch(small.X * np.nan, small.Y)
+    assert not np.isfinite(model.get_weights()[0]).all()
 
 
 def test_nan_watchdog(tmp_path: Path) -> None:

@@ -261,6 +261,44 @@ def test_finished(tmp_path: Path) -> None:
     assert train() == trained
 
 
+class Moody:
+    """An object that does not want to be looked at."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"no {name} here")
+
+    def __iter__(self) -> Any:
+        raise RuntimeError("no entries here")
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("no class here")
+
+
+def test_objects_with_a_will_of_their_own(tmp_path: Path) -> None:
+    """The search for a variable passes by objects that raise errors."""
+    variable = tf.Variable(0.5)
+    model, [callback] = weighted(variable, "on_epoch_end")
+    model.loss.moody = callback.moody = Moody()
+    callbacks = [callback, backup(tmp_path)]
+    model.fit(small.X, small.Y, verbose=0, epochs=2, callbacks=callbacks)
+    assert float(variable) == pytest.approx(0.5 * 1.7**2)
+
+
+def test_other_shape(tmp_path: Path) -> None:
+    """A variable whose shape the script has changed keeps its value, which is reported."""
+
+    def train(size: int) -> None:
+        variable = tf.Variable(tf.ones(size))
+        model, _ = weighted(variable, "on_epoch_end")
+        model.compile("adam", lambda y, p: keras.ops.mean((y - p) ** 2, -1) * variable[0])
+        model.fit(small.X, small.Y, verbose=0, epochs=size, callbacks=[backup(tmp_path)])
+
+    train(2)
+    with pytest.warns(UserWarning, match=r"has the shape \(2,\) in the checkpoint and \(3,\) here"):
+        train(3)
+
+
 def test_out_of_reach(tmp_path: Path) -> None:
     """A variable that no name leads to is reported with its line, once, before the first step."""
     hidden = {frozenset({1, 2}): tf.Variable(2.0)}  # whose name another process may not know

@@ -13,6 +13,7 @@ pytest.importorskip("tensorflow")
 pytestmark = pytest.mark.tf
 
 import keras  # noqa: E402
+import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 from support import small  # noqa: E402
 
@@ -134,6 +135,41 @@ def test_traced_again(tmp_path: Path) -> None:
     assert fit(DRAWS["several"], TraceAgain(), backup(tmp_path)) == plain
 
 
+class Forget(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            keras.utils.set_random_seed(9)
+        if epoch == 2:
+            keras.backend.clear_session()
+
+
+def test_kernels_that_are_forgotten(tmp_path: Path) -> None:
+    """`set_random_seed` and `clear_session` have ops begin anew, as in plain Keras."""
+    plain = fit(DRAWS["normal"], Forget())
+    assert fit(DRAWS["normal"], Forget(), backup(tmp_path / "whole")) == plain
+    with pytest.raises(small.Interrupted):
+        fit(DRAWS["normal"], Forget(), small.Stop(1, 2), backup(tmp_path))
+    assert fit(DRAWS["normal"], Forget(), backup(tmp_path)) == plain
+
+
+def test_two_fits(tmp_path: Path) -> None:
+    """A fit with the callbacks leaves the ops where a next one without them goes on."""
+
+    def train(*callbacks: keras.callbacks.Callback) -> Any:
+        keras.utils.set_random_seed(5)
+        model = Noisy(DRAWS["normal"])
+        model.compile("adam", "mse")
+        model.fit(small.dataset(), verbose=0, callbacks=list(callbacks))
+        model.fit(small.dataset(), verbose=0)
+        return small.state(model)
+
+    assert train(backup(tmp_path), kd.NaNWatchdog()) == train()
+
+
+def from_numpy(x: Any) -> Any:
+    return x * np.random.default_rng(1).normal() * np.random.normal()
+
+
 def in_a_function(x: Any) -> Any:
     """TensorFlow may make two kernels of one op, because it is called twice."""
     draw = tf.function(lambda: tf.random.normal([4]))
@@ -144,6 +180,7 @@ def in_a_function(x: Any) -> Any:
     ("draw", "reason"),
     [
         (in_a_function, "RandomStandardNormal keeps its random state"),
+        (from_numpy, "it draws from np.random"),
         (lambda x: tf.random.shuffle(x), "RandomShuffle keeps its random state"),
         (lambda x: x * tf.random.gamma([4], 2.0), "RandomGamma keeps its random state"),
     ],
@@ -155,7 +192,8 @@ def test_what_nobody_can_read(draw: Draw, reason: str, tmp_path: Path) -> None:
         assert fit(draw, backup(tmp_path)) == plain
     line = draw.__code__.co_firstlineno + 2 * (draw is in_a_function)
     [warning] = [str(each.message) for each in told if "A resumed run" in str(each.message)]
-    assert f"(test_random_steps.py, line {line}): {reason}" in warning
+    where = "train_step" if draw is from_numpy else f"(test_random_steps.py, line {line})"
+    assert f"{where}: {reason}" in warning
     assert "SeedGenerator" in warning
 
 
