@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import keras
 import tensorflow as tf
@@ -20,9 +22,29 @@ from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.log import advise, announce
 from keras_distplug.default_callbacks import defaults
 from keras_distplug.strategies import place
-from keras_distplug.training import carry, data
+from keras_distplug.training import carry, data, own_fit, progress
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_GIVEN = "_given"
+
+_IN_FEED = ("sample_weight", "class_weight", "validation_split")  # arguments that it stands for
 
 
+def _noting_given(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Passes the names of the arguments that the caller gave: a model's own `fit` may have other
+    defaults than Keras'."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def noting(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        given = frozenset(signature.bind(*args, **kwargs).arguments)
+        return function(*args, **{**kwargs, _GIVEN: given})  # type: ignore[arg-type]
+
+    return noting
+
+
+@_noting_given
 def distributed_fit(
     model: keras.Model | Callable[[], keras.Model],
     x: Any = None,
@@ -48,6 +70,7 @@ def distributed_fit(
     resume: bool = True,
     deterministic: bool = False,
     min_shard_bytes: int | None = None,
+    **own_arguments: Any,
 ) -> keras.callbacks.History:
     """`model.fit` on as many devices and workers as there are, which goes on where it stopped.
 
@@ -111,15 +134,21 @@ def distributed_fit(
             classes derived of `Embedding`; refused are clipnorm, Adafactor, Lamb, Muon and LoRA.
             Without effect under other strategies. Defaults to `None`: each table is whole, on one
             server.
+        own_arguments: Further arguments of the model's own `fit`.
+
+    If the class of the model has its own `fit`, as the tasks of KerasHub have, that is called with
+    the arguments as they were given: `x` may be texts then, for example. What it passes to Keras'
+    `fit` is resumed and distributed, in the order that plain Keras gives it.
 
     Returns:
-        Keras' `History`, complete across restarts.
+        Keras' `History`, complete across restarts, or what the model's own `fit` returns.
 
     Raises:
         ConfigurationError: Before any training, for an unusable argument or environment; its
             subclasses `ClusterError`, `ModelError` and `DataError` say which.
         OtherRunError: If `directory` holds the run of another model.
     """
+    names_given: frozenset[str] = own_arguments.pop(_GIVEN)
     versions.check()
     peers.watch()
     if deterministic:
@@ -127,6 +156,7 @@ def distributed_fit(
     _require_bytes(min_shard_bytes)
     if isinstance(model, keras.Model):
         place.require_compiled(model, "the model given")
+        own_fit.require_no_unknown(model, own_arguments)
     elif not callable(model):
         place.require_compiled(model, "received as `model`")
     fresh, strategy = _joins_late(model, strategy)
@@ -170,39 +200,64 @@ def distributed_fit(
     backups = [each for each in callbacks if isinstance(each, BackupAndRestore)]
     backup = min(backups, key=yields)  # the user's own
     run = backup.open_run(strategy)
-    feed = data.feed(
-        x,
-        y,
-        model=placed,
-        seed=run.record.seed,
-        batch_size=batch_size,
-        shuffle=shuffle,
-        sample_weight=sample_weight,
-        class_weight=class_weight,
-        validation_data=validation_data() if callable(validation_data) else validation_data,
-        validation_split=validation_split,
-        workers=role.world_size,
-        epochs=epochs,
-    )
+    is_quiet = verbose == "auto" and not role.is_chief
+    arguments = {
+        "batch_size": batch_size,
+        "epochs": epochs,
+        "verbose": 0 if is_quiet else verbose,
+        "callbacks": callbacks,
+        "validation_split": validation_split,
+        "validation_data": validation_data() if callable(validation_data) else validation_data,
+        "shuffle": shuffle,
+        "class_weight": class_weight,
+        "sample_weight": sample_weight,
+        "initial_epoch": initial_epoch,
+        "steps_per_epoch": steps_per_epoch,
+        "validation_steps": validation_steps,
+        "validation_batch_size": validation_batch_size,
+        "validation_freq": validation_freq,
+    }
+    advice: tuple[str, ...] = ()
+    has_own_fit = compat_model.has_own_fit(placed)
+    if has_own_fit:
+        chosen = {name: value for name, value in arguments.items() if name in names_given}
+        fit = own_fit.prepare(
+            placed,
+            data.made(x),
+            y,
+            {**chosen, **own_arguments, "callbacks": callbacks},
+            is_silent=is_quiet,
+        )
+        progress.take_over_early(placed, run.record.seed)
+        input_is = f"what {own_fit.name_of(placed)} makes of its arguments"
+    else:
+        own_fit.require_no_unknown(placed, own_arguments)
+        feed = data.feed(
+            x,
+            y,
+            model=placed,
+            seed=run.record.seed,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            sample_weight=sample_weight,
+            class_weight=class_weight,
+            validation_data=arguments["validation_data"],
+            validation_split=validation_split,
+            workers=role.world_size,
+            epochs=epochs,
+        )
+        arguments |= {"validation_data": feed.validation_data, "shuffle": False}
+        left = {name: value for name, value in arguments.items() if name not in _IN_FEED}
+        fit = functools.partial(placed.fit, feed.x, **left)
+        input_is, advice = feed.description, feed.advice
     if role.is_chief:
-        announce(f"input: {feed.description}")
-        for line in feed.advice:
+        announce(f"input: {input_is}")
+        for line in advice:
             advise(f"advice: {line}")
     with embeddings.split(min_shard_bytes):  # what is built by the first batch
-        history = placed.fit(
-            feed.x,
-            batch_size=batch_size,
-            epochs=epochs,
-            verbose=0 if verbose == "auto" and not role.is_chief else verbose,
-            callbacks=callbacks,
-            validation_data=feed.validation_data,
-            shuffle=False,
-            initial_epoch=initial_epoch,
-            steps_per_epoch=steps_per_epoch,
-            validation_steps=validation_steps,
-            validation_batch_size=validation_batch_size,
-            validation_freq=validation_freq,
-        )
+        history: keras.callbacks.History = fit()
+    if has_own_fit and backup.model is None:
+        own_fit.warn_of_lost_callbacks(placed)
     if blueprint is not None:
         place.hand_back(blueprint, placed, revive=fresh)
     return history

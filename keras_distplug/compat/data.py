@@ -52,6 +52,20 @@ class LateDistributedDataset(tf.distribute.DistributedDataset):  # type: ignore[
         raise NotImplementedError
 
 
+class SameDataset(dataset_ops.UnaryUnchangedStructureDataset):  # type: ignore[misc]
+    """A dataset with the elements of another one, as a base of what is more than a dataset."""
+
+    def __init__(self, dataset: tf.data.Dataset) -> None:
+        super().__init__(dataset, dataset._variant_tensor)
+
+
+def made_from(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    """Yields `dataset` and all datasets that it was made from by transformations."""
+    yield dataset
+    for each in dataset._inputs():
+        yield from made_from(each)
+
+
 def tell_strategy(iterator: Any, strategy: tf.distribute.Strategy) -> None:
     """Tells the data of an epoch iterator of Keras, if they ask for it, who reads them."""
     dataset = getattr(iterator, "_distributed_dataset", None)

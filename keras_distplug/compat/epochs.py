@@ -37,6 +37,18 @@ def of_fit() -> Loop | None:
     return None
 
 
+def before_reading(model: keras.Model, act: Callable[[Loop], None]) -> None:
+    """Calls `act` with the loop of every `fit` of `model` before that looks at its data."""
+    stock = model._maybe_symbolic_build
+
+    def _maybe_symbolic_build(iterator: Any = None, data_batch: Any = None) -> None:
+        if iterator is not None and (loop := of_fit()) is not None:
+            act(loop)
+        stock(iterator=iterator, data_batch=data_batch)
+
+    override(model, "_maybe_symbolic_build", _maybe_symbolic_build)
+
+
 def of_validation(model: keras.Model) -> Loop | None:
     """The loop over the validation data of a `fit`, which is made once; None if there is none."""
     found = getattr(model, "_eval_epoch_iterator", None)

@@ -30,7 +30,7 @@ def empty_tensor(shape: Sequence[int], dtype: str) -> tuple[tf.Tensor, memoryvie
 
 def to_tensor(array: np.ndarray) -> tf.Tensor:
     """The array in host memory, once; `tf.constant` holds two copies."""
-    if not array.size:
+    if not array.size or array.dtype.kind in "USO":  # text
         return tf.constant(array)
     tensor, memory = empty_tensor(array.shape, array.dtype.name)
     np.frombuffer(memory, array.dtype).reshape(array.shape)[...] = array

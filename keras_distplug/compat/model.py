@@ -81,6 +81,11 @@ def is_placed(model: keras.Model) -> bool:
     return model._distribute_strategy is not None
 
 
+def has_own_fit(model: keras.Model) -> bool:
+    """Returns whether the model has a `fit` that is not Keras'."""
+    return type(model).fit is not keras.Model.fit or "fit" in vars(model)
+
+
 def has_own_step(model: keras.Model) -> bool:
     """Does the model's class have a `train_step` that is not Keras'?"""
     return type(model).train_step is not keras_trainer.TensorFlowTrainer.train_step

@@ -18,6 +18,7 @@ import tensorflow as tf
 from keras_distplug.compat import model as compat_model
 from keras_distplug.compat.tables import Table, wholes
 from keras_distplug.core.errors import ModelError
+from keras_distplug.strategies.recompile import Recompile, recompile_of
 
 _LOOKUPS = (keras.layers.StringLookup, keras.layers.IntegerLookup, keras.layers.TextVectorization)
 
@@ -28,17 +29,16 @@ class Blueprint:
 
     Args:
         model: The caller's object.
-        compile_with: Arguments for `compile`; optimizer and metrics as functions that make new
-            ones, since theirs are tied to where they were made.
+        recompile: Compiles a model as the caller's is compiled.
         values: The model's variables, in its order, without those of compiled metrics.
-        optimizer_values: The optimizer's variables; empty while it is not built.
-        optimizer_targets: What the optimizer trains; see `compat.model.optimizer_targets`.
+        optimizer_values: The variables of each optimizer that is built, by its name.
+        optimizer_targets: What the optimizers train; see `compat.model.optimizer_targets`.
     """
 
     model: keras.Model
-    compile_with: Mapping[str, Any]
+    recompile: Recompile
     values: Sequence[np.ndarray]
-    optimizer_values: Sequence[np.ndarray]
+    optimizer_values: Mapping[str, Sequence[np.ndarray]]
     optimizer_targets: Mapping[str, Sequence[int]]
 
 
@@ -73,13 +73,13 @@ def describe(model: keras.Model) -> Blueprint:
             )
     return Blueprint(
         model=model,
-        compile_with=_compile_with(model),
+        recompile=recompile_of(model),
         values=[_value(variable) for variable in state_of(model)],
-        optimizer_values=(
-            [_value(variable) for variable in model.optimizer.variables]
-            if model.optimizer is not None and model.optimizer.built
-            else []
-        ),
+        optimizer_values={
+            name: [_value(variable) for variable in optimizer.variables]
+            for name, optimizer in compat_model.optimizers_of(model).items()
+            if optimizer.built
+        },
         optimizer_targets=compat_model.optimizer_targets(model),
     )
 
@@ -96,7 +96,8 @@ def rebuild(blueprint: Blueprint, from_chief: Callable[[np.ndarray], Any]) -> ke
     """
     caller = blueprint.model
     model = _again(caller)
-    model.compile(**_made(blueprint))
+    _freeze_like(model, caller)
+    blueprint.recompile(model)
     built = bool(blueprint.values)
     if built and not model.built:
         _build_like(model, caller)
@@ -104,12 +105,13 @@ def rebuild(blueprint: Blueprint, from_chief: Callable[[np.ndarray], Any]) -> ke
         _require_same_variables(model, caller, blueprint.values)
         for variable, value in zip(state_of(model), blueprint.values, strict=True):
             variable.assign(from_chief(value))
+        _freeze_like(model, caller)  # what was built now
     if blueprint.optimizer_values:
         compat_model.build_optimizers(model, blueprint.optimizer_targets)
-        for variable, value in zip(
-            wholes(model.optimizer.variables), blueprint.optimizer_values, strict=True
-        ):
-            variable.assign(from_chief(value))
+        optimizers = compat_model.optimizers_of(model)
+        for name, values in blueprint.optimizer_values.items():
+            for variable, value in zip(wholes(optimizers[name].variables), values, strict=True):
+                variable.assign(from_chief(value))
     compat_model.refresh(model)
     return model
 
@@ -145,7 +147,7 @@ def hand_back(blueprint: Blueprint, trained: keras.Model, *, revive: bool) -> No
     for mine, theirs in zip(_trained_state(caller), _trained_state(trained), strict=True):
         mine.assign(_value(theirs))
     compat_model.refresh(caller)
-    caller.history = trained.history
+    caller.history = getattr(trained, "history", None)
     caller.stop_training = trained.stop_training
 
 
@@ -156,8 +158,9 @@ def state_of(model: keras.Model) -> list[keras.Variable | Table]:
 
 
 def _trained_state(model: keras.Model) -> list[keras.Variable | Table]:
-    optimizer = model.optimizer
-    return [*state_of(model), *wholes(optimizer.variables if optimizer is not None else [])]
+    optimizers = compat_model.optimizers_of(model)
+    of_optimizers = [optimizers[name].variables for name in sorted(optimizers)]
+    return [*state_of(model), *(each for variables in of_optimizers for each in wholes(variables))]
 
 
 def _value(variable: keras.Variable | Table) -> np.ndarray:
@@ -193,6 +196,20 @@ def _again(caller: keras.Model) -> keras.Model:
         ) from error
 
 
+def _freeze_like(model: keras.Model, caller: keras.Model) -> None:
+    """Makes trainable what is trainable in the caller's model: a configuration need not say what
+    was frozen since the layers were made."""
+    mine, theirs = ([each, *compat_model.layers_of(each)] for each in (model, caller))
+    if [type(layer) for layer in mine] != [type(layer) for layer in theirs]:
+        return  # of models that are not built; the others are compared
+    for layer, like in zip(mine, theirs, strict=True):  # a layer comes before those within it
+        if layer.trainable != like.trainable:
+            layer.trainable = like.trainable
+    for variable, like in zip(model.weights, caller.weights, strict=False):
+        if variable.trainable != like.trainable:
+            variable.trainable = like.trainable
+
+
 def _build_like(model: keras.Model, like: keras.Model) -> None:
     config = like.get_build_config()
     try:
@@ -222,60 +239,6 @@ def _require_same_variables(
             "not say all that its variables depend on. Mend it, or pass a function that builds and "
             "compiles the model: `distributed_fit(build, ...)`."
         )
-
-
-def _compile_with(model: keras.Model) -> Mapping[str, Any]:
-    arguments = compat_model.compile_arguments(model)
-    if arguments is None or type(model).compile is not keras.Model.compile:
-        raise ModelError(
-            f"The model {model.name!r} of class {type(model).__name__} has a `compile` of its own, "
-            "whose arguments are not known. Pass a function that builds and compiles the model: "
-            "`distributed_fit(build, ...)`."
-        )
-    return {name: keras.tree.map_structure(_maker, value) for name, value in arguments.items()}
-
-
-@dataclass(frozen=True)
-class _Maker:
-    """Makes another object like one that is tied to where it was made."""
-
-    of: type
-    config: Mapping[str, Any]
-    custom: Mapping[str, type]
-
-    def __call__(self) -> Any:
-        with keras.saving.custom_object_scope(dict(self.custom)):
-            return self.of.from_config(dict(self.config))  # type: ignore[attr-defined]
-
-
-def _maker(value: Any) -> Any:
-    """`value`, or a `_Maker` for it if it holds variables."""
-    if not isinstance(value, keras.optimizers.Optimizer | keras.metrics.Metric):
-        return value
-    custom = {type(value).__name__: type(value)}
-    schedule = getattr(value, "_learning_rate", None)
-    if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
-        custom[type(schedule).__name__] = type(schedule)
-    maker = _Maker(type(value), value.get_config(), custom)
-    try:
-        maker()
-    except Exception as error:
-        raise ModelError(
-            f"{type(value).__name__} {value.name!r}, which the model is compiled with, cannot be "
-            f"made again from its configuration: {error}. Register what it is made of with "
-            "`@keras.saving.register_keras_serializable()`, or pass a function that builds and "
-            "compiles the model: `distributed_fit(build, ...)`."
-        ) from error
-    return maker
-
-
-def _made(blueprint: Blueprint) -> dict[str, Any]:
-    return {
-        name: keras.tree.map_structure(
-            lambda value: value() if isinstance(value, _Maker) else value, value
-        )
-        for name, value in blueprint.compile_with.items()
-    }
 
 
 def _revive(caller: keras.Model) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import types
 import warnings
@@ -80,6 +81,58 @@ class InputAdapter(compat_data.DataAdapter):  # type: ignore[misc]
             self._positioned.source.on_epoch_end()
 
 
+class InputDataset(InputAdapter, compat_data.SameDataset):
+    """An `InputAdapter` that a model's own `fit` may transform as a `tf.data.Dataset`, before it
+    calls Keras'.
+
+    Args:
+        source: The data.
+        dataset: The same batches.
+        seed: As in `resumable`; it holds for what is made of `dataset`, too.
+    """
+
+    def __init__(self, source: Source, dataset: tf.data.Dataset, seed: int) -> None:
+        InputAdapter.__init__(self, source)
+        compat_data.SameDataset.__init__(self, dataset)
+        self.seed = seed
+
+
+class OpaqueInput(InputAdapter):
+    """An `InputAdapter` that raises an error if it is used in any other way than given to Keras'
+    `fit`.
+
+    Args:
+        source: The data.
+        kind: What the user gave.
+    """
+
+    def __init__(self, source: Source, kind: str) -> None:
+        super().__init__(source)
+        self._why_not = (
+            f"Expected `resumable(...)` of a {kind} to reach Keras' `fit` as it is. Received: "
+            "other code uses it as data, probably the model's own `fit`. Give the data to that "
+            "`fit` without `resumable`: with the callbacks of `defaults()` it is resumed just the "
+            "same."
+        )
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise DataError(self._why_not)
+
+    __array__ = __getitem__ = __iter__ = __len__ = __tf_tensor__ = _refuse
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{name}: {vars(self).get('_why_not')}")
+
+
+def seed_of(dataset: tf.data.Dataset, default: int) -> int:
+    """Returns the seed of the `resumable` data that `dataset` was made of, or `default`."""
+    found = (each.seed for each in compat_data.made_from(dataset) if isinstance(each, InputDataset))
+    return next(found, default)
+
+
 def resumable(
     x: Any,
     y: Any = None,
@@ -105,6 +158,9 @@ def resumable(
     It stands for `x`, `y`, `batch_size`, `shuffle`, `sample_weight` and `class_weight` of `fit`,
     which ignores its own then. What of a `tf.data` pipeline cannot be repeated is warned of.
 
+    A model whose class has its own `fit` may transform it as a `tf.data.Dataset` of batches, if it
+    was made of arrays or of a `tf.data.Dataset`. Other data is given to such a `fit` as it is.
+
     Args:
         x: A `tf.data.Dataset`, a `keras.utils.PyDataset` or a torch `DataLoader` of *global*
             batches, a generator of them, a function without arguments that returns one of these,
@@ -122,12 +178,18 @@ def resumable(
         The first argument of `Model.fit`.
 
     Raises:
-        DataError: For data of an unknown kind, or not batched.
+        DataError: For data of an unknown kind, or not batched; in `fit`, for data that the model's
+            own `fit` cannot work on.
     """
     trainer.install_dispatch()  # tells the strategy before the first batch is read
-    source, _ = _source(_made(x), y, sample_weight, class_weight, batch_size, shuffle, seed)
+    source, _ = _source(made(x), y, sample_weight, class_weight, batch_size, shuffle, seed)
     warn_of(source)
-    return InputAdapter(source)
+    if isinstance(source, Arrays):
+        return InputDataset(source, source.as_dataset(), seed)
+    if isinstance(source, TfData) and not takes_context(x):
+        return InputDataset(source, source.whole, seed)
+    kind = "function" if inspect.isfunction(x) else type(x).__name__
+    return OpaqueInput(source, kind)
 
 
 def feed(
@@ -168,7 +230,7 @@ def feed(
             number of replicas.
     """
     strategy = model.distribute_strategy
-    x = _made(x)
+    x = made(x)
     if validation_split and validation_data is None:
         if _is_batched(x) or callable(x):
             raise DataError(
@@ -258,7 +320,7 @@ def _is_batched(x: Any) -> bool:
     return isinstance(x, kinds) or compat_data.is_torch_loader(x)
 
 
-def _made(x: Any) -> Any:
+def made(x: Any) -> Any:
     """What `x` returns if it is a function, but itself if that is a generator, of which each pass
     has one of its own, or a function of an `InputContext`."""
     if not callable(x) or _is_batched(x):
@@ -282,7 +344,7 @@ def warn_of(source: Source, *, is_validation: bool = False) -> None:
 def _arrays(x: Any, y: Any, sample_weight: Any) -> Any:
     parts = (x,) if y is None else (x, y) if sample_weight is None else (x, y, sample_weight)
     try:
-        arrays = keras.tree.map_structure(_as_array, parts)
+        arrays = keras.tree.map_structure(_as_array, tuple(map(_without_lists, parts)))
     except (TypeError, ValueError) as error:
         raise DataError(
             "Expected `x` to be a tf.data.Dataset, a keras.utils.PyDataset, a torch DataLoader, a "
@@ -300,9 +362,18 @@ def _arrays(x: Any, y: Any, sample_weight: Any) -> Any:
     return arrays
 
 
+def _without_lists(value: Any) -> Any:
+    """Makes arrays of lists of texts or numbers; other lists are nests."""
+    if isinstance(value, list) and all(
+        isinstance(each, str | bytes | int | float) for each in value
+    ):
+        return np.asarray(value)
+    return value
+
+
 def _as_array(value: Any) -> np.ndarray:
     array = np.asarray(value)
-    if array.dtype == object:
+    if array.dtype == object and not all(isinstance(each, str | bytes) for each in array.flat):
         raise TypeError(f"{type(value).__name__} does not become an array of numbers")
     # Keras computes in floatx and casts on entry.
     return array.astype(keras.config.floatx(), copy=False) if array.dtype.kind == "f" else array

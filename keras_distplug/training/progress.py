@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_distplug.compat import context, epochs, replica_values, workers
 from keras_distplug.compat import data as compat_data
 from keras_distplug.core.log import announce
-from keras_distplug.training.data import InputAdapter, warn_of
+from keras_distplug.training.data import InputAdapter, seed_of, warn_of
 from keras_distplug.training.position import Positioned, Source
 from keras_distplug.training.python_sources import PyData
 from keras_distplug.training.sources import BATCH_SIZE, SEEDS, Arrays, TfData, elements
@@ -165,6 +165,26 @@ def of_fit(model: keras.Model, seed: int) -> Progress | None:
     return Progress(loop, data, is_generator)
 
 
+def take_over_early(model: keras.Model, seed: int) -> None:
+    """Makes the data of a plain `fit` resumable before `fit` looks at it, if workers read it by
+    themselves: Keras would read it on the chief.
+
+    Args:
+        model: The model that will be trained.
+        seed: As in `of_fit`.
+    """
+    strategy = model.distribute_strategy
+    if workers.is_scheduled(strategy):
+        epochs.before_reading(model, lambda loop: _take_over(loop, strategy, seed))
+
+
+def _take_over(loop: epochs.Loop, strategy: tf.distribute.Strategy, seed: int) -> None:
+    is_ours = isinstance(loop.dataset, Positioned)
+    data = _positioned(loop, strategy, seed)
+    if data is not None and not is_ours:
+        warn_of(data.source)
+
+
 def of_validation(model: keras.Model, seed: int) -> Positioned | None:
     """The validation data of the `fit` that calls, from which on passes over it are counted."""
     loop = epochs.of_validation(model)
@@ -240,7 +260,7 @@ def _source(
     if (whole := loop.whole_dataset) is None:
         return None
     if loop.is_dataset:
-        return TfData(whole, seed, is_validation=is_validation)
+        return TfData(whole, seed_of(whole, seed), is_validation=is_validation)
     seed_of_orders = context.global_seed() if loop.is_shuffled_by_seed else None
     return _OfKeras(whole, loop.adapter, loop.samples_in_order, seed=seed_of_orders)
 

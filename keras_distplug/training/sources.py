@@ -91,6 +91,20 @@ class Arrays:
         dataset = places.batch(self.batch_size).map(
             gathered, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
         )
+        return self._completed(dataset)
+
+    def as_dataset(self) -> tf.data.Dataset:
+        """Returns the batches as a dataset for transformations, which draws its own order in every
+        pass if these are shuffled."""
+        rows = tf.data.Dataset.range(self._samples)
+        if self._seed is not None:
+            rows = rows.shuffle(self._samples, seed=self._seed, reshuffle_each_iteration=True)
+        dataset = rows.batch(self.batch_size).map(
+            self._gathered, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
+        )
+        return self._completed(dataset)
+
+    def _completed(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         if self._class_weight is not None:
             dataset = compat_data.class_weighted(dataset, self._class_weight)
         options = tf.data.Options()
