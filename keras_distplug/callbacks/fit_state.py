@@ -123,6 +123,8 @@ class FitState:
 
     def on_test_begin(self) -> None:
         replica_values.stop_waiting(self._model)  # what a test makes has no part in the epoch
+        if self._leave_epoch is not None:
+            replica_values.reset_unbuilt(self._model)  # if no batch was left of the epoch
         if self._validation is None:
             self._validation = progress.of_validation(self._model, self._seed)
             if self._validation is not None and self._validated:
@@ -144,6 +146,7 @@ class FitState:
     def on_epoch_end(self, epoch: int) -> None:
         self.cursor = Cursor(epoch=epoch + 1, batch=0, step=self.cursor.step)
         if self._leave_epoch is not None:
+            replica_values.reset_unbuilt(self._model)
             self._leave_epoch()
             self._leave_epoch = None
         replica_values.stop_waiting(self._model)

@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras.src import backend
 
 from keras_distplug.compat import touched
-from keras_distplug.compat.model import all_variables, random_state_kept
+from keras_distplug.compat.model import all_variables, compile_arguments, random_state_kept
 from keras_distplug.compat.override import override
 
 
@@ -85,6 +85,18 @@ def stop_waiting(model: keras.Model) -> None:
     """Undoes `when_built`."""
     for part in _compiled(model):
         vars(part).pop("build", None)
+
+
+def reset_unbuilt(model: keras.Model) -> None:
+    """Resets compiled metrics that no step has built, which `reset_metrics` leaves as they are: the
+    user's objects have variables before that."""
+    arguments, metrics = compile_arguments(model), model._compile_metrics
+    if arguments is None or metrics is None or metrics.built:
+        return
+    for name in ("metrics", "weighted_metrics"):
+        for each in keras.tree.flatten(arguments[name]):
+            if isinstance(each, keras.metrics.Metric):
+                each.reset_state()
 
 
 def _compiled(model: keras.Model) -> list[Any]:

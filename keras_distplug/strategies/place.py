@@ -7,8 +7,10 @@ afresh: `describe` reads the caller's model, `rebuild` makes its like inside the
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -30,6 +32,8 @@ class Blueprint:
     Args:
         model: The caller's object.
         recompile: Compiles a model as the caller's is compiled.
+        assets: Files of layers that have some besides their configuration, such as the vocabulary
+            of a tokenizer: the bytes of each, by its path, for each of `layers_of`.
         values: The model's variables, in its order, without those of compiled metrics.
         optimizer_values: The variables of each optimizer that is built, by its name.
         optimizer_targets: What the optimizers train; see `compat.model.optimizer_targets`.
@@ -37,6 +41,7 @@ class Blueprint:
 
     model: keras.Model
     recompile: Recompile
+    assets: Sequence[Mapping[str, bytes]]
     values: Sequence[np.ndarray]
     optimizer_values: Mapping[str, Sequence[np.ndarray]]
     optimizer_targets: Mapping[str, Sequence[int]]
@@ -74,6 +79,7 @@ def describe(model: keras.Model) -> Blueprint:
     return Blueprint(
         model=model,
         recompile=recompile_of(model),
+        assets=[_assets(layer) for layer in compat_model.layers_of(model)],
         values=[_value(variable) for variable in state_of(model)],
         optimizer_values={
             name: [_value(variable) for variable in optimizer.variables]
@@ -96,6 +102,7 @@ def rebuild(blueprint: Blueprint, from_chief: Callable[[np.ndarray], Any]) -> ke
     """
     caller = blueprint.model
     model = _again(caller)
+    _load_assets(model, blueprint.assets)
     _freeze_like(model, caller)
     blueprint.recompile(model)
     built = bool(blueprint.values)
@@ -194,6 +201,28 @@ def _again(caller: keras.Model) -> keras.Model:
             "class and its layers, or pass a function that builds and compiles the model: "
             "`distributed_fit(build, ...)`."
         ) from error
+
+
+def _assets(layer: keras.Layer) -> dict[str, bytes]:
+    """Returns the files that Keras would put into a `.keras` file for this layer."""
+    if not hasattr(layer, "save_assets"):
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        layer.save_assets(folder)
+        files = [path for path in Path(folder).rglob("*") if path.is_file()]
+        return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def _load_assets(model: keras.Model, assets: Sequence[Mapping[str, bytes]]) -> None:
+    for layer, files in zip(compat_model.layers_of(model), assets, strict=False):
+        if not files or not hasattr(layer, "load_assets"):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            for name, content in files.items():
+                path = Path(folder, name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+            layer.load_assets(folder)
 
 
 def _freeze_like(model: keras.Model, caller: keras.Model) -> None:

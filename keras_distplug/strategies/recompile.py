@@ -107,9 +107,16 @@ def _is_alike(one: Any, other: Any) -> bool:
         return False
     if hasattr(one, "get_config"):
         with contextlib.suppress(NotImplementedError):
-            return _is_equal(one.get_config(), other.get_config())
+            return _is_equal(_config(one), _config(other))
         return True
     return not isinstance(one, _PLAIN) or _is_equal(one, other)
+
+
+def _config(value: Any) -> dict[str, Any]:
+    config = dict(value.get_config())
+    if isinstance(value, keras.optimizers.Optimizer):
+        config.pop("name", None)  # Keras numbers them
+    return config
 
 
 def _is_equal(one: Any, other: Any) -> bool:

@@ -65,6 +65,17 @@ class OwnCompile(keras.Sequential):
         super().compile("adam", "mse")
 
 
+class WrappingCompile(keras.Sequential):
+    def compile(self, optimizer: Any, loss: Any) -> None:  # type: ignore[override]
+        super().compile(optimizer, lambda y, y_pred: 2 * loss(y, y_pred))
+
+
+class HidingCompile(keras.Sequential):
+    def compile(self, **more: Any) -> None:  # type: ignore[override]
+        self.scale = more.pop("scale", 1.0)
+        super().compile(**more)
+
+
 def test_model(refuse: Callable[..., None], mirrored: tf.distribute.Strategy) -> None:
     """The model: compiled, of a kind that can be moved, under the strategy that is asked for."""
     refuse(ModelError, "expects a compiled keras.Model.*type int", 3, X, Y)
@@ -75,7 +86,13 @@ def test_model(refuse: Callable[..., None], mirrored: tf.distribute.Strategy) ->
     refuse(ModelError, "get_config", no_config, X, Y, strategy=mirrored)
     own = OwnCompile([keras.Input((4,)), keras.layers.Dense(1)])
     own.compile(2.0)
-    refuse(ModelError, "has a `compile` of its own", own, X, Y, strategy=mirrored)
+    refuse(ModelError, "`compile` of its own.*`temperature` is not", own, X, Y, strategy=mirrored)
+    own = WrappingCompile([keras.Input((4,)), keras.layers.Dense(1)])
+    own.compile("sgd", keras.losses.MeanSquaredError())
+    refuse(ModelError, "called again it sets `loss`", own, X, Y, strategy=mirrored)
+    own = HidingCompile([keras.Input((4,)), keras.layers.Dense(1)])
+    own.compile(optimizer="sgd", loss="mse", scale=2.0)
+    refuse(ModelError, "it sets `scale` to 1.0 instead of 2.0", own, X, Y, strategy=mirrored)
     lookup = keras.Sequential([keras.layers.StringLookup(vocabulary=["a"])])
     lookup.compile("sgd", "mse")
     refuse(ModelError, "lookup table of layer", lookup, X, Y, strategy=mirrored)

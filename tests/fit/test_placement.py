@@ -185,6 +185,135 @@ def test_one_device_takes_every_model(tmp_path: Path) -> None:
     assert history.model is model
 
 
+@keras.saving.register_keras_serializable("tests")
+class OwnCompile(Subclass):
+    """Keeps an argument of its `compile`, and passes the others on."""
+
+    def compile(self, optimizer: Any = "auto", *, scale: float = 1.0, **more: Any) -> None:  # type: ignore[override]
+        super().compile(optimizer=_default() if optimizer == "auto" else optimizer, **more)
+        self.scale = scale
+
+    def compute_loss(self, *given: Any, **more: Any) -> Any:
+        return self.scale * super().compute_loss(*given, **more)
+
+
+@keras.saving.register_keras_serializable("tests")
+class Configured(OwnCompile):
+    """Says by itself how it is compiled."""
+
+    def compile(self, factors: list[float]) -> None:  # type: ignore[override]
+        super().compile("sgd", scale=factors[0] * factors[1], loss="mse")
+        self._given = factors
+
+    def get_compile_config(self) -> dict[str, Any]:
+        return {"factors": self._given}
+
+    def compile_from_config(self, config: dict[str, Any]) -> None:
+        self.compile(config["factors"])
+
+
+@keras.saving.register_keras_serializable("tests")
+class TwoOptimizers(Subclass):
+    """Trains its layers with one optimizer each, which its `compile` is given."""
+
+    def compile(self, first: Any, second: Any) -> None:  # type: ignore[override]
+        super().compile(first, loss="mse")
+        self.first, self.second = first, second
+
+    def train_step(self, batch: Any) -> Any:
+        x, y = batch
+        with tf.GradientTape(persistent=True) as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        for optimizer, layer in ((self.first, self.hidden), (self.second, self.last)):
+            weights = layer.trainable_weights
+            optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def _default() -> keras.optimizers.Optimizer:
+    return keras.optimizers.SGD(0.05)
+
+
+def compiled(kind: type[keras.Model], *given: Any, **named: Any) -> keras.Model:
+    keras.utils.set_random_seed(5)
+    model = kind(8)
+    model.compile(*given, **named)
+    model(small.X[:1])
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: compiled(
+            OwnCompile, scale=0.5, loss="mse", metrics=[keras.metrics.MeanSquaredError()]
+        ),
+        lambda: compiled(Configured, [0.5, 3.0]),
+        lambda: compiled(TwoOptimizers, keras.optimizers.SGD(0.01), keras.optimizers.Adam(0.02)),
+    ],
+    ids=["keeps an argument", "says how", "two optimizers"],
+)
+def test_own_compile(make: Any, mirrored: tf.distribute.Strategy, tmp_path: Path) -> None:
+    """A model whose `compile` is its own is compiled again as it was, and its optimizers go along
+    both ways."""
+    given = {"x": small.X, "y": small.Y, "batch_size": 10, "shuffle": False, "verbose": 0}
+    expected, mine = make(), make()
+    for model in (expected, mine):
+        model.fit(**given)
+    expected.fit(**given)
+    kd.distributed_fit(mine, **given, directory=tmp_path, strategy=mirrored)
+    close(mine, expected)
+    for name in ("first", "second"):
+        if hasattr(mine, name):
+            assert getattr(mine, name).iterations.numpy() == 6
+
+
+def test_frozen_layers(mirrored: tf.distribute.Strategy, tmp_path: Path) -> None:
+    """What was frozen since the model was made stays frozen, though no configuration says so."""
+    given = {"x": small.X, "y": small.Y, "batch_size": 10, "shuffle": False, "verbose": 0}
+
+    def frozen() -> keras.Model:
+        model = subclass()
+        model.hidden.trainable = False
+        model.last.kernel.trainable = False
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        return model
+
+    expected, mine = frozen(), frozen()
+    expected.fit(**given)
+    history = kd.distributed_fit(mine, **given, directory=tmp_path, strategy=mirrored)
+    assert [each.trainable for each in history.model.weights] == [False, False, False, True]
+    close(mine, expected)
+
+
+@keras.saving.register_keras_serializable("tests")
+class Vocabulary(keras.layers.Layer):
+    """Keeps what it knows in files, as a tokenizer does."""
+
+    words: tuple[str, ...] = ()
+
+    def save_assets(self, folder: str) -> None:
+        Path(folder, "words").mkdir()
+        Path(folder, "words", "all.txt").write_text(" ".join(self.words))
+
+    def load_assets(self, folder: str) -> None:
+        self.words = tuple(Path(folder, "words", "all.txt").read_text().split())
+
+    def call(self, inputs: Any) -> Any:
+        return len(self.words) * inputs
+
+
+def test_files_of_layers(mirrored: tf.distribute.Strategy, tmp_path: Path) -> None:
+    """What a layer would save as files goes along."""
+    model = keras.Sequential([keras.Input((4,)), Vocabulary(), keras.layers.Dense(1)])
+    model.layers[0].words = ("a", "b", "c")
+    model.compile("sgd", "mse")
+    given = {"x": small.X, "y": small.Y, "batch_size": 10, "verbose": 0}
+    history = kd.distributed_fit(model, **given, directory=tmp_path, strategy=mirrored)
+    assert history.model.layers[0].words == ("a", "b", "c")
+    assert model.layers[0].words == ("a", "b", "c")
+
+
 def test_one_device(tmp_path: Path) -> None:
     """On one device the model is trained where it is."""
     model = deterministic()

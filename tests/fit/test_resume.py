@@ -288,6 +288,27 @@ def test_model_that_is_not_built(make: Callable[[], keras.Model], tmp_path: Path
     assert counted.batches == 0
 
 
+@pytest.mark.parametrize("validation", [None, (small.X[:8], small.Y[:8])], ids=["", "validated"])
+def test_metrics_that_no_step_has_built(validation: Any, tmp_path: Path) -> None:
+    """Metrics that the user made start from zero after an epoch that is resumed behind its last
+    batch, though Keras resets none of a model that has not trained yet."""
+
+    def fit(*callbacks: keras.callbacks.Callback) -> dict[str, list[float]]:
+        keras.utils.set_random_seed(2)
+        model = Subclass()
+        model.compile("adam", "mse", metrics=[keras.metrics.MeanAbsoluteError()])
+        given = {"validation_data": validation, "epochs": 2, "shuffle": False, "verbose": 0}
+        return model.fit(small.X, small.Y, batch_size=8, callbacks=callbacks, **given).history
+
+    backup = {"save_freq": small.BATCHES, "on_busy": "wait", "delete_checkpoint": False}
+    expected = fit()
+    with pytest.raises(small.Interrupted):
+        fit(kd.BackupAndRestore(tmp_path, **backup), small.Stop(1, 0))
+    counted = small.Stop()
+    assert fit(kd.BackupAndRestore(tmp_path, **backup), counted) == expected
+    assert counted.batches == small.BATCHES
+
+
 def test_other_model(tmp_path: Path) -> None:
     """A folder with another model's run is refused, names the difference, and stays as it is."""
     train(tmp_path, epochs=1)
