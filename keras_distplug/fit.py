@@ -80,6 +80,10 @@ def distributed_fit(
     history = kd.distributed_fit(model, ds, epochs=10, directory="runs/mnist")
     ```
 
+    If the class of the model has its own `fit`, as the tasks of KerasHub have, that is called with
+    the arguments as they were given: `x` may be texts then, for example. What it passes to Keras'
+    `fit` is resumed and distributed, in the order that plain Keras gives it.
+
     Args:
         model: A compiled model made outside any strategy's scope; one made inside the scope of the
             strategy to use; or a function without arguments that builds and compiles one. A model
@@ -135,10 +139,6 @@ def distributed_fit(
             Without effect under other strategies. Defaults to `None`: each table is whole, on one
             server.
         own_arguments: Further arguments of the model's own `fit`.
-
-    If the class of the model has its own `fit`, as the tasks of KerasHub have, that is called with
-    the arguments as they were given: `x` may be texts then, for example. What it passes to Keras'
-    `fit` is resumed and distributed, in the order that plain Keras gives it.
 
     Returns:
         Keras' `History`, complete across restarts, or what the model's own `fit` returns.

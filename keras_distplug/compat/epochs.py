@@ -87,6 +87,8 @@ class Loop:
     def arrays(self) -> tuple[Any, int] | None:
         """The arrays that Keras makes batches of, nested as these are, and the size of a batch.
         None if not all are arrays of numbers."""
+        if not isinstance(self.adapter, data_adapters.ArrayDataAdapter):
+            return None
         given = keras.tree.flatten(self.adapter._inputs)
         if not all(isinstance(each, np.ndarray) and each.dtype.kind in "fiub" for each in given):
             return None

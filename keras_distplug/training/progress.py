@@ -254,9 +254,11 @@ def _source(
         )
     if (loader := loop.torch_loader) is not None:
         return LoaderData(loader)
-    if loop.is_shuffled_at_random and (arrays := loop.arrays) is not None:
+    is_scheduled = workers.is_scheduled(strategy)
+    if (loop.is_shuffled_at_random or is_scheduled) and (arrays := loop.arrays) is not None:
+        is_shuffled = loop.is_shuffled_at_random or loop.is_shuffled_by_seed
         loop.release()
-        return Arrays(*arrays, seed)
+        return Arrays(*arrays, seed if is_shuffled else None)
     if (whole := loop.whole_dataset) is None:
         return None
     if loop.is_dataset:

@@ -200,7 +200,7 @@ def test_resumable_that_cannot_be_transformed() -> None:
         data, counted = kd.resumable(given), small.Stop()
         with pytest.raises(DataError, match=rf"of a {kind} to reach .* without `resumable`"):
             task().fit(data, verbose=0, callbacks=[counted])
-        with pytest.raises(AttributeError, match="map: .* without `resumable`"):
+        with pytest.raises(AttributeError, match=r"map: .* without `resumable`"):
             data.map(_numbered)
         assert counted.batches == 0
 
@@ -235,9 +235,9 @@ def test_what_fit_does_not_take(tmp_path: Path) -> None:
         kd.distributed_fit(of(Closed), small.X, Y, **given)
     with pytest.raises(ConfigurationError, match=r"Strict.fit\(.*Received: x, y, steps.*held_in"):
         kd.distributed_fit(task(kind=Strict), TEXTS, Y, steps_per_epoch=2, held_in=2, **given)
-    with pytest.raises(ConfigurationError, match="Received: epoch.*Sequential has Keras'"):
+    with pytest.raises(ConfigurationError, match=r"Received: epoch.*Sequential has Keras'"):
         kd.distributed_fit(small.model(), small.X, Y, epoch=3, **given)
-    with pytest.raises(ConfigurationError, match="Received: epoch.*Sequential has Keras'"):
+    with pytest.raises(ConfigurationError, match=r"Received: epoch.*Sequential has Keras'"):
         kd.distributed_fit(small.model, small.X, Y, epoch=3, **given)
     assert counted.batches == 0
     with pytest.warns(UserWarning, match="Forgetful.fit did not pass `callbacks`"):

@@ -83,6 +83,11 @@ def test_model_from_outside(found: Found) -> None:
     assert found["own_model"] == {"steps": STEPS, "plain": 20}
 
 
+def test_own_fit(found: Found) -> None:
+    """Workers read what a model's own `fit` passes to Keras', and count every step and sample."""
+    assert found["own_fit"] == {"wraps": [40, 320.0], "doubles": [40, 320.0]}
+
+
 def test_function_of_a_context(found: Found) -> None:
     """Both workers have read, each what was made for it."""
     seen = found["of_context"]["seen"]

@@ -174,6 +174,37 @@ def own_model() -> dict[str, Any]:
     return {"steps": steps_of(model), "plain": steps_of(placed)}
 
 
+class Wraps(keras.Sequential):
+    """Makes a dataset of what its `fit` is given."""
+
+    def fit(self, x: Any, y: Any, batch_size: int, **more: Any) -> Any:  # type: ignore[override]
+        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(batch_size)
+        return super().fit(data.map(lambda x, y: (2 * x, y)), **more)
+
+
+class Doubles(keras.Sequential):
+    """Gives other arrays to Keras' `fit`."""
+
+    def fit(self, x: Any, y: Any, **more: Any) -> Any:  # type: ignore[override]
+        return super().fit(2 * x, y, **more)
+
+
+def own_fit() -> dict[str, Any]:
+    """Models whose class has its own `fit`."""
+
+    def of(kind: type[keras.Sequential]) -> list[float]:
+        def built() -> keras.Model:
+            model = kind(build().layers)
+            model.compile("adam", keras.losses.BinaryCrossentropy(from_logits=True))
+            return model
+
+        given = {"batch_size": BATCH, "steps_per_epoch": None, "epochs": 2}
+        model = fit(kind.__name__, built, X, Y, **given).model
+        return [steps_of(model), float(value(model.metrics[0], "count"))]
+
+    return {"wraps": of(Wraps), "doubles": of(Doubles)}
+
+
 def of_context() -> dict[str, Any]:
     """Workers get what a function makes for their own `InputContext`."""
 
@@ -509,6 +540,7 @@ CASES = (
     messages,
     learned,
     own_model,
+    own_fit,
     of_context,
     not_finite,
     only_nan,
