@@ -173,11 +173,16 @@ def distributed_fit(
                 "y": y,
                 "sample_weight": sample_weight,
                 "validation_data": validation_data,
+                **own_arguments,
             }.items()
         }
         context.reset()
         strategy = startup.join("auto")
-        x, y, sample_weight, validation_data = (unpack() for unpack in given.values())
+        unpacked = {name: unpack() for name, unpack in given.items()}
+        x, y = unpacked.pop("x"), unpacked.pop("y")
+        sample_weight = unpacked.pop("sample_weight")
+        validation_data = unpacked.pop("validation_data")
+        own_arguments = unpacked
         announce(
             "TensorFlow was started afresh to join the cluster. The model and data given here came "
             "along; other models, tensors and datasets that were made before are dead. "

@@ -23,6 +23,8 @@ _OF_KERAS = {
     "test_function",
     "predict_function",
     "_compiled_trainable_state",
+    "jit_compile",
+    "_jit_compile",
 }
 _PLAIN = (bool, int, float, str, bytes, tuple, list, dict, np.ndarray)
 
@@ -37,7 +39,7 @@ def recompile_of(model: keras.Model) -> Recompile:
     Raises:
         ModelError: If its arguments are not known.
     """
-    arguments = compat_model.compile_arguments(model)
+    arguments = _arguments_of_keras(model)
     if type(model).compile is keras.Model.compile and arguments is not None:
         makers = {name: keras.tree.map_structure(_maker, each) for name, each in arguments.items()}
         return lambda made: made.compile(**_make(makers))
@@ -55,6 +57,15 @@ def recompile_of(model: keras.Model) -> Recompile:
         _require_alike(made, before, model)
 
     return recompile
+
+
+def _arguments_of_keras(model: keras.Model) -> dict[str, Any] | None:
+    """Returns what Keras' `compile` was given."""
+    if (arguments := compat_model.compile_arguments(model)) is None:
+        return None
+    # On a GPU, Keras notes True for its default, "auto", which means False under a strategy.
+    is_xla = arguments.get("jit_compile") is True
+    return {**arguments, **({"jit_compile": "auto"} if is_xla else {})}
 
 
 def _own_arguments(model: keras.Model, of_keras: Mapping[str, Any]) -> dict[str, Any]:

@@ -268,6 +268,21 @@ def test_own_compile(make: Any, mirrored: tf.distribute.Strategy, tmp_path: Path
             assert getattr(mine, name).iterations.numpy() == 6
 
 
+def test_xla_that_keras_chose(
+    mirrored: tf.distribute.Strategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model from outside, for which Keras chose XLA because there is a GPU, trains without it
+    under a strategy, as one that is made there does."""
+    with monkeypatch.context() as patch:
+        gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
+        patch.setattr(tf.config, "list_physical_devices", lambda kind=None: [gpu])
+        model = deterministic()
+        assert model.jit_compile
+    given = {"x": small.X, "y": small.Y, "batch_size": 10, "verbose": 0}
+    history = kd.distributed_fit(model, **given, directory=tmp_path, strategy=mirrored)
+    assert not history.model.jit_compile
+
+
 def test_frozen_layers(mirrored: tf.distribute.Strategy, tmp_path: Path) -> None:
     """What was frozen since the model was made stays frozen, though no configuration says so."""
     given = {"x": small.X, "y": small.Y, "batch_size": 10, "shuffle": False, "verbose": 0}
