@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from keras_distplug.compat import random_ops
@@ -44,7 +43,6 @@ class _Traced:
     handles: dict[int, tuple[tf.Tensor, str | None]] = field(default_factory=dict)
     random_ops: dict[str, tuple[str, bool]] = field(default_factory=dict)
     tables: list[str] = field(default_factory=list)  # places where tables change
-    draws_from_numpy: bool = False
 
 
 _CHANGES_TABLE = re.compile(r"LookupTable(Insert|Remove|Import)(V2)?")
@@ -88,10 +86,6 @@ class Touched:
     def tables(self) -> list[str]:
         """Places in the script where a lookup table changes."""
         return [place for traced in self._traced.values() for place in traced.tables]
-
-    def draws_from_numpy(self) -> list[str]:
-        """Steps that drew from `np.random` when they were traced."""
-        return [name for name, traced in self._traced.items() if traced.draws_from_numpy]
 
     def forget(self, step: str) -> None:
         """To be called when a step will be traced anew."""
@@ -140,12 +134,9 @@ class Touched:
         def noted(data: Any) -> Any:
             if tf.executing_eagerly():
                 return step(data)
-            before = _drawn_from_numpy()
             with random_ops.counted(self.draws, name, data) if has_twins() else nullcontext():
                 found = step(data)
             self._note(tf.compat.v1.get_default_graph(), name)
-            if _drawn_from_numpy() != before:
-                self._traced[name].draws_from_numpy = True
             return found
 
         return noted
@@ -166,11 +157,6 @@ class Touched:
         if self.on_trace is not None:
             with tf.init_scope():
                 self.on_trace(step)
-
-
-def _drawn_from_numpy() -> tuple[bytes, int]:
-    _, key, place, *_ = np.random.get_state()
-    return np.asarray(key).tobytes(), int(place)
 
 
 def leave_out(variable: Any) -> Any:

@@ -156,11 +156,6 @@ class Outside:
             "changes in a tf.Variable"
             for place in self._touched.tables()
         ]
-        lines += [
-            f"{step}: it draws from np.random when TensorFlow traces it, which makes constants of "
-            "the numbers. Draw with keras.random and a keras.random.SeedGenerator"
-            for step in self._touched.draws_from_numpy()
-        ]
         self._warn(lines)
 
     def _warn(self, lines: Iterable[str]) -> None:
