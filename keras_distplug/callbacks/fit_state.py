@@ -102,7 +102,6 @@ class FitState:
         else:
             self._enter_epoch()
             self._enter_epoch = None
-        self._note_drawn()
         if self._progress is not None:
             self._progress.epoch_begins()
 
@@ -114,12 +113,10 @@ class FitState:
         )
         if self._progress is not None:
             self._progress.trained(trained)
-        self._note_drawn()
 
     def _note_drawn(self) -> None:
-        if self._validated and self._validation is None:
-            # Keras reads the first validation batches before any callback runs, once per process.
-            self._drawn = random_states.capture()
+        # Keras draws for the first validation of a process, which the other process had before.
+        self._drawn = random_states.capture()
 
     def on_test_begin(self) -> None:
         replica_values.stop_waiting(self._model)  # what a test makes has no part in the epoch
@@ -368,6 +365,8 @@ class FitState:
         self._validated = manifest.data.get("validation", 0)
         self._validated_read = manifest.data.get("validation_read", 0)
         self._validated_with = manifest.data.get("validation_variables", ())
+        if self._validated:
+            epochs.before_validation(self._model, self._note_drawn)
         if self._progress is None or place is None or self._has_other_data:
             if cursor.batch and self._role.is_chief:
                 why = (

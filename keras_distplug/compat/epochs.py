@@ -55,6 +55,21 @@ def of_validation(model: keras.Model) -> Loop | None:
     return None if found is None else Loop(found)
 
 
+def before_validation(model: keras.Model, act: Callable[[], None]) -> None:
+    """Calls `act` once, when `fit` is about to make its iterator over the validation data. Keras
+    reads some of that data to make it, and calls no callback before."""
+    stock = model._should_eval
+
+    def _should_eval(epoch: int, validation_freq: int | list[int]) -> bool:
+        decision: bool = stock(epoch, validation_freq)
+        if decision:
+            override(model, "_should_eval", stock)
+            act()
+        return decision
+
+    override(model, "_should_eval", _should_eval)
+
+
 class Loop:
     """What `fit` or `evaluate` draws batches from."""
 

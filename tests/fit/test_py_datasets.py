@@ -133,6 +133,7 @@ CASES = {
     "shuffles and draws": (Both, {"shuffle": True}),
     "validated": (Data, {"validation": Both}),
     "validated by itself": (Noisy, {"validation": NoisyAndShuffled}),
+    "both shuffle": (Both, {"validation": Both}),
     "two workers": (Shuffled, {"workers": 2, "shuffle": True}),
 }
 
