@@ -186,7 +186,7 @@ class FitState:
             stop_training=bool(self._model.stop_training),
             completion=completion,
             how_built={
-                **capture.how_built(self._model, self._unbuilt),
+                **capture.how_built(self._model, self._unbuilt, self._outside.trainable()),
                 **self._compilation.take(),
                 "made_of": fingerprint.of_model(self._model),
             },
@@ -442,7 +442,7 @@ class FitState:
 
     def _take_up_compilation(self, manifest: Manifest, where: str) -> None:
         self._compilation.take_up(manifest.how_built, where)
-        capture.build_optimizers(self._model, manifest.how_built)
+        capture.build_optimizers(self._model, manifest.how_built, self._outside.find)
 
     def _restore_outside(self, manifest: Manifest) -> None:
         self._outside.restore(self._arrays, self._role.rank, self._role.world_size)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import keras
@@ -23,6 +23,8 @@ from keras.src.saving.serialization_lib import ObjectSharingScope
 from keras_distplug.compat.tables import parts_of, wholes
 
 _GLOBAL_SEED_GENERATOR = "global_seed_generator"
+
+Target = int | str  # what an optimizer trains: a position in `model.weights`, or a name
 
 
 def compile_arguments(model: keras.Model) -> Mapping[str, Any] | None:
@@ -186,10 +188,21 @@ def optimizers_of(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
     return others if compiled is None else {"optimizer": compiled, **others}
 
 
-def optimizer_targets(model: keras.Model) -> dict[str, list[int]]:
-    """For each optimizer that is built, the positions in `model.weights` of what it trains: of
-    tables that are split, as if they were not."""
-    places = {
+def optimizer_targets(
+    model: keras.Model, others: Mapping[str, keras.Variable] = MappingProxyType({})
+) -> dict[str, list[Target]]:
+    """For each optimizer that is built, what it trains.
+
+    Args:
+        model: Whose optimizers these are.
+        others: Variables by name that are not the model's.
+
+    Returns:
+        By name of the optimizer, the positions in `model.weights`, of tables that are split as if
+        they were not; the name of a variable of `others`.
+    """
+    places: dict[int, Target] = {id(variable): name for name, variable in others.items()}
+    places |= {
         id(part): place
         for place, weight in enumerate(wholes(model.weights))
         for part in parts_of(weight)
@@ -205,16 +218,35 @@ def optimizer_targets(model: keras.Model) -> dict[str, list[int]]:
     }
 
 
-def build_optimizers(model: keras.Model, targets: Mapping[str, Sequence[int]]) -> None:
-    """Builds those optimizers of `targets` that are not built, as a first step would."""
+def build_optimizers(
+    model: keras.Model,
+    targets: Mapping[str, Sequence[Target]],
+    find: Callable[[str], keras.Variable | None] = lambda name: None,
+) -> None:
+    """Builds those optimizers of `targets` that are not built, as a first step would.
+
+    Args:
+        model: Whose optimizers these are.
+        targets: As from `optimizer_targets`.
+        find: Returns a variable that is not the model's, by name; None if it does not exist here.
+    """
     weights = [parts_of(weight) for weight in wholes(model.weights)]
+
+    def trained(places: Sequence[Target]) -> list[keras.Variable]:
+        found: list[keras.Variable] = []
+        for place in places:
+            if isinstance(place, int):
+                found += weights[place]
+            elif (variable := find(place)) is not None:
+                found.append(variable)
+        return found
 
     def build() -> None:
         for name, optimizer in optimizers_of(model).items():
             if name in targets and not optimizer.built:
                 # A LossScaleOptimizer's inner one has the outer one in its variables' names.
                 with keras.name_scope(optimizer.name, caller=optimizer):
-                    optimizer.build([part for place in targets[name] for part in weights[place]])
+                    optimizer.build(trained(targets[name]))
 
     if is_placed(model) or runs_eagerly(model):
         with model.distribute_strategy.scope():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import keras
@@ -118,12 +118,15 @@ def put_back(model: keras.Model, taken: Mapping[str, Any]) -> None:
     restore(model, taken.keys(), taken.items())
 
 
-def how_built(model: keras.Model, unbuilt: Collection[str]) -> dict[str, Any]:
+def how_built(
+    model: keras.Model, unbuilt: Collection[str], others: Mapping[str, keras.Variable]
+) -> dict[str, Any]:
     """What `build` takes to make all variables of `model` without data. JSON-able.
 
     Args:
         model: In training.
         unbuilt: `unbuilt_layers` when `fit` began.
+        others: Variables by name that are not the model's, but may be trained by its optimizers.
     """
     return {
         "model": _json_of(model.get_build_config()),
@@ -132,7 +135,7 @@ def how_built(model: keras.Model, unbuilt: Collection[str]) -> dict[str, Any]:
             for place, each in compat_model.build_configs(model, unbuilt).items()
             if (config := _json_of(each)) is not None
         },
-        "optimizers": compat_model.optimizer_targets(model),
+        "optimizers": compat_model.optimizer_targets(model, others),
     }
 
 
@@ -167,10 +170,22 @@ def build(model: keras.Model, how: Mapping[str, Any]) -> None:
     compat_model.build_layers(model, how.get("layers", {}))
 
 
-def build_optimizers(model: keras.Model, how: Mapping[str, Any]) -> None:
-    """Makes the variables that the optimizers of `model`, which is built, lack."""
-    if max(itertools.chain(*how["optimizers"].values()), default=-1) < len(wholes(model.weights)):
-        compat_model.build_optimizers(model, how["optimizers"])
+def build_optimizers(
+    model: keras.Model,
+    how: Mapping[str, Any],
+    find: Callable[[str], keras.Variable | None] = lambda name: None,
+) -> None:
+    """Makes the variables that the optimizers of `model`, which is built, lack.
+
+    Args:
+        model: With all its weights.
+        how: From `how_built`.
+        find: Returns the variable of `how_built`'s `others` with that name; None if there is none.
+    """
+    targets = itertools.chain(*how["optimizers"].values())
+    places = (place for place in targets if isinstance(place, int))
+    if max(places, default=-1) < len(wholes(model.weights)):
+        compat_model.build_optimizers(model, how["optimizers"], find)
 
 
 def build_optimizer(model: keras.Model) -> None:

@@ -69,7 +69,7 @@ class Compilation:
             if there["is_new"]:
                 self._compile_like(there["compiled"], where)
         built = compat_model.optimizer_targets(self._model).get(_OPTIMIZER)
-        if built is not None and built != how_built["optimizers"].get(_OPTIMIZER, built):
+        if built is not None and built != _places(how_built).get(_OPTIMIZER, built):
             self._renew_optimizer()
 
     def _compile_like(self, config: compilation.Config | None, where: str) -> None:
@@ -106,7 +106,7 @@ class Compilation:
         weights, frozen = self._model.weights, set(how_built[_KEY]["frozen"]["weights"])
         before = {place for place in range(len(weights)) if place not in frozen}
         now = {place for place, weight in enumerate(weights) if weight.trainable}
-        if now == before or set(how_built["optimizers"].get(_OPTIMIZER, ())) != before:
+        if now == before or set(_places(how_built).get(_OPTIMIZER, ())) != before:
             return None
         old = self._renew_optimizer()
         compat_model.build_optimizers(self._model, {_OPTIMIZER: sorted(now)})
@@ -120,3 +120,11 @@ class Compilation:
             if places
         ]
         return "; ".join(said)
+
+
+def _places(how_built: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Of the model's weights that its optimizers train."""
+    return {
+        name: [target for target in targets if isinstance(target, int)]
+        for name, targets in how_built["optimizers"].items()
+    }

@@ -66,6 +66,18 @@ class Outside:
             for path in self._waiting
         )
 
+    def trainable(self) -> dict[str, keras.Variable]:
+        """Those of Keras, which an optimizer may train, by path."""
+        return {
+            path: each
+            for path, each in self._variables().items()
+            if isinstance(each, keras.Variable)
+        }
+
+    def find(self, path: str) -> keras.Variable | None:
+        """The one with that path, if it exists."""
+        return reachable.resolve(self._roots, path)
+
     def capture(self, agreement: Agreement, world_size: int) -> dict[str, Any]:
         """Their values by key, as references. All workers call this together."""
         variables = self._variables()

@@ -123,6 +123,33 @@ def two_optimizers() -> Script:
     return augmenting(draw)
 
 
+class Weighing(keras.Model):
+    """Trains the weights of its two losses, which are not its own, by its own optimizer."""
+
+    def __init__(self, sigmas: Any) -> None:
+        super().__init__()
+        self.dense, self.given = keras.layers.Dense(2), (lambda: sigmas)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        sigmas = self.given()
+        with tf.GradientTape() as tape:
+            losses = tf.reduce_mean((self(x, training=True) - y) ** 2, 0)
+            loss = tf.reduce_sum(losses * tf.exp(-sigmas.value) + sigmas.value)
+        trained = [sigmas, *self.trainable_variables]
+        self.optimizer.apply(tape.gradient(loss, [each.value for each in trained]), trained)
+        return {"loss": loss}
+
+
+def trained_outside() -> Script:
+    model = Weighing(keras.Variable([0.1, 0.2]))
+    model.compile("adam", "mse")
+    return model, []
+
+
 class Validated(keras.Model):
     """Its validation alone changes a variable, which EarlyStopping and the logs hear of."""
 
@@ -145,6 +172,7 @@ def validated() -> Script:
 
 
 SCRIPTS: dict[str, Callable[[], Script]] = {
+    "trained by the model's optimizer": trained_outside,
     "a stateful RNN": stateful_rnn,
     "Keras' variable, raised after epochs": lambda: weighted(keras.Variable(0.5), "on_epoch_end"),
     "TensorFlow's, raised before epochs": lambda: weighted(tf.Variable(0.5), "on_epoch_begin"),
