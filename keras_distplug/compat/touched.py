@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_distplug.compat import random_ops
+from keras_distplug.compat import python_draws, random_ops
 from keras_distplug.compat.override import override
 from keras_distplug.compat.workers import has_several_replicas
 
@@ -43,6 +44,7 @@ class _Traced:
     handles: dict[int, tuple[tf.Tensor, str | None]] = field(default_factory=dict)
     random_ops: dict[str, tuple[str, bool]] = field(default_factory=dict)
     tables: list[str] = field(default_factory=list)  # places where tables change
+    python_draws: dict[str, str] = field(default_factory=dict)  # functions by place
 
 
 _CHANGES_TABLE = re.compile(r"LookupTable(Insert|Remove|Import)(V2)?")
@@ -86,6 +88,14 @@ class Touched:
     def tables(self) -> list[str]:
         """Places in the script where a lookup table changes."""
         return [place for traced in self._traced.values() for place in traced.tables]
+
+    def python_draws(self) -> dict[str, str]:
+        """Places in the script that draw from a generator of Python or NumPy, and by what."""
+        return {
+            place: function
+            for traced in self._traced.values()
+            for place, function in traced.python_draws.items()
+        }
 
     def forget(self, step: str) -> None:
         """To be called when a step will be traced anew."""
@@ -134,7 +144,14 @@ class Touched:
         def noted(data: Any) -> Any:
             if tf.executing_eagerly():
                 return step(data)
-            with random_ops.counted(self.draws, name, data) if has_twins() else nullcontext():
+            twins = random_ops.counted(self.draws, name, data) if has_twins() else nullcontext()
+            traced = self._traced.setdefault(name, _Traced())
+
+            def drawn(frame: FrameType, function: str) -> None:
+                if (place := _place_of(frame)) is not None:
+                    traced.python_draws[place] = function
+
+            with twins, python_draws.heard(drawn):
                 found = step(data)
             self._note(tf.compat.v1.get_default_graph(), name)
             return found
@@ -226,6 +243,18 @@ def _place(operation: Any) -> str | None:
     for frame in reversed(operation.traceback):
         if frame.filename == __file__:
             return None  # who calls `fit` is no part of the step
-        if not frame.filename.startswith((_PACKAGE, "<frozen", "<string>", *_NOT_THE_USERS)):
+        if _is_the_users(frame.filename):
             return f"{frame.name} ({Path(frame.filename).name}, line {frame.lineno})"
     return None
+
+
+def _place_of(frame: FrameType) -> str | None:
+    """As `_place`, of the user's code that runs in `frame` itself."""
+    code = frame.f_code
+    if not _is_the_users(code.co_filename):
+        return None
+    return f"{code.co_name} ({Path(code.co_filename).name}, line {frame.f_lineno})"
+
+
+def _is_the_users(filename: str) -> bool:
+    return not filename.startswith((_PACKAGE, "<frozen", "<string>", *_NOT_THE_USERS))

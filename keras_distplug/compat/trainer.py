@@ -106,14 +106,12 @@ def adapt(model: keras.Model) -> keras.Model:
             `reduction=None`, one that compares the samples of a batch with each other.
     """
     if not mark(model):
+        _adapt_steps(model)
         return model
-    for name in ("train_step", "test_step"):
-        noted = Touched.of(model).noting(name, getattr(model, name), lambda: _has_twins(model))
-        override(model, name, noted)
+    _adapt_steps(model)
     if is_scheduled(model.distribute_strategy):
         scheduled.adapt(model)
     elif not has_several_replicas(model.distribute_strategy):
-        override(model, "train_step", steps.only_with_data(model))
         _adapt_optimizers(model)
     else:
         collectives.separate(model.distribute_strategy)
@@ -132,6 +130,20 @@ def adapt(model: keras.Model) -> keras.Model:
         override(model, f"make_{part}_function", _function_maker(model, part))
     drop_functions(model)
     return model
+
+
+def _adapt_steps(model: keras.Model) -> None:
+    """Adapts the steps of `model`, unless they are; the script may have given it another one."""
+    strategy = model.distribute_strategy
+    is_single = not (is_scheduled(strategy) or has_several_replicas(strategy))
+    for name in ("train_step", "test_step"):
+        step = getattr(model, name)
+        if str(getattr(step, "__module__", "")).startswith("keras_distplug."):
+            continue
+        noted = Touched.of(model).noting(name, step, lambda: _has_twins(model))
+        override(model, name, noted)
+        if is_single and name == "train_step":
+            override(model, name, steps.only_with_data(model))
 
 
 def _function_maker(model: keras.Model, part: str) -> Callable[..., Any]:

@@ -21,6 +21,7 @@ from keras_distplug.compat import gates, optimizers, share
 from keras_distplug.compat import model as compat_model
 from keras_distplug.compat.override import override
 from keras_distplug.compat.touched import Touched
+from keras_distplug.compat.trainer import adapt
 from keras_distplug.compat.workers import is_scheduled, replicas_here
 from keras_distplug.training.diagnosis import Diagnosis, diagnose
 from keras_distplug.training.gradients import dense, size_of
@@ -119,8 +120,8 @@ class Guard:
 
     @classmethod
     def of(cls, model: keras.Model) -> Guard:
-        """That of `model`, which has one."""
-        guard: Guard | None = vars(model).get(_GUARD)
+        """That of `model`, which is adapted."""
+        guard: Guard | None = vars(adapt(model)).get(_GUARD)
         if guard is None:
             guard = cls(model)
             override(model, _GUARD, guard)
@@ -208,19 +209,30 @@ class Guard:
         for optimizer in compat_model.optimizers_of(model).values():
             optimizers.give_gate(optimizer)
             gates.put_before(optimizer, self)
+        own = self._own()
         if self._is_in_place:
-            return
-        for name in ("train_step", "compute_loss", "make_train_function"):
+            # The script may have given the model another step since.
+            own = {name: each for name, each in own.items() if vars(model).get(name) != each}
+            if not own:
+                return
+        for name, each in own.items():
             self._stock[name] = getattr(model, name)
-        override(model, "train_step", self._train_step)
-        override(model, "compute_loss", self._compute_loss)
-        override(model, "make_train_function", self._make_train_function)
+            override(model, name, each)
         self._trace_anew()
         self._is_in_place = True
 
+    def _own(self) -> dict[str, Any]:
+        """Methods that take the place of the model's."""
+        return {
+            "train_step": self._train_step,
+            "compute_loss": self._compute_loss,
+            "make_train_function": self._make_train_function,
+        }
+
     def _take_away(self) -> None:
-        for name, stock in self._stock.items():
-            override(self._model, name, stock)
+        for name, own in self._own().items():
+            if vars(self._model).get(name) == own:
+                override(self._model, name, self._stock[name])
         for optimizer in compat_model.optimizers_of(self._model).values():
             gates.put_before(optimizer, None)
         self._trace_anew()

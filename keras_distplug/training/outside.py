@@ -22,6 +22,10 @@ _KEEPS_STATE = (
     "keeps its random state where nothing can read it. Draw with keras.random, with a "
     "keras.random.SeedGenerator that the layer or model makes in __init__"
 )
+_IS_DRAWN_ONCE = (
+    "runs when the step is traced, not in every step: all steps use the same number, and a resumed "
+    "run draws another one. Draw with keras.random or tf.random"
+)
 _HAS_NO_SEED = (
     "has no seed. Call keras.utils.set_random_seed(1) before the model and its data are made"
 )
@@ -162,6 +166,10 @@ class Outside:
         lines += [
             f"{place}: {op} {_KEEPS_STATE if is_seeded else _HAS_NO_SEED}"
             for place, (op, is_seeded) in self._touched.random_ops().items()
+        ]
+        lines += [
+            f"{place}: {function} {_IS_DRAWN_ONCE}"
+            for place, function in self._touched.python_draws().items()
         ]
         lines += [
             f"{place}: a lookup table changes here, and its content is not saved. Keep what "

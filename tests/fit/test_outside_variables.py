@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -346,3 +347,34 @@ def test_out_of_reach(tmp_path: Path) -> None:
     [warning] = told
     assert f"draw (test_outside_variables.py, line {line}): a variable" in str(warning.message)
     assert calls[0] == 1
+
+
+class Draws(keras.layers.Layer):
+    """Draws a first value, which is no constant of a trace."""
+
+    def build(self, shape: Any) -> None:
+        self.scale = self.add_weight(initializer=lambda *_, **__: np.random.normal())
+
+    def call(self, x: Any) -> Any:
+        return x * self.scale
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_drawn_once(replicas: int, tmp_path: Path) -> None:
+    """A step that draws from Python or NumPy, which gives a constant, is reported with its line."""
+
+    def mix(x: Any) -> Any:
+        return x * np.random.beta(0.4, 0.4) + random.uniform(0, 1)
+
+    stock = np.random.beta, random.uniform
+    with tf.distribute.MirroredStrategy([f"CPU:{each}" for each in range(replicas)]).scope():
+        model, _ = augmenting(mix)
+        model.dense = keras.Sequential([Draws(), keras.layers.Dense(1)])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model.fit(small.X, small.Y, verbose=0, callbacks=[backup(tmp_path)])
+    line = mix.__code__.co_firstlineno + 1
+    [warning] = [each for each in told if "A resumed run" in str(each.message)]
+    [_, found] = str(warning.message).split("\n")
+    assert f"mix (test_outside_variables.py, line {line}): random.uniform runs when" in found
+    assert (np.random.beta, random.uniform) == stock

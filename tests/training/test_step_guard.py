@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -400,6 +401,25 @@ def test_for_one_fit() -> None:
     assert model.train_function is traced
     model.fit(data(nan_in_x), verbose=0)
     assert np.isnan(model.get_weights()[0]).all()
+
+
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_step_given_between_fits(is_guarded: bool) -> None:
+    """A step that the script gives the model after a guarded `fit` is the one that is trained."""
+    model = model_under()
+    model.fit(data(), verbose=0, callbacks=[Guarded()])
+    stock = type(model).train_step
+
+    def train_step(self: keras.Model, given: Any) -> dict[str, Any]:
+        return {**stock(self, given), "own": tf.constant(3.0)}
+
+    model.train_step = types.MethodType(train_step, model)
+    model.make_train_function(force=True)  # without which Keras keeps the old one
+    guarded = Guarded()
+    logs = model.fit(data(nan_in_x), verbose=0, callbacks=[guarded] if is_guarded else [])
+    assert logs.history["own"] == [3.0]
+    assert np.isnan(model.get_weights()[0]).all() != is_guarded
+    assert len(guarded.faults) == is_guarded
 
 
 def test_draws_are_used_up() -> None:

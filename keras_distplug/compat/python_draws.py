@@ -1,0 +1,90 @@
+"""Numbers from the global generators of Python and NumPy that a step draws while it is traced.
+
+They are constants of the trace: the same in all steps, and others in a process that traces anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+Drawn = Callable[[FrameType, str], None]
+
+_GENERATORS = (
+    (random, "random", random.random),
+    (np.random, "numpy.random", np.random.random_sample),
+)
+_NO_DRAWS = frozenset({"seed", "getstate", "setstate", "get_state", "set_state"})
+# What is drawn there is a variable's first value, which a checkpoint holds.
+_MAKES_VARIABLES = frozenset({"build", "__init__"})
+_heard = threading.local()
+_lock = threading.Lock()
+_stock: list[tuple[Any, str, Any]] = []
+_tracing = 0
+
+
+@contextmanager
+def heard(drawn: Drawn) -> Iterator[None]:
+    """Calls `drawn` with the frame that draws, and the name of the function, as `random.random`, if
+    this thread does.
+
+    Modules are patched while any thread is inside; replicas are traced by threads of their own.
+    """
+    before, _heard.drawn = getattr(_heard, "drawn", None), drawn
+    _patch()
+    try:
+        yield
+    finally:
+        _restore()
+        _heard.drawn = before
+
+
+def _patch() -> None:
+    global _tracing
+    with _lock:
+        _tracing += 1
+        if _tracing > 1:
+            return
+        for module, title, drawing in _GENERATORS:
+            generator = drawing.__self__  # type: ignore[attr-defined]
+            for name, function in list(vars(module).items()):
+                if getattr(function, "__self__", None) is generator and name not in _NO_DRAWS:
+                    _stock.append((module, name, function))
+                    setattr(module, name, _noting(function, f"{title}.{name}"))
+
+
+def _restore() -> None:
+    global _tracing
+    with _lock:
+        _tracing -= 1
+        if not _tracing:
+            for module, name, function in _stock:
+                setattr(module, name, function)
+            _stock.clear()
+
+
+def _noting(function: Callable[..., Any], title: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        drawn: Drawn | None = getattr(_heard, "drawn", None)
+        if drawn is not None and not _makes_variables(sys._getframe(1)):
+            drawn(sys._getframe(1), title)
+        return function(*args, **kwargs)
+
+    return noted
+
+
+def _makes_variables(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_filename != __file__:
+        if frame.f_code.co_name in _MAKES_VARIABLES:
+            return True
+        frame = frame.f_back
+    return False
