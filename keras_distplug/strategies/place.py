@@ -44,7 +44,7 @@ class Blueprint:
     assets: Sequence[Mapping[str, bytes]]
     values: Sequence[np.ndarray]
     optimizer_values: Mapping[str, Sequence[np.ndarray]]
-    optimizer_targets: Mapping[str, Sequence[int]]
+    optimizer_targets: Mapping[str, Sequence[compat_model.Target]]
 
 
 def require_compiled(model: keras.Model, origin: str) -> None:
