@@ -135,32 +135,45 @@ def unbuilt_layers(model: keras.Model) -> frozenset[str]:
     return frozenset(place for place, layer, _ in _places(model, "", ()) if not layer.built)
 
 
-def build_configs(model: keras.Model, places: Collection[str]) -> dict[str, Any]:
+def build_configs(
+    model: keras.Model, places: Collection[str]
+) -> dict[str, tuple[int, dict[str, Any]]]:
     """How those layers of `model` were built that were not at first, as far as they tell.
 
     Args:
         model: In training.
         places: What `unbuilt_layers` was at first. What those have made themselves counts, too.
+
+    Returns:
+        By place, in how many of its owners' name scopes a layer was built (a `train_step` may call
+        it outside of the model's), and its `get_build_config()`.
     """
     return {
-        place: config
-        for place, layer, _ in _places(model, "", ())
+        place: (_scopes_around(layer, len(owners)), config)
+        for place, layer, owners in _places(model, "", ())
         if layer.built
         and any(f"{place}.".startswith(f"{each}.") for each in places)
         and (config := layer.get_build_config())
     }
 
 
-def build_layers(model: keras.Model, configs: Mapping[str, Mapping[str, Any]]) -> None:
-    """Builds the layers that are not built as `build_configs` tells, with the names that a first
-    call gives. A layer may be built although those within it are not."""
+def _scopes_around(layer: keras.Layer, owners: int) -> int:
+    return owners if layer.path is None else min(layer.path.count("/"), owners)
+
+
+def build_layers(
+    model: keras.Model, configs: Mapping[str, tuple[int, Mapping[str, Any]]]
+) -> None:
+    """Builds the layers that are not built as `build_configs` tells, with the names that they had
+    there. A layer may be built although those within it are not."""
     for place, layer, owners in _places(model, "", ()):
         if not layer.built and place in configs:
+            scopes, config = configs[place]
             with ExitStack() as stack:
                 stack.enter_context(model.distribute_strategy.scope())
-                for owner in owners:
+                for owner in owners[len(owners) - scopes :]:
                     stack.enter_context(owner._open_name_scope())
-                layer.build_from_config(dict(configs[place]))
+                layer.build_from_config(dict(config))
 
 
 def _places(

@@ -131,8 +131,8 @@ def how_built(
     return {
         "model": _json_of(model.get_build_config()),
         "layers": {
-            place: config
-            for place, each in compat_model.build_configs(model, unbuilt).items()
+            place: (scopes, config)
+            for place, (scopes, each) in compat_model.build_configs(model, unbuilt).items()
             if (config := _json_of(each)) is not None
         },
         "optimizers": compat_model.optimizer_targets(model, others),

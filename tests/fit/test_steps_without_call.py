@@ -86,13 +86,24 @@ class WithSeveralLosses(WithCompiledMetrics):
         return self.compute_metrics(x, {"a": x, "b": x}, found)
 
 
+class Unbuilt(Parts):
+    """Is built by its first step, which calls its layers outside of its own name scope."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = keras.Sequential([keras.layers.Dense(3)])
+        self.last = keras.layers.Dense(4)
+
+
 MODELS: dict[str, Callable[[], keras.Model]] = {
+    "unbuilt": Unbuilt,
     "loss": Parts,
     "tracker": WithTracker,
     "compiled metrics": WithCompiledMetrics,
     "several losses": WithSeveralLosses,
 }
 COMPILED: dict[str, dict[str, Any]] = {
+    "unbuilt": {},
     "loss": {},
     "tracker": {"loss": "mse"},
     "compiled metrics": {"loss": "mse", "metrics": ["mae", "mse"]},
