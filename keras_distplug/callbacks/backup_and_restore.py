@@ -41,7 +41,7 @@ from keras_distplug.storage.files import Files, open_files
 from keras_distplug.storage.local_tier import LocalTier
 from keras_distplug.storage.retention import Mode, Retention, require_count
 from keras_distplug.storage.store import CheckpointStore
-from keras_distplug.training import callback_states, capture
+from keras_distplug.training import capture
 
 
 class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
@@ -321,7 +321,6 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         for logger in self._spared:
             if logger not in self._state.restored:
                 keras_callbacks.empty(logger)
-        callback_states.capture(self._others)  # what cannot be kept is better said now
         team = Team(self._role.rank, self._role.world_size, self._agreement)
         self._saves = self._saves_to(
             Writer(self._files, self._store, team), self._cadence, self.max_failed_saves
@@ -571,11 +570,6 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         announce(
             resuming.line(found, self._files, run.name, chief=self._role.name, epochs=self._epochs)
         )
-        if not found.ends and (forgetful := callback_states.without_state(self._others)):
-            announce(
-                f"{', '.join(forgetful)}: what these callbacks knew was not kept; it is where "
-                "they have `state_dict()` and `load_state_dict(state)`"
-            )
 
     def _where(self, run: str) -> str:
         return self._files.where(run)

@@ -82,10 +82,14 @@ class FitState:
         self._validated_with: Sequence[Any] = ()  # its variables after these passes
         self._drawn: Mapping[str, Any] | None = None  # before validation in this process
         self._has_other_data = False
+        self._callbacks = callback_states.CallbackStates(others, model)
         self._arrays: Mapping[str, np.ndarray] = {}
         self._enter_epoch: Callable[[], None] | None = None
         self._leave_epoch: Callable[[], None] | None = None
         self._lost_logs: set[str] = set()  # names already reported
+        self._lost_states: set[str] = set()
+        for line in self._callbacks.unsound() if role.is_chief else ():
+            announce(f"a restart cannot restore this: {line}")
         replica_values.stop_waiting(model)  # for what a `fit` that failed did not make
 
     def _on_trace(self, step: str) -> None:
@@ -161,7 +165,8 @@ class FitState:
         scheduled.settle(self._model)
         history = self._model.history
         self._tell_what_is_lost({**history.history, **(logs or {})})
-        callbacks, arrays = callback_states.capture(self._others)
+        callbacks, arrays = self._callbacks.capture()
+        self._report_lost_states()
         in_epoch = bool(self.cursor.batch)
         own = own_states.capture(
             self._model,
@@ -193,6 +198,15 @@ class FitState:
             callbacks=callbacks,
             random=own.random,
         )
+
+    def _report_lost_states(self) -> None:
+        new = [each for each in self._callbacks.lost if each not in self._lost_states]
+        self._lost_states.update(new)
+        if new and self._role.is_chief:
+            announce(
+                f"{', '.join(new)} changed during training and cannot be saved, so a restart "
+                "begins without it. Give the callback `state_dict()` and `load_state_dict(state)`"
+            )
 
     def _tell_what_is_lost(self, logs: Mapping[str, Any]) -> None:
         """Reports logs that a checkpoint cannot hold, once per name."""
@@ -477,8 +491,7 @@ class FitState:
     def _restore_callbacks(
         self, manifest: Manifest, *, is_anew: bool = False
     ) -> list[keras.callbacks.Callback]:
-        return callback_states.restore(
-            self._others,
+        return self._callbacks.restore(
             manifest.callbacks,
             self._arrays,
             epoch=manifest.cursor.epoch,

@@ -50,7 +50,7 @@ def state_of(callback: keras.callbacks.Callback) -> dict[str, Any] | None:
     """What a callback of Keras, or one derived of it, knows; None if it is no such callback."""
     if isinstance(callback, keras.callbacks.CSVLogger):
         return {_ROWS: _size(callback.filename)}
-    names = _attributes_of(callback)
+    names = attributes_of(callback)
     return {name: getattr(callback, name) for name in names if hasattr(callback, name)} or None
 
 
@@ -69,7 +69,7 @@ def set_state(
     if isinstance(callback, keras.callbacks.CSVLogger):
         _cut(callback, state[_ROWS], epoch)
         return
-    for name in _attributes_of(callback):
+    for name in attributes_of(callback):
         if name in state:
             setattr(callback, name, state[name])
     if is_anew and isinstance(callback, keras.callbacks.EarlyStopping):
@@ -100,11 +100,8 @@ def empty(logger: keras.callbacks.CSVLogger) -> None:
     logger.append_header = True
 
 
-def is_of_keras(callback: keras.callbacks.Callback) -> bool:
-    return type(callback).__module__.split(".")[0] == "keras"
-
-
-def _attributes_of(callback: keras.callbacks.Callback) -> tuple[str, ...]:
+def attributes_of(callback: keras.callbacks.Callback) -> tuple[str, ...]:
+    """Names of the attributes in which a callback of Keras keeps its state."""
     for name, attributes in _ATTRIBUTES.items():
         # Keras 3.10 has no OrbaxCheckpoint.
         if isinstance(callback, getattr(keras.callbacks, name, ())):

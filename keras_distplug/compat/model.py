@@ -161,9 +161,7 @@ def _scopes_around(layer: keras.Layer, owners: int) -> int:
     return owners if layer.path is None else min(layer.path.count("/"), owners)
 
 
-def build_layers(
-    model: keras.Model, configs: Mapping[str, tuple[int, Mapping[str, Any]]]
-) -> None:
+def build_layers(model: keras.Model, configs: Mapping[str, tuple[int, Mapping[str, Any]]]) -> None:
     """Builds the layers that are not built as `build_configs` tells, with the names that they had
     there. A layer may be built although those within it are not."""
     for place, layer, owners in _places(model, "", ()):

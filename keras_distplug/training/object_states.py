@@ -47,7 +47,7 @@ class Attributes:
             name: _mark(value) for name, value in self._own() if _bytes_of(value) > _SMALL_BYTES
         }
         self._texts = {
-            name: _encode(value)
+            name: encode(value)
             for name, value in self._own()
             if name not in self._marks and any(_texts_in(value))
         }
@@ -55,7 +55,7 @@ class Attributes:
     def read(self) -> dict[str, Any]:
         """Their values, JSON-able."""
         values = {
-            name: _encode(value)
+            name: encode(value)
             for name, value in self._own()
             if _bytes_of(value) <= _MOST_BYTES
             and (name not in self._marks or _mark(value) != self._marks[name])
@@ -71,13 +71,13 @@ class Attributes:
         """Puts back what `read` gave; in place, where others may refer to it."""
         for name, value in values.items():
             there = getattr(self._owner, name, None)
-            made = _put(there, value)
+            made = put(there, value)
             if made is not there:
                 setattr(self._owner, name, made)
 
     def generators(self) -> list[Any]:
         """The states of those that are random generators."""
-        return [_encode(value) for _, value in self._own() if _is_generator(value)]
+        return [encode(value) for _, value in self._own() if is_generator(value)]
 
     def too_large(self) -> list[str]:
         """Names of arrays and lists that have changed, and are larger than what is kept."""
@@ -94,7 +94,7 @@ class Attributes:
             for name, value in ((name, _of_torch(value)) for name, value in own)
             if name not in self._others
             and (
-                _is_generator(value)
+                is_generator(value)
                 or (isinstance(value, bool | int | float | str) and json_values.is_kept(value))
                 or (not self._only_generators and _may_change(value))
             )
@@ -112,7 +112,8 @@ def _of_torch(value: Any) -> Any:
         return value
 
 
-def _is_generator(value: Any) -> bool:
+def is_generator(value: Any) -> bool:
+    """Returns whether a value is a random generator of Python, NumPy or torch."""
     kinds = (np.random.Generator, np.random.RandomState, random.Random)
     return isinstance(value, kinds) or _is_of_torch(value)
 
@@ -162,10 +163,11 @@ def _bytes_of(value: Any) -> int:
 
 def _mark(value: np.ndarray | list[Any]) -> int:
     """Tells whether an array or a list has changed. Of a large one, whether it was shuffled."""
-    return hash(tuple(map(id, value))) if isinstance(value, list) else _mark_of_array(value)
+    return hash(tuple(map(id, value))) if isinstance(value, list) else mark_of_array(value)
 
 
-def _mark_of_array(array: np.ndarray) -> int:
+def mark_of_array(array: np.ndarray) -> int:
+    """Tells whether an array has changed; of a large one, only parts are looked at."""
     in_one_piece = array.flags.c_contiguous or array.flags.f_contiguous
     if array.nbytes > _SAMPLED_BYTES and not in_one_piece:
         return 0  # to look at it would copy it
@@ -178,7 +180,8 @@ def _mark_of_array(array: np.ndarray) -> int:
     return digest.intdigest()
 
 
-def _encode(value: Any) -> Any:
+def encode(value: Any) -> Any:
+    """The state of a random generator, or another value, as JSON."""
     if isinstance(value, random.Random):
         return {_PYTHON: random_states.packed(value.getstate())}
     if _is_of_torch(value):
@@ -190,8 +193,8 @@ def _encode(value: Any) -> Any:
     return json_values.encode(value)
 
 
-def _put(there: Any, value: Any) -> Any:
-    """`value` as it was before `_encode`; `there` itself, if it can be made equal. What has not
+def put(there: Any, value: Any) -> Any:
+    """`value` as it was before `encode`; `there` itself, if it can be made equal. What has not
     changed is put into the same order, and left alone if it holds other text."""
     if isinstance(value, dict) and _UNCHANGED in value:
         value = value[_UNCHANGED]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ pytestmark = pytest.mark.tf
 
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
 from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
@@ -161,7 +163,7 @@ def test_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(small.Interrupted):
         fit(tmp_path / "b", "early", "reduce", "own", stop=small.Stop(3, 1))
     saver.wait_for_all()
-    stock = "keras_distplug.training.callback_states.restore"
+    stock = "keras_distplug.training.callback_states.CallbackStates.restore"
     monkeypatch.setattr(stock, lambda *_, **__: [])
     found, _ = fit(tmp_path / "b", "early", "reduce", "own")
     differing = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b]
@@ -251,22 +253,63 @@ def test_kept_open(tmp_path: Path) -> None:
     assert "callbacks/EarlyStopping/best_weights/0" in stored.arrays
 
 
-def test_callback_without_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A callback that knows something and has no way to give it away is named."""
+class Held(keras.callbacks.Callback):
+    """Returns a state that can be saved at first."""
 
-    class Counts(keras.callbacks.Callback):
-        def __init__(self) -> None:
-            super().__init__()
-            self.count = 0
+    def __init__(self, *states: Any) -> None:
+        super().__init__()
+        self.states, self.loaded = list(states), None
 
-    for epochs in (1, 2):
-        caplog.clear()
-        callbacks = [kd.BackupAndRestore(tmp_path, delete_checkpoint=False), Counts(), MadeUp()]
-        small.model().fit(small.X, small.Y, epochs=epochs, verbose=0, callbacks=callbacks)
-    assert "Counts: what these callbacks knew was not kept" in caplog.text
+    def state_dict(self) -> dict[str, Any]:
+        return {"a": self.states[0], "b": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.states = self.states[1:] or self.states
 
 
-@pytest.mark.parametrize("value", [object(), {1: 2}, {"__array__": "x"}, np.array(["a"]), {3, 4}])
+def held(folder: Path, callback: Held, epochs: int) -> Any:
+    backup = kd.BackupAndRestore(folder, delete_checkpoint=False, on_busy="wait")
+    small.model().fit(small.X, small.Y, epochs=epochs, verbose=0, callbacks=[backup, callback])
+    return callback.loaded
+
+
+def test_state_of_any_kind(tmp_path: Path) -> None:
+    """A state comes back with its types: keys that are no text, sets, tuples, NumPy's numbers."""
+    state = {
+        3: (1.5, None, np.float32(0.1)),
+        (1, "a"): {2.0, 1.0},
+        "__array__": collections.deque([1, float("inf")], 4),
+        "rows": list(range(100)),
+        "rates": [0.1] * 100,
+        "array": np.arange(6, dtype="int8").reshape(2, 3),
+        "bytes": b"\x00a",
+        "path": Path("a/b"),
+        "count": collections.Counter("aab"),
+        "bfloat16": tf.constant([1.5], tf.bfloat16),
+    }
+    held(tmp_path, Held(state), 1)
+    loaded = held(tmp_path, Held(0), 2)
+    for name in ("array", "bfloat16"):
+        one, other = (np.asarray(each.pop(name)) for each in (loaded["a"], state))
+        assert (one.dtype, one.tolist()) == (other.dtype, other.tolist())
+    assert loaded == {"a": state, "b": 1}
+    assert type(loaded["a"][3][2]) is np.float32
+    assert type(loaded["a"]["count"]) is collections.Counter
+    assert loaded["a"]["__array__"].maxlen == 4
+
+
+def test_state_that_becomes_unusable(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A state that can be saved at first, and not later, is named once, and training continues."""
+    assert held(tmp_path, Held({}, {1: 0.5}, object(), object()), 4) is None
+    [line] = {each for each in caplog.messages if "cannot be saved" in each}
+    assert line.startswith("Held.state_dict()[a] changed during training")
+    assert held(tmp_path, Held({}), 5) is None  # the last checkpoint has none
+
+
+@pytest.mark.parametrize("value", [object(), np.array(["a"]), {1: {object()}}])
 def test_bad_state(value: Any, tmp_path: Path) -> None:
     """What JSON and arrays cannot hold is an error before training, which names the leaf."""
 
@@ -275,7 +318,7 @@ def test_bad_state(value: Any, tmp_path: Path) -> None:
             return {"a": [0, {"b": value}]}
 
     stop = small.Stop()
-    with pytest.raises(ConfigurationError, match=r"callback Bad has to.*as `a/1/b`"):
+    with pytest.raises(ConfigurationError, match=r"Bad.state_dict\(\).* at `a/1/b"):
         small.model().fit(
             small.X, small.Y, verbose=0, callbacks=[kd.BackupAndRestore(tmp_path), Bad(), stop]
         )

@@ -26,6 +26,12 @@ class Stop(keras.callbacks.Callback):
         self.at = (epoch, batch)
         self.batches = 0
 
+    def state_dict(self) -> dict[str, Any]:
+        return {}  # a run that is resumed counts its own batches
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.epoch = epoch
 

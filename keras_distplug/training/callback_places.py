@@ -1,0 +1,324 @@
+"""Finds the values that the code of a callback can change, and how to replace them.
+
+These are the attributes of a callback, of its class, and of the script's own objects that it refers
+to, the variables that its functions enclose, and globals that they may change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import enum
+import functools
+import json
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_distplug.compat import keras_callbacks
+from keras_distplug.training import object_states
+
+Path = tuple[str, ...]
+Owners = dict[Path, Callable[[str, Any], None]]
+
+_MOST_OBJECTS = 20_000
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+_LIBRARIES = frozenset({"keras", "keras_distplug"})
+_OF_EVERY_CALLBACK = frozenset(vars(keras.callbacks.Callback()))
+_NUMBERS_AND_TEXT = frozenset({bool, int, float, str, type(None)})
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_NO_STATE = (type, types.ModuleType, types.BuiltinFunctionType, np.ufunc)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A value that a callback can reach.
+
+    Args:
+        path: The way to it, the same in another process.
+        value: The value.
+        put: Replaces it.
+        is_global: Whether a global variable leads to it.
+    """
+
+    path: Path
+    value: Any
+    put: Callable[[Any], None]
+    is_global: bool
+
+    @property
+    def title(self) -> str:
+        """The way to it as the script has it: `meter.total`."""
+        return title_of(self.path)
+
+
+def title_of(path: Path) -> str:
+    """As `Place.title`."""
+    return ".".join(part for part in path if not part.startswith("<"))
+
+
+def places_of(
+    callback: keras.callbacks.Callback, closed: Sequence[Any], owners: Owners | None = None
+) -> list[Place]:
+    """Returns the values that `callback` can reach.
+
+    Args:
+        callback: What Keras' own classes set on it is left out.
+        closed: Objects that are not looked into.
+        owners: Gets, by path, what sets an attribute or entry of the object there.
+    """
+    return list(_Walk(closed, {} if owners is None else owners).through(callback))
+
+
+def is_of_script(kind: type) -> bool:
+    """Returns whether a class belongs to the script, and not to an installed package."""
+    if kind.__module__ == "__main__":
+        return True
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return file is not None and not file.startswith(_INSTALLED) and not _is_of_library(kind)
+
+
+def mentions(callback: keras.callbacks.Callback, names: frozenset[str]) -> bool:
+    """Returns whether the script's code in a callback mentions any of `names`."""
+    members = [
+        member
+        for kind in type(callback).__mro__
+        if not _is_of_library(kind)
+        for member in vars(kind).values()
+    ]
+    members += [value for _, value in _attributes(callback)]
+    return any(
+        not names.isdisjoint(_names(member.__code__))
+        for member in members
+        if isinstance(member, types.FunctionType) and _is_of_script(member)
+    )
+
+
+def variables_of(value: Any) -> list[Any] | None:
+    """Returns the variables of an object of Keras or TensorFlow; None for other objects."""
+    if isinstance(value, keras.random.SeedGenerator | tf.random.Generator):
+        return [value.state]
+    kinds = (keras.Layer, keras.metrics.Metric, keras.optimizers.Optimizer, tf.Module)
+    if isinstance(value, kinds) and not isinstance(value, tf.Variable):
+        return list(value.variables)
+    return None
+
+
+class _Walk:
+    def __init__(self, closed: Sequence[Any], owners: Owners) -> None:
+        self._seen: dict[int, Any] = {id(each): each for each in closed}  # kept, so ids stay
+        self._owners = owners
+
+    def through(self, callback: keras.callbacks.Callback) -> Iterator[Place]:
+        self._seen[id(callback)] = callback
+        yield from self._object(callback, (), _set_by_library(type(callback)))
+
+    def _is_new(self, value: Any) -> bool:
+        if id(value) in self._seen or len(self._seen) > _MOST_OBJECTS:
+            return False
+        self._seen[id(value)] = value
+        return True
+
+    def _value(
+        self,
+        path: Path,
+        value: Any,
+        put: Callable[[Any], None],
+        *,
+        is_hidden: bool = False,
+        is_global: bool = False,
+    ) -> Iterator[Place]:
+        """What is in a value that leads to others; the value itself, unless it `is_hidden`."""
+        if isinstance(value, _NO_STATE):
+            return
+        if isinstance(value, _FUNCTIONS):
+            if self._is_new(value):
+                yield from self._function(value, path)
+        elif isinstance(value, keras.callbacks.Callback):
+            if self._is_new(value):
+                lasting = frozenset(keras_callbacks.attributes_of(value))
+                yield from self._object(value, path, _set_by_library(type(value)) - lasting)
+        elif _is_object(value):
+            if self._is_new(value):
+                yield from self._object(value, path, frozenset(), is_global=is_global)
+        elif _has_objects(value):
+            if self._is_new(value):
+                yield from self._entries(value, path, is_global=is_global)
+        elif not is_hidden:
+            yield Place(path, value, put, is_global)
+
+    def _object(
+        self, owner: Any, path: Path, hidden: frozenset[str], *, is_global: bool = False
+    ) -> Iterator[Place]:
+        def put(name: str, value: Any) -> None:
+            object.__setattr__(owner, name, value)
+
+        self._owners[path] = put
+        for name, value in _attributes(owner):
+            if not name.startswith("__"):
+                put_one = functools.partial(put, name)
+                yield from self._value(
+                    (*path, name), value, put_one, is_hidden=name in hidden, is_global=is_global
+                )
+        for kind in type(owner).__mro__:
+            if is_of_script(kind) or (kind is type(owner) and not _is_of_library(kind)):
+                yield from self._class(kind, (*path, f"<class {kind.__name__}>"))
+
+    def _class(self, kind: type, path: Path) -> Iterator[Place]:
+        if not self._is_new(kind):
+            return
+        self._owners[path] = functools.partial(setattr, kind)
+        for name, value in list(vars(kind).items()):
+            value = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+            value = value.fget if isinstance(value, property) else value
+            is_special = name.startswith("__") and not isinstance(value, types.FunctionType)
+            if not is_special and not isinstance(value, types.MemberDescriptorType):
+                put = functools.partial(setattr, kind, name)
+                yield from self._value((*path, name), value, put)
+
+    def _entries(self, value: Any, path: Path, *, is_global: bool) -> Iterator[Place]:
+        keys = list(value) if isinstance(value, dict) else range(len(value))
+        self._owners[path] = lambda name, each: _set_entry(value, json.loads(name), each)
+        for key in keys:
+            if type(key) in (str, int):
+                put = functools.partial(_set_entry, value, key)
+                entry = (*path, json.dumps(key))
+                yield from self._value(entry, value[key], put, is_global=is_global)
+
+    def _function(self, value: Any, path: Path) -> Iterator[Place]:
+        if isinstance(value, types.MethodType):
+            for name, part in (("<self>", value.__self__), ("<function>", value.__func__)):
+                yield from self._value((*path, name), part, _refuse)
+        elif isinstance(value, functools.partial):
+            parts = (value.func, value.args, value.keywords)
+            for name, part in zip(("<func>", "<args>", "<keywords>"), parts, strict=True):
+                yield from self._value((*path, name), part, _refuse)
+        elif _is_of_script(value):
+            yield from self._enclosed(value, path)
+            defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+            for number, each in enumerate(defaults):
+                if isinstance(each, list | dict | set):
+                    yield from self._value((*path, "<defaults>", str(number)), each, _refuse)
+            for name, each in vars(value).items():
+                put = functools.partial(setattr, value, name)
+                yield from self._value((*path, name), each, put)
+            yield from self._globals(value, path)
+
+    def _enclosed(self, function: types.FunctionType, path: Path) -> Iterator[Place]:
+        names = function.__code__.co_freevars
+        for name, cell in zip(names, function.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # an empty cell
+                if self._is_new(cell):
+                    put = functools.partial(setattr, cell, "cell_contents")
+                    yield from self._value((*path, "<closure>", name), cell.cell_contents, put)
+
+    def _globals(self, function: types.FunctionType, path: Path) -> Iterator[Place]:
+        named, assigned = function.__globals__, _assigned_globals(function.__code__)
+        for name in dict.fromkeys(_names(function.__code__)):
+            value = named.get(name)
+            entry = (*path, "<global>", name)
+            if isinstance(value, type):
+                if is_of_script(value):
+                    yield from self._class(value, (*entry, f"<class {name}>"))
+            elif name in assigned or isinstance(value, list | dict | set) or _leads_on(value):
+                put = functools.partial(named.__setitem__, name)
+                yield from self._value(entry, value, put, is_global=True)
+
+
+def _attributes(owner: Any) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    with contextlib.suppress(AttributeError):
+        found += object.__getattribute__(owner, "__dict__").items()
+    for kind in type(owner).__mro__:
+        for name, member in vars(kind).items():
+            if isinstance(member, types.MemberDescriptorType):
+                with contextlib.suppress(AttributeError):  # an empty slot
+                    found.append((name, member.__get__(owner)))
+    return found
+
+
+def _set_entry(owner: Any, key: Any, value: Any) -> None:
+    owner[key] = value
+
+
+def _refuse(value: Any) -> None:
+    raise LookupError("it cannot be replaced")
+
+
+def _set_by_library(kind: type) -> frozenset[str]:
+    """Names of the attributes that Keras' callbacks, or ours, set on their instances."""
+    return _set_by(tuple(filter(_is_of_library, kind.__mro__)))
+
+
+@functools.cache
+def _set_by(kinds: tuple[Hashable, ...]) -> frozenset[str]:
+    return _OF_EVERY_CALLBACK.union(
+        instruction.argval
+        for each in kinds
+        for function in vars(each).values()
+        if isinstance(function, types.FunctionType)
+        for instruction in dis.get_instructions(function)
+        if instruction.opname == "STORE_ATTR"
+    )
+
+
+def _is_of_library(kind: type) -> bool:
+    return kind is object or kind.__module__.split(".")[0] in _LIBRARIES
+
+
+def _is_of_script(function: types.FunctionType) -> bool:
+    return not function.__code__.co_filename.startswith((*_INSTALLED, "<frozen"))
+
+
+def _is_object(value: Any) -> bool:
+    """Returns whether a value is an object with attributes of the script's."""
+    kind = type(value)
+    if kind is types.SimpleNamespace:
+        return True
+    no_object = (BaseException, enum.Enum, tuple, list, dict, set, np.ndarray, keras.Variable)
+    return is_of_script(kind) and not isinstance(value, no_object) and variables_of(value) is None
+
+
+def _leads_on(value: Any) -> bool:
+    """Returns whether a value may hold state though it is no number, text or array."""
+    is_function = isinstance(value, types.FunctionType | functools.partial)
+    return (
+        is_function
+        or isinstance(value, keras.callbacks.Callback | keras.Variable | tf.Variable)
+        or object_states.is_generator(value)
+        or _is_object(value)
+        or variables_of(value) is not None
+    )
+
+
+def _has_objects(value: Any, depth: int = 4) -> bool:
+    """Returns whether entries of a container lead on."""
+    if not isinstance(value, dict | list | tuple) or len(value) > _MOST_OBJECTS or not depth:
+        return False
+    entries = list(value.values()) if isinstance(value, dict) else value
+    return any(
+        (_leads_on(each) and not isinstance(each, keras.Variable | tf.Variable))
+        or _has_objects(each, depth - 1)
+        for each in entries
+    )
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Names that a function, or one within it, mentions."""
+    yield from code.co_names
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            yield from _names(each)
+
+
+def _assigned_globals(code: types.CodeType) -> set[str]:
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    own = {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_GLOBAL"}
+    return own.union(*map(_assigned_globals, inner))
