@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
@@ -43,3 +44,19 @@ def digest_of(body: Mapping[str, Any]) -> str:
     """SHA-256 of what JSON says, however it is laid out."""
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def unwritable(value: Any, path: str = "") -> str | None:
+    """Names the first value that JSON cannot hold: `callbacks/0/state`; None if there is none."""
+    if isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, list | tuple):
+        parts = enumerate(value)  # type: ignore[assignment]
+    else:
+        try:
+            json.dumps(value, default=dataclasses.asdict)
+        except (TypeError, ValueError, RecursionError):
+            return f"`{path}`"
+        return None
+    found = (unwritable(each, f"{path}/{name}" if path else str(name)) for name, each in parts)
+    return next((each for each in found if each is not None), None)

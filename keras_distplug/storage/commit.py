@@ -30,7 +30,7 @@ from keras_distplug.core.errors import (
 from keras_distplug.core.manifest import Manifest, Shard
 from keras_distplug.core.progress import Meter
 from keras_distplug.core.protocols import Exchange
-from keras_distplug.core.sealed import digest_of
+from keras_distplug.core.sealed import digest_of, unwritable
 from keras_distplug.core.state import TrainState
 from keras_distplug.storage import codec, layout
 from keras_distplug.storage.ahead import in_order
@@ -306,7 +306,13 @@ def _metered(parts: codec.Hashed, meter: Meter) -> Iterator[memoryview]:
 
 def _verified(manifest: Manifest) -> str:
     """The manifest's text, which its reader takes."""
-    text = manifest.to_json()
+    try:
+        text = manifest.to_json()
+    except (TypeError, ValueError, RecursionError) as error:
+        where = unwritable(vars(manifest)) or ""
+        raise CheckpointError(
+            f"This checkpoint cannot be written, so it was not committed: {where}: {error}"
+        ) from error
     try:
         read = Manifest.from_json(text, layout.MANIFEST)
     except CheckpointError as error:

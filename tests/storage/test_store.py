@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import itertools
 import json
@@ -110,6 +111,33 @@ def test_light() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == "[] True\n"
+
+
+UNREADABLE: dict[str, dict[str, Any]] = {
+    "history": {"history": {"loss": 0.5}},
+    "history_epochs": {"history_epochs": ("0",)},
+    "metrics": {"metrics": {"f1": [0.5, 0.5]}},
+    "other_logs": {"other_logs": {"when": {1, 2}}},
+    "data": {"data": {"train": {"order": np.arange(3)}}},
+    "stop_training": {"stop_training": 1},
+    "how_built": {"how_built": [1]},
+    "callbacks": {"callbacks": ({"callback": "Own", "state": {"own": object()}},)},
+    "random": {"random": ("abc",)},
+}
+
+
+@pytest.mark.parametrize("field", UNREADABLE)
+def test_what_could_not_be_read_again(root: Path, field: str) -> None:
+    """A checkpoint that its reader would refuse is not committed; the error names the value, and
+    the older checkpoint stays."""
+    checkpoints = store(root, keep_last=1)
+    checkpoints.save(state(4))
+    saved = dataclasses.replace(state(5), **UNREADABLE[field])
+    with pytest.raises(CheckpointError, match="was not committed") as raised:
+        checkpoints.save(saved)
+    assert field in str(raised.value)
+    assert holds(checkpoints.newest("step"), state(4))
+    assert names(root)[-1] == "step-00000004"
 
 
 def test_round_trip(root: Path) -> None:
