@@ -312,7 +312,7 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         # A `LossScaleOptimizer` does not count what it leaves out itself.
         counts = not isinstance(optimizer, keras.optimizers.LossScaleOptimizer | None)
         if counts and self.model.steps_per_execution > 1:
-            self._updates = int(keras.ops.convert_to_numpy(optimizer.iterations))
+            self._updates = int(optimizer.iterations.numpy())
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         trained = self._executions.end()

@@ -69,7 +69,7 @@ class OwnWindows:
         if optimizer is None:
             return self._step
         if not is_scheduled(self._model.distribute_strategy):
-            return int(keras.ops.convert_to_numpy(optimizer.iterations))
+            return int(optimizer.iterations.numpy())
         return (self._before or 0) + self._step
 
     def unwant(self) -> None:
@@ -99,7 +99,7 @@ class OwnWindows:
 
     def begin_step(self) -> None:
         if self._before is None and is_scheduled(self._model.distribute_strategy):
-            self._before = int(keras.ops.convert_to_numpy(self._model.optimizer.iterations))
+            self._before = int(self._model.optimizer.iterations.numpy())
         now_s = time.perf_counter()
         self._begins_s = now_s
         if self._begun_s is None and not self._is_first:

@@ -62,6 +62,7 @@ class SignalWatch:
             self._fd_before = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         except ValueError:
             self._close()
+            self._receiver.close()
             raise
         for number in self._numbers:
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -115,17 +116,20 @@ class SignalWatch:
 
     def _read(self) -> None:
         main = threading.main_thread().ident
-        while numbers := self._receiver.recv(64):
-            for number in numbers:
-                frame = sys._current_frames().get(main or 0)
-                is_ours = number in self._before and not self._stands_aside
-                if not is_ours or not self._is_wanted(frame):
-                    self._pass_on(number)
-                    continue
-                try:
-                    self._on_signal(number)
-                except Exception as error:  # noqa: BLE001 (the next signal has to be heard, too)
-                    warnings.warn(f"Signal {number} had no effect: {error!r}", stacklevel=1)
+        with self._receiver:
+            while numbers := self._receiver.recv(64):
+                for number in numbers:
+                    self._act(number, sys._current_frames().get(main or 0))
+
+    def _act(self, number: int, frame: FrameType | None) -> None:
+        is_ours = number in self._before and not self._stands_aside
+        if not is_ours or not self._is_wanted(frame):
+            self._pass_on(number)
+            return
+        try:
+            self._on_signal(number)
+        except Exception as error:  # noqa: BLE001 (the next signal must be heard, too)
+            warnings.warn(f"Signal {number} had no effect: {error!r}", stacklevel=1)
 
     def _pass_on(self, number: int) -> None:
         if self._fd_before != -1:

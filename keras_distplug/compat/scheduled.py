@@ -201,7 +201,7 @@ class _Schedule:
     def _read_on_workers(self, data: LateDistributedDataset) -> Any:
         optimizer, workers, begun = self._model.optimizer, self._workers, self._begun
         # What is trained already makes the order another one than before.
-        trained = 0 if optimizer is None else int(keras.ops.convert_to_numpy(optimizer.iterations))
+        trained = 0 if optimizer is None else int(optimizer.iterations.numpy())
         shared_state.begin_averages(self._model)
 
         @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]

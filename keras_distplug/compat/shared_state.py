@@ -56,7 +56,7 @@ def begin_averages(model: keras.Model) -> None:
     """
     for optimizer in optimizers_of(model).values():
         averages = getattr(optimizer, "_model_variables_moving_average", None) or ()
-        if averages and not int(keras.ops.convert_to_numpy(optimizer.iterations)):
+        if averages and not int(optimizer.iterations.numpy()):
             for average, weight in zip(averages, optimizer._trainable_variables, strict=True):
                 if average is not None:
                     average.assign(weight)

@@ -171,7 +171,7 @@ def _trained_state(model: keras.Model) -> list[keras.Variable | Table]:
 
 
 def _value(variable: keras.Variable | Table) -> np.ndarray:
-    return np.asarray(keras.ops.convert_to_numpy(variable))
+    return np.asarray(variable.numpy())
 
 
 def _require_config(model: keras.Model) -> None:

@@ -35,7 +35,7 @@ def _pack_one(name: str, part: Any) -> Callable[[], Any]:
         saved = _dataset_graph(name, part)
         return lambda: compat_data.from_graph(saved)
     if isinstance(part, tf.Tensor | tf.Variable | keras.Variable):
-        array: np.ndarray = np.asarray(keras.ops.convert_to_numpy(part))
+        array: np.ndarray = np.asarray(part.numpy())
         return lambda: array
     return lambda: part
 
