@@ -14,7 +14,7 @@ import json
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,27 +77,44 @@ def places_of(
     return list(_Walk(closed, {} if owners is None else owners).through(callback))
 
 
+def places_set_on(
+    model: keras.Model, callbacks: Iterable[keras.callbacks.Callback], *, by_itself: bool
+) -> list[Place]:
+    """Returns the attributes of a model that code of the script in callbacks sets.
+
+    Args:
+        model: What Keras' own classes set on it is left out.
+        callbacks: The callbacks.
+        by_itself: Whether to include those that the model's own code sets.
+    """
+    names: set[str] = set()
+    for owner in [*callbacks, *([model] if by_itself else [])]:
+        for function in _functions_of(owner):
+            names |= _stored(function.__code__)
+    names -= _set_by(tuple(filter(_is_of_library, type(model).__mro__)))
+
+    def put(name: str, value: Any) -> None:
+        setattr(model, name, value)
+
+    return [
+        Place((name,), value, functools.partial(put, name), False)
+        for name, value in list(vars(model).items())
+        if name in names and not _leads_on(value) and not _has_objects(value)
+    ]
+
+
 def is_of_script(kind: type) -> bool:
     """Returns whether a class belongs to the script, and not to an installed package."""
     if kind.__module__ == "__main__":
         return True
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return file is not None and not file.startswith(_INSTALLED) and not _is_of_library(kind)
+    return _is_file_of_script(file) and not _is_of_library(kind)
 
 
 def mentions(callback: keras.callbacks.Callback, names: frozenset[str]) -> bool:
     """Returns whether the script's code in a callback mentions any of `names`."""
-    members = [
-        member
-        for kind in type(callback).__mro__
-        if not _is_of_library(kind)
-        for member in vars(kind).values()
-    ]
-    members += [value for _, value in _attributes(callback)]
     return any(
-        not names.isdisjoint(_names(member.__code__))
-        for member in members
-        if isinstance(member, types.FunctionType) and _is_of_script(member)
+        not names.isdisjoint(_names(function.__code__)) for function in _functions_of(callback)
     )
 
 
@@ -220,16 +237,30 @@ class _Walk:
                     yield from self._value((*path, "<closure>", name), cell.cell_contents, put)
 
     def _globals(self, function: types.FunctionType, path: Path) -> Iterator[Place]:
-        named, assigned = function.__globals__, _assigned_globals(function.__code__)
+        named = function.__globals__
+        assigned = _stored(function.__code__, "STORE_GLOBAL")
         for name in dict.fromkeys(_names(function.__code__)):
             value = named.get(name)
             entry = (*path, "<global>", name)
             if isinstance(value, type):
                 if is_of_script(value):
                     yield from self._class(value, (*entry, f"<class {name}>"))
+            elif isinstance(value, types.ModuleType):
+                yield from self._module(value, entry, function)
             elif name in assigned or isinstance(value, list | dict | set) or _leads_on(value):
                 put = functools.partial(named.__setitem__, name)
                 yield from self._value(entry, value, put, is_global=True)
+
+    def _module(
+        self, module: types.ModuleType, path: Path, function: types.FunctionType
+    ) -> Iterator[Place]:
+        """What a function mentions of a module of the script."""
+        if not _is_file_of_script(getattr(module, "__file__", None)):
+            return
+        for name in dict.fromkeys(_names(function.__code__)):
+            if name in vars(module):
+                put = functools.partial(setattr, module, name)
+                yield from self._value((*path, name), vars(module)[name], put, is_global=True)
 
 
 def _attributes(owner: Any) -> list[tuple[str, Any]]:
@@ -242,6 +273,16 @@ def _attributes(owner: Any) -> list[tuple[str, Any]]:
                 with contextlib.suppress(AttributeError):  # an empty slot
                     found.append((name, member.__get__(owner)))
     return found
+
+
+def _functions_of(owner: Any) -> Iterator[types.FunctionType]:
+    """Functions of the script among the methods and attributes of an object."""
+    kinds = [kind for kind in type(owner).__mro__ if not _is_of_library(kind)]
+    members = [member for kind in kinds for member in vars(kind).values()]
+    for member in [*members, *(value for _, value in _attributes(owner))]:
+        member = member.func if isinstance(member, functools.partial) else member
+        if isinstance(member, types.FunctionType) and _is_of_script(member):
+            yield member
 
 
 def _set_entry(owner: Any, key: Any, value: Any) -> None:
@@ -260,13 +301,16 @@ def _set_by_library(kind: type) -> frozenset[str]:
 @functools.cache
 def _set_by(kinds: tuple[Hashable, ...]) -> frozenset[str]:
     return _OF_EVERY_CALLBACK.union(
-        instruction.argval
+        name
         for each in kinds
         for function in vars(each).values()
         if isinstance(function, types.FunctionType)
-        for instruction in dis.get_instructions(function)
-        if instruction.opname == "STORE_ATTR"
+        for name in _stored(function.__code__)
     )
+
+
+def _is_file_of_script(file: str | None) -> bool:
+    return file is not None and not file.startswith((*_INSTALLED, "<frozen"))
 
 
 def _is_of_library(kind: type) -> bool:
@@ -274,7 +318,7 @@ def _is_of_library(kind: type) -> bool:
 
 
 def _is_of_script(function: types.FunctionType) -> bool:
-    return not function.__code__.co_filename.startswith((*_INSTALLED, "<frozen"))
+    return _is_file_of_script(function.__code__.co_filename)
 
 
 def _is_object(value: Any) -> bool:
@@ -318,7 +362,8 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(each)
 
 
-def _assigned_globals(code: types.CodeType) -> set[str]:
-    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
-    own = {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_GLOBAL"}
-    return own.union(*map(_assigned_globals, inner))
+def _stored(code: types.CodeType, operation: str = "STORE_ATTR") -> set[str]:
+    """Names of attributes, or of globals, that a function, or one within it, assigns."""
+    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    own = {each.argval for each in dis.get_instructions(code) if each.opname == operation}
+    return own.union(*(_stored(each, operation) for each in inner))

@@ -82,9 +82,10 @@ class CallbackStates:
                 except UnsavableError as error:
                     self._lost[f"{name}.state_dict()[{error.path[1:]}]"] = None
             if name in changed:
-                state["changed"] = changed[name]
+                state["changed"] = changed.pop(name)
             if state:
                 states.append({"callback": name, "state": state})
+        states += [{"callback": name, "state": {"changed": each}} for name, each in changed.items()]
         return tuple(states), arrays
 
     def restore(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import time
@@ -27,10 +28,20 @@ _CLOCK_NAMES = frozenset(
 _TIME_NAMES = _CLOCK_NAMES | {"time", "time_ns", "now", "utcnow"}
 
 
+_MODEL = "<model>"  # the name of attributes that callbacks set on the model
+
+
 @dataclass(frozen=True)
 class _Unsavable:
     kind: str
     number: int
+
+
+@dataclass(frozen=True)
+class _Held:
+    """The values of variables that an object holds."""
+
+    digest: int
 
 
 class Changes:
@@ -58,15 +69,16 @@ class Changes:
         self._known: set[int] = set()
         self._note_known()
         self._marks: dict[str, dict[Path, Any]] = {}
-        self._owners: dict[str, Owners] = {name: {} for name in callbacks}
+        self._names = [*callbacks, _MODEL]
+        self._owners: dict[str, Owners] = {name: {} for name in self._names}
         self._lost: dict[str, None] = {}
         self._timed = {
             name
             for name, callback in callbacks.items()
             if callback_places.mentions(callback, _CLOCK_NAMES)
         }
-        for name, callback in callbacks.items():
-            found = self._places(callback, self._owners[name])
+        for name in self._names:
+            found = self._places(name, self._owners[name])
             self._marks[name] = {place.path: self._mark(place.value) for place in found}
 
     def unsound(self) -> list[str]:
@@ -77,7 +89,7 @@ class Changes:
                 continue
             lines += [
                 f"{name}.{place.title}: the position of {what} cannot be saved"
-                for place in self._places(callback, {})
+                for place in self._places(name, {})
                 if not place.is_global and (what := _positioned(place.value))
             ]
             stops = callback_places.mentions(callback, frozenset({"stop_training"}))
@@ -99,10 +111,11 @@ class Changes:
         """
         self._note_known()
         changed: dict[str, list[Any]] = {}
-        for name, callback in self._callbacks.items():
-            found = list(self._changed(name, callback))
+        for name in self._names:
+            found = list(self._changed(name))
             lost = [place for place, is_savable in found if not is_savable]
-            if callback_places.is_of_script(type(callback)):  # libraries make their bars again
+            owner = self._callbacks.get(name, self._model)
+            if callback_places.is_of_script(type(owner)):  # libraries make their bars again
                 titles = (f"{name}.{each.title} ({type(each.value).__name__})" for each in lost)
                 self._lost.update(dict.fromkeys(titles))
             states: list[Any] = []
@@ -115,16 +128,14 @@ class Changes:
                 changed[name] = states
         return changed
 
-    def _changed(
-        self, name: str, callback: keras.callbacks.Callback
-    ) -> Iterator[tuple[Place, bool]]:
+    def _changed(self, name: str) -> Iterator[tuple[Place, bool]]:
         """Values that have changed, and whether they can be saved."""
         marks, owners = self._marks[name], self._owners[name]
         clocks: Sequence[tuple[float, float]] = ()
         if name in self._timed:
             now = (clock() for clock in _CLOCKS)
             clocks = tuple(zip(self._started, now, strict=True))
-        for place in self._places(callback, {}):
+        for place in self._places(name, {}):
             mark = self._mark(place.value)
             is_changed = place.path not in marks or marks[place.path] != mark
             if not is_changed or _is_reading(place.value, clocks):
@@ -132,10 +143,12 @@ class Changes:
             if isinstance(mark, _Unsavable):
                 if not place.is_global:
                     yield place, False
+            elif isinstance(mark, _Held) and not isinstance(marks.get(place.path), _Held):
+                yield place, False  # an object that is made during training
             else:
                 yield place, True
                 if place.path[:-1] and not _is_there(place.path, marks, owners):
-                    yield place, False  # of an object that is made during training
+                    yield place, False  # a part of such an object
 
     def restore(
         self, states: Mapping[str, Sequence[Any]], arrays: Mapping[str, np.ndarray]
@@ -143,9 +156,9 @@ class Changes:
         """Restores what `capture` returned. Returns the attributes that no longer exist."""
         self._note_known()
         missing = []
-        for name, callback in self._callbacks.items():
+        for name in self._names:
             owners: Owners = {}
-            places = {place.path: place for place in self._places(callback, owners)}
+            places = {place.path: place for place in self._places(name, owners)}
             for segments, encoded in states.get(name, ()):
                 path = tuple(segments)
                 place = places.get(path)
@@ -160,6 +173,8 @@ class Changes:
 
     def _put(self, place: Place, encoded: Any, arrays: Mapping[str, np.ndarray]) -> None:
         if isinstance(encoded, dict) and _GENERATOR in encoded:
+            if not object_states.is_generator(place.value):
+                raise LookupError("it is no generator")
             object_states.put(place.value, encoded[_GENERATOR])
             return
         value = plain_values.decode(encoded, arrays)
@@ -171,7 +186,15 @@ class Changes:
         if made is not place.value:
             place.put(made)
 
-    def _places(self, callback: keras.callbacks.Callback, owners: Owners) -> list[Place]:
+    def _places(self, name: str, owners: Owners) -> list[Place]:
+        if name == _MODEL:
+            owners[()] = functools.partial(setattr, self._model)
+            return callback_places.places_set_on(
+                self._model,
+                self._callbacks.values(),
+                by_itself=compat_model.runs_eagerly(self._model),
+            )
+        callback = self._callbacks[name]
         others = [each for each in self._callbacks.values() if each is not callback]
         return callback_places.places_of(callback, [self._model, *others], owners)
 
@@ -202,7 +225,8 @@ class Changes:
             return _Unsavable(type(value).__name__, id(value))
         for array in arrays.values():
             digest.update(repr((array.shape, object_states.mark_of_array(array))))
-        return digest.intdigest()
+        is_held = callback_places.variables_of(value) is not None
+        return _Held(digest.intdigest()) if is_held else digest.intdigest()
 
 
 def _positioned(value: Any) -> str | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import collections
 import datetime
+import enum
 import math
 import pathlib
 from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -19,6 +21,7 @@ _TENSOR, _VARIABLE, _NUMBERS = "__tensor__", "__variable__", "__numbers__"
 _TUPLE, _SET, _FROZEN, _DEQUE, _PAIRS = (
     *("__tuple__", "__set__", "__frozenset__", "__deque__", "__pairs__"),
 )
+_KERAS_VARIABLE, _ENUM = "__keras_variable__", "__enum__"
 _BYTES, _PATH, _TIME, _DURATION = "__bytes__", "__path__", "__datetime__", "__timedelta__"
 _KINDS = {
     "Counter": collections.Counter,
@@ -74,6 +77,8 @@ class Encoder:
         kind = type(value)
         if kind in _PLAIN:
             return value
+        if isinstance(value, enum.Enum):
+            return {_ENUM: value.name}
         if kind is float:
             return value if math.isfinite(value) else {_FLOAT: str(value)}
         if isinstance(value, np.generic):
@@ -138,7 +143,7 @@ class Encoder:
 
     def _array(self, value: Any, key: str, path: str) -> Any:
         if isinstance(value, keras.Variable | tf.Variable):
-            tag = _VARIABLE
+            tag = _KERAS_VARIABLE if isinstance(value, keras.Variable) else _VARIABLE
         elif isinstance(value, tf.Tensor) and hasattr(value, "numpy"):
             tag = _TENSOR
         elif isinstance(value, np.ndarray):
@@ -153,6 +158,13 @@ class Encoder:
             raise UnsavableError(path, value)
         self._arrays[key] = array
         return {tag: key}
+
+
+@dataclass(frozen=True)
+class _Member:
+    """Of an `Enum` that is known where its value goes."""
+
+    name: str
 
 
 def _single(value: Any) -> Any:
@@ -196,6 +208,8 @@ _DECODERS: dict[str, Callable[[Any, Mapping[str, np.ndarray]], Any]] = {
     _NUMBERS: lambda key, arrays: arrays[key].tolist(),
     _TENSOR: lambda key, arrays: tf.constant(arrays[key]),
     _VARIABLE: lambda key, arrays: tf.Variable(arrays[key]),
+    _KERAS_VARIABLE: lambda key, arrays: keras.Variable(arrays[key], dtype=arrays[key].dtype.name),
+    _ENUM: lambda name, arrays: _Member(name),
     _FLOAT: lambda text, arrays: float(text),
     _SCALAR: lambda of, arrays: np.dtype(of[0]).type(
         float(of[1]) if isinstance(of[1], str) else of[1]
@@ -216,7 +230,9 @@ _DECODERS: dict[str, Callable[[Any, Mapping[str, np.ndarray]], Any]] = {
 def put(there: Any, value: Any) -> Any:
     """Makes `there` equal to `value`, in place if it can be changed, and returns it; otherwise
     returns what should take its place."""
-    if isinstance(value, tf.Variable):
+    if isinstance(value, _Member):
+        return type(there)[value.name] if isinstance(there, enum.Enum) else None
+    if isinstance(value, keras.Variable | tf.Variable):
         if isinstance(there, keras.Variable | tf.Variable) and there.shape == value.shape:
             there.assign(value)
             return there

@@ -4,6 +4,7 @@ same, and what cannot be restored is named."""
 from __future__ import annotations
 
 import collections
+import enum
 import functools
 import itertools
 import math
@@ -403,6 +404,52 @@ def enclosed() -> list[Callback]:
     return [held]
 
 
+class Phase(enum.Enum):
+    WARM = 1
+    COLD = 2
+
+
+class OnModel(Callback):
+    """Keeps its count in the model, in a module of the script and as a member of an enumeration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = Phase.WARM
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.model.seen = 0
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.model.seen += 1
+        small.counted += 1
+        self.phase = Phase.COLD if self.model.seen > 4 else Phase.WARM
+        set_rate(self.model, 0.1 / self.model.seen / small.counted / self.phase.value)
+
+
+class Counted:
+    """A schedule that counts how often it is called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, epoch: int, rate: float) -> float:
+        self.calls += 1
+        return rate / self.calls
+
+
+class Lazy(Callback):
+    """Makes averages when it needs them first."""
+
+    averages: Any = None
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self.averages is None:
+            self.averages = [keras.Variable(weight) for weight in self.model.weights]
+        for average, weight in zip(self.averages, self.model.weights, strict=True):
+            average.assign((average + weight) / 2)
+        self.model.set_weights([average.numpy() for average in self.averages])
+
+
 def scheduled() -> list[Callback]:
     rates: list[float] = []
 
@@ -430,13 +477,16 @@ OTHERS: dict[str, Make] = {
     "globals": lambda folder: [Globals()],
     "closures": lambda folder: enclosed(),
     "schedule": lambda folder: scheduled(),
+    "attribute of the model": lambda folder: [OnModel()],
+    "schedule object": lambda folder: [keras.callbacks.LearningRateScheduler(Counted())],
+    "made later": lambda folder: [Lazy()],
     "two of a class": lambda folder: [Slotted(), Slotted(), Patience()],
 }
 
 
 def fit(make: Make, folder: Path, *callbacks: Callback) -> Any:
     global _steps
-    _steps, OfClass.n = 0, 0  # as in a new process
+    _steps, OfClass.n, small.counted = 0, 0, 0  # as in a new process
     _seen.clear()
     files = folder / "files"
     files.mkdir(parents=True, exist_ok=True)
