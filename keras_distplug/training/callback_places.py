@@ -151,6 +151,21 @@ class _Walk:
         *,
         is_hidden: bool = False,
         is_global: bool = False,
+    ) -> list[Place]:
+        """As `_look_into`; nothing for an object that raises errors when it is looked at."""
+        found: list[Place] = []
+        with contextlib.suppress(Exception):
+            for place in self._look_into(path, value, put, is_hidden, is_global):
+                found.append(place)
+        return found
+
+    def _look_into(
+        self,
+        path: Path,
+        value: Any,
+        put: Callable[[Any], None],
+        is_hidden: bool,
+        is_global: bool,
     ) -> Iterator[Place]:
         """What is in a value that leads to others; the value itself, unless it `is_hidden`."""
         if isinstance(value, _NO_STATE):

@@ -221,7 +221,7 @@ class Changes:
         arrays: dict[str, np.ndarray] = {}
         try:
             digest = xxhash.xxh3_64(json.dumps(self._encode(value, arrays, "", copies=False)))
-        except plain_values.UnsavableError:
+        except Exception:  # noqa: BLE001 (or it is an object that raises when it is looked at)
             return _Unsavable(type(value).__name__, id(value))
         for array in arrays.values():
             digest.update(repr((array.shape, object_states.mark_of_array(array))))
