@@ -295,8 +295,8 @@ def _functions_of(owner: Any) -> Iterator[types.FunctionType]:
     kinds = [kind for kind in type(owner).__mro__ if not _is_of_library(kind)]
     members = [member for kind in kinds for member in vars(kind).values()]
     for member in [*members, *(value for _, value in _attributes(owner))]:
-        member = member.func if isinstance(member, functools.partial) else member
-        if isinstance(member, types.FunctionType) and _is_of_script(member):
+        member = member.func if type(member) is functools.partial else member
+        if type(member) is types.FunctionType and _is_of_script(member):
             yield member
 
 

@@ -11,10 +11,11 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+from support import small
 
 import keras_distplug as kd
 from keras_distplug.callbacks.chief_only import LeftToTheChief
-from keras_distplug.training import callback_states
+from keras_distplug.training.callback_states import CallbackStates
 
 pytestmark = [pytest.mark.tf, pytest.mark.timeout(120)]
 
@@ -99,10 +100,11 @@ class Counts(keras.callbacks.Callback):
 
 def test_what_callbacks_know(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the chief's callbacks know comes back to the same ones, though one is left to it."""
-    states, arrays = callback_states.capture([Counts(1), Counts(2)])
+    model = small.model()
+    states, arrays = CallbackStates([Counts(1), Counts(2)], model).capture()
     monkeypatch.setenv("TF_CONFIG", tf_config(1))
     left, mine = kd.chief_only(Counts(3)), Counts(4)
-    callback_states.restore([left, mine], states, arrays, epoch=1, is_anew=False)
+    CallbackStates([left, mine], model).restore(states, arrays, epoch=1, is_anew=False)
     assert mine.known == 2
 
 

@@ -42,7 +42,7 @@ class Noting(keras.layers.Layer):
             return tf.identity(x)
 
 
-class Stop(keras.callbacks.Callback):
+class Stop(small.Watching):
     """Interrupts `fit` behind so many batches; knows how many the last checkpoint has had."""
 
     def __init__(self, noting: Noting, behind: int | None) -> None:

@@ -32,7 +32,7 @@ from keras_distplug.storage import saver  # noqa: E402
 TOLD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
-class At(keras.callbacks.Callback):
+class At(small.Watching):
     """Does something behind a batch of an epoch."""
 
     def __init__(self, epoch: int, batch: int, act: Callable[[], Any]) -> None:

@@ -19,19 +19,23 @@ class Interrupted(Exception):
     """What a test throws out of training."""
 
 
-class Stop(keras.callbacks.Callback):
+class Watching(keras.callbacks.Callback):
+    """Has no state: what it has seen is of this process alone."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class Stop(Watching):
     """Interrupts training, once, after some batches of some epoch. Counts all batches."""
 
     def __init__(self, epoch: int = -1, batch: int = 0) -> None:
         super().__init__()
         self.at = (epoch, batch)
         self.batches = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}  # a run that is resumed counts its own batches
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.epoch = epoch
