@@ -41,6 +41,12 @@ class Told(keras.callbacks.Callback):
         self.file = (folder / "batches").open("a")
         self.began: int | None = None
 
+    def state_dict(self) -> dict[str, Any]:
+        return {}  # it is of this attempt alone
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self.began is None:
             self.began = steps_of(self.model)

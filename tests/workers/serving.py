@@ -277,6 +277,12 @@ def goes_on() -> dict[str, Any]:
             self.batches: list[int] = []
             self.began: int | None = None
 
+        def state_dict(self) -> dict[str, Any]:
+            return {}  # it is of this fit alone
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
             if self.began is None:
                 self.began = steps_of(self.model)
