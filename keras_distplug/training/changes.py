@@ -70,7 +70,7 @@ class Changes:
         self._note_known()
         self._marks: dict[str, dict[Path, Any]] = {}
         self._names = [*callbacks, _MODEL]
-        self._owners: dict[str, Owners] = {name: {} for name in self._names}
+        self._owners: dict[str, frozenset[Path]] = {}
         self._lost: dict[str, None] = {}
         self._timed = {
             name
@@ -78,8 +78,10 @@ class Changes:
             if callback_places.mentions(callback, _CLOCK_NAMES)
         }
         for name in self._names:
-            found = self._places(name, self._owners[name])
+            owners: Owners = {}
+            found = self._places(name, owners)
             self._marks[name] = {place.path: self._mark(place.value) for place in found}
+            self._owners[name] = frozenset(owners)
 
     def unsound(self) -> list[str]:
         """Returns what of the callbacks a resumed run cannot restore, as known from their start."""
@@ -236,7 +238,7 @@ def _positioned(value: Any) -> str | None:
     return "an iterator" if isinstance(value, Iterator) else None
 
 
-def _is_there(path: Path, marks: Mapping[Path, Any], owners: Owners) -> bool:
+def _is_there(path: Path, marks: Mapping[Path, Any], owners: frozenset[Path]) -> bool:
     """Returns whether the owner of a value was there at the start."""
     owner = path[:-1]
     return path in marks or owner in owners or owner[-1] in ("<closure>", "<global>")
