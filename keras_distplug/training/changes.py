@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from keras_distplug.compat import model as compat_model
-from keras_distplug.training import callback_places, object_states, plain_values
+from keras_distplug.training import callback_places, object_states, plain_values, progress_bars
 from keras_distplug.training.callback_places import Owners, Path, Place
 
 _GENERATOR = "__generator__"
@@ -35,6 +35,11 @@ _MODEL = "<model>"  # the name of attributes that callbacks set on the model
 class _Unsavable:
     kind: str
     number: int
+
+
+@dataclass(frozen=True)
+class _Bar:
+    position: float
 
 
 @dataclass(frozen=True)
@@ -120,15 +125,20 @@ class Changes:
             if callback_places.is_of_script(type(owner)):  # libraries make their bars again
                 titles = (f"{name}.{each.title} ({type(each.value).__name__})" for each in lost)
                 self._lost.update(dict.fromkeys(titles))
+            has_new = bool(lost) or any(self._is_new_bar(name, place) for place, _ in found)
             states: list[Any] = []
             for place, is_savable in found:
                 # A flag may say that there is an object which could not be saved.
-                if is_savable and not (lost and isinstance(place.value, bool)):
+                if is_savable and not (has_new and isinstance(place.value, bool)):
                     key = f"{prefix}{name}/changed/{len(states)}"
                     states.append([list(place.path), self._encode(place.value, arrays, key)])
             if states:
                 changed[name] = states
         return changed
+
+    def _is_new_bar(self, name: str, place: Place) -> bool:
+        is_old = isinstance(self._marks[name].get(place.path), _Bar)
+        return progress_bars.is_bar(place.value) and not is_old
 
     def _changed(self, name: str) -> Iterator[tuple[Place, bool]]:
         """Values that have changed, and whether they can be saved."""
@@ -164,6 +174,10 @@ class Changes:
             for segments, encoded in states.get(name, ()):
                 path = tuple(segments)
                 place = places.get(path)
+                if progress_bars.is_position(encoded):
+                    if place is not None and progress_bars.is_bar(place.value):
+                        progress_bars.seek(place.value, encoded)
+                    continue  # a bar that is made later starts at zero
                 try:
                     if place is not None:
                         self._put(place, encoded, arrays)
@@ -210,6 +224,8 @@ class Changes:
         return [each for each in variables if id(each) not in self._known]
 
     def _encode(self, value: Any, arrays: dict[str, Any], key: str, *, copies: bool = True) -> Any:
+        if progress_bars.is_bar(value):
+            return progress_bars.encode(value)
         if object_states.is_generator(value):
             return {_GENERATOR: object_states.encode(value)}
         variables = self._own_variables(value)
@@ -220,6 +236,8 @@ class Changes:
         """Returns what is another one once the value has changed."""
         if type(value) in (bool, int, float, str, type(None)):
             return type(value), value
+        if progress_bars.is_bar(value):
+            return _Bar(value.n)
         arrays: dict[str, np.ndarray] = {}
         try:
             digest = xxhash.xxh3_64(json.dumps(self._encode(value, arrays, "", copies=False)))
