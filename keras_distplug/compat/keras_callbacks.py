@@ -23,7 +23,8 @@ _ATTRIBUTES = {
     "SwapEMAWeights": ("_ema_weights_in_model",),
     "TensorBoard": ("_global_train_batch", "_global_test_batch"),
 }
-_ROWS = "bytes_of_rows"
+_ROWS, _EVENTS = "bytes_of_rows", "bytes_of_events"
+_RUNS = ("train", "validation")  # folders of TensorBoard in its `log_dir`
 
 
 # Whose work may take all workers, and where it goes.
@@ -51,7 +52,10 @@ def state_of(callback: keras.callbacks.Callback) -> dict[str, Any] | None:
     if isinstance(callback, keras.callbacks.CSVLogger):
         return {_ROWS: _size(callback.filename)}
     names = attributes_of(callback)
-    return {name: getattr(callback, name) for name in names if hasattr(callback, name)} or None
+    state = {name: getattr(callback, name) for name in names if hasattr(callback, name)}
+    if isinstance(callback, keras.callbacks.TensorBoard) and (sizes := _sizes_of_events(callback)):
+        state[_EVENTS] = sizes
+    return state or None
 
 
 def set_state(
@@ -72,6 +76,9 @@ def set_state(
     for name in attributes_of(callback):
         if name in state:
             setattr(callback, name, state[name])
+    if isinstance(callback, keras.callbacks.TensorBoard):
+        for name, size in state.get(_EVENTS, {}).items():
+            _cut_events(os.path.join(callback.log_dir, name), size)
     if is_anew and isinstance(callback, keras.callbacks.EarlyStopping):
         callback.wait = callback.stopped_epoch = 0
 
@@ -132,3 +139,29 @@ def _cut(logger: keras.callbacks.CSVLogger, rows_bytes: int, epoch: int) -> None
         return
     logger.csv_file.truncate(rows_bytes)
     logger.append_header = rows_bytes == 0
+
+
+def _sizes_of_events(callback: keras.callbacks.TensorBoard) -> dict[str, int]:
+    """Flushes TensorBoard's files, and returns their sizes by their names in `log_dir`."""
+    for writer in callback._writers.values():
+        writer.flush()
+    sizes = {}
+    for run in _RUNS:
+        folder = os.path.join(callback.log_dir, run)
+        if os.path.isdir(folder):
+            names = [name for name in os.listdir(folder) if ".tfevents." in name]
+            sizes.update({f"{run}/{name}": _size(os.path.join(folder, name)) for name in names})
+    return sizes
+
+
+def _cut_events(path: str, size: int) -> None:
+    """Removes the points of batches that are trained again from a file of TensorBoard."""
+    if _size(path) <= size:
+        return
+    with open(path, "rb") as file:
+        kept = file.read(size)
+    # Another file of that name: what still has the old one open does not write into this one.
+    cut = f"{path}.cut"
+    with open(cut, "wb") as file:
+        file.write(kept)
+    os.replace(cut, path)
