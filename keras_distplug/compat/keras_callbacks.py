@@ -8,6 +8,8 @@ from its arguments is left out: to put back the sign of `min_delta` would turn i
 from __future__ import annotations
 
 import os
+import shutil
+import socket
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -142,14 +144,16 @@ def _cut(logger: keras.callbacks.CSVLogger, rows_bytes: int, epoch: int) -> None
 
 
 def _sizes_of_events(callback: keras.callbacks.TensorBoard) -> dict[str, int]:
-    """Flushes TensorBoard's files, and returns their sizes by their names in `log_dir`."""
-    for writer in callback._writers.values():
+    """Flushes the files that TensorBoard writes in this process, and returns their sizes by their
+    names in `log_dir`."""
+    for writer in getattr(callback, "_writers", {}).values():
         writer.flush()
+    own = f".{socket.gethostname()}.{os.getpid()}."  # every file has it in its name
     sizes = {}
     for run in _RUNS:
         folder = os.path.join(callback.log_dir, run)
         if os.path.isdir(folder):
-            names = [name for name in os.listdir(folder) if ".tfevents." in name]
+            names = [name for name in os.listdir(folder) if ".tfevents." in name and own in name]
             sizes.update({f"{run}/{name}": _size(os.path.join(folder, name)) for name in names})
     return sizes
 
@@ -158,10 +162,9 @@ def _cut_events(path: str, size: int) -> None:
     """Removes the points of batches that are trained again from a file of TensorBoard."""
     if _size(path) <= size:
         return
-    with open(path, "rb") as file:
-        kept = file.read(size)
     # Another file of that name: what still has the old one open does not write into this one.
     cut = f"{path}.cut"
-    with open(cut, "wb") as file:
-        file.write(kept)
+    shutil.copyfile(path, cut)
+    os.truncate(cut, size)
+    shutil.copymode(path, cut)
     os.replace(cut, path)

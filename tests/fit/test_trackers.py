@@ -1,8 +1,10 @@
-"""TensorBoard with points for every batch next to ours, through an interruption."""
+"""Callbacks of trackers next to ours: they change nothing, and their counters continue."""
 
 from __future__ import annotations
 
 import gc
+import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +56,8 @@ def test_tensorboard_of_batches(ours_first: bool, tmp_path: Path) -> None:
 
     plain = fit([], [])
     first = board()
+    stop = StopFlushed(first, 1, 1)
     with pytest.raises(small.Interrupted):
-        stop = StopFlushed(first, 1, 1)
         fit([first, stop], [backup(tmp_path / "runs")], ours_first=ours_first)
     del first, stop
     gc.collect()
@@ -66,3 +68,68 @@ def test_tensorboard_of_batches(ours_first: bool, tmp_path: Path) -> None:
     steps = [step for step, _ in train["batch_loss"]]
     assert steps == list(range(1, EPOCHS * small.BATCHES + 1))
     assert [step for step, _ in train["epoch_loss"]] == list(range(EPOCHS))
+
+
+def tqdm_bars(folder: Path) -> Callback:
+    module = pytest.importorskip("tqdm.keras", reason="pip install tqdm")
+    return module.TqdmCallback(verbose=2, file=io.StringIO())
+
+
+def wandb_metrics(folder: Path) -> Callback:
+    wandb = pytest.importorskip("wandb", reason="pip install wandb")
+    settings = wandb.Settings(console="off")
+    wandb.init(project="p", id="a", dir=str(folder), mode="offline", settings=settings)
+    from wandb.integration.keras import WandbMetricsLogger
+
+    return WandbMetricsLogger(log_freq="batch")
+
+
+def mlflow_metrics(folder: Path) -> Callback:
+    mlflow = pytest.importorskip("mlflow", reason="pip install mlflow")
+    from mlflow.keras import MlflowCallback
+
+    mlflow.end_run()
+    mlflow.set_tracking_uri(f"sqlite:///{folder}/mlflow.db")
+    mlflow.start_run()
+    return MlflowCallback(log_every_epoch=False, log_every_n_steps=1)
+
+
+def live_plot(folder: Path) -> Callback:
+    pytest.importorskip("livelossplot", reason="pip install livelossplot")
+    from livelossplot.inputs.keras import PlotLossesCallback
+    from livelossplot.outputs import ExtremaPrinter
+
+    return PlotLossesCallback(outputs=[ExtremaPrinter()])
+
+
+TRACKERS: dict[str, Callable[[Path], Callback]] = {
+    "tqdm": tqdm_bars,
+    "wandb": wandb_metrics,
+    "mlflow": mlflow_metrics,
+    "livelossplot": live_plot,
+}
+# What continues where it was.
+COUNTERS: dict[str, Callable[[Any], Any]] = {
+    "tqdm": lambda callback: (callback.batch_bar.n, callback.epoch_bar.n),
+    "wandb": lambda callback: callback.global_batch,
+}
+
+
+@pytest.mark.parametrize("ours_first", [True, False], ids=["ours first", "theirs first"])
+@pytest.mark.parametrize("name", TRACKERS)
+def test_tracker(
+    name: str, ours_first: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The weights are those of a training without any callback, nothing is said about it, and its
+    counters end where those of an uninterrupted training end."""
+    whole = TRACKERS[name](tmp_path)
+    plain = fit([whole], [])
+    stopped = [TRACKERS[name](tmp_path), small.Stop(1, 1)]
+    with pytest.raises(small.Interrupted):
+        fit(stopped, [backup(tmp_path / "runs")], ours_first=ours_first)
+    resumed = TRACKERS[name](tmp_path)
+    assert fit([resumed], [backup(tmp_path / "runs")], ours_first=ours_first) == plain
+    assert "resuming at epoch" in caplog.text
+    assert not [each for each in caplog.messages if "cannot" in each]
+    if name in COUNTERS:
+        assert COUNTERS[name](resumed) == COUNTERS[name](whole)
