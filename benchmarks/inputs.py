@@ -105,6 +105,12 @@ def fit(given: dict[str, Any], last: int, callbacks: list[Any]) -> dict[str, flo
     begin_s = time.perf_counter()
 
     class Watch(keras.callbacks.Callback):  # type: ignore[misc]
+        def state_dict(self) -> dict[str, Any]:
+            return {}  # it measures this process
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             if not first:
                 first.update(batch=batch, first_s=time.perf_counter() - begin_s)
