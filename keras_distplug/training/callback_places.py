@@ -6,11 +6,16 @@ to, the variables that its functions enclose, and globals that they may change.
 
 from __future__ import annotations
 
+import argparse
+import collections
 import contextlib
+import datetime
 import dis
 import enum
 import functools
 import json
+import pathlib
+import site
 import sys
 import sysconfig
 import types
@@ -29,12 +34,18 @@ Path = tuple[str, ...]
 Owners = dict[Path, Callable[[str, Any], None]]
 
 _MOST_OBJECTS = 20_000
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+_INSTALLED = tuple(
+    {
+        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+        *(site.getusersitepackages(), *site.getsitepackages()),
+    }
+)
 _LIBRARIES = frozenset({"keras", "keras_distplug"})
 _OF_EVERY_CALLBACK = frozenset(vars(keras.callbacks.Callback()))
 _NUMBERS_AND_TEXT = frozenset({bool, int, float, str, type(None)})
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-_NO_STATE = (type, types.ModuleType, types.BuiltinFunctionType, np.ufunc)
+_CONTAINERS = (list, dict, set, collections.deque, np.ndarray)
+_NO_STATE = (types.ModuleType, types.BuiltinFunctionType, np.ufunc)
 
 
 @dataclass(frozen=True)
@@ -89,8 +100,8 @@ def places_set_on(
     """
     names: set[str] = set()
     for owner in [*callbacks, *([model] if by_itself else [])]:
-        for function in _functions_of(owner):
-            names |= _stored(function.__code__)
+        for function in functions_of(owner):
+            names |= stored(function.__code__)
     names -= _set_by(tuple(filter(_is_of_library, type(model).__mro__)))
 
     def put(name: str, value: Any) -> None:
@@ -111,11 +122,9 @@ def is_of_script(kind: type) -> bool:
     return _is_file_of_script(file) and not _is_of_library(kind)
 
 
-def mentions(callback: keras.callbacks.Callback, names: frozenset[str]) -> bool:
-    """Returns whether the script's code in a callback mentions any of `names`."""
-    return any(
-        not names.isdisjoint(_names(function.__code__)) for function in _functions_of(callback)
-    )
+def attribute_names(owner: Any) -> list[str]:
+    """Returns the names of what is in an object and its slots."""
+    return [name for name, _ in _attributes(owner)]
 
 
 def variables_of(value: Any) -> list[Any] | None:
@@ -135,7 +144,9 @@ class _Walk:
 
     def through(self, callback: keras.callbacks.Callback) -> Iterator[Place]:
         self._seen[id(callback)] = callback
-        yield from self._object(callback, (), _set_by_library(type(callback)))
+        own = {name for each in functions_of(callback) for name in stored(each.__code__)}
+        hidden = _set_by_library(type(callback)) - (own - _OF_EVERY_CALLBACK)
+        yield from self._object(callback, (), hidden)
 
     def _is_new(self, value: Any) -> bool:
         if id(value) in self._seen or len(self._seen) > _MOST_OBJECTS:
@@ -168,6 +179,10 @@ class _Walk:
         is_global: bool,
     ) -> Iterator[Place]:
         """What is in a value that leads to others; the value itself, unless it `is_hidden`."""
+        if isinstance(value, type):
+            if is_of_script(value):
+                yield from self._class(value, (*path, f"<class {value.__name__}>"))
+            return
         if isinstance(value, _NO_STATE):
             return
         if isinstance(value, _FUNCTIONS):
@@ -216,7 +231,7 @@ class _Walk:
                 yield from self._value((*path, name), value, put)
 
     def _entries(self, value: Any, path: Path, *, is_global: bool) -> Iterator[Place]:
-        keys = list(value) if isinstance(value, dict) else range(len(value))
+        keys: Any = list(value) if isinstance(value, dict) else range(len(value))
         self._owners[path] = lambda name, each: _set_entry(value, json.loads(name), each)
         for key in keys:
             if type(key) in (str, int):
@@ -253,7 +268,7 @@ class _Walk:
 
     def _globals(self, function: types.FunctionType, path: Path) -> Iterator[Place]:
         named = function.__globals__
-        assigned = _stored(function.__code__, "STORE_GLOBAL")
+        assigned = stored(function.__code__, "STORE_GLOBAL")
         for name in dict.fromkeys(_names(function.__code__)):
             value = named.get(name)
             entry = (*path, "<global>", name)
@@ -262,7 +277,7 @@ class _Walk:
                     yield from self._class(value, (*entry, f"<class {name}>"))
             elif isinstance(value, types.ModuleType):
                 yield from self._module(value, entry, function)
-            elif name in assigned or isinstance(value, list | dict | set) or _leads_on(value):
+            elif name in assigned or isinstance(value, _CONTAINERS) or _leads_on(value):
                 put = functools.partial(named.__setitem__, name)
                 yield from self._value(entry, value, put, is_global=True)
 
@@ -281,7 +296,7 @@ class _Walk:
 def _attributes(owner: Any) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     with contextlib.suppress(AttributeError):
-        found += object.__getattribute__(owner, "__dict__").items()
+        found += dict(object.__getattribute__(owner, "__dict__")).items()
     for kind in type(owner).__mro__:
         for name, member in vars(kind).items():
             if isinstance(member, types.MemberDescriptorType):
@@ -290,8 +305,8 @@ def _attributes(owner: Any) -> list[tuple[str, Any]]:
     return found
 
 
-def _functions_of(owner: Any) -> Iterator[types.FunctionType]:
-    """Functions of the script among the methods and attributes of an object."""
+def functions_of(owner: Any) -> Iterator[types.FunctionType]:
+    """Returns functions of the script among the methods and attributes of an object."""
     kinds = [kind for kind in type(owner).__mro__ if not _is_of_library(kind)]
     members = [member for kind in kinds for member in vars(kind).values()]
     for member in [*members, *(value for _, value in _attributes(owner))]:
@@ -320,7 +335,7 @@ def _set_by(kinds: tuple[Hashable, ...]) -> frozenset[str]:
         for each in kinds
         for function in vars(each).values()
         if isinstance(function, types.FunctionType)
-        for name in _stored(function.__code__)
+        for name in stored(function.__code__)
     )
 
 
@@ -339,7 +354,7 @@ def _is_of_script(function: types.FunctionType) -> bool:
 def _is_object(value: Any) -> bool:
     """Returns whether a value is an object with attributes of the script's."""
     kind = type(value)
-    if kind is types.SimpleNamespace:
+    if kind in (types.SimpleNamespace, argparse.Namespace):
         return True
     no_object = (BaseException, enum.Enum, tuple, list, dict, set, np.ndarray, keras.Variable)
     return is_of_script(kind) and not isinstance(value, no_object) and variables_of(value) is None
@@ -359,14 +374,22 @@ def _leads_on(value: Any) -> bool:
 
 def _has_objects(value: Any, depth: int = 4) -> bool:
     """Returns whether entries of a container lead on."""
-    if not isinstance(value, dict | list | tuple) or len(value) > _MOST_OBJECTS or not depth:
+    is_container = isinstance(value, dict | list | tuple | collections.deque)
+    if not is_container or len(value) > _MOST_OBJECTS or not depth:
         return False
-    entries = list(value.values()) if isinstance(value, dict) else value
-    return any(
-        (_leads_on(each) and not isinstance(each, keras.Variable | tf.Variable))
-        or _has_objects(each, depth - 1)
-        for each in entries
-    )
+    entries = list(value.values()) if isinstance(value, dict) else list(value)
+    if set(map(type, entries)) <= _NUMBERS_AND_TEXT:
+        return False
+    return any(_is_looked_into(each) or _has_objects(each, depth - 1) for each in entries)
+
+
+def _is_looked_into(value: Any) -> bool:
+    """Returns whether an entry keeps its container from being saved as a whole."""
+    if isinstance(value, keras.Variable | tf.Variable | tf.Tensor | np.ndarray | np.generic):
+        return False
+    known = (*_CONTAINERS, tuple, frozenset, bytes, complex, pathlib.PurePath, enum.Enum)
+    times = (datetime.datetime, datetime.timedelta)
+    return type(value) not in _NUMBERS_AND_TEXT and not isinstance(value, (*known, *times))
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -377,8 +400,8 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(each)
 
 
-def _stored(code: types.CodeType, operation: str = "STORE_ATTR") -> set[str]:
-    """Names of attributes, or of globals, that a function, or one within it, assigns."""
+def stored(code: types.CodeType, operation: str = "STORE_ATTR") -> set[str]:
+    """Returns names of attributes, or of globals, that a function, or one within it, assigns."""
     inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
     own = {each.argval for each in dis.get_instructions(code) if each.opname == operation}
-    return own.union(*(_stored(each, operation) for each in inner))
+    return own.union(*(stored(each, operation) for each in inner))

@@ -136,7 +136,11 @@ def named(
 
 
 def _has_own(callback: keras.callbacks.Callback) -> bool:
-    return hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict")
+    names = ("state_dict", "load_state_dict")
+    # Not by `hasattr`: a `__getattr__` may have anything.
+    return all(
+        callable(getattr(type(callback), name, None) or vars(callback).get(name)) for name in names
+    )
 
 
 def _is_ours(callback: keras.callbacks.Callback) -> bool:

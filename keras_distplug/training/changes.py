@@ -2,51 +2,68 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import json
-import time
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 import xxhash
 
 from keras_distplug.compat import model as compat_model
-from keras_distplug.training import callback_places, object_states, plain_values, progress_bars
+from keras_distplug.training import (
+    callback_code,
+    callback_places,
+    object_states,
+    plain_values,
+    progress_bars,
+)
 from keras_distplug.training.callback_places import Owners, Path, Place
 
-_GENERATOR = "__generator__"
-_CLOCKS = (time.perf_counter, time.monotonic, time.process_time)
-_CLOCK_NAMES = frozenset(
-    f"{clock}{unit}"
-    for clock in ("perf_counter", "monotonic", "process_time", "thread_time", "default_timer")
-    for unit in ("", "_ns")
-)
-_TIME_NAMES = _CLOCK_NAMES | {"time", "time_ns", "now", "utcnow"}
-
-
 _MODEL = "<model>"  # the name of attributes that callbacks set on the model
+_GENERATOR = "__generator__"
+_DELETED = "__deleted__"
+_SMALL = 4096  # characters of a start value that is kept
 
 
 @dataclass(frozen=True)
-class _Unsavable:
+class _Value:
+    """A value at some time.
+
+    Args:
+        kind: Of the means to save it: "plain", "variables", "generator", "bar", or "" for none.
+        digest: Another one once the value has changed.
+        encoded: JSON-able; None where nothing can save it.
+        arrays: Arrays in it, by key.
+    """
+
     kind: str
+    digest: Any
+    encoded: Any = None
+    arrays: Mapping[str, np.ndarray] | None = None
+
+
+@dataclass(frozen=True)
+class _Start:
+    """A value when training started.
+
+    Args:
+        kind: As in `_Value`.
+        digest: As in `_Value`.
+        number: The object's `id`.
+        encoded: The value itself as JSON, of a small one without arrays.
+    """
+
+    kind: str
+    digest: Any
     number: int
-
-
-@dataclass(frozen=True)
-class _Bar:
-    position: float
-
-
-@dataclass(frozen=True)
-class _Held:
-    """The values of variables that an object holds."""
-
-    digest: int
+    encoded: str | None
 
 
 class Changes:
@@ -57,7 +74,7 @@ class Changes:
     ```python
     changes = Changes({"WarmUp": warm_up}, model)
     ...  # `warm_up` counts batches in `self.seen`
-    changes.capture(arrays, "callbacks/")  # {"WarmUp": [[["seen"], 12]]}
+    changes.capture(arrays, "callbacks/")  # {"WarmUp": [{"path": ["seen"], "value": 12, ...}]}
     ```
 
     Args:
@@ -70,22 +87,16 @@ class Changes:
     ) -> None:
         self._callbacks = callbacks
         self._model = model
-        self._started = tuple(clock() for clock in _CLOCKS)
-        self._known: set[int] = set()
-        self._note_known()
-        self._marks: dict[str, dict[Path, Any]] = {}
         self._names = [*callbacks, _MODEL]
-        self._owners: dict[str, frozenset[Path]] = {}
         self._lost: dict[str, None] = {}
-        self._timed = {
-            name
-            for name, callback in callbacks.items()
-            if callback_places.mentions(callback, _CLOCK_NAMES)
-        }
+        self._note_known()
+        self._code = {name: callback_code.of(each) for name, each in callbacks.items()}
+        self._owners: dict[str, frozenset[Path]] = {}
+        self._starts: dict[str, dict[Path, _Start]] = {}
         for name in self._names:
             owners: Owners = {}
-            found = self._places(name, owners)
-            self._marks[name] = {place.path: self._mark(place.value) for place in found}
+            places = self._places(name, owners)
+            self._starts[name] = {place.path: self._start(place.value) for place in places}
             self._owners[name] = frozenset(owners)
 
     def unsound(self) -> list[str]:
@@ -99,8 +110,7 @@ class Changes:
                 for place in self._places(name, {})
                 if not place.is_global and (what := _positioned(place.value))
             ]
-            stops = callback_places.mentions(callback, frozenset({"stop_training"}))
-            if stops and callback_places.mentions(callback, _TIME_NAMES):
+            if self._code[name].stops_by_clock:
                 lines.append(f"{name}: stops training by a clock, which runs on between processes")
         return lines
 
@@ -119,48 +129,73 @@ class Changes:
         self._note_known()
         changed: dict[str, list[Any]] = {}
         for name in self._names:
-            found = list(self._changed(name))
-            lost = [place for place, is_savable in found if not is_savable]
-            owner = self._callbacks.get(name, self._model)
-            if callback_places.is_of_script(type(owner)):  # libraries make their bars again
-                titles = (f"{name}.{each.title} ({type(each.value).__name__})" for each in lost)
-                self._lost.update(dict.fromkeys(titles))
-            has_new = bool(lost) or any(self._is_new_bar(name, place) for place, _ in found)
-            states: list[Any] = []
-            for place, is_savable in found:
-                # A flag may say that there is an object which could not be saved.
-                if is_savable and not (has_new and isinstance(place.value, bool)):
-                    key = f"{prefix}{name}/changed/{len(states)}"
-                    states.append([list(place.path), self._encode(place.value, arrays, key)])
+            saved, lost = self._changed(name)
+            flags = self._note_lost(name, lost)
+            states: list[Any] = [
+                {"path": list(path), "value": {_DELETED: True}} for path in self._deleted(name)
+            ]
+            for place, value, is_same in saved:
+                if isinstance(place.value, bool) and place.path[-1] in flags:
+                    continue  # it says that there is an object which could not be saved
+                key = f"{prefix}{name}/changed/{len(states)}:"
+                arrays.update({f"{key}{k}": np.array(v) for k, v in (value.arrays or {}).items()})
+                states.append(
+                    {"path": list(place.path), "value": value.encoded, "same": is_same, "key": key}
+                )
             if states:
                 changed[name] = states
         return changed
 
-    def _is_new_bar(self, name: str, place: Place) -> bool:
-        is_old = isinstance(self._marks[name].get(place.path), _Bar)
-        return progress_bars.is_bar(place.value) and not is_old
-
-    def _changed(self, name: str) -> Iterator[tuple[Place, bool]]:
-        """Values that have changed, and whether they can be saved."""
-        marks, owners = self._marks[name], self._owners[name]
-        clocks: Sequence[tuple[float, float]] = ()
-        if name in self._timed:
-            now = (clock() for clock in _CLOCKS)
-            clocks = tuple(zip(self._started, now, strict=True))
+    def _changed(self, name: str) -> tuple[list[tuple[Place, _Value, bool]], list[Place]]:
+        """What has changed, each with whether it is the same object still; and what of it cannot
+        be saved."""
+        saved, lost = [], []
+        starts = self._starts[name]
+        code = self._code.get(name)
         for place in self._places(name, {}):
-            mark = self._mark(place.value)
-            is_changed = place.path not in marks or marks[place.path] != mark
-            if not is_changed or _is_reading(place.value, clocks):
+            if self._is_models(place.value) or (code and place.path[-1] in code.clocks):
                 continue
-            if isinstance(mark, _Unsavable):
-                if not place.is_global:
-                    yield place, False
-            elif isinstance(mark, _Held) and not isinstance(marks.get(place.path), _Held):
-                yield place, False  # an object that is made during training
-            else:
-                yield place, True
-                if place.path[:-1] and not _is_there(place.path, marks, owners):
-                    yield place, False  # a part of such an object
+            value, start = self._value(place.value), starts.get(place.path)
+            if start is not None and start.digest == value.digest:
+                continue
+            is_holder = value.kind in ("variables", "generator")
+            if value.kind == "" or (is_holder and (start is None or start.kind != value.kind)):
+                lost.append(place)  # or it was made during training
+                continue
+            if place.path[:-1] and not self._is_there(name, place.path):
+                lost.append(place)  # a part of an object that was made during training
+            is_same = start is not None and start.number == id(place.value)
+            saved.append((place, value, is_same))
+        return saved, lost
+
+    def _note_lost(self, name: str, lost: Sequence[Place]) -> frozenset[str]:
+        """Keeps what cannot be saved for a report. Returns the names of flags set beside it."""
+        code = self._code.get(name)
+        owner = self._callbacks.get(name, self._model)
+        if code is None or not callback_places.is_of_script(type(owner)):
+            return frozenset()  # libraries make their bars again
+        titles: dict[str, None] = {}
+        for place in lost:
+            if place.path[0] not in code.made_in_epochs:
+                first = (*place.path[:1], *place.path[1:2]) if len(place.path) > 2 else place.path
+                title = callback_places.title_of(first)
+                kind = f" ({type(place.value).__name__})" if first == place.path else ""
+                titles[f"{name}.{title}{kind}"] = None
+        self._lost.update(titles)
+        return code.flags_beside({part for place in lost for part in place.path})
+
+    def _deleted(self, name: str) -> list[Path]:
+        """Attributes of callbacks that are gone since training started."""
+        if name == _MODEL:
+            return []
+        there = set(callback_places.attribute_names(self._callbacks[name]))
+        return [path for path in self._starts[name] if len(path) == 1 and path[0] not in there]
+
+    def _is_there(self, name: str, path: Path) -> bool:
+        """Returns whether the owner of a value was there at the start."""
+        owner = path[:-1]
+        is_variable = owner[-1] in ("<closure>", "<global>")
+        return path in self._starts[name] or owner in self._owners[name] or is_variable
 
     def restore(
         self, states: Mapping[str, Sequence[Any]], arrays: Mapping[str, np.ndarray]
@@ -171,36 +206,76 @@ class Changes:
         for name in self._names:
             owners: Owners = {}
             places = {place.path: place for place in self._places(name, owners)}
-            for segments, encoded in states.get(name, ()):
-                path = tuple(segments)
-                place = places.get(path)
-                if progress_bars.is_position(encoded):
-                    if place is not None and progress_bars.is_bar(place.value):
-                        progress_bars.seek(place.value, encoded)
-                    continue  # a bar that is made later starts at zero
+            for state in states.get(name, ()):
+                path = tuple(state["path"])
+                place = places.pop(path, None)
                 try:
-                    if place is not None:
-                        self._put(place, encoded, arrays)
-                    else:
-                        owners[path[:-1]](path[-1], plain_values.decode(encoded, arrays))
+                    self._restore_one(name, state, place, owners, path, arrays)
                 except (LookupError, TypeError, ValueError, AttributeError):
                     missing.append(f"{name}.{callback_places.title_of(path)}")
+            self._undo(name, places)
         return missing
 
-    def _put(self, place: Place, encoded: Any, arrays: Mapping[str, np.ndarray]) -> None:
-        if isinstance(encoded, dict) and _GENERATOR in encoded:
+    def _restore_one(
+        self,
+        name: str,
+        state: Mapping[str, Any],
+        place: Place | None,
+        owners: Owners,
+        path: Path,
+        arrays: Mapping[str, np.ndarray],
+    ) -> None:
+        encoded = state["value"]
+        if isinstance(encoded, dict) and _DELETED in encoded:
+            if place is not None:
+                delattr(self._callbacks[name], path[0])
+            return
+        key = state["key"]
+        own = {k.removeprefix(key): v for k, v in arrays.items() if k.startswith(key)}
+        if place is None:
+            if progress_bars.is_position(encoded):
+                return  # a bar that is made later starts at zero
+            owners[path[:-1]](path[-1], plain_values.decode(encoded, own))
+        elif progress_bars.is_position(encoded):
+            if progress_bars.is_bar(place.value):
+                progress_bars.seek(place.value, encoded)
+        elif isinstance(encoded, dict) and _GENERATOR in encoded:
             if not object_states.is_generator(place.value):
                 raise LookupError("it is no generator")
             object_states.put(place.value, encoded[_GENERATOR])
-            return
-        value = plain_values.decode(encoded, arrays)
+        else:
+            self._put(place, plain_values.decode(encoded, own), is_same=state["same"])
+
+    def _put(self, place: Place, value: Any, *, is_same: bool) -> None:
         if (variables := self._own_variables(place.value)) is not None:
+            if [each.shape for each in variables] != [each.shape for each in value]:
+                raise LookupError("it has other variables")
             for variable, each in zip(variables, value, strict=True):
                 variable.assign(each)
             return
-        made = plain_values.put(place.value, value)
+        # Another object took its place; the first one may have other uses.
+        put = plain_values.put if is_same else plain_values.replace
+        made = put(place.value, value)
         if made is not place.value:
-            place.put(made)
+            try:
+                place.put(made)
+            except LookupError:
+                if plain_values.put(place.value, value) is not place.value:
+                    raise
+
+    def _undo(self, name: str, places: Mapping[Path, Place]) -> None:
+        """Undoes what an epoch that begins again has changed: these values were those of the
+        start."""
+        for path, place in places.items():
+            start = self._starts[name].get(path)
+            if start is None or start.encoded is None:
+                continue
+            code = self._code.get(name)
+            is_clock = code is not None and path[-1] in code.clocks
+            if not is_clock and self._value(place.value).digest != start.digest:
+                value = plain_values.decode(json.loads(start.encoded), {})
+                with contextlib.suppress(LookupError):
+                    self._put(place, value, is_same=id(place.value) == start.number)
 
     def _places(self, name: str, owners: Owners) -> list[Place]:
         if name == _MODEL:
@@ -217,54 +292,57 @@ class Changes:
     def _note_known(self) -> None:
         self._known = {id(each) for each in compat_model.all_variables(self._model)}
 
+    def _is_models(self, value: Any) -> bool:
+        """Returns whether a value refers only to variables of the model."""
+        if isinstance(value, keras.Variable | tf.Variable):
+            return id(value) in self._known
+        if isinstance(value, list | tuple) and value:
+            return all(map(self._is_models, value))
+        variables = callback_places.variables_of(value)
+        return bool(variables) and not self._own_variables(value)
+
     def _own_variables(self, value: Any) -> list[Any] | None:
         variables = callback_places.variables_of(value)
         if variables is None:
             return None
         return [each for each in variables if id(each) not in self._known]
 
-    def _encode(self, value: Any, arrays: dict[str, Any], key: str, *, copies: bool = True) -> Any:
-        if progress_bars.is_bar(value):
-            return progress_bars.encode(value)
-        if object_states.is_generator(value):
-            return {_GENERATOR: object_states.encode(value)}
-        variables = self._own_variables(value)
-        encoder = plain_values.Encoder(arrays, np.array if copies else np.asarray)
-        return encoder.encode(value if variables is None else variables, key)
+    def _start(self, value: Any) -> _Start:
+        now = self._value(value)
+        encoded = None
+        if now.kind == "plain" and not now.arrays:
+            text = json.dumps(now.encoded)
+            encoded = text if len(text) <= _SMALL else None
+        return _Start(now.kind, now.digest, id(value), encoded)
 
-    def _mark(self, value: Any) -> Any:
-        """Returns what is another one once the value has changed."""
-        if type(value) in (bool, int, float, str, type(None)):
-            return type(value), value
-        if progress_bars.is_bar(value):
-            return _Bar(value.n)
+    def _value(self, value: Any) -> _Value:
+        if type(value) in (bool, int, str, type(None)):
+            return _Value("plain", (type(value), value), value)
         arrays: dict[str, np.ndarray] = {}
         try:
-            digest = xxhash.xxh3_64(json.dumps(self._encode(value, arrays, "", copies=False)))
-        except Exception:  # noqa: BLE001 (or it is an object that raises when it is looked at)
-            return _Unsavable(type(value).__name__, id(value))
+            kind, encoded = self._encode(value, arrays)
+            digest = xxhash.xxh3_64(json.dumps(encoded))
+        except Exception:  # noqa: BLE001 (it cannot be saved, or raises when it is looked at)
+            return _Value("", (type(value).__name__, id(value)))
         for array in arrays.values():
             digest.update(repr((array.shape, object_states.mark_of_array(array))))
-        is_held = callback_places.variables_of(value) is not None
-        return _Held(digest.intdigest()) if is_held else digest.intdigest()
+        return _Value(kind, (kind, digest.intdigest()), encoded, arrays)
+
+    def _encode(self, value: Any, arrays: dict[str, np.ndarray]) -> tuple[str, Any]:
+        if progress_bars.is_bar(value):
+            return "bar", progress_bars.encode(value)
+        if object_states.is_generator(value):
+            return "generator", {_GENERATOR: object_states.encode(value)}
+        variables = self._own_variables(value)
+        encoder = plain_values.Encoder(arrays, np.asarray)
+        if variables is not None:
+            return "variables", encoder.encode(variables, "")
+        return "plain", encoder.encode(value, "")
 
 
 def _positioned(value: Any) -> str | None:
     """Names what keeps its place where nothing can read it."""
     if isinstance(value, io.IOBase):
-        return "an open file" if not value.closed and value.writable() else None
+        is_file = not value.closed and value.writable() and value.seekable()
+        return "an open file" if is_file and value not in (sys.stdout, sys.stderr) else None
     return "an iterator" if isinstance(value, Iterator) else None
-
-
-def _is_there(path: Path, marks: Mapping[Path, Any], owners: frozenset[Path]) -> bool:
-    """Returns whether the owner of a value was there at the start."""
-    owner = path[:-1]
-    return path in marks or owner in owners or owner[-1] in ("<closure>", "<global>")
-
-
-def _is_reading(value: Any, clocks: Sequence[tuple[float, float]]) -> bool:
-    """Returns whether a value is what a clock of this process has said."""
-    if type(value) not in (int, float):
-        return False
-    unit = 1e9 if type(value) is int else 1.0
-    return any(start * unit <= value <= now * unit for start, now in clocks)

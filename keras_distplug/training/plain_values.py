@@ -8,8 +8,8 @@ import datetime
 import enum
 import math
 import pathlib
+import sys
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -17,19 +17,16 @@ import numpy as np
 import tensorflow as tf
 
 _ARRAY, _FLOAT, _SCALAR, _COMPLEX = "__array__", "__float__", "__scalar__", "__complex__"
-_TENSOR, _VARIABLE, _NUMBERS = "__tensor__", "__variable__", "__numbers__"
-_TUPLE, _SET, _FROZEN, _DEQUE, _PAIRS = (
-    *("__tuple__", "__set__", "__frozenset__", "__deque__", "__pairs__"),
-)
-_KERAS_VARIABLE, _ENUM = "__keras_variable__", "__enum__"
+_TENSOR, _VARIABLE, _KERAS_VARIABLE = "__tensor__", "__variable__", "__keras_variable__"
+_NUMBERS, _SCALARS, _TUPLE, _NAMED = "__numbers__", "__scalars__", "__tuple__", "__namedtuple__"
+_SET, _FROZEN, _DEQUE, _PAIRS = "__set__", "__frozenset__", "__deque__", "__pairs__"
 _BYTES, _PATH, _TIME, _DURATION = "__bytes__", "__path__", "__datetime__", "__timedelta__"
-_KINDS = {
-    "Counter": collections.Counter,
-    "OrderedDict": collections.OrderedDict,
-    "defaultdict": collections.defaultdict,
-}
-_LONG = 64  # numbers of a list that JSON holds one by one
+_ENUM = "__enum__"
 _PLAIN = frozenset({bool, int, str, type(None)})
+_FACTORIES = {each.__name__: each for each in (bool, dict, float, int, list, set, str, tuple)}
+_OF_THERE = "?"  # a dict of a type that only the object in its place can have
+_LONG = 64  # numbers of a list that JSON holds one by one
+_TRIES = 5  # to copy what another thread changes
 
 
 class UnsavableError(TypeError):
@@ -41,7 +38,7 @@ class UnsavableError(TypeError):
     """
 
     def __init__(self, path: str, value: Any) -> None:
-        super().__init__(f"{path}: {value!r:.200}")
+        super().__init__(f"{path}: a {type(value).__name__}")
         self.path = path
         self.value = value
 
@@ -66,8 +63,8 @@ class Encoder:
         """Returns `value` as JSON.
 
         Args:
-            value: Numbers, text, bytes, arrays, tensors, variables, paths, times, `None`, and
-                lists, tuples, sets, deques and dicts of these.
+            value: Numbers, text, bytes, arrays, tensors, variables, paths, times, members of
+                enumerations, `None`, and lists, tuples, sets, deques and dicts of these.
             key: Of its first array; those within it get longer ones.
             path: For errors.
 
@@ -78,7 +75,7 @@ class Encoder:
         if kind in _PLAIN:
             return value
         if isinstance(value, enum.Enum):
-            return {_ENUM: value.name}
+            return {_ENUM: [_name_of(kind, value, path), value.name]}
         if kind is float:
             return value if math.isfinite(value) else {_FLOAT: str(value)}
         if isinstance(value, np.generic):
@@ -99,47 +96,62 @@ class Encoder:
         raise UnsavableError(path, value)
 
     def _sequence(self, value: Any, key: str, path: str) -> Any:
-        if type(value) is list:
-            return self._numbers(value, key) or self._entries(value, key, path)
-        if type(value) is collections.deque:
-            return {_DEQUE: [value.maxlen, self._entries(list(value), key, path)]}
-        if type(value) in (set, frozenset):
+        kind, entries = type(value), _copied(list, value, path)
+        if isinstance(value, list) and (kind is list or _is_of_keras(kind)):
+            return self._entries(entries, key, path)
+        if kind is collections.deque:
+            return {_DEQUE: [value.maxlen, self._entries(entries, key, path)]}
+        if kind in (set, frozenset):
             # In an order that is the same in another process.
-            entries = sorted(value, key=lambda each: (type(each).__name__, repr(each)))
-            tag = _SET if type(value) is set else _FROZEN
+            entries.sort(key=lambda each: (type(each).__name__, repr(each)))
+            tag = _SET if kind is set else _FROZEN
             return {tag: self._entries(entries, key, path)}
-        if isinstance(value, tuple):  # named ones, too
-            return {_TUPLE: self._entries(list(value), key, path)}
+        if kind is tuple:
+            return {_TUPLE: self._entries(entries, key, path)}
+        if isinstance(value, tuple) and hasattr(kind, "_fields"):
+            return {_NAMED: [_name_of(kind, value, path), self._entries(entries, key, path)]}
         raise UnsavableError(path, value)
 
-    def _entries(self, values: list[Any], key: str, path: str) -> list[Any]:
+    def _entries(self, values: list[Any], key: str, path: str) -> Any:
+        kinds = set(map(type, values))
+        if kinds <= _PLAIN and kinds != {int}:
+            return values
+        if len(values) > _LONG and (packed := self._packed(values, kinds, key)) is not None:
+            return packed
         return [
             self.encode(each, f"{key}/{number}", f"{path}/{number}")
             for number, each in enumerate(values)
         ]
 
-    def _numbers(self, values: list[Any], key: str) -> Any:
-        """A long list of numbers as an array."""
-        kinds = set(map(type, values)) if len(values) > _LONG else set()
-        if kinds == {float}:
-            self._arrays[key] = np.array(values, "float64")
-        elif kinds == {int} and min(values) >= -(2**63) and max(values) < 2**63:
-            self._arrays[key] = np.array(values, "int64")
-        else:
+    def _packed(self, values: list[Any], kinds: set[type], key: str) -> Any:
+        """A long list of numbers of one type as an array."""
+        [kind, *others] = kinds
+        if others:
             return None
-        return {_NUMBERS: key}
+        if kind is float:
+            self._arrays[key] = np.array(values, "float64")
+            return {_NUMBERS: key}
+        if kind is int and min(values) >= -(2**63) and max(values) < 2**63:
+            self._arrays[key] = np.array(values, "int64")
+            return {_NUMBERS: key}
+        if issubclass(kind, np.number):
+            self._arrays[key] = np.array(values)
+            return {_SCALARS: key}
+        return None
 
     def _mapping(self, value: dict[Any, Any], key: str, path: str) -> Any:
-        kind = next((name for name, each in _KINDS.items() if type(value) is each), None)
-        if type(value) is not dict and kind is None:
-            raise UnsavableError(path, value)
-        if kind is None and all(type(k) is str and not k.startswith("__") for k in value):
-            return {k: self.encode(each, f"{key}/{k}", f"{path}/{k}") for k, each in value.items()}
-        pairs = [
-            [self.encode(k, f"{key}/{n}/key", path), self.encode(v, f"{key}/{n}", f"{path}/{k}")]
-            for n, (k, v) in enumerate(value.items())
-        ]
-        return {_PAIRS: [kind, pairs]}
+        pairs = _copied(lambda given: list(given.items()), value, path)
+        kind = _kind_of(value)
+        names = [each for each, _ in pairs]
+        if kind == "" and all(type(each) is str and not each.startswith("__") for each in names):
+            if {type(each) for _, each in pairs} <= _PLAIN:
+                return dict(pairs)
+            return {k: self.encode(each, f"{key}/{k}", f"{path}/{k}") for k, each in pairs}
+        values = [each for _, each in pairs]
+        encoded = (
+            self._entries(each, f"{key}/{n}", path) for n, each in enumerate((names, values))
+        )
+        return {_PAIRS: [kind, *encoded]}
 
     def _array(self, value: Any, key: str, path: str) -> Any:
         if isinstance(value, keras.Variable | tf.Variable):
@@ -154,17 +166,58 @@ class Encoder:
             array = self._take(value if tag == _ARRAY else value.numpy())
         except Exception:  # noqa: BLE001 (a tensor of a graph, a variable that is gone)
             raise UnsavableError(path, value) from None
-        if array.dtype.kind in "OSUMm":
+        if array.dtype.kind in "OSUMm" or array.dtype.type is np.void:
             raise UnsavableError(path, value)
         self._arrays[key] = array
         return {tag: key}
 
 
-@dataclass(frozen=True)
-class _Member:
-    """Of an `Enum` that is known where its value goes."""
+def _copied(copy: Callable[[Any], list[Any]], value: Any, path: str) -> list[Any]:
+    """A copy of entries that another thread may be changing."""
+    for _ in range(_TRIES):
+        try:
+            return copy(value)
+        except RuntimeError:  # changed during iteration
+            continue
+    raise UnsavableError(path, value)
 
-    name: str
+
+def _kind_of(value: dict[Any, Any]) -> str:
+    """How to make a dict of the same type."""
+    if type(value) is collections.defaultdict:
+        name = getattr(value.default_factory, "__name__", "")
+        return f"defaultdict {name}" if _FACTORIES.get(name) is value.default_factory else _OF_THERE
+    if type(value) in (collections.Counter, collections.OrderedDict):
+        return type(value).__name__
+    return "" if type(value) is dict or _is_of_keras(type(value)) else _OF_THERE
+
+
+def _is_of_keras(kind: type) -> bool:
+    return kind.__module__.split(".")[0] == "keras"  # what a model makes of its attributes
+
+
+def _name_of(kind: type, value: Any, path: str) -> str:
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    try:
+        if _class(name) is kind:
+            return name
+    except LookupError:
+        pass
+    raise UnsavableError(path, value)
+
+
+def _class(name: str) -> type:
+    """The class of an enumeration or of named tuples with that name."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    is_one = isinstance(found, type) and (
+        issubclass(found, enum.Enum) or (issubclass(found, tuple) and hasattr(found, "_fields"))
+    )
+    if not is_one:
+        raise LookupError(name)
+    return found  # type: ignore[no-any-return]
 
 
 def _single(value: Any) -> Any:
@@ -183,7 +236,11 @@ def _single(value: Any) -> Any:
 
 
 def decode(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-    """Returns the value that `Encoder.encode` was given. A variable becomes a new one."""
+    """Returns the value that `Encoder.encode` was given. A variable becomes a new one.
+
+    Raises:
+        LookupError: If it is a member of an enumeration, or a named tuple, that is gone.
+    """
     if isinstance(value, list):
         return [decode(each, arrays) for each in value]
     if not isinstance(value, dict):
@@ -195,31 +252,43 @@ def decode(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     return {name: decode(each, arrays) for name, each in value.items()}
 
 
-def _pairs(content: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-    kind, pairs = content
-    made = {decode(k, arrays): decode(v, arrays) for k, v in pairs}
-    if kind == "defaultdict":
-        return collections.defaultdict(None, made)
-    return _KINDS[kind](made) if kind else made
+class _Entries(dict[Any, Any]):
+    """Those of a dict whose type only the object in its place has."""
+
+
+def _mapping(content: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+    kind, names, values = content
+    made = dict(zip(decode(names, arrays), decode(values, arrays), strict=True))
+    if kind == _OF_THERE:
+        return _Entries(made)
+    if kind.startswith("defaultdict "):
+        return collections.defaultdict(_FACTORIES[kind.partition(" ")[2]], made)
+    return getattr(collections, kind)(made) if kind else made
+
+
+def _named(content: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+    return _class(content[0])._make(decode(content[1], arrays))  # type: ignore[attr-defined]
 
 
 _DECODERS: dict[str, Callable[[Any, Mapping[str, np.ndarray]], Any]] = {
     _ARRAY: lambda key, arrays: arrays[key],
     _NUMBERS: lambda key, arrays: arrays[key].tolist(),
+    _SCALARS: lambda key, arrays: list(arrays[key]),
     _TENSOR: lambda key, arrays: tf.constant(arrays[key]),
     _VARIABLE: lambda key, arrays: tf.Variable(arrays[key]),
     _KERAS_VARIABLE: lambda key, arrays: keras.Variable(arrays[key], dtype=arrays[key].dtype.name),
-    _ENUM: lambda name, arrays: _Member(name),
+    _ENUM: lambda of, arrays: _class(of[0])[of[1]],  # type: ignore[index]
     _FLOAT: lambda text, arrays: float(text),
     _SCALAR: lambda of, arrays: np.dtype(of[0]).type(
         float(of[1]) if isinstance(of[1], str) else of[1]
     ),
     _COMPLEX: lambda parts, arrays: complex(*map(float, parts)),
     _TUPLE: lambda entries, arrays: tuple(decode(entries, arrays)),
+    _NAMED: _named,
     _SET: lambda entries, arrays: set(decode(entries, arrays)),
     _FROZEN: lambda entries, arrays: frozenset(decode(entries, arrays)),
     _DEQUE: lambda of, arrays: collections.deque(decode(of[1], arrays), of[0]),
-    _PAIRS: _pairs,
+    _PAIRS: _mapping,
     _BYTES: lambda text, arrays: base64.b64decode(text),
     _PATH: lambda text, arrays: pathlib.Path(text),
     _TIME: lambda text, arrays: datetime.datetime.fromisoformat(text),
@@ -227,18 +296,29 @@ _DECODERS: dict[str, Callable[[Any, Mapping[str, np.ndarray]], Any]] = {
 }
 
 
+def replace(there: Any, value: Any) -> Any:
+    """Returns `value`, or what is in its place if only that has its type, made equal to it.
+
+    Raises:
+        LookupError: If nothing with that type is there.
+    """
+    if isinstance(value, _Entries):
+        if not isinstance(there, dict):
+            raise LookupError("its type is not known")
+        return put(there, value)
+    return value
+
+
 def put(there: Any, value: Any) -> Any:
     """Makes `there` equal to `value`, in place if it can be changed, and returns it; otherwise
     returns what should take its place."""
-    if isinstance(value, _Member):
-        return type(there)[value.name] if isinstance(there, enum.Enum) else None
     if isinstance(value, keras.Variable | tf.Variable):
         if isinstance(there, keras.Variable | tf.Variable) and there.shape == value.shape:
             there.assign(value)
             return there
     elif isinstance(there, list) and isinstance(value, list):
         there[:] = [
-            put(there[number], each) if number < len(there) else each
+            put(there[number], each) if number < len(there) else replace(None, each)
             for number, each in enumerate(value)
         ]
         return there
@@ -248,7 +328,8 @@ def put(there: Any, value: Any) -> Any:
             there[...] = value
             return there
     elif isinstance(there, dict) and isinstance(value, dict):
-        made = {k: put(there[k], each) if k in there else each for k, each in value.items()}
+        make = getattr(there, "default_factory", None) or (lambda: None)
+        made = {k: put(there[k] if k in there else make(), each) for k, each in value.items()}
         there.clear()
         there.update(made)
         return there
@@ -260,6 +341,4 @@ def put(there: Any, value: Any) -> Any:
         there.clear()
         there.extend(value)
         return there
-    elif isinstance(there, tuple) and isinstance(value, tuple) and hasattr(there, "_make"):
-        return there._make(value) if len(there) == len(value) else value
-    return value
+    return replace(there, value)
