@@ -328,8 +328,10 @@ def put(there: Any, value: Any) -> Any:
             there[...] = value
             return there
     elif isinstance(there, dict) and isinstance(value, dict):
-        make = getattr(there, "default_factory", None) or (lambda: None)
-        made = {k: put(there[k] if k in there else make(), each) for k, each in value.items()}
+        make = there.default_factory if isinstance(there, collections.defaultdict) else None
+        made = {
+            k: put(there[k] if k in there else make and make(), each) for k, each in value.items()
+        }
         there.clear()
         there.update(made)
         return there

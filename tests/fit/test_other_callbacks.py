@@ -3,17 +3,20 @@ same, and what cannot be restored is named."""
 
 from __future__ import annotations
 
+import argparse
 import collections
 import enum
 import functools
 import itertools
+import logging
 import math
 import os
+import threading
 import time
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -437,6 +440,69 @@ class Counted:
         return rate / self.calls
 
 
+class Record(NamedTuple):
+    epoch: int
+    loss: float
+
+
+class AttrDict(dict[str, Any]):
+    __getattr__ = dict.__getitem__
+
+
+class Odd(Callback):
+    """Values of many types, some of which are objects that have other uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phases, self.records = [Phase.WARM], [Record(0, 0.0)]
+        self.by_name: Any = collections.defaultdict(lambda: collections.defaultdict(list))
+        self.attributes, self.settings = AttrDict(n=0), argparse.Namespace(n=0)
+        self.mixed = {"logger": logging.getLogger("x"), "n": 0}
+        self.meters = collections.deque([Meter()])
+        self.slow, self.kernel = False, None
+        self.sizes = np.ones(2)
+        self.rows, self.scalars = DATA[:2], [np.float32(1)] * 80
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.initial = self.best = [np.ones(2), np.ones(2)]
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.slow = not self.slow
+        self.rows = DATA[2 * epoch : 2 * epoch + 2]
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.kernel is None:
+            self.kernel = self.model.layers[0].kernel
+        self.kernel.assign(self.kernel * 0.99)
+        self.phases.append(Phase.COLD)
+        self.records.append(Record(batch, float(batch)))
+        self.by_name[str(batch)]["loss"].append(batch)
+        self.attributes["n"] += 1
+        self.settings.n += 1
+        self.mixed["n"] += 1
+        self.meters[0].add(1.0)
+        self.scalars.append(np.float32(batch))
+        self.best = [np.full(2, batch), np.ones(2)]
+        seen = [
+            *(len(self.phases), self.phases[-1].value, self.records[-1].loss, self.attributes.n),
+            *(self.settings.n, self.mixed["n"], self.meters[0].total, len(self.scalars)),
+            *(len(self.by_name["0"]["loss"]), float(self.best[0][0] + self.initial[0][0])),
+            *(float(DATA.sum() + self.rows.sum()), 3 * self.slow),
+        ]
+        set_rate(self.model, 0.1 / (1 + sum(seen)))
+
+
+class Halving(keras.callbacks.ReduceLROnPlateau):
+    """Changes an argument of one of Keras' own."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        super().on_epoch_end(epoch, {"made_up": [5.0, 6.0, 7.0, 8.0][epoch]})
+        self.factor *= 0.5
+
+
+DATA = np.arange(16.0).reshape(8, 2)
+
+
 class Lazy(Callback):
     """Makes averages when it needs them first."""
 
@@ -479,6 +545,8 @@ OTHERS: dict[str, Make] = {
     "schedule": lambda folder: scheduled(),
     "attribute of the model": lambda folder: [OnModel()],
     "schedule object": lambda folder: [keras.callbacks.LearningRateScheduler(Counted())],
+    "odd values": lambda folder: [Odd()],
+    "changed argument": lambda folder: [Halving("made_up", mode="min", patience=1)],
     "made later": lambda folder: [Lazy()],
     "two of a class": lambda folder: [Slotted(), Slotted(), Patience()],
 }
@@ -652,3 +720,41 @@ def test_what_cannot_be_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     [line] = {each for each in caplog.messages if "changed during training" in each}
     assert line.startswith("Opens.bar.socket (object)")
     fit(lambda f: [Opens(f)], tmp_path, backup(tmp_path / "runs"))
+
+
+class Nothing(Callback):
+    """Answers to any name, holds what no checkpoint can, and changes it in a thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.seen = np.zeros(2, [("a", "i4"), ("b", "f4")]), {}
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self.count, daemon=True)
+
+    def __getattr__(self, name: str) -> Any:
+        return None
+
+    def count(self) -> None:
+        number = 0
+        while not self.over.is_set():
+            number += 1
+            self.seen[number % 5000] = self.seen.pop(number % 3000, number)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.thread.start()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.table["a"] += 1
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.over.set()
+
+
+def test_what_is_hard_to_look_at(tmp_path: Path) -> None:
+    """Looking at a callback never ends training."""
+    callback = Nothing()
+    try:
+        fit(lambda f: [callback], tmp_path, backup(tmp_path / "runs"))
+    finally:
+        callback.over.set()
+    assert callback.seen
