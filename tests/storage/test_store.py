@@ -683,7 +683,7 @@ def test_what_is_cleaned(root: Path) -> None:
 
 def test_state_that_json_cannot_hold(root: Path) -> None:
     """Of a state that cannot be written nothing is left."""
-    with pytest.raises(TypeError):
+    with pytest.raises(SaveError, match="`history/loss/0`"):
         store(root).save(state(1, history={"loss": [np.float32(1)]}))
     assert contents(root) == {}
 
