@@ -120,18 +120,15 @@ def test_replicas(job: Job) -> None:
 
 
 def test_curves_of_keras(job: Job) -> None:
-    """Keras' own callback, in the same directory: its curves go on where the checkpoint was,
-    though the chief that drew them has ended with the worker that was killed."""
+    """Keras' own callback, in the same directory: its curves have one point for every batch,
+    though the chief that drew them ended with the worker that was killed."""
     curves = curves_in(job.folder / "runs", ["train", "validation"])
     for run in ("train", "validation"):
         assert [step for step, _ in curves[run]["epoch_loss"]] == list(range(EPOCHS))
     first, second = goodput.attempts(job.fits, job.supervised)
     steps = [step for step, _ in curves["train"]["batch_loss"]]
-    again = len(steps) - (STEPS * EPOCHS - second.first_step)
-    assert steps[:again] == list(range(1, again + 1))
-    assert steps[again:] == list(range(second.first_step + 1, STEPS * EPOCHS + 1))
-    # The fault came, and no step before it is missing; the one it came in may be drawn, too.
-    assert second.first_step <= first.last_step <= again
+    assert steps == list(range(1, STEPS * EPOCHS + 1))
+    assert 0 < second.first_step <= first.last_step
 
 
 @contextmanager
