@@ -1,6 +1,7 @@
 """Numbers from the global generators of Python and NumPy that a step draws while it is traced.
 
-They are constants of the trace: the same in all steps, and others in a process that traces anew.
+Such a number is a constant of the trace: every step uses it, and a process that traces the step
+again gets another one.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def places_of(
     """Returns the values that `callback` can reach.
 
     Args:
-        callback: What Keras' own classes set on it is left out.
+        callback: The callback. Attributes that Keras' own classes set are skipped.
         closed: Objects that are not looked into.
         owners: Gets, by path, what sets an attribute or entry of the object there.
     """
@@ -94,7 +94,7 @@ def places_set_on(
     """Returns the attributes of a model that code of the script in callbacks sets.
 
     Args:
-        model: What Keras' own classes set on it is left out.
+        model: The model. Attributes that Keras' own classes set are skipped.
         callbacks: The callbacks.
         by_itself: Whether to include those that the model's own code sets.
     """

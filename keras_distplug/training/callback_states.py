@@ -65,8 +65,8 @@ class CallbackStates:
         return [*self._lost, *self._changes.lost]
 
     def capture(self) -> tuple[tuple[dict[str, Any], ...], dict[str, Any]]:
-        """Returns the name and state of every callback that has one, JSON-able; and the arrays in
-        them by key, as references where nobody changes them."""
+        """Returns the name and state of every callback that has one, JSON-able, and their arrays by
+        key. Arrays that Keras' callbacks never change are not copied."""
         arrays: dict[str, Any] = {}
         changed = self._changes.capture(arrays, PREFIX)
         states: list[dict[str, Any]] = []

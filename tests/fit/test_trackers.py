@@ -90,6 +90,9 @@ def mlflow_metrics(folder: Path) -> Callback:
 
     mlflow.end_run()
     mlflow.set_tracking_uri(f"sqlite:///{folder}/mlflow.db")
+    if mlflow.get_experiment_by_name("a") is None:
+        mlflow.create_experiment("a", artifact_location=str(folder / "artifacts"))
+    mlflow.set_experiment("a")
     mlflow.start_run()
     return MlflowCallback(log_every_epoch=False, log_every_n_steps=1)
 

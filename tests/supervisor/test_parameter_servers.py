@@ -651,7 +651,7 @@ def test_worker_without_a_sign_of_life(start: Start) -> None:
 from keras_distplug.cluster import pulse
 
 def stop():
-    # Nobody else gives signs of life, so that on a busy machine nobody else misses one.
+    # Only this process gives signs of life, so no other can miss one on a busy machine.
     pulse.begin()
     while not contract.pulse_of(name).exists():
         time.sleep(0.01)
