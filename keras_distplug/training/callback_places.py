@@ -13,6 +13,7 @@ import datetime
 import dis
 import enum
 import functools
+import inspect
 import json
 import pathlib
 import site
@@ -311,6 +312,8 @@ def functions_of(owner: Any) -> Iterator[types.FunctionType]:
     members = [member for kind in kinds for member in vars(kind).values()]
     for member in [*members, *(value for _, value in _attributes(owner))]:
         member = member.func if type(member) is functools.partial else member
+        if type(member) is types.FunctionType:
+            member = inspect.unwrap(member)
         if type(member) is types.FunctionType and _is_of_script(member):
             yield member
 
@@ -335,7 +338,7 @@ def _set_by(kinds: tuple[Hashable, ...]) -> frozenset[str]:
         for each in kinds
         for function in vars(each).values()
         if isinstance(function, types.FunctionType)
-        for name in stored(function.__code__)
+        for name in stored(inspect.unwrap(function).__code__)
     )
 
 
