@@ -74,7 +74,7 @@ class FitState:
         self._unbuilt = compat_model.unbuilt_layers(model)
         self._compilation = compilation.Compilation(model)
         self._outside = outside.Outside(model, others, warns=role.is_chief)
-        touched.Touched.of(model).on_trace = self._on_trace
+        touched.Touched.of(model).on_step_known = self._on_step_known
         self._progress = progress.of_fit(model, seed)
         self._validation: Positioned | None = None
         self._validated = 0  # passes over the validation data before this `fit`
@@ -92,10 +92,10 @@ class FitState:
             announce(f"a restart cannot restore this: {line}")
         replica_values.stop_waiting(model)  # for what a `fit` that failed did not make
 
-    def _on_trace(self, step: str) -> None:
-        if step == "train_step":
+    def _on_step_known(self, step: str, stage: touched.Stage) -> None:
+        if step == "train_step" and stage is touched.Stage.TRACED:
             self._compilation.note_trace()
-        self._outside.on_trace()
+        self._outside.on_step_known(stage)
 
     # Counting
 
@@ -153,7 +153,7 @@ class FitState:
         replica_values.stop_waiting(self._model)
 
     def on_train_end(self) -> None:
-        touched.Touched.of(self._model).on_trace = None
+        touched.Touched.of(self._model).on_step_known = None
         self._outside.end()
 
     # There

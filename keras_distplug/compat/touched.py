@@ -6,7 +6,9 @@ of functions that a step calls, are not.
 
 from __future__ import annotations
 
+import enum
 import re
+import sys
 import sysconfig
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -18,12 +20,14 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from tensorflow.python.framework import op_callbacks
 
 from keras_distplug.compat import python_draws, random_ops
 from keras_distplug.compat.override import override
 from keras_distplug.compat.workers import has_several_replicas
 
 OnData = Callable[[Any], Any]
+_Handles = dict[int, tuple[tf.Tensor, str | None]]  # by `id`, each with the place of its use
 
 _TOUCHED = "_distplug_touched"
 _left_out: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -37,11 +41,20 @@ _KEEPS_RANDOM_STATE = re.compile(
 )
 
 
+class Stage(enum.Enum):
+    """How far a step is: traced but not run, or, of one that runs eagerly, before or after its
+    first run."""
+
+    TRACED = enum.auto()
+    BEGINS = enum.auto()
+    RAN = enum.auto()
+
+
 @dataclass
 class _Traced:
     """What the traces of one step touch."""
 
-    handles: dict[int, tuple[tf.Tensor, str | None]] = field(default_factory=dict)
+    handles: _Handles = field(default_factory=dict)
     random_ops: dict[str, tuple[str, bool]] = field(default_factory=dict)
     tables: list[str] = field(default_factory=list)  # places where tables change
     python_draws: dict[str, str] = field(default_factory=dict)  # functions by place
@@ -55,11 +68,12 @@ class Touched:
 
     def __init__(self, *, has_replicas: bool = False) -> None:
         self.draws = random_ops.Draws(is_shared=has_replicas)
-        self.on_trace: Callable[[str], None] | None = None  # called with the step's name
+        self.on_step_known: Callable[[str, Stage], None] | None = None  # called with its name
         # What of the model was so when `train_step` was traced, if it still runs.
         self.frozen: dict[str, list[int]] | None = None
         self.steps: dict[str, OnData] = {}  # as the script has them
         self._traced: dict[str, _Traced] = {}  # by step
+        self._assigned: dict[str, _Handles] = {}  # the same of steps that run eagerly
 
     @classmethod
     def of(cls, model: keras.Model) -> Touched:
@@ -100,6 +114,7 @@ class Touched:
     def forget(self, step: str) -> None:
         """To be called when a step will be traced anew."""
         self._traced.pop(step, None)
+        self._assigned.pop(step, None)
         if step == "train_step":
             self.frozen = None
 
@@ -108,10 +123,15 @@ class Touched:
         ids = {id(handle) for variable in known for handle in _handles_of(variable)}
         return [
             where or f"{step}, {_described(handle)}"
-            for step, traced in self._traced.items()
-            for number, (handle, where) in traced.handles.items()
+            for step, handles in self._handles_by_step()
+            for number, (handle, where) in handles.items()
             if number not in ids
         ]
+
+    def _handles_by_step(self) -> Iterator[tuple[str, _Handles]]:
+        for step, traced in self._traced.items():
+            yield step, traced.handles
+        yield from self._assigned.items()
 
     @contextmanager
     def kept(self, known: Iterable[Any]) -> Iterator[None]:
@@ -143,7 +163,7 @@ class Touched:
 
         def noted(data: Any) -> Any:
             if tf.executing_eagerly():
-                return step(data)
+                return self._run_eagerly(name, step, data)
             twins = random_ops.counted(self.draws, name, data) if has_twins() else nullcontext()
             traced = self._traced.setdefault(name, _Traced())
 
@@ -158,6 +178,30 @@ class Touched:
 
         return noted
 
+    def _run_eagerly(self, name: str, step: OnData, data: Any) -> Any:
+        """Runs a step that is not traced; the first one tells which variables it assigns."""
+        if name in self._assigned:
+            return step(data)
+        self._tell(name, Stage.BEGINS)
+        assigned = self._assigned[name] = {}
+
+        def on_op(op: str, inputs: Any, *_: Any, graph: Any = None, **__: Any) -> None:
+            if graph is None and op != "ReadVariableOp":  # reads are mostly not told
+                for each in filter(_is_variable, inputs):
+                    assigned.setdefault(id(each), (each, _place_in_stack(sys._getframe(1))))
+
+        op_callbacks.add_op_callback(on_op)
+        try:
+            found = step(data)
+        finally:
+            op_callbacks.remove_op_callback(on_op)
+        self._tell(name, Stage.RAN)
+        return found
+
+    def _tell(self, step: str, stage: Stage) -> None:
+        if self.on_step_known is not None:
+            self.on_step_known(step, stage)
+
     def _note(self, graph: Any, step: str) -> None:
         traced = self._traced.setdefault(step, _Traced())
         for handle, inside in graph.captures:
@@ -171,9 +215,8 @@ class Touched:
                 is_seeded = operation.get_attr("seed") or operation.get_attr("seed2")
                 place = _place(operation) or "an unknown place"
                 traced.random_ops.setdefault(place, (operation.type, bool(is_seeded)))
-        if self.on_trace is not None:
-            with tf.init_scope():
-                self.on_trace(step)
+        with tf.init_scope():
+            self._tell(step, Stage.TRACED)
 
 
 def leave_out(variable: Any) -> Any:
@@ -209,7 +252,7 @@ def _handles_of(variable: Any) -> list[Any]:
     return [getattr(part, "handle", None) for part in parts(variable)]
 
 
-def _is_variable(captured: Any) -> bool:
+def _is_variable(captured: tf.Tensor) -> bool:
     told = getattr(captured, "_handle_data", None)
     return captured.dtype == tf.resource and bool(told and told.is_set and told.shape_and_type)
 
@@ -254,6 +297,15 @@ def _place_of(frame: FrameType) -> str | None:
     if not _is_the_users(code.co_filename):
         return None
     return f"{code.co_name} ({Path(code.co_filename).name}, line {frame.f_lineno})"
+
+
+def _place_in_stack(frame: FrameType | None) -> str | None:
+    """As `_place`, of what runs below a step."""
+    while frame is not None and frame.f_code.co_filename != __file__:
+        if (place := _place_of(frame)) is not None:
+            return place
+        frame = frame.f_back
+    return None
 
 
 def _is_the_users(filename: str) -> bool:

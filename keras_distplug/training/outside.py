@@ -59,6 +59,7 @@ class Outside:
         self._found: dict[str, Any] | None = None
         self._waiting: dict[str, dict[str, np.ndarray]] = {}
         self._rank = self._world_size = 0
+        self._before_step: set[str] = set()  # what was there, of one that runs eagerly
         self._said: set[str] = set()
 
     def end(self) -> None:
@@ -154,11 +155,23 @@ class Outside:
         seeds = [] if generator is None else [generator.state]
         return [*compat_model.all_variables(self._model), *seeds]
 
-    def on_trace(self) -> None:
-        """To be called when a step was traced, before it runs."""
+    def on_step_known(self, stage: touched.Stage) -> None:
+        """To be called as `Touched.on_step_known`."""
         self._found, self._has_traced = None, True
-        self._assign_waiting()
-        lines = [
+        if stage is not touched.Stage.RAN:
+            self._assign_waiting()
+        if stage is touched.Stage.BEGINS:
+            self._before_step = set(self._variables())
+            return
+        lines = []
+        if stage is touched.Stage.RAN:
+            lines += [
+                f"{path}: the first step makes this variable, and computes with its first value "
+                "also when a run is resumed. Make it before `fit`, or leave out run_eagerly"
+                for path in self._variables()
+                if path not in self._before_step
+            ]
+        lines += [
             f"{place}: a variable that is used here is not saved. Make it an attribute of the "
             "model, of its loss or of a callback"
             for place in self._touched.others([*self._model_s(), *self._variables().values()])

@@ -220,13 +220,23 @@ def test_interrupted(name: str, tmp_path: Path) -> None:
             assert fit(name, backup(directory)) == plain, place
 
 
-@pytest.mark.parametrize("name", ["untracked", "TensorFlow's, raised before epochs"])
+@pytest.mark.parametrize(
+    "name", ["untracked", "TensorFlow's, raised before epochs", "a tf.random.Generator"]
+)
 def test_interrupted_eagerly(name: str, tmp_path: Path) -> None:
     """So do steps that are not traced."""
     plain = fit(name, eager=True)
     with pytest.raises(small.Interrupted):
         fit(name, small.Stop(1, 1), backup(tmp_path), eager=True)
-    assert fit(name, backup(tmp_path), eager=True) == plain
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "A resumed run")
+        assert fit(name, backup(tmp_path), eager=True) == plain
+
+
+def test_made_by_an_eager_step(tmp_path: Path) -> None:
+    """What a step makes when it is already running is reported by the first run."""
+    with pytest.warns(UserWarning, match=r"<closure> adam/.*: the first step makes this variable"):
+        fit("an optimizer outside", backup(tmp_path), eager=True)
 
 
 class OnReplicas(keras.Model):
@@ -328,15 +338,17 @@ def test_other_shape(tmp_path: Path) -> None:
         train(3)
 
 
-def test_out_of_reach(tmp_path: Path) -> None:
-    """A variable that no name leads to is reported with its line, once, before the first step."""
+@pytest.mark.parametrize("eager", [False, True])
+def test_out_of_reach(eager: bool, tmp_path: Path) -> None:
+    """A variable that no name leads to is reported with its line, once, with the first step."""
     hidden = {frozenset({1, 2}): tf.Variable(2.0)}  # whose name another process may not know
     calls = []
 
     def draw(x: Any) -> Any:
-        return x * hidden[frozenset({1, 2})]
+        return x * hidden[frozenset({1, 2})].assign_add(0.5)
 
     model, _ = augmenting(draw)
+    model.run_eagerly = eager
     first = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda *_, logs: calls.append(len(told))
     )
