@@ -41,7 +41,7 @@ from keras_distplug.storage.files import Files, open_files
 from keras_distplug.storage.local_tier import LocalTier
 from keras_distplug.storage.retention import Mode, Retention, require_count
 from keras_distplug.storage.store import CheckpointStore
-from keras_distplug.training import capture
+from keras_distplug.training import callback_places, capture
 
 
 class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
@@ -306,7 +306,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         self._epochs = self.params.get("epochs", 1)
         self._state = FitState(
             self.model,
-            self._others,
+            [*self._others, *([self] if callback_places.is_of_script(type(self)) else [])],
             self._role,
             self._agreement,
             run.record.seed,

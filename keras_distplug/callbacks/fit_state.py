@@ -154,6 +154,7 @@ class FitState:
 
     def on_train_end(self) -> None:
         touched.Touched.of(self._model).on_step_known = None
+        touched.Touched.of(self._model).around_trace = None
         self._outside.end()
 
     # There

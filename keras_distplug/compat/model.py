@@ -78,6 +78,11 @@ def layers_of(model: keras.Model) -> list[keras.Layer]:
     return list(model._flatten_layers(include_self=False))
 
 
+def layers_by_place(model: keras.Model) -> dict[str, keras.Layer]:
+    """The layers of `model`, at any depth, by where they are: `0.1`."""
+    return {place: layer for place, layer, _ in _places(model, "", ())}
+
+
 def is_placed(model: keras.Model) -> bool:
     """Was `model` made inside the scope of a strategy?"""
     return model._distribute_strategy is not None

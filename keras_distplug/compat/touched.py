@@ -11,8 +11,8 @@ import re
 import sys
 import sysconfig
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -69,6 +69,11 @@ class Touched:
     def __init__(self, *, has_replicas: bool = False) -> None:
         self.draws = random_ops.Draws(is_shared=has_replicas)
         self.on_step_known: Callable[[str, Stage], None] | None = None  # called with its name
+        # Called with the step's name. What callbacks can change was so when the step was traced, or
+        # is to be so when it is traced again: JSON by callback and path.
+        self.around_trace: Callable[[str], AbstractContextManager[None]] | None = None
+        self.at_trace: dict[str, Mapping[Any, str]] = {}
+        self.stored: dict[str, Mapping[Any, str]] = {}
         # What of the model was so when `train_step` was traced, if it still runs.
         self.frozen: dict[str, list[int]] | None = None
         self.steps: dict[str, OnData] = {}  # as the script has them
@@ -115,6 +120,8 @@ class Touched:
         """To be called when a step will be traced anew."""
         self._traced.pop(step, None)
         self._assigned.pop(step, None)
+        if self.at_trace.pop(step, None) is not None:
+            self.stored.pop(step, None)
         if step == "train_step":
             self.frozen = None
 
@@ -171,7 +178,8 @@ class Touched:
                 if (place := _place_of(frame)) is not None:
                     traced.python_draws[place] = function
 
-            with twins, python_draws.heard(drawn):
+            around = nullcontext() if self.around_trace is None else self.around_trace(name)
+            with around, twins, python_draws.heard(drawn):
                 found = step(data)
             self._note(tf.compat.v1.get_default_graph(), name)
             return found

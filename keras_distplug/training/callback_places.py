@@ -29,6 +29,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_distplug.compat import keras_callbacks
+from keras_distplug.compat import model as compat_model
 from keras_distplug.training import object_states
 
 Path = tuple[str, ...]
@@ -90,29 +91,52 @@ def places_of(
 
 
 def places_set_on(
-    model: keras.Model, callbacks: Iterable[keras.callbacks.Callback], *, by_itself: bool
+    model: keras.Model,
+    callbacks: Sequence[keras.callbacks.Callback],
+    owners: Owners,
+    *,
+    by_itself: bool,
 ) -> list[Place]:
-    """Returns the attributes of a model that code of the script in callbacks sets.
+    """Returns the attributes of a model, its layers, loss and optimizer that code of the script in
+    callbacks sets.
 
     Args:
-        model: The model. Attributes that Keras' own classes set are skipped.
+        model: The model. Attributes that Keras sets itself are skipped.
         callbacks: The callbacks.
-        by_itself: Whether to include those that the model's own code sets.
+        owners: As for `places_of`.
+        by_itself: Whether to include those that the model's own code sets on the model.
     """
-    names: set[str] = set()
-    for owner in [*callbacks, *([model] if by_itself else [])]:
-        for function in functions_of(owner):
-            names |= stored(function.__code__)
-    names -= _set_by(tuple(filter(_is_of_library, type(model).__mro__)))
-
-    def put(name: str, value: Any) -> None:
-        setattr(model, name, value)
-
+    by_callbacks = _attributes_set_in(callbacks)
+    of_layers = by_callbacks - _set_by(keras.Layer.__mro__)
+    of_model = by_callbacks | (_attributes_set_in([model]) if by_itself else set())
+    of_keras = _set_by(tuple(filter(_is_of_library, type(model).__mro__)))
+    holders: list[tuple[Path, Any, set[str]]] = [((), model, of_model - of_keras)]
+    if of_layers:
+        layers = compat_model.layers_by_place(model).items()
+        holders += [(("layers", place), layer, of_layers) for place, layer in layers]
+        holders += [
+            ((name,), owner, of_layers)
+            for name in ("loss", "optimizer")
+            if isinstance(owner := getattr(model, name), keras.Loss | keras.Optimizer)
+        ]
+    walk = _Walk([model, *callbacks], owners)
     return [
-        Place((name,), value, functools.partial(put, name), False)
-        for name, value in list(vars(model).items())
-        if name in names and not _leads_on(value) and not _has_objects(value)
+        place
+        for path, owner, names in holders
+        for name, value in list(vars(owner).items())
+        if name in names
+        for place in walk.from_value((*path, name), value, functools.partial(setattr, owner, name))
     ]
+
+
+def _attributes_set_in(owners: Iterable[Any]) -> set[str]:
+    """Names of attributes that functions of the script in some objects may set."""
+    names: set[str] = set()
+    for function in (each for owner in owners for each in functions_of(owner)):
+        names |= stored(function.__code__)
+        if "setattr" in function.__code__.co_names:
+            names.update(each for each in function.__code__.co_consts if isinstance(each, str))
+    return names
 
 
 def is_of_script(kind: type) -> bool:
@@ -141,13 +165,19 @@ def variables_of(value: Any) -> list[Any] | None:
 class _Walk:
     def __init__(self, closed: Sequence[Any], owners: Owners) -> None:
         self._seen: dict[int, Any] = {id(each): each for each in closed}  # kept, so ids stay
+        self._callbacks = [each for each in closed if isinstance(each, keras.callbacks.Callback)]
         self._owners = owners
 
     def through(self, callback: keras.callbacks.Callback) -> Iterator[Place]:
         self._seen[id(callback)] = callback
-        own = {name for each in functions_of(callback) for name in stored(each.__code__)}
-        hidden = _set_by_library(type(callback)) - (own - _OF_EVERY_CALLBACK)
+        own = _attributes_set_in([callback])
+        others = _attributes_set_in(each for each in self._callbacks if each is not callback)
+        others -= set(keras_callbacks.attributes_of(callback))  # these are saved anyway
+        hidden = _set_by_library(type(callback)) - ((own | others) - _OF_EVERY_CALLBACK)
         yield from self._object(callback, (), hidden)
+
+    def from_value(self, path: Path, value: Any, put: Callable[[Any], None]) -> list[Place]:
+        return self._value(path, value, put)
 
     def _is_new(self, value: Any) -> bool:
         if id(value) in self._seen or len(self._seen) > _MOST_OBJECTS:

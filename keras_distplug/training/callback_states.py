@@ -10,11 +10,14 @@ import keras
 import numpy as np
 
 from keras_distplug.compat import keras_callbacks
+from keras_distplug.compat.touched import Touched
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.training.changes import Changes
 from keras_distplug.training.plain_values import Encoder, UnsavableError, decode
+from keras_distplug.training.traced_values import TracedValues
 
 PREFIX = "callbacks/"
+_STEPS = "<steps>"  # takes the place of a callback's name for values at the traces of steps
 
 
 class CallbackStates:
@@ -44,6 +47,7 @@ class CallbackStates:
             if not (_has_own(callback) or _is_ours(callback))
         }
         self._changes = Changes(watched, model)
+        self._traced_values = TracedValues(self._changes, Touched.of(model))
 
     def _check(self, name: str, state: Any) -> None:
         try:
@@ -86,6 +90,8 @@ class CallbackStates:
             if state:
                 states.append({"callback": name, "state": state})
         states += [{"callback": name, "state": {"changed": each}} for name, each in changed.items()]
+        if traced := self._traced_values.capture():
+            states.append({"callback": _STEPS, "state": {"traced": traced}})
         return tuple(states), arrays
 
     def restore(
@@ -120,6 +126,7 @@ class CallbackStates:
             restored.append(callback)
         changed = {name: state.get("changed", ()) for name, state in by_name.items()}
         self._lost.update(dict.fromkeys(self._changes.restore(changed, arrays)))
+        self._traced_values.restore(by_name.get(_STEPS, {}).get("traced", {}))
         return restored
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import io
 import json
+import math
+import pickle
+import queue
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +33,10 @@ from keras_distplug.training.callback_places import Owners, Path, Place
 _MODEL = "<model>"  # the name of attributes that callbacks set on the model
 _GENERATOR = "__generator__"
 _DELETED = "__deleted__"
-_SMALL = 4096  # characters of a start value that is kept
+_FEW_CELLS = 100_000  # of a table that is read as a whole
+_SMALL = 4096  # characters of a value that is kept as text
+
+SmallValues = Mapping[tuple[str, Path], str]  # JSON by callback and path
 
 
 @dataclass(frozen=True)
@@ -282,7 +289,8 @@ class Changes:
             owners[()] = functools.partial(setattr, self._model)
             return callback_places.places_set_on(
                 self._model,
-                self._callbacks.values(),
+                list(self._callbacks.values()),
+                owners,
                 by_itself=compat_model.runs_eagerly(self._model),
             )
         callback = self._callbacks[name]
@@ -309,11 +317,37 @@ class Changes:
 
     def _start(self, value: Any) -> _Start:
         now = self._value(value)
-        encoded = None
-        if now.kind == "plain" and not now.arrays:
-            text = json.dumps(now.encoded)
-            encoded = text if len(text) <= _SMALL else None
-        return _Start(now.kind, now.digest, id(value), encoded)
+        return _Start(now.kind, now.digest, id(value), _text(now))
+
+    def small_values(self) -> SmallValues:
+        """Returns the numbers, text and short lists of these that callbacks can change."""
+        return {key: text for key, _, text in self._small_places()}
+
+    def small_values_at_start(self) -> SmallValues:
+        """Returns the same when training started."""
+        return {
+            (name, path): start.encoded
+            for name, starts in self._starts.items()
+            for path, start in starts.items()
+            if start.encoded is not None
+        }
+
+    @contextlib.contextmanager
+    def with_small_values(self, values: SmallValues) -> Iterator[None]:
+        """Replaces those of `small_values` that are in `values`, for a while."""
+        with contextlib.ExitStack() as undo:
+            for key, place, text in self._small_places():
+                if values.get(key, text) != text:
+                    undo.callback(_exchange(place, text, values[key]))
+            yield
+
+    def _small_places(self) -> Iterator[tuple[tuple[str, Path], Place, str]]:
+        for name in self._names:
+            code = self._code.get(name)
+            for place in self._places(name, {}):
+                is_clock = code is not None and place.path[-1] in code.clocks
+                if not is_clock and (text := _text(self._value(place.value))) is not None:
+                    yield (name, place.path), place, text
 
     def _value(self, value: Any) -> _Value:
         if type(value) in (bool, int, str, type(None)):
@@ -323,7 +357,7 @@ class Changes:
             kind, encoded = self._encode(value, arrays)
             digest = xxhash.xxh3_64(json.dumps(encoded))
         except Exception:  # noqa: BLE001 (it cannot be saved, or raises when it is looked at)
-            return _Value("", (type(value).__name__, id(value)))
+            return _Value("", (type(value).__name__, id(value), _mark(value)))
         for array in arrays.values():
             digest.update(repr((array.shape, object_states.mark_of_array(array))))
         return _Value(kind, (kind, digest.intdigest()), encoded, arrays)
@@ -338,6 +372,40 @@ class Changes:
         if variables is not None:
             return "variables", encoder.encode(variables, "")
         return "plain", encoder.encode(value, "")
+
+
+def _text(value: _Value) -> str | None:
+    """A small value without arrays as text."""
+    if value.kind != "plain" or value.arrays:
+        return None
+    text = json.dumps(value.encoded)
+    return text if len(text) <= _SMALL else None
+
+
+def _exchange(place: Place, now: str, text: str) -> Callable[[], Any]:
+    """Gives a small value, `now` as text, the value of another text. Returns what undoes that."""
+    before, value = (plain_values.decode(json.loads(each), {}) for each in (now, text))
+    made = plain_values.put(place.value, value)  # in place, as others may refer to it, too
+    if made is place.value:
+        return functools.partial(plain_values.put, made, before)
+    try:
+        place.put(made)
+    except LookupError:
+        return lambda: None
+    return functools.partial(place.put, place.value)
+
+
+def _mark(value: Any) -> Any:
+    """Differs once an object that cannot be saved has changed in place, as far as that is cheap."""
+    if isinstance(value, queue.Queue):
+        return [id(each) for each in list(value.queue)]
+    if isinstance(value, list | dict | set | tuple | collections.deque):
+        return len(value)
+    if type(value).__module__.split(".")[0] in ("pandas", "polars"):
+        shape = getattr(value, "shape", ())
+        is_small = math.prod(shape) <= _FEW_CELLS
+        return xxhash.xxh3_64_intdigest(pickle.dumps(value)) if is_small else shape
+    return None
 
 
 def _positioned(value: Any) -> str | None:

@@ -11,6 +11,7 @@ import itertools
 import logging
 import math
 import os
+import queue
 import threading
 import time
 import types
@@ -429,6 +430,39 @@ class OnModel(Callback):
         set_rate(self.model, 0.1 / self.model.seen / small.counted / self.phase.value)
 
 
+class MetersOfModel(Callback):
+    """Keeps its objects in the model, alone and in containers, which Keras replaces by its own."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.model.meter, self.model.meters = Meter(), {"a": [Meter()]}
+        self.model.rates = [1.0]
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.model.meter.add(1.0)
+        self.model.meters["a"][0].add(2.0)
+        self.model.rates.append(self.model.meter.total + self.model.meters["a"][0].parts)
+        set_rate(self.model, 0.01 / sum(self.model.rates))
+
+
+class Impatient(Callback):
+    """Changes arguments of another callback."""
+
+    def __init__(self, other: keras.callbacks.ReduceLROnPlateau) -> None:
+        super().__init__()
+        self.other = other
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.other.factor *= 0.5
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        logs["made_up"] = [5.0, 6.0, 7.0, 8.0][epoch]
+
+
+def impatient() -> list[Callback]:
+    plateau = keras.callbacks.ReduceLROnPlateau("made_up", mode="min", patience=1)
+    return [Impatient(plateau), plateau]
+
+
 class Counted:
     """A schedule that counts how often it is called."""
 
@@ -544,6 +578,8 @@ OTHERS: dict[str, Make] = {
     "closures": lambda folder: enclosed(),
     "schedule": lambda folder: scheduled(),
     "attribute of the model": lambda folder: [OnModel()],
+    "objects of the model": lambda folder: [MetersOfModel()],
+    "argument of another": lambda folder: impatient(),
     "schedule object": lambda folder: [keras.callbacks.LearningRateScheduler(Counted())],
     "odd values": lambda folder: [Odd()],
     "changed argument": lambda folder: [Halving("made_up", mode="min", patience=1)],
@@ -679,7 +715,10 @@ def test_configuration_is_not_accused(tmp_path: Path, caplog: pytest.LogCaptureF
     saved = [each for each in stored.manifest.callbacks if "changed" in each["state"]]
     fit(config_only, tmp_path, backup(tmp_path / "runs"))
     assert not [each for each in caplog.messages if "cannot" in each or "restart" in each]
-    assert {each["callback"] for each in saved} <= {"WithMemory"}  # a path, once it was asked for
+    assert {each["callback"] for each in saved} <= {
+        "<steps>",
+        "WithMemory",
+    }  # a path, once it was asked for
 
 
 class Opens(Callback):
@@ -720,6 +759,68 @@ def test_what_cannot_be_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     [line] = {each for each in caplog.messages if "changed during training" in each}
     assert line.startswith("Opens.bar.socket (object)")
     fit(lambda f: [Opens(f)], tmp_path, backup(tmp_path / "runs"))
+
+
+class Collects(Callback):
+    """Changes in place what cannot be saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue: queue.Queue[int] = queue.Queue()
+        self.bars: list[Any] = [object() for _ in range(20_001)]
+        self.replaced: Any = object()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.queue.put(batch)
+        self.bars.append(object())
+        self.replaced = object()
+
+
+class Frames(Callback):
+    def __init__(self, frame: Any) -> None:
+        super().__init__()
+        self.frame, self.same = frame, frame.copy()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.frame.loc[epoch] = logs["loss"]
+
+
+def test_what_changes_in_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is named, too, if it cannot be saved."""
+    fit(lambda f: [Collects()], tmp_path, backup(tmp_path / "runs"))
+    [line] = {each for each in caplog.messages if "changed during training" in each}
+    names = line.split(" changed ")[0].split(", ")
+    assert {each.split(" ")[0] for each in names} == {
+        *("Collects.queue", "Collects.bars", "Collects.replaced")
+    }
+
+
+def test_tables(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    frame = pytest.importorskip("pandas").DataFrame({"loss": [0.5]})
+    fit(lambda f: [Frames(frame)], tmp_path, backup(tmp_path / "runs"))
+    [line] = {each for each in caplog.messages if "changed during training" in each}
+    assert line.startswith("Frames.frame (DataFrame) changed")
+
+
+class OwnBackup(kd.BackupAndRestore):
+    """Counts batches in a subclass of ours."""
+
+    batches = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.batches += 1
+        super().on_train_batch_end(batch, logs)
+
+
+def test_subclass_of_ours(tmp_path: Path) -> None:
+    def own() -> OwnBackup:
+        return OwnBackup(tmp_path / "runs", save_freq=1, on_busy="wait", delete_checkpoint=False)
+
+    with pytest.raises(small.Interrupted):
+        fit(lambda f: [own()], tmp_path, small.Stop(1, 1))
+    resumed = own()
+    fit(lambda f: [resumed], tmp_path)
+    assert resumed.batches == EPOCHS * small.BATCHES
 
 
 class Nothing(Callback):
