@@ -433,8 +433,9 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(each)
 
 
-def stored(code: types.CodeType, operation: str = "STORE_ATTR") -> set[str]:
+@functools.lru_cache(4096)  # by content, at every save
+def stored(code: types.CodeType, operation: str = "STORE_ATTR") -> frozenset[str]:
     """Returns names of attributes, or of globals, that a function, or one within it, assigns."""
     inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
     own = {each.argval for each in dis.get_instructions(code) if each.opname == operation}
-    return own.union(*(stored(each, operation) for each in inner))
+    return frozenset(own).union(*(stored(each, operation) for each in inner))
