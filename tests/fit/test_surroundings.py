@@ -171,6 +171,58 @@ def test_cells(tmp_path: Path) -> None:
     assert scope["history"] == fit()
 
 
+STOPPED_CELL = """
+import signal, threading
+class Stop(keras.callbacks.Callback):
+    def state_dict(self): return {}
+    def load_state_dict(self, state): pass
+    def on_train_batch_end(self, batch, logs=None):
+        if (self.epoch, batch) == (1, 1): signal.raise_signal(signal.SIGINT)
+    def on_epoch_begin(self, epoch, logs=None): self.epoch = epoch
+stop = [Stop()]
+"""
+CELL = """
+import keras, numpy as np, keras_distplug as kd
+keras.utils.set_random_seed(1)
+x = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dropout(0.3), keras.layers.Dense(1)])
+model.compile("adam", "mse")
+history = model.fit(x, x[:, :1], batch_size=8, epochs=3, verbose=0, callbacks=CALLBACKS)
+print("END", [weight.tolist() for weight in model.get_weights()], history.history)
+"""
+
+
+def test_kernel(tmp_path: Path) -> None:
+    """A cell in a real kernel is interrupted as by its stop button, and run again; then the kernel
+    is restarted."""
+    nbclient = pytest.importorskip("nbclient", reason="pip install nbclient ipykernel")
+    pytest.importorskip("ipykernel", reason="pip install nbclient ipykernel")
+    nbformat = pytest.importorskip("nbformat")
+    ours = f"[*stop, *kd.defaults({str(tmp_path / 'runs')!r}, save_freq=1)]"
+    cells = [
+        *(CELL.replace("CALLBACKS", "[]"), STOPPED_CELL),
+        *(CELL.replace("CALLBACKS", ours), "stop = []", CELL.replace("CALLBACKS", ours)),
+    ]
+
+    def executed(sources: list[str]) -> Any:
+        book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(each) for each in sources])
+        nbclient.NotebookClient(book, timeout=120, allow_errors=True).execute()
+        return [
+            "".join(f"{each.get('text', '')}{each.get('ename', '')}" for each in cell.outputs)
+            for cell in book.cells
+        ]
+
+    plain, _, stopped, _, again = executed(cells)
+    assert "KeyboardInterrupt" in stopped
+    assert "resuming at epoch 2/3" in again
+    expected = plain.splitlines()[-1]
+    assert expected.startswith("END")
+    assert again.splitlines()[-1] == expected
+    _, restarted = executed(["stop = []", CELL.replace("CALLBACKS", ours)])
+    assert "this run is finished" in restarted
+    assert restarted.splitlines()[-1] == expected
+
+
 def test_joblib(tmp_path: Path) -> None:
     """Trainings of joblib's workers, each with a folder of its own."""
     joblib = pytest.importorskip("joblib", reason="pip install joblib")
