@@ -264,12 +264,18 @@ def build_optimizers(
                 with keras.name_scope(optimizer.name, caller=optimizer):
                     optimizer.build(trained(targets[name]))
 
-    if is_placed(model) or runs_eagerly(model):
+    if is_placed(model) or runs_eagerly(model) or _is_on_default_device(model):
         with model.distribute_strategy.scope():
             build()
     else:
         # Outside of a trace, slots come to the devices of their variables.
         tf.function(build, autograph=False).get_concrete_function()
+
+
+def _is_on_default_device(model: keras.Model) -> bool:
+    """Whether all weights are where variables are made anyway, inside of a trace and outside."""
+    devices = {part.value.device for weight in wholes(model.weights) for part in parts_of(weight)}
+    return devices == {tf.zeros(()).device}
 
 
 def _inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:

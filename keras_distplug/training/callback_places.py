@@ -437,5 +437,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 def stored(code: types.CodeType, operation: str = "STORE_ATTR") -> frozenset[str]:
     """Returns names of attributes, or of globals, that a function, or one within it, assigns."""
     inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
-    own = {each.argval for each in dis.get_instructions(code) if each.opname == operation}
+    own: set[str] = set()
+    if dis.opmap[operation] in code.co_code[::2]:  # most functions assign none
+        own = {each.argval for each in dis.get_instructions(code) if each.opname == operation}
     return frozenset(own).union(*(stored(each, operation) for each in inner))

@@ -89,9 +89,7 @@ class LoaderData:
         now = random_states.capture_of_python()
         self._state.restore(state)
         random_states.restore_of_python(state[_GLOBAL])
-        batches: Iterator[Any] = iter(self._loader)
-        for _ in islice(batches, start):
-            pass
+        batches = _skipped(self._loader, start)
         if random_states.capture_of_python() == state[_GLOBAL]:
             # The loader does not draw from them; callbacks may have since the pass started.
             random_states.restore_of_python(now)
@@ -114,6 +112,31 @@ class LoaderData:
             *([_PERSISTENT] if self._loader.persistent_workers else []),
             *([_BY_THE_CLOCK] if _is_shuffled_by_the_clock(self._loader.dataset) else []),
         ]
+
+
+def _skipped(loader: Any, batches: int) -> Iterator[Any]:
+    """The iterator of a loader after some batches. Their samples are read, as that may draw random
+    numbers; they are not brought together by torch's own functions, which draw none."""
+    torch = random_states.imported_torch()
+    usual = loader.collate_fn
+    draws_none = (torch.utils.data.default_collate, torch.utils.data.default_convert)
+    left = 0 if loader.num_workers or usual not in draws_none else batches
+
+    def collate(samples: Any) -> Any:
+        nonlocal left
+        if not left:
+            return usual(samples)
+        left -= 1
+        return None
+
+    loader.collate_fn = collate
+    try:
+        iterator: Iterator[Any] = iter(loader)
+    finally:
+        loader.collate_fn = usual
+    for _ in islice(iterator, batches):
+        pass
+    return iterator
 
 
 class _State:
