@@ -42,5 +42,5 @@ def _attempts(files: Files, run: str, chief: str, step: int) -> str:
         return f" (how many attempts there were is not known: {error})"
     if before is None:
         return ""
-    lost = before.lost_steps(step)
-    return f" (attempt {before.attempts + 1}; steps of the one before that are lost: {lost})"
+    loss = before.loss(step)
+    return f" (attempt {before.attempts + 1}{'; ' if loss else ''}{loss})"

@@ -39,12 +39,15 @@ class Before:
     last_step: int
     has_told_all: bool
 
-    def lost_steps(self, step: int) -> str:
-        """For people: how many of its steps are lost if the next attempt begins at this one."""
+    def loss(self, step: int) -> str:
+        """Returns how many of its steps are lost if the next attempt starts at a checkpoint of
+        this one, as a sentence; "" if that is not known."""
         lost = max(0, self.last_step - step)
-        if self.has_told_all:
-            return str(lost) if lost else "none"
-        return f"at least {lost}" if lost else "none that its log knows of"
+        if not lost:
+            return "no steps were lost" if self.has_told_all else ""
+        least = "" if self.has_told_all else "at least "
+        steps, were = ("step", "was") if lost == 1 else ("steps", "were")
+        return f"{least}{lost} {steps} since that checkpoint {were} lost"
 
 
 def look_back(files: Files, run: str, worker: str) -> Before | None:
