@@ -86,6 +86,7 @@ class FitState:
         self._arrays: Mapping[str, np.ndarray] = {}
         self._enter_epoch: Callable[[], None] | None = None
         self._leave_epoch: Callable[[], None] | None = None
+        self._weights: Mapping[int, keras.Variable] | None = None  # at the last trace of the step
         self._lost_logs: set[str] = set()  # names already reported
         self._lost_states: set[str] = set()
         for line in self._callbacks.unsound() if role.is_chief else ():
@@ -95,7 +96,21 @@ class FitState:
     def _on_step_known(self, step: str, stage: touched.Stage) -> None:
         if step == "train_step" and stage is touched.Stage.TRACED:
             self._compilation.note_trace()
+            self._report_new_weights()
         self._outside.on_step_known(stage)
+
+    def _report_new_weights(self) -> None:
+        """Reports weights that the model did not have when its step was traced first."""
+        weights = {id(each): each for each in self._model.weights}
+        new = [] if self._weights is None else weights.keys() - self._weights.keys()
+        self._weights = weights
+        if new and self._role.is_chief:
+            paths = sorted(weights[each].path for each in new)
+            announce(
+                f"{len(paths)} weights were added to the model during training, `{paths[0]}` among "
+                "them: a restart of this script cannot resume from the checkpoints that follow. "
+                "Add them before `fit`"
+            )
 
     # Counting
 
@@ -437,8 +452,6 @@ class FitState:
                 f"global batches had {before} samples and have {now} now; the epoch goes on with "
                 f"the sample that comes next, as batch {int(batch) + 1}"
             )
-        if compat_model.runs_eagerly(self._model) and not compat_model.has_own_step(self._model):
-            place_of.build_metrics(self._model)  # they count as soon as they are made
         trained = capture.capture(self._model)
 
         def enter() -> None:
@@ -467,22 +480,30 @@ class FitState:
         own = {k: v for k, v in self._arrays.items() if k.startswith(own_states.PREFIX)}
         self._arrays = {}  # with best weights among them, as large as the model
 
+        is_eager = compat_model.runs_eagerly(self._model)
+        counting: set[int] = set()
+
         def restore() -> str | None:
-            return own_states.restore(
-                self._model, own, self._role.rank, self._role.world_size, in_epoch=in_epoch
+            found = own_states.restore(
+                self._model,
+                own,
+                self._role.rank,
+                self._role.world_size,
+                in_epoch=in_epoch,
+                counting=counting,
             )
+            if is_eager:
+                counting.update(own_states.existing(self._model))
+            return found
 
         def restore_what_was_built() -> None:
-            if (differs := restore()) is not None:
+            if (differs := restore()) is not None and not is_eager:
                 self._announce_new_metrics(differs)
 
         differs = restore()
-        if differs is None:
-            return
-        waits = not compat_model.runs_eagerly(self._model) and replica_values.when_built(
+        if differs is not None and not replica_values.when_built(
             self._model, restore_what_was_built
-        )
-        if not waits:
+        ):
             self._announce_new_metrics(differs)
 
     def _announce_new_metrics(self, differs: str) -> None:

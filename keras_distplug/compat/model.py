@@ -136,8 +136,9 @@ def build_from_config(model: keras.Model, config: Mapping[str, Any]) -> None:
 
 
 def unbuilt_layers(model: keras.Model) -> frozenset[str]:
-    """The places of the layers of `model`, at any depth, that are not built."""
-    return frozenset(place for place, layer, _ in _places(model, "", ()) if not layer.built)
+    """The places of the layers of `model`, at any depth, that are not built; "" is the model."""
+    unbuilt = {place for place, layer, _ in _places(model, "", ()) if not layer.built}
+    return frozenset(unbuilt if model.built else {"", *unbuilt})
 
 
 def build_configs(
@@ -157,7 +158,7 @@ def build_configs(
         place: (_scopes_around(layer, len(owners)), config)
         for place, layer, owners in _places(model, "", ())
         if layer.built
-        and any(f"{place}.".startswith(f"{each}.") for each in places)
+        and any(not each or f"{place}.".startswith(f"{each}.") for each in places)
         and (config := layer.get_build_config())
     }
 
@@ -289,12 +290,16 @@ def refresh(model: keras.Model) -> None:
             layer.finalize_state()
 
 
+def metrics_of(model: keras.Model) -> list[keras.metrics.Metric]:
+    """The metrics that `model` was compiled with, and its others."""
+    arguments = keras.tree.flatten(list((compile_arguments(model) or {}).values()))
+    compiled = [each for each in arguments if isinstance(each, keras.metrics.Metric)]
+    return list({id(each): each for each in (*compiled, *model.metrics)}.values())
+
+
 def all_variables(model: keras.Model) -> list[keras.Variable]:
     """Every variable that `model` and what it was compiled with hold, each once."""
-    metrics = [model._loss_tracker, *model.metrics]
-    for argument in (compile_arguments(model) or {}).values():
-        metrics += [m for m in keras.tree.flatten(argument) if isinstance(m, keras.metrics.Metric)]
-    holders = [model, *optimizers_of(model).values(), *metrics]
+    holders = [model, *optimizers_of(model).values(), model._loss_tracker, *metrics_of(model)]
     return list({id(v): v for holder in holders for v in holder.variables}.values())
 
 

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 Drawn = Callable[[FrameType, str], None]
 
@@ -76,7 +77,8 @@ def _noting(function: Callable[..., Any], title: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def noted(*args: Any, **kwargs: Any) -> Any:
         drawn: Drawn | None = getattr(_heard, "drawn", None)
-        if drawn is not None and not _makes_variables(sys._getframe(1)):
+        is_constant = drawn is not None and not tf.executing_eagerly()  # not in `tf.init_scope`
+        if drawn is not None and is_constant and not _makes_variables(sys._getframe(1)):
             drawn(sys._getframe(1), title)
         return function(*args, **kwargs)
 

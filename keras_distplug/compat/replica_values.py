@@ -57,6 +57,8 @@ def build(model: keras.Model, element_spec: Any) -> None:
 
 def when_built(model: keras.Model, then: Callable[[], None]) -> bool:
     """Calls `then` as soon as the first step has made the variables of metrics, before they count.
+    A step that runs eagerly makes, and changes, some before others: `then` is called after every
+    part.
 
     Returns:
         Whether there is anything left to be made.
@@ -70,7 +72,7 @@ def when_built(model: keras.Model, then: Callable[[], None]) -> bool:
             vars(part).pop("build", None)
             stock(*args, **kwargs)
             waiting.remove(part)
-            if not waiting:
+            if not waiting or tf.executing_eagerly():
                 with tf.init_scope():  # a step that is being traced runs afterwards
                     then()
 

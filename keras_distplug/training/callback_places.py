@@ -44,6 +44,7 @@ _INSTALLED = tuple(
 )
 _LIBRARIES = frozenset({"keras", "keras_distplug"})
 _OF_EVERY_CALLBACK = frozenset(vars(keras.callbacks.Callback()))
+_OF_EVERY_PART = frozenset({"built", "name", "trainable", "dtype_policy"})
 _NUMBERS_AND_TEXT = frozenset({bool, int, float, str, type(None)})
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _CONTAINERS = (list, dict, set, collections.deque, np.ndarray)
@@ -91,42 +92,49 @@ def places_of(
 
 
 def places_set_on(
-    model: keras.Model,
-    callbacks: Sequence[keras.callbacks.Callback],
-    owners: Owners,
-    *,
-    by_itself: bool,
+    model: keras.Model, callbacks: Sequence[keras.callbacks.Callback], owners: Owners
 ) -> list[Place]:
-    """Returns the attributes of a model, its layers, loss and optimizer that code of the script in
-    callbacks sets.
+    """Returns the attributes of a model, its layers, metrics, loss and optimizer that code of the
+    script sets: the callbacks' or their own. Variables are skipped.
 
     Args:
         model: The model. Attributes that Keras sets itself are skipped.
         callbacks: The callbacks.
         owners: As for `places_of`.
-        by_itself: Whether to include those that the model's own code sets on the model.
     """
     by_callbacks = _attributes_set_in(callbacks)
-    of_layers = by_callbacks - _set_by(keras.Layer.__mro__)
-    of_model = by_callbacks | (_attributes_set_in([model]) if by_itself else set())
-    of_keras = _set_by(tuple(filter(_is_of_library, type(model).__mro__)))
-    holders: list[tuple[Path, Any, set[str]]] = [((), model, of_model - of_keras)]
-    if of_layers:
-        layers = compat_model.layers_by_place(model).items()
-        holders += [(("layers", place), layer, of_layers) for place, layer in layers]
-        holders += [
-            ((name,), owner, of_layers)
-            for name in ("loss", "optimizer")
-            if isinstance(owner := getattr(model, name), keras.Loss | keras.Optimizer)
-        ]
-    walk = _Walk([model, *callbacks], owners)
-    return [
-        place
-        for path, owner, names in holders
-        for name, value in list(vars(owner).items())
-        if name in names
-        for place in walk.from_value((*path, name), value, functools.partial(setattr, owner, name))
-    ]
+    parts: dict[Path, Any] = {(): model, ("loss",): model.loss, ("optimizer",): model.optimizer}
+    for place, layer in compat_model.layers_by_place(model).items():
+        parts["layers", place] = layer
+    for number, metric in enumerate(compat_model.metrics_of(model)):
+        parts["metrics", str(number)] = metric
+    walk = _Walk([*parts.values(), *callbacks], owners)
+    found = []
+    for path, owner in parts.items():
+        if isinstance(owner, _FUNCTIONS):
+            found += walk.from_function(path, owner)
+        if not isinstance(owner, keras.Layer | keras.Metric | keras.Loss | keras.Optimizer):
+            continue
+        owners[path] = functools.partial(setattr, owner)
+        of_keras = _set_by(tuple(filter(_is_of_library, type(owner).__mro__)))
+        names = by_callbacks - (of_keras if owner is model else _OF_EVERY_PART)
+        if is_of_script(type(owner)):
+            names |= _attributes_set_in([owner]) - of_keras
+            found += walk.from_classes(path, type(owner))
+        for name, value in _attributes(owner) if names else ():
+            if name in names and not _has_variables(value):
+                put = functools.partial(setattr, owner, name)
+                found += walk.from_value((*path, name), value, put)
+    return found
+
+
+def _has_variables(value: Any) -> bool:
+    """Whether a value is, or directly holds, variables."""
+    entries = value.values() if isinstance(value, dict) else value
+    return variables_of(value) is not None or any(
+        isinstance(each, keras.Variable | tf.Variable)
+        for each in (value, *(entries if isinstance(value, dict | list | tuple) else ()))
+    )
 
 
 def _attributes_set_in(owners: Iterable[Any]) -> set[str]:
@@ -158,7 +166,8 @@ def variables_of(value: Any) -> list[Any] | None:
         return [value.state]
     kinds = (keras.Layer, keras.metrics.Metric, keras.optimizers.Optimizer, tf.Module)
     if isinstance(value, kinds) and not isinstance(value, tf.Variable):
-        return list(value.variables)
+        optimizer = getattr(value, "optimizer", None) if isinstance(value, keras.Model) else None
+        return [*value.variables, *(optimizer.variables if optimizer is not None else ())]
     return None
 
 
@@ -178,6 +187,17 @@ class _Walk:
 
     def from_value(self, path: Path, value: Any, put: Callable[[Any], None]) -> list[Place]:
         return self._value(path, value, put)
+
+    def from_function(self, path: Path, function: Any) -> list[Place]:
+        return list(self._function(function, path))
+
+    def from_classes(self, path: Path, kind: type) -> list[Place]:
+        """What functions of the script in a class and its bases refer to."""
+        return [
+            place
+            for each in filter(is_of_script, kind.__mro__)
+            for place in self._class(each, (*path, f"<class {each.__name__}>"))
+        ]
 
     def _is_new(self, value: Any) -> bool:
         if id(value) in self._seen or len(self._seen) > _MOST_OBJECTS:

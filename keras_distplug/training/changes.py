@@ -255,6 +255,10 @@ class Changes:
 
     def _put(self, place: Place, value: Any, *, is_same: bool) -> None:
         if (variables := self._own_variables(place.value)) is not None:
+            if isinstance(place.value, keras.Model) and len(value) > len(variables):
+                with contextlib.suppress(Exception):  # reported below if it lacks variables
+                    place.value.optimizer.build(place.value.trainable_variables)
+                variables = self._own_variables(place.value) or []
             if [each.shape for each in variables] != [each.shape for each in value]:
                 raise LookupError("it has other variables")
             for variable, each in zip(variables, value, strict=True):
@@ -286,12 +290,8 @@ class Changes:
 
     def _places(self, name: str, owners: Owners) -> list[Place]:
         if name == _MODEL:
-            owners[()] = functools.partial(setattr, self._model)
             return callback_places.places_set_on(
-                self._model,
-                list(self._callbacks.values()),
-                owners,
-                by_itself=compat_model.runs_eagerly(self._model),
+                self._model, list(self._callbacks.values()), owners
             )
         callback = self._callbacks[name]
         others = [each for each in self._callbacks.values() if each is not callback]

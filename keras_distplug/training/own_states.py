@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,6 +84,7 @@ def restore(
     world_size: int,
     *,
     in_epoch: bool,
+    counting: Collection[int] = (),
 ) -> str | None:
     """Gives each replica of this worker its values back.
 
@@ -96,6 +97,7 @@ def restore(
         rank: Of this worker.
         world_size: How many workers there are.
         in_epoch: As it was given to `capture`.
+        counting: The `id` of variables to keep, which a step that runs has changed.
 
     Returns:
         What does not match; None if everything does. Variables with a matching path are restored
@@ -111,13 +113,19 @@ def restore(
         there = [array.shape for array in stored[0]] if stored else []
         paths = [key.split("/", 3)[-1] for key in arrays if key.startswith(f"{PREFIX}0000/")]
         for variable in variables:
-            if paths.count(variable.path) == 1:
+            if paths.count(variable.path) == 1 and id(variable) not in counting:
                 values = [each[paths.index(variable.path)] for each in stored]
                 assign(variable, values, rank, world_size)
         return f"the variables of metrics have the shapes {there} there and {shapes} here"
     for place, variable in enumerate(variables):
-        assign(variable, [each[place] for each in stored], rank, world_size)
+        if id(variable) not in counting:
+            assign(variable, [each[place] for each in stored], rank, world_size)
     return None
+
+
+def existing(model: keras.Model) -> set[int]:
+    """Returns the `id` of the variables that `restore` would assign."""
+    return {id(variable) for variable in _named(model, in_epoch=True)[1]}
 
 
 def assign(variable: Any, values: Sequence[np.ndarray], rank: int, world_size: int) -> None:
