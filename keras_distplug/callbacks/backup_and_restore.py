@@ -18,8 +18,8 @@ from keras_distplug.callbacks.executions import Executions
 from keras_distplug.callbacks.fit_state import FitState
 from keras_distplug.callbacks.one_of_a_kind import stood_aside, yields
 from keras_distplug.callbacks.saves import Saves, Writes
-from keras_distplug.cluster import agreement
-from keras_distplug.cluster.roles import single_process
+from keras_distplug.cluster import agreement, roles
+from keras_distplug.cluster.roles import Role, single_process
 from keras_distplug.compat import keras_callbacks, trainer
 from keras_distplug.compat import model as compat_model
 from keras_distplug.compat.callback_list import move_to_end
@@ -249,6 +249,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         """
         saver.wait_for_all()
         self._role = agreement.role_under(strategy)
+        _require_one_model(self._role, strategy)
         self._agreement = agreement.among(self._role)
         name = None
         if self._role.is_chief:
@@ -610,3 +611,19 @@ def _local_place(
 def _is_finite(logs: Mapping[str, Any] | None) -> bool:
     loss = (logs or {}).get("loss")
     return loss is None or math.isfinite(float(loss))
+
+
+def _require_one_model(role: Role, strategy: Any) -> None:
+    """Checks that workers of a cluster do not train separate models into one directory."""
+    if role.world_size > 1 or "TF_CONFIG" not in os.environ:
+        return
+    described = roles.from_environment(os.environ)
+    if described.world_size > 1:
+        name = type(strategy).__name__
+        under = "without a strategy" if name.startswith("_Default") else f"under {name}"
+        raise ConfigurationError(
+            "Expected a model under a multi-worker strategy, because TF_CONFIG has "
+            f"{described.world_size} workers. Received: a model {under}, so "
+            "that every worker would train a separate model into the same directory. Call "
+            "`kd.distributed_fit`, or make and compile the model within `kd.init().scope()`."
+        )

@@ -331,3 +331,13 @@ def test_two_backups(tmp_path: Path) -> None:
     other = kd.BackupAndRestore(tmp_path / "other")
     with pytest.raises(ConfigurationError, match=r"Expected one Backup.*own-1 and .*other"):
         small.model().fit(small.X, small.Y, verbose=0, callbacks=[own, other])
+
+
+def test_separate_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of a cluster, each with a model without its strategy, would share one directory."""
+    hosts = {"worker": ["localhost:1", "localhost:2"]}
+    task = {"type": "worker", "index": 1}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": hosts, "task": task}))
+    with pytest.raises(ConfigurationError, match="TF_CONFIG has 2 workers.*without a strategy"):
+        small.model().fit(X, Y, verbose=0, callbacks=[kd.BackupAndRestore(tmp_path)])
+    assert list(tmp_path.iterdir()) == []
