@@ -338,6 +338,6 @@ def test_separate_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     hosts = {"worker": ["localhost:1", "localhost:2"]}
     task = {"type": "worker", "index": 1}
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": hosts, "task": task}))
-    with pytest.raises(ConfigurationError, match="TF_CONFIG has 2 workers.*without a strategy"):
+    with pytest.raises(ConfigurationError, match=r"TF_CONFIG has 2 workers.*without a strategy"):
         small.model().fit(X, Y, verbose=0, callbacks=[kd.BackupAndRestore(tmp_path)])
     assert list(tmp_path.iterdir()) == []
