@@ -29,6 +29,7 @@ LONGEST_FIRST = (
     "tests/scenarios/test_parameter_server.py",
     "tests/scenarios/test_log_of_workers.py",
     "tests/docs/test_docs.py",
+    "tests/docs/test_tutorial.py",
     "tests/examples/test_examples.py",
     "tests/examples/test_examples_of_one_process.py",
     "tests/scenarios/test_schedulers.py",

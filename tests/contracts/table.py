@@ -1,4 +1,4 @@
-"""Runs the matrix and writes what came out: matrix.json, MATRIX.md and the table of the README.
+"""Runs the matrix and writes matrix.json, MATRIX.md and the table in docs/verified.md.
 
 python tests/contracts/table.py
 """
@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-RESULTS, FULL, README = HERE / "matrix.json", HERE / "MATRIX.md", ROOT / "README.md"
+RESULTS, FULL, PAGE = HERE / "matrix.json", HERE / "MATRIX.md", ROOT / "docs" / "verified.md"
 BEGIN, END = "<!-- written by tests/contracts/table.py -->\n", "<!-- end -->\n"
 
 Results = Mapping[str, Mapping[str, Mapping[str, float | str]]]  # family, row, column
@@ -104,9 +104,9 @@ def main() -> None:
         results = results_of(junit)
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     FULL.write_text(full_table(results))
-    before, begin, rest = README.read_text().partition(BEGIN)
+    before, begin, rest = PAGE.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
-    README.write_text(before + begin + short_table(results) + end + after)
+    PAGE.write_text(before + begin + short_table(results) + end + after)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ single process; all of it, half an hour on two cores, is `nightly`. An eighth, i
 what CI runs with the lowest versions.
 
 pytest tests/contracts -rP          shows the largest error of each row
-python tests/contracts/table.py     runs all, and writes the table of the README
+python tests/contracts/table.py     runs all, and writes the table in docs/verified.md
 """
 
 from __future__ import annotations

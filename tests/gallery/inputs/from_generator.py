@@ -1,4 +1,4 @@
-"""A Python function behind `tf.data.Dataset.from_generator`"""
+"""A Python function as input of `tf.data.Dataset.from_generator`"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Metrics of its own: a confusion matrix with a value per class, a function, a stateful F1"""
+"""Custom metrics: a confusion matrix with a value per class, a function, a stateful F1"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""LoRA: a trained base model, frozen but for the matrices of `enable_lora`"""
+"""LoRA: a trained base model, with all weights frozen except the matrices of `enable_lora`"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Text in pictures: an endpoint layer that calls `add_loss`, labels as an input"""
+"""Text in images: an endpoint layer that calls `add_loss`, labels as an input"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Several outputs with a loss, a weight and metrics each, in dicts"""
+"""Several outputs, with dicts of losses, weights and metrics"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Transfer learning in two fits: a frozen base, then all of it, each with its own folder"""
+"""Transfer learning in two fits: a frozen base, then all of it, with a folder per fit"""
 
 import sys
 from pathlib import Path

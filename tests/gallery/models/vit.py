@@ -1,4 +1,4 @@
-"""A vision transformer: layers of its own, augmentation in the model, `ModelCheckpoint`"""
+"""A vision transformer: custom layers, augmentation in the model, `ModelCheckpoint`"""
 
 import sys
 from pathlib import Path
