@@ -82,7 +82,9 @@ class FitState:
         self._validated_with: Sequence[Any] = ()  # its variables after these passes
         self._drawn: Mapping[str, Any] | None = None  # before validation in this process
         self._has_other_data = False
-        self._callbacks = callback_states.CallbackStates(others, model)
+        self._callbacks = callback_states.CallbackStates(
+            others, model, is_alone=role.world_size == 1
+        )
         self._arrays: Mapping[str, np.ndarray] = {}
         self._enter_epoch: Callable[[], None] | None = None
         self._leave_epoch: Callable[[], None] | None = None

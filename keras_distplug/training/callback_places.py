@@ -52,6 +52,27 @@ _NO_STATE = (types.ModuleType, types.BuiltinFunctionType, np.ufunc)
 
 
 @dataclass(frozen=True)
+class Attribute:
+    """Sets an attribute, or takes it away.
+
+    Args:
+        owner: What has it.
+        name: Its name.
+        assign: `setattr`, or `object.__setattr__`.
+    """
+
+    owner: Any
+    name: str
+    assign: Callable[[Any, str, Any], None] = setattr
+
+    def __call__(self, value: Any) -> None:
+        self.assign(self.owner, self.name, value)
+
+    def delete(self) -> None:
+        delattr(self.owner, self.name)
+
+
+@dataclass(frozen=True)
 class Place:
     """A value that a callback can reach.
 
@@ -92,7 +113,11 @@ def places_of(
 
 
 def places_set_on(
-    model: keras.Model, callbacks: Sequence[keras.callbacks.Callback], owners: Owners
+    model: keras.Model,
+    callbacks: Sequence[keras.callbacks.Callback],
+    owners: Owners,
+    *,
+    by_itself: bool,
 ) -> list[Place]:
     """Returns the attributes of a model, its layers, metrics, loss and optimizer that code of the
     script sets: the callbacks' or their own. Variables are skipped.
@@ -101,6 +126,7 @@ def places_set_on(
         model: The model. Attributes that Keras sets itself are skipped.
         callbacks: The callbacks.
         owners: As for `places_of`.
+        by_itself: Whether to include what their own code sets.
     """
     by_callbacks = _attributes_set_in(callbacks)
     parts: dict[Path, Any] = {(): model, ("loss",): model.loss, ("optimizer",): model.optimizer}
@@ -111,20 +137,19 @@ def places_set_on(
     walk = _Walk([*parts.values(), *callbacks], owners)
     found = []
     for path, owner in parts.items():
-        if isinstance(owner, _FUNCTIONS):
+        if isinstance(owner, _FUNCTIONS) and by_itself:
             found += walk.from_function(path, owner)
         if not isinstance(owner, keras.Layer | keras.Metric | keras.Loss | keras.Optimizer):
             continue
         owners[path] = functools.partial(setattr, owner)
         of_keras = _set_by(tuple(filter(_is_of_library, type(owner).__mro__)))
         names = by_callbacks - (of_keras if owner is model else _OF_EVERY_PART)
-        if is_of_script(type(owner)):
+        if by_itself and is_of_script(type(owner)):
             names |= _attributes_set_in([owner]) - of_keras
             found += walk.from_classes(path, type(owner))
         for name, value in _attributes(owner) if names else ():
             if name in names and not _has_variables(value):
-                put = functools.partial(setattr, owner, name)
-                found += walk.from_value((*path, name), value, put)
+                found += walk.from_value((*path, name), value, Attribute(owner, name))
     return found
 
 
@@ -261,7 +286,7 @@ class _Walk:
         self._owners[path] = put
         for name, value in _attributes(owner):
             if not name.startswith("__"):
-                put_one = functools.partial(put, name)
+                put_one = Attribute(owner, name, object.__setattr__)
                 yield from self._value(
                     (*path, name), value, put_one, is_hidden=name in hidden, is_global=is_global
                 )

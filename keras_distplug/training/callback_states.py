@@ -30,12 +30,19 @@ class CallbackStates:
     Args:
         callbacks: After their `on_train_begin`.
         model: The model in training.
+        is_alone: As for `Changes`.
 
     Raises:
         ConfigurationError: If a `state_dict()` returns something that cannot be saved.
     """
 
-    def __init__(self, callbacks: Sequence[keras.callbacks.Callback], model: keras.Model) -> None:
+    def __init__(
+        self,
+        callbacks: Sequence[keras.callbacks.Callback],
+        model: keras.Model,
+        *,
+        is_alone: bool = True,
+    ) -> None:
         self._callbacks = dict(named(callbacks))
         self._lost: dict[str, None] = {}
         for name, callback in self._callbacks.items():
@@ -46,7 +53,7 @@ class CallbackStates:
             for name, callback in self._callbacks.items()
             if not (_has_own(callback) or _is_ours(callback))
         }
-        self._changes = Changes(watched, model)
+        self._changes = Changes(watched, model, is_alone=is_alone)
         self._traced_values = TracedValues(self._changes, Touched.of(model))
 
     def _check(self, name: str, state: Any) -> None:

@@ -28,7 +28,7 @@ from keras_distplug.training import (
     plain_values,
     progress_bars,
 )
-from keras_distplug.training.callback_places import Owners, Path, Place
+from keras_distplug.training.callback_places import Attribute, Owners, Path, Place
 
 _MODEL = "<model>"  # the name of attributes that callbacks set on the model
 _GENERATOR = "__generator__"
@@ -87,11 +87,17 @@ class Changes:
     Args:
         callbacks: By name, after their `on_train_begin`.
         model: The model in training, whose variables are not a callback's.
+        is_alone: Whether no other worker has another copy of what the model keeps in Python.
     """
 
     def __init__(
-        self, callbacks: Mapping[str, keras.callbacks.Callback], model: keras.Model
+        self,
+        callbacks: Mapping[str, keras.callbacks.Callback],
+        model: keras.Model,
+        *,
+        is_alone: bool = True,
     ) -> None:
+        self._is_alone = is_alone
         self._callbacks = callbacks
         self._model = model
         self._names = [*callbacks, _MODEL]
@@ -291,7 +297,10 @@ class Changes:
     def _places(self, name: str, owners: Owners) -> list[Place]:
         if name == _MODEL:
             return callback_places.places_set_on(
-                self._model, list(self._callbacks.values()), owners
+                self._model,
+                list(self._callbacks.values()),
+                owners,
+                by_itself=self._is_alone,
             )
         callback = self._callbacks[name]
         others = [each for each in self._callbacks.values() if each is not callback]
@@ -334,11 +343,14 @@ class Changes:
 
     @contextlib.contextmanager
     def with_small_values(self, values: SmallValues) -> Iterator[None]:
-        """Replaces those of `small_values` that are in `values`, for a while."""
+        """Replaces `small_values` by `values`, for a while; nothing if these are empty."""
         with contextlib.ExitStack() as undo:
             for key, place, text in self._small_places():
                 if values.get(key, text) != text:
                     undo.callback(_exchange(place, text, values[key]))
+                elif values and key not in values and isinstance(place.put, Attribute):
+                    place.put.delete()  # it was made later
+                    undo.callback(place.put, place.value)
             yield
 
     def _small_places(self) -> Iterator[tuple[tuple[str, Path], Place, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +31,8 @@ class Noting(keras.layers.Layer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[list[int]] = []
+        # No state of the layer, which a resumed run would get back.
+        self.seen: Any = collections.UserList()
 
     def call(self, x: Any, training: bool = False) -> Any:
         if not training:

@@ -226,6 +226,7 @@ def test_kernel(tmp_path: Path) -> None:
 def test_joblib(tmp_path: Path) -> None:
     """Trainings of joblib's workers, each with a folder of its own."""
     joblib = pytest.importorskip("joblib", reason="pip install joblib")
+    loky = pytest.importorskip("joblib.externals.loky")
     script = tmp_path / "train_pooled.py"
     script.write_text(SCRIPT)
     sys.path.insert(0, str(tmp_path))
@@ -237,6 +238,7 @@ def test_joblib(tmp_path: Path) -> None:
             [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
         )
         found = joblib.Parallel(n_jobs=2)(joblib.delayed(train_pooled.train)(f) for f in folders)
+        loky.get_reusable_executor().shutdown(wait=True)  # new processes, which have finished none
         again = joblib.Parallel(n_jobs=2)(joblib.delayed(train_pooled.train)(f) for f in folders)
     finally:
         sys.path.remove(str(tmp_path))
