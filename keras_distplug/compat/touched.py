@@ -157,20 +157,27 @@ class Touched:
                 with tf.device(handle.device):
                     tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
-    def noting(self, name: str, step: OnData, has_twins: Callable[[], bool]) -> OnData:
+    def noting(
+        self,
+        name: str,
+        step: OnData,
+        has_twins: Callable[[], bool],
+        is_eager: Callable[[], bool] = lambda: False,
+    ) -> OnData:
         """Returns `step`, whose traces are noted.
 
         Args:
             name: Of the step, the same in another process.
             step: Which computes with a batch.
             has_twins: Whether its random ops are replaced by those of `random_ops`.
+            is_eager: Whether it runs eagerly in `fit`, and not only where somebody looks into it.
         """
 
         self.steps[name] = step
 
         def noted(data: Any) -> Any:
             if tf.executing_eagerly():
-                return self._run_eagerly(name, step, data)
+                return self._run_eagerly(name, step, data) if is_eager() else step(data)
             twins = random_ops.counted(self.draws, name, data) if has_twins() else nullcontext()
             traced = self._traced.setdefault(name, _Traced())
 

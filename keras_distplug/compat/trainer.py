@@ -140,7 +140,9 @@ def _adapt_steps(model: keras.Model) -> None:
         step = getattr(model, name)
         if str(getattr(step, "__module__", "")).startswith("keras_distplug."):
             continue
-        noted = Touched.of(model).noting(name, step, lambda: _has_twins(model))
+        noted = Touched.of(model).noting(
+            name, step, lambda: _has_twins(model), lambda: bool(model.run_eagerly)
+        )
         override(model, name, noted)
         if is_single and name == "train_step":
             override(model, name, steps.only_with_data(model))
