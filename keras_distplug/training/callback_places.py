@@ -68,6 +68,11 @@ class Attribute:
     def __call__(self, value: Any) -> None:
         self.assign(self.owner, self.name, value)
 
+    @property
+    def has_default(self) -> bool:
+        """Whether its class has one of that name, which is read when it is taken away."""
+        return hasattr(type(self.owner), self.name)
+
     def delete(self) -> None:
         delattr(self.owner, self.name)
 

@@ -8,7 +8,6 @@ import functools
 import io
 import json
 import math
-import pickle
 import queue
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -348,10 +347,20 @@ class Changes:
             for key, place, text in self._small_places():
                 if values.get(key, text) != text:
                     undo.callback(_exchange(place, text, values[key]))
-                elif values and key not in values and isinstance(place.put, Attribute):
-                    place.put.delete()  # it was made later
+                elif (
+                    values
+                    and self._is_newer(key, values)
+                    and isinstance(place.put, Attribute)
+                    and place.put.has_default  # `n += 1` hides the `n` of the class since then
+                ):
+                    place.put.delete()
                     undo.callback(place.put, place.value)
             yield
+
+    def _is_newer(self, key: tuple[str, Path], values: SmallValues) -> bool:
+        """Returns whether a value was made after training started and `values` were taken."""
+        name, path = key
+        return key not in values and path not in self._starts[name]
 
     def _small_places(self) -> Iterator[tuple[tuple[str, Path], Place, str]]:
         for name in self._names:
@@ -413,10 +422,12 @@ def _mark(value: Any) -> Any:
         return [id(each) for each in list(value.queue)]
     if isinstance(value, list | dict | set | tuple | collections.deque):
         return len(value)
-    if type(value).__module__.split(".")[0] in ("pandas", "polars"):
+    if type(value).__module__.split(".")[0] == "pandas":
         shape = getattr(value, "shape", ())
-        is_small = math.prod(shape) <= _FEW_CELLS
-        return xxhash.xxh3_64_intdigest(pickle.dumps(value)) if is_small else shape
+        with contextlib.suppress(Exception):  # an odd index, or entries that raise when shown
+            if math.prod(shape) <= _FEW_CELLS:
+                return xxhash.xxh3_64_intdigest(repr(value.to_dict()))
+        return shape
     return None
 
 

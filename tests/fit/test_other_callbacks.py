@@ -782,7 +782,7 @@ class Frames(Callback):
         self.frame, self.same = frame, frame.copy()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.frame.loc[epoch] = logs["loss"]
+        self.frame.loc[epoch + 1] = [logs["loss"], threading.Lock()]
 
 
 def test_what_changes_in_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -796,7 +796,7 @@ def test_what_changes_in_place(tmp_path: Path, caplog: pytest.LogCaptureFixture)
 
 
 def test_tables(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    frame = pytest.importorskip("pandas").DataFrame({"loss": [0.5]})
+    frame = pytest.importorskip("pandas").DataFrame({"loss": [0.5], "odd": [lambda: None]})
     fit(lambda f: [Frames(frame)], tmp_path, backup(tmp_path / "runs"))
     [line] = {each for each in caplog.messages if "changed during training" in each}
     assert line.startswith("Frames.frame (DataFrame) changed")

@@ -37,6 +37,21 @@ class Weighted(keras.Model):
         return super().compute_loss(*args, **more) * self.beta * self.betas[1]
 
 
+class Shortening(keras.Model):
+    """Its step reads an attribute that is too long to be kept at first, and short later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.long = keras.layers.Dense(1), list(range(5000))
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def compute_loss(self, *args: Any, **more: Any) -> Any:
+        assert self.long
+        return super().compute_loss(*args, **more)
+
+
 class Loss(keras.Loss):
     """Has a weight, which it takes from anywhere."""
 
@@ -172,7 +187,17 @@ def compiled_anew() -> tuple[keras.Model, Hook]:
     return changing(change)
 
 
+def of_long_list() -> tuple[keras.Model, Hook]:
+    def change(model: Any, value: float) -> None:
+        model.long = [0] if value > 0.3 else list(range(5000))
+
+    model = Shortening()
+    model.compile("adam", "mse")
+    return model, Hook(change)
+
+
 SCRIPTS = {
+    "of a long list": of_long_list,
     "of the model": of_model,
     "of a list": of_list,
     "of a layer": of_layer,
