@@ -25,6 +25,7 @@ VARIABLE = [
     (r"step-\d{8}: resuming at epoch \d+/20, (batch \d+, )?step \d+", "CHECKPOINT"),
     (r"at least \d+ steps", "STEPS"),
     (r"loss: \d\.\d{4}", "LOSS"),
+    (r"Epoch \d+/20", "EPOCH"),
 ]
 
 
@@ -72,14 +73,23 @@ def started(folder: Path, killed_at: str | None = None) -> str:
     return "".join(printed)
 
 
+def losses(printed: str) -> dict[str, str]:
+    """Returns the loss of every epoch that ended, by the epoch's number."""
+    return dict(re.findall(r"^Epoch (\d+)/20\n.* loss: (\S+)$", printed, re.MULTILINE))
+
+
 def test_what_it_prints(tmp_path: Path) -> None:
-    """Both starts print what the page shows, and the interrupted epoch ends with the same loss."""
-    (tmp_path / "train.py").write_text(block("python"))
-    starts = [started(tmp_path, killed_at="Epoch 12/20"), started(tmp_path)]
-    losses = [re.search(r"Epoch 11/20\n.*loss: (\S+)", each) for each in starts]
-    assert losses[0] is not None
-    assert losses[1] is not None
-    assert losses[0][1] == losses[1][1]
+    """Both starts print what the page shows, with the losses of a run that nothing interrupts."""
+    runs = [tmp_path / "interrupted", tmp_path / "whole"]
+    for folder in runs:
+        folder.mkdir()
+        (folder / "train.py").write_text(block("python"))
+    starts = [started(runs[0], killed_at="Epoch 12/20"), started(runs[0])]
+    expected = losses(started(runs[1]))
+    assert list(expected) == [str(epoch) for epoch in range(1, 21)]
+    assert set(expected) == {epoch for start in starts for epoch in losses(start)}
+    for start in starts:
+        assert losses(start).items() <= expected.items()
 
     _, first, second = block("console").split("$ python train.py\n")
     shown = first.removeprefix("...\n").removesuffix("Killed\n")
