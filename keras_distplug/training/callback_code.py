@@ -19,6 +19,7 @@ _CLOCKS = frozenset(
 _TIMES = _CLOCKS | {"time", "time_ns", "now", "utcnow"}
 _STORES = frozenset({"STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL", "STORE_NAME"})
 _EPOCH_HOOKS = frozenset({"on_epoch_begin", "on_train_begin"})
+_BEFORE_TRAINING = frozenset({"__init__", "on_train_begin", "set_model", "set_params"})
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,16 @@ class Code:
         clocks: Names that hold what a clock of this process has said.
         made_in_epochs: Attributes that are made when an epoch begins.
         stops_by_clock: Whether a function asks for the time and stops training.
+        changed: Names that are assigned while a model is trained.
+        made: Those that nothing assigns before, nor when an epoch begins.
         stored: For every function, the names of what it assigns.
     """
 
     clocks: frozenset[str]
     made_in_epochs: frozenset[str]
     stops_by_clock: bool
+    changed: frozenset[str]
+    made: frozenset[str]
     stored: tuple[frozenset[str], ...]
 
     def flags_beside(self, names: Collection[str]) -> frozenset[str]:
@@ -43,14 +48,22 @@ class Code:
         return frozenset().union(*beside)
 
 
-def of(callback: keras.callbacks.Callback) -> Code:
-    """Returns what the code of a callback says."""
+def of(callback: keras.callbacks.Callback | keras.Model) -> Code:
+    """Returns what the code of a callback, or of a model, says."""
     functions = list(callback_places.functions_of(callback))
+
+    def assigned(names: frozenset[str], *, is_in: bool) -> frozenset[str]:
+        of_these = [each for each in functions if (each.__name__ in names) == is_in]
+        return frozenset().union(*map(_assigned, of_these))
+
+    changed = assigned(_BEFORE_TRAINING, is_in=False) - assigned(
+        frozenset({"on_train_begin"}), is_in=True
+    )
     return Code(
         clocks=frozenset().union(*map(_readings, functions)),
-        made_in_epochs=frozenset().union(
-            *(_assigned(each) for each in functions if each.__name__ in _EPOCH_HOOKS)
-        ),
+        made_in_epochs=assigned(_EPOCH_HOOKS, is_in=True),
+        changed=changed,
+        made=changed - assigned(_BEFORE_TRAINING | _EPOCH_HOOKS, is_in=True),
         stops_by_clock=any(
             "stop_training" in names and not _TIMES.isdisjoint(_called(function))
             for function in functions

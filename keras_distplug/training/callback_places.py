@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import dataclasses
 import datetime
 import dis
 import enum
@@ -21,7 +22,7 @@ import sys
 import sysconfig
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -33,7 +34,6 @@ from keras_distplug.compat import model as compat_model
 from keras_distplug.training import object_states
 
 Path = tuple[str, ...]
-Owners = dict[Path, Callable[[str, Any], None]]
 
 _MOST_OBJECTS = 20_000
 _INSTALLED = tuple(
@@ -47,7 +47,7 @@ _OF_EVERY_CALLBACK = frozenset(vars(keras.callbacks.Callback()))
 _OF_EVERY_PART = frozenset({"built", "name", "trainable", "dtype_policy"})
 _NUMBERS_AND_TEXT = frozenset({bool, int, float, str, type(None)})
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-_CONTAINERS = (list, dict, set, collections.deque, np.ndarray)
+CONTAINERS = (list, dict, set, collections.deque, np.ndarray)
 _NO_STATE = (types.ModuleType, types.BuiltinFunctionType, np.ufunc)
 
 
@@ -78,6 +78,23 @@ class Attribute:
 
 
 @dataclass(frozen=True)
+class Owners:
+    """Objects and containers on the way to values.
+
+    Args:
+        setters: By path, what sets an attribute or entry.
+        objects: By `id`, the path of an object, and it.
+    """
+
+    setters: dict[Path, Callable[[str, Any], None]] = field(default_factory=dict)
+    objects: dict[int, tuple[Path, Any]] = field(default_factory=dict)
+
+    def at(self, path: Path) -> Any:
+        """Returns the object with a path; None without one."""
+        return next((each for there, each in self.objects.values() if there == path), None)
+
+
+@dataclass(frozen=True)
 class Place:
     """A value that a callback can reach.
 
@@ -86,12 +103,14 @@ class Place:
         value: The value.
         put: Replaces it.
         is_global: Whether a global variable leads to it.
+        same_as: The path of the object that it is, of one that has a path already.
     """
 
     path: Path
     value: Any
     put: Callable[[Any], None]
     is_global: bool
+    same_as: Path | None = None
 
     @property
     def title(self) -> str:
@@ -105,22 +124,25 @@ def title_of(path: Path) -> str:
 
 
 def places_of(
-    callback: keras.callbacks.Callback, closed: Sequence[Any], owners: Owners | None = None
+    callback: keras.callbacks.Callback, closed: Sequence[Any], owners: Owners, at_start: Owners
 ) -> list[Place]:
     """Returns the values that `callback` can reach.
 
     Args:
         callback: The callback. Attributes that Keras' own classes set are skipped.
         closed: Objects that are not looked into.
-        owners: Gets, by path, what sets an attribute or entry of the object there.
+        owners: Gets what leads to them.
+        at_start: What led to them when training started; objects keep the path of then.
     """
-    return list(_Walk(closed, {} if owners is None else owners).through(callback))
+    walk = _Walk(closed, owners, at_start)
+    return [*walk.through(callback), *walk.postponed()]
 
 
 def places_set_on(
     model: keras.Model,
     callbacks: Sequence[keras.callbacks.Callback],
     owners: Owners,
+    at_start: Owners,
     *,
     by_itself: bool,
 ) -> list[Place]:
@@ -131,6 +153,7 @@ def places_set_on(
         model: The model. Attributes that Keras sets itself are skipped.
         callbacks: The callbacks.
         owners: As for `places_of`.
+        at_start: As for `places_of`.
         by_itself: Whether to include what their own code sets.
     """
     by_callbacks = _attributes_set_in(callbacks)
@@ -139,14 +162,14 @@ def places_set_on(
         parts["layers", place] = layer
     for number, metric in enumerate(compat_model.metrics_of(model)):
         parts["metrics", str(number)] = metric
-    walk = _Walk([*parts.values(), *callbacks], owners)
+    walk = _Walk([*parts.values(), *callbacks], owners, at_start)
     found = []
     for path, owner in parts.items():
         if isinstance(owner, _FUNCTIONS) and by_itself:
             found += walk.from_function(path, owner)
         if not isinstance(owner, keras.Layer | keras.Metric | keras.Loss | keras.Optimizer):
             continue
-        owners[path] = functools.partial(setattr, owner)
+        owners.setters[path] = functools.partial(setattr, owner)
         of_keras = _set_by(tuple(filter(_is_of_library, type(owner).__mro__)))
         names = by_callbacks - (of_keras if owner is model else _OF_EVERY_PART)
         if by_itself and is_of_script(type(owner)):
@@ -155,7 +178,7 @@ def places_set_on(
         for name, value in _attributes(owner) if names else ():
             if name in names and not _has_variables(value):
                 found += walk.from_value((*path, name), value, Attribute(owner, name))
-    return found
+    return [*found, *walk.postponed()]
 
 
 def _has_variables(value: Any) -> bool:
@@ -202,10 +225,12 @@ def variables_of(value: Any) -> list[Any] | None:
 
 
 class _Walk:
-    def __init__(self, closed: Sequence[Any], owners: Owners) -> None:
+    def __init__(self, closed: Sequence[Any], owners: Owners, at_start: Owners) -> None:
         self._seen: dict[int, Any] = {id(each): each for each in closed}  # kept, so ids stay
         self._callbacks = [each for each in closed if isinstance(each, keras.callbacks.Callback)]
         self._owners = owners
+        self._at_start = at_start
+        self._postponed: list[Place] = []  # objects with a path of their own, if that leads there
 
     def through(self, callback: keras.callbacks.Callback) -> Iterator[Place]:
         self._seen[id(callback)] = callback
@@ -217,6 +242,18 @@ class _Walk:
 
     def from_value(self, path: Path, value: Any, put: Callable[[Any], None]) -> list[Place]:
         return self._value(path, value, put)
+
+    def postponed(self) -> list[Place]:
+        """What is in objects that were met away from their path of the start."""
+        found = []
+        postponed, self._postponed = self._postponed, []
+        for each in postponed:
+            if id(each.value) in self._owners.objects:
+                path, _ = self._owners.objects[id(each.value)]
+                found.append(dataclasses.replace(each, same_as=path))
+            elif self._is_new(each.value):
+                found += self._object(each.value, each.path, frozenset(), is_global=each.is_global)
+        return [*found, *(self.postponed() if self._postponed else ())]
 
     def from_function(self, path: Path, function: Any) -> list[Place]:
         return list(self._function(function, path))
@@ -274,7 +311,10 @@ class _Walk:
                 lasting = frozenset(keras_callbacks.attributes_of(value))
                 yield from self._object(value, path, _set_by_library(type(value)) - lasting)
         elif _is_object(value):
-            if self._is_new(value):
+            known, _ = self._at_start.objects.get(id(value), (path, None))
+            if id(value) in self._owners.objects or known != path:
+                self._postponed.append(Place(path, value, put, is_global))
+            elif self._is_new(value):
                 yield from self._object(value, path, frozenset(), is_global=is_global)
         elif _has_objects(value):
             if self._is_new(value):
@@ -288,7 +328,8 @@ class _Walk:
         def put(name: str, value: Any) -> None:
             object.__setattr__(owner, name, value)
 
-        self._owners[path] = put
+        self._owners.setters[path] = put
+        self._owners.objects[id(owner)] = (path, owner)
         for name, value in _attributes(owner):
             if not name.startswith("__"):
                 put_one = Attribute(owner, name, object.__setattr__)
@@ -302,7 +343,7 @@ class _Walk:
     def _class(self, kind: type, path: Path) -> Iterator[Place]:
         if not self._is_new(kind):
             return
-        self._owners[path] = functools.partial(setattr, kind)
+        self._owners.setters[path] = functools.partial(setattr, kind)
         for name, value in list(vars(kind).items()):
             value = value.__func__ if isinstance(value, staticmethod | classmethod) else value
             value = value.fget if isinstance(value, property) else value
@@ -313,7 +354,7 @@ class _Walk:
 
     def _entries(self, value: Any, path: Path, *, is_global: bool) -> Iterator[Place]:
         keys: Any = list(value) if isinstance(value, dict) else range(len(value))
-        self._owners[path] = lambda name, each: _set_entry(value, json.loads(name), each)
+        self._owners.setters[path] = lambda name, each: _set_entry(value, json.loads(name), each)
         for key in keys:
             if type(key) in (str, int):
                 put = functools.partial(_set_entry, value, key)
@@ -358,7 +399,7 @@ class _Walk:
                     yield from self._class(value, (*entry, f"<class {name}>"))
             elif isinstance(value, types.ModuleType):
                 yield from self._module(value, entry, function)
-            elif name in assigned or isinstance(value, _CONTAINERS) or _leads_on(value):
+            elif name in assigned or isinstance(value, CONTAINERS) or _leads_on(value):
                 put = functools.partial(named.__setitem__, name)
                 yield from self._value(entry, value, put, is_global=True)
 
@@ -470,7 +511,7 @@ def _is_looked_into(value: Any) -> bool:
     """Returns whether an entry keeps its container from being saved as a whole."""
     if isinstance(value, keras.Variable | tf.Variable | tf.Tensor | np.ndarray | np.generic):
         return False
-    known = (*_CONTAINERS, tuple, frozenset, bytes, complex, pathlib.PurePath, enum.Enum)
+    known = (*CONTAINERS, tuple, frozenset, bytes, complex, pathlib.PurePath, enum.Enum)
     times = (datetime.datetime, datetime.timedelta)
     return type(value) not in _NUMBERS_AND_TEXT and not isinstance(value, (*known, *times))
 

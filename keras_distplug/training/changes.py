@@ -23,15 +23,18 @@ from keras_distplug.compat import model as compat_model
 from keras_distplug.training import (
     callback_code,
     callback_places,
+    first_starts,
     object_states,
     plain_values,
     progress_bars,
 )
 from keras_distplug.training.callback_places import Attribute, Owners, Path, Place
+from keras_distplug.training.first_starts import Start
 
 _MODEL = "<model>"  # the name of attributes that callbacks set on the model
 _GENERATOR = "__generator__"
 _DELETED = "__deleted__"
+_SAME = "__same__"  # as what has another path
 _FEW_CELLS = 100_000  # of a table that is read as a whole
 _SMALL = 4096  # characters of a value that is kept as text
 
@@ -53,23 +56,6 @@ class _Value:
     digest: Any
     encoded: Any = None
     arrays: Mapping[str, np.ndarray] | None = None
-
-
-@dataclass(frozen=True)
-class _Start:
-    """A value when training started.
-
-    Args:
-        kind: As in `_Value`.
-        digest: As in `_Value`.
-        number: The object's `id`.
-        encoded: The value itself as JSON, of a small one without arrays.
-    """
-
-    kind: str
-    digest: Any
-    number: int
-    encoded: str | None
 
 
 class Changes:
@@ -103,13 +89,14 @@ class Changes:
         self._lost: dict[str, None] = {}
         self._note_known()
         self._code = {name: callback_code.of(each) for name, each in callbacks.items()}
-        self._owners: dict[str, frozenset[Path]] = {}
-        self._starts: dict[str, dict[Path, _Start]] = {}
+        self._owners = {name: Owners() for name in self._names}  # when training started
+        self._starts: dict[str, dict[Path, Start]] = {}
         for name in self._names:
-            owners: Owners = {}
+            owners = Owners()
             places = self._places(name, owners)
-            self._starts[name] = {place.path: self._start(place.value) for place in places}
-            self._owners[name] = frozenset(owners)
+            starts = {place.path: self._start(place.value) for place in places}
+            self._starts[name] = self._since_first(name, starts)
+            self._owners[name] = owners
 
     def unsound(self) -> list[str]:
         """Returns what of the callbacks a resumed run cannot restore, as known from their start."""
@@ -119,7 +106,7 @@ class Changes:
                 continue
             lines += [
                 f"{name}.{place.title}: the position of {what} cannot be saved"
-                for place in self._places(name, {})
+                for place in self._places(name, Owners())
                 if not place.is_global and (what := _positioned(place.value))
             ]
             if self._code[name].stops_by_clock:
@@ -164,10 +151,16 @@ class Changes:
         saved, lost = [], []
         starts = self._starts[name]
         code = self._code.get(name)
-        for place in self._places(name, {}):
+        places = self._places(name, Owners())
+        shared = self._shared(name, places)
+        for place in places:
             if self._is_models(place.value) or (code and place.path[-1] in code.clocks):
                 continue
             value, start = self._value(place.value), starts.get(place.path)
+            is_same = start is not None and start.number == id(place.value)
+            if not is_same and (path := shared.get(place.path)) is not None:
+                saved.append((place, _Value("plain", None, {_SAME: list(path)}), False))
+                continue
             if start is not None and start.digest == value.digest:
                 continue
             is_holder = value.kind in ("variables", "generator")
@@ -176,9 +169,30 @@ class Changes:
                 continue
             if place.path[:-1] and not self._is_there(name, place.path):
                 lost.append(place)  # a part of an object that was made during training
-            is_same = start is not None and start.number == id(place.value)
             saved.append((place, value, is_same))
         return saved, lost
+
+    def _shared(self, name: str, places: Sequence[Place]) -> dict[Path, Path]:
+        """Paths of what is the same object or container as what has another path, and that path."""
+        starts = self._starts[name]
+        there = {path for path, _ in self._owners[name].objects.values()}
+        shared = {
+            each.path: each.same_as
+            for each in places
+            if each.same_as is not None and each.same_as in there
+        }
+        first: dict[int, Path] = {}
+        kinds = (*callback_places.CONTAINERS, keras.Variable, tf.Variable)
+        containers = [each for each in places if isinstance(each.value, kinds)]
+        for each in containers:
+            start = starts.get(each.path)
+            if start is not None and start.number == id(each.value):
+                first.setdefault(id(each.value), each.path)
+        for each in containers:
+            path = first.setdefault(id(each.value), each.path)
+            if path != each.path:
+                shared[each.path] = path
+        return shared
 
     def _note_lost(self, name: str, lost: Sequence[Place]) -> frozenset[str]:
         """Keeps what cannot be saved for a report. Returns the names of flags set beside it."""
@@ -207,7 +221,7 @@ class Changes:
         """Returns whether the owner of a value was there at the start."""
         owner = path[:-1]
         is_variable = owner[-1] in ("<closure>", "<global>")
-        return path in self._starts[name] or owner in self._owners[name] or is_variable
+        return path in self._starts[name] or owner in self._owners[name].setters or is_variable
 
     def restore(
         self, states: Mapping[str, Sequence[Any]], arrays: Mapping[str, np.ndarray]
@@ -216,16 +230,24 @@ class Changes:
         self._note_known()
         missing = []
         for name in self._names:
-            owners: Owners = {}
-            places = {place.path: place for place in self._places(name, owners)}
-            for state in states.get(name, ()):
-                path = tuple(state["path"])
-                place = places.pop(path, None)
-                try:
-                    self._restore_one(name, state, place, owners, path, arrays)
-                except (LookupError, TypeError, ValueError, AttributeError):
-                    missing.append(f"{name}.{callback_places.title_of(path)}")
-            self._undo(name, places)
+            own = states.get(name, ())
+            is_shared = [_is_shared(state["value"]) for state in own]
+            # What refers to others comes last, when these are what they were.
+            for refers in (False, True)[: 1 + any(is_shared)]:
+                owners = Owners()
+                places = {place.path: place for place in self._places(name, owners)}
+                for state, refers_too in zip(own, is_shared, strict=True):
+                    path = tuple(state["path"])
+                    place = places.get(path)
+                    if refers_too != refers:
+                        continue
+                    try:
+                        self._restore_one(name, state, place, owners, path, arrays)
+                    except (LookupError, TypeError, ValueError, AttributeError):
+                        missing.append(f"{name}.{callback_places.title_of(path)}")
+                if not refers:
+                    saved = {tuple(state["path"]) for state in own}
+                    self._undo(name, {k: v for k, v in places.items() if k not in saved})
         return missing
 
     def _restore_one(
@@ -242,12 +264,21 @@ class Changes:
             if place is not None:
                 delattr(self._callbacks[name], path[0])
             return
+        if _is_shared(encoded):
+            value = self._at(name, tuple(encoded[_SAME]), owners)
+            put = (
+                functools.partial(owners.setters[path[:-1]], path[-1])
+                if place is None
+                else place.put
+            )
+            put(value)
+            return
         key = state["key"]
         own = {k.removeprefix(key): v for k, v in arrays.items() if k.startswith(key)}
         if place is None:
             if progress_bars.is_position(encoded):
                 return  # a bar that is made later starts at zero
-            owners[path[:-1]](path[-1], plain_values.decode(encoded, own))
+            owners.setters[path[:-1]](path[-1], plain_values.decode(encoded, own))
         elif progress_bars.is_position(encoded):
             if progress_bars.is_bar(place.value):
                 progress_bars.seek(place.value, encoded)
@@ -284,6 +315,9 @@ class Changes:
         start."""
         for path, place in places.items():
             start = self._starts[name].get(path)
+            if start is first_starts.ABSENT and isinstance(place.put, Attribute):
+                place.put.delete()
+                continue
             if start is None or start.encoded is None:
                 continue
             code = self._code.get(name)
@@ -293,17 +327,28 @@ class Changes:
                 with contextlib.suppress(LookupError):
                     self._put(place, value, is_same=id(place.value) == start.number)
 
+    def _at(self, name: str, path: Path, owners: Owners) -> Any:
+        """The object or container with a path."""
+        if (found := owners.at(path)) is not None:
+            return found
+        for place in self._places(name, Owners()):
+            if place.path == path:
+                return place.value
+        raise LookupError(path)
+
     def _places(self, name: str, owners: Owners) -> list[Place]:
+        at_start = self._owners[name]
         if name == _MODEL:
             return callback_places.places_set_on(
                 self._model,
                 list(self._callbacks.values()),
                 owners,
+                at_start,
                 by_itself=self._is_alone,
             )
         callback = self._callbacks[name]
         others = [each for each in self._callbacks.values() if each is not callback]
-        return callback_places.places_of(callback, [self._model, *others], owners)
+        return callback_places.places_of(callback, [self._model, *others], owners, at_start)
 
     def _note_known(self) -> None:
         self._known = {id(each) for each in compat_model.all_variables(self._model)}
@@ -323,9 +368,26 @@ class Changes:
             return None
         return [each for each in variables if id(each) not in self._known]
 
-    def _start(self, value: Any) -> _Start:
+    def _start(self, value: Any) -> Start:
         now = self._value(value)
-        return _Start(now.kind, now.digest, id(value), _text(now))
+        is_container = isinstance(value, callback_places.CONTAINERS)
+        return Start(now.kind, now.digest, id(value), _text(now), is_container)
+
+    def _since_first(self, name: str, starts: Mapping[Path, Start]) -> dict[Path, Start]:
+        """Replaces what an earlier `fit` of this process has changed by what that started with."""
+        if name == _MODEL:
+            codes = [*self._code.values(), callback_code.of(self._model)]
+            changed = frozenset().union(*(each.changed for each in codes))
+            return first_starts.since_first(
+                self._model, starts, lambda path: path[-1] in changed, lambda path: False
+            )
+        code = self._code[name]
+        return first_starts.since_first(
+            self._callbacks[name],
+            starts,
+            lambda path: len(path) > 1 or path[0] in code.changed,
+            lambda path: len(path) == 1 and path[0] in code.made,
+        )
 
     def small_values(self) -> SmallValues:
         """Returns the numbers, text and short lists of these that callbacks can change."""
@@ -365,7 +427,7 @@ class Changes:
     def _small_places(self) -> Iterator[tuple[tuple[str, Path], Place, str]]:
         for name in self._names:
             code = self._code.get(name)
-            for place in self._places(name, {}):
+            for place in self._places(name, Owners()):
                 is_clock = code is not None and place.path[-1] in code.clocks
                 if not is_clock and (text := _text(self._value(place.value))) is not None:
                     yield (name, place.path), place, text
@@ -393,6 +455,10 @@ class Changes:
         if variables is not None:
             return "variables", encoder.encode(variables, "")
         return "plain", encoder.encode(value, "")
+
+
+def _is_shared(encoded: Any) -> bool:
+    return isinstance(encoded, dict) and _SAME in encoded
 
 
 def _text(value: _Value) -> str | None:

@@ -560,7 +560,36 @@ def scheduled() -> list[Callback]:
     return [keras.callbacks.LearningRateScheduler(schedule)]
 
 
+class Phased(Callback):
+    """Has attributes that come to refer to what other ones refer to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase: Any = None
+        self.phases = [Meter(), Meter()]
+        self.current: list[float] = []
+        self.best: Any = None
+        self.array, self.chosen = np.zeros(2), np.ones(2)
+        self.first = self.again = {"n": 0}
+        self.batches = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.batches += 1
+        if self.batches % 5 == 1:
+            self.phase = self.phases[self.batches // 5 % 2]
+            self.best, self.chosen = self.current, self.array
+            self.again = self.first if self.batches % 2 else dict(self.first)
+        self.phase.total += 1
+        self.current.append(1.0)
+        self.array += 1
+        self.again["n"] += 1
+        meters = self.phases[0].total + 10 * self.phases[1].total
+        others = len(self.best) + self.chosen.sum() + self.first["n"]
+        set_rate(self.model, 1e-4 * (meters + float(others)))
+
+
 OTHERS: dict[str, Make] = {
+    "references": lambda folder: [Phased()],
     "slots": lambda folder: [Slotted()],
     "class attribute": lambda folder: [OfClass()],
     "objects": lambda folder: [WithMeters()],
@@ -859,3 +888,49 @@ def test_what_is_hard_to_look_at(tmp_path: Path) -> None:
     finally:
         callback.over.set()
     assert callback.seen
+
+
+class Waits(Callback):
+    """Changes the loss by what it has counted since the loss improved last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wait, self.seen, self.patience = 0, [], 2
+        self.meter = Meter()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.wait += 1
+        self.seen.append(self.wait)
+        self.meter.total = 0 if self.wait == 1 else self.meter.total + 1
+        if self.wait > self.patience:
+            self.wait = 0
+            self.seen.clear()
+            if hasattr(self, "rises"):
+                self.rises += 1
+            elif batch:
+                self.rises = 1
+        rate = 0.01 * (1 + self.wait + len(self.seen) + self.meter.total)
+        set_rate(self.model, rate + getattr(self, "rises", 0))
+
+
+@pytest.mark.parametrize("at", [(0, 3), (1, 0)])
+def test_retried_in_one_process(at: tuple[int, int], tmp_path: Path) -> None:
+    """What a callback holds from training that failed is not the start of the next attempt."""
+
+    def fit(directory: Path, waits: Waits, model: keras.Model, *callbacks: Callback) -> Any:
+        # Three batches for every checkpoint: `waits` is then as in the beginning.
+        backups = kd.BackupAndRestore(directory, save_freq=3, on_busy="wait")
+        model.fit(
+            *(small.X, small.Y),
+            batch_size=8,
+            epochs=EPOCHS,
+            verbose=0,
+            callbacks=[waits, backups, *callbacks],
+        )
+        return small.state(model)
+
+    waits, model = Waits(), small.model()
+    with pytest.raises(small.Interrupted):
+        fit(tmp_path / "a", waits, model, small.Stop(*at))
+    expected = fit(tmp_path / "b", Waits(), small.model())
+    assert fit(tmp_path / "a", waits, model) == expected

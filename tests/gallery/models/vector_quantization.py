@@ -11,6 +11,8 @@ import keras_distplug as kd
 
 folder = Path(sys.argv[1])
 keras.utils.set_random_seed(1)
+# With these, 1 of 24 runs of plain Keras reports a total loss that differs in its last bit.
+tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 
 
 class VectorQuantizer(keras.layers.Layer):
