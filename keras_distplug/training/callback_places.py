@@ -21,7 +21,7 @@ import site
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,7 @@ from keras_distplug.training import object_states
 Path = tuple[str, ...]
 
 _MOST_OBJECTS = 20_000
+_MOST_BEHIND = 2_000  # objects that one of the script's leads to, which may be its samples
 _INSTALLED = tuple(
     {
         *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
@@ -138,6 +139,18 @@ def places_of(
     return [*walk.through(callback), *walk.postponed()]
 
 
+def places_behind(roots: Mapping[str, Any], owners: Owners) -> list[Place]:
+    """Returns the values that objects and functions of the script can reach, as for a callback.
+
+    Args:
+        roots: The objects and functions, by the first part of their paths.
+        owners: As for `places_of`.
+    """
+    walk = _Walk([], owners, Owners(), most_objects=_MOST_BEHIND)
+    found = [place for name, root in roots.items() for place in walk.from_root((name,), root)]
+    return [*found, *walk.postponed()]
+
+
 def places_set_on(
     model: keras.Model,
     callbacks: Sequence[keras.callbacks.Callback],
@@ -225,7 +238,14 @@ def variables_of(value: Any) -> list[Any] | None:
 
 
 class _Walk:
-    def __init__(self, closed: Sequence[Any], owners: Owners, at_start: Owners) -> None:
+    def __init__(
+        self,
+        closed: Sequence[Any],
+        owners: Owners,
+        at_start: Owners,
+        most_objects: int = _MOST_OBJECTS,
+    ) -> None:
+        self._most_objects = most_objects
         self._seen: dict[int, Any] = {id(each): each for each in closed}  # kept, so ids stay
         self._callbacks = [each for each in closed if isinstance(each, keras.callbacks.Callback)]
         self._owners = owners
@@ -255,6 +275,13 @@ class _Walk:
                 found += self._object(each.value, each.path, frozenset(), is_global=each.is_global)
         return [*found, *(self.postponed() if self._postponed else ())]
 
+    def from_root(self, path: Path, root: Any) -> list[Place]:
+        if not self._is_new(root):
+            return []
+        if isinstance(root, _FUNCTIONS):
+            return list(self._function(root, path))
+        return list(self._object(root, path, frozenset()))
+
     def from_function(self, path: Path, function: Any) -> list[Place]:
         return list(self._function(function, path))
 
@@ -267,7 +294,7 @@ class _Walk:
         ]
 
     def _is_new(self, value: Any) -> bool:
-        if id(value) in self._seen or len(self._seen) > _MOST_OBJECTS:
+        if id(value) in self._seen or len(self._seen) > self._most_objects:
             return False
         self._seen[id(value)] = value
         return True
@@ -373,7 +400,7 @@ class _Walk:
             yield from self._enclosed(value, path)
             defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
             for number, each in enumerate(defaults):
-                if isinstance(each, list | dict | set):
+                if isinstance(each, list | dict | set) or _leads_on(each):
                     yield from self._value((*path, "<defaults>", str(number)), each, _refuse)
             for name, each in vars(value).items():
                 put = functools.partial(setattr, value, name)

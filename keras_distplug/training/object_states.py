@@ -75,6 +75,10 @@ class Attributes:
             if made is not there:
                 setattr(self._owner, name, made)
 
+    def names(self) -> set[str]:
+        """Names of those, and of the attributes that are not its own."""
+        return {name for name, _ in self._own()} | self._others
+
     def generators(self) -> list[Any]:
         """The states of those that are random generators."""
         return [encode(value) for _, value in self._own() if is_generator(value)]

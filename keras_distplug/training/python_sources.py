@@ -14,16 +14,20 @@ from keras_distplug.compat import data as compat_data
 from keras_distplug.core.log import announce
 from keras_distplug.training import random_states
 from keras_distplug.training.object_states import Attributes
+from keras_distplug.training.reached_state import Reached
 from keras_distplug.training.sources import elements
 
+_DATASET = "dataset"
+_LOOKED_AT = 2  # batches of a pass that are watched for what they draw and change
 _HELD = 32  # first batches of a generator, for passes that only look at them
 
 
 class PyData:
     """A `keras.utils.PyDataset` of global batches.
 
-    Its attributes and the global generators of Python and NumPy are part of the position. If
-    making a batch draws random numbers, resuming makes the earlier batches of the pass again.
+    Its attributes, what they lead to, and the global generators of Python and NumPy are part of
+    the position. If making a batch draws random numbers, or changes any of these, resuming makes
+    the earlier batches of the pass again.
 
     Args:
         dataset: The user's.
@@ -57,9 +61,15 @@ class PyData:
             name for name in hooks if getattr(type(dataset), name) is not getattr(stock, name)
         ]
         self._attributes = Attributes(dataset, vars(stock()), only_generators=not self._hooks)
+        self._reached = Reached(
+            dataset,
+            {_DATASET: dataset},
+            lambda: {(_DATASET, name) for name in self._attributes.names()},
+        )
         self._generators = _Generators(self)
         self._told: set[str] = set()
         self._is_looked_at = False
+        self._is_watched = False  # whether a second batch was
         self._reader = compat_data.PyReader(self._rest(0, None), class_weight, signature)
         self.whole = self._counted(self._reader.whole, 0)
 
@@ -73,8 +83,8 @@ class PyData:
         return f"{type(self._given).__name__} makes the batches"
 
     @property
-    def variables(self) -> Sequence[Attributes | _Generators]:
-        return (self._attributes, self._generators)
+    def variables(self) -> Sequence[Attributes | _Generators | Reached]:
+        return (self._attributes, self._generators, self._reached)
 
     @property
     def why_not_on_workers(self) -> str:
@@ -108,11 +118,16 @@ class PyData:
     def _rest(self, start: int, order: Sequence[int] | None) -> _Rest:
         return _Rest(self._given, start, order, self._made)
 
-    def _made(self, make: Callable[[], Any]) -> Any:
-        """Makes the first batch of a pass, and notes whether that draws random numbers."""
-        before = self._drawn()
+    def _made(self, make: Callable[[], Any], *, is_first: bool) -> Any:
+        """Makes one of the first two batches of a pass, and notes whether that changes what later
+        ones depend on. The first one often opens files and the like, once."""
+        if not is_first and self._is_watched:
+            return make()
+        self._is_watched |= not is_first
+        drawn = self._drawn if is_first else self._state
+        before = drawn()
         batch = make()
-        if self._drawn() != before:
+        if drawn() != before:
             if not self.draws and self._given.workers > 1:
                 announce(
                     f"{type(self._given).__name__} draws random numbers in {self._given.workers} "
@@ -124,6 +139,9 @@ class PyData:
 
     def _drawn(self) -> Any:
         return random_states.capture_of_python(), self._attributes.generators()
+
+    def _state(self) -> Any:
+        return random_states.capture_of_python(), self._attributes.read(), self._reached.read()
 
     def _counted(self, dataset: tf.data.Dataset, start: int) -> tf.data.Dataset:
         if (count := self.num_batches) is None:
@@ -199,7 +217,7 @@ class _Rest(keras.utils.PyDataset):  # type: ignore[misc]
         given: The user's.
         start: Batches that are left out.
         order: Of all batches.
-        first: Makes the first one that is asked for, with a function that gives it.
+        made: Makes the first ones that are asked for, with a function that gives one.
     """
 
     def __init__(
@@ -207,7 +225,7 @@ class _Rest(keras.utils.PyDataset):  # type: ignore[misc]
         given: keras.utils.PyDataset,
         start: int,
         order: Sequence[int] | None,
-        first: Callable[[Callable[[], Any]], Any],
+        made: Callable[..., Any],
     ) -> None:
         super().__init__(
             workers=given.workers,
@@ -217,7 +235,8 @@ class _Rest(keras.utils.PyDataset):  # type: ignore[misc]
         self._given = given
         self._start = start
         self._order = order
-        self._first: Callable[[Callable[[], Any]], Any] | None = first
+        self._made: Callable[..., Any] | None = made
+        self._asked = 0
 
     @property
     def num_batches(self) -> int | None:
@@ -227,12 +246,14 @@ class _Rest(keras.utils.PyDataset):  # type: ignore[misc]
     def __getitem__(self, index: int) -> Any:
         place = self._start + index
         number = place if self._order is None else int(self._order[place])
-        first, self._first = self._first, None
-        return self._given[number] if first is None else first(lambda: self._given[number])
+        self._asked += 1
+        if self._made is None or self._asked > _LOOKED_AT:
+            return self._given[number]
+        return self._made(lambda: self._given[number], is_first=self._asked == 1)
 
     def __getstate__(self) -> dict[str, Any]:
         # A process of its own tells nobody what it has drawn.
-        return {**vars(self), "_first": None}
+        return {**vars(self), "_made": None}
 
 
 class Generator:

@@ -11,10 +11,12 @@ import tensorflow as tf
 from keras_distplug.compat import data as compat_data
 from keras_distplug.training import random_states
 from keras_distplug.training.object_states import Attributes
+from keras_distplug.training.reached_state import Reached
 from keras_distplug.training.sources import elements
 
 _MOST_PARTS = 1000
 _GLOBAL = "global"
+_REACHED = "reached"
 _PERSISTENT = (
     "workers of a torch DataLoader with persistent_workers=True continue their random numbers from "
     "epoch to epoch, and these are not restored. If the dataset draws random numbers, use "
@@ -143,8 +145,17 @@ class _State:
     """What decides which batches a loader gives next."""
 
     def __init__(self, loader: Any) -> None:
-        self._parts = {name: Attributes(part) for name, part in _parts(loader).items()}
-        self._parts["loader"] = Attributes(_Generator(loader))
+        parts = _parts(loader)
+        own = {name: Attributes(part) for name, part in parts.items()}
+        self._parts: dict[str, Attributes | Reached] = {
+            **own,
+            "loader": Attributes(_Generator(loader)),
+            _REACHED: Reached(
+                loader.dataset,
+                {**parts, "collate_fn": loader.collate_fn},
+                lambda: {(name, each) for name, part in own.items() for each in part.names()},
+            ),
+        }
         self._latest: dict[str, Any] = {}  # what was read last
         self._given: Mapping[str, Any] | None = None  # for the pass to continue
 
@@ -171,7 +182,8 @@ class _State:
     def restore(self, value: Mapping[str, Any]) -> None:
         """Puts back what `read` gave, except the global generators, which the process has."""
         for name, part in self._parts.items():
-            part.assign(value.get(name, {}))
+            if name in value:
+                part.assign(value[name])
 
 
 class _Generator:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import io
 import random
 from pathlib import Path
 from typing import Any
@@ -118,7 +120,77 @@ class NoisyAndShuffled(NoisyByItself, ShuffledByItself):
     pass
 
 
+class Augment:
+    __slots__ = ("calls", "rng")
+
+    def __init__(self) -> None:
+        self.rng, self.calls = np.random.default_rng(1), 0
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        self.calls += 1
+        return x + (self.rng.normal(size=x.shape) * self.calls).astype("float32")
+
+
+class Replay:
+    def __init__(self) -> None:
+        self.buffer: list[np.ndarray] = []
+        self.latest: collections.deque[float] = collections.deque(maxlen=3)
+
+    def mix(self, x: np.ndarray) -> np.ndarray:
+        self.buffer.append(x)
+        self.latest.append(float(x.mean()))
+        return sum(self.buffer) * np.float32(1 + sum(self.latest))
+
+
+replay = Replay()
+order = random.Random(2)
+generator = np.random.default_rng(4)
+steps = 0
+
+
+class Reaching(Data):
+    """Depends on objects, a class, a closure and globals, none of which are its attributes."""
+
+    epochs = 0
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.augment = {"train": Augment()}
+        self.priorities = np.ones(SAMPLES, "float32")
+        self.file: Any = None
+        drawn = np.random.default_rng(6)
+        self.scale = lambda: np.float32(drawn.uniform())
+
+    def on_epoch_end(self) -> None:
+        Reaching.epochs += 1
+        order.shuffle(self.order if hasattr(self, "order") else [])
+        self.indices = generator.permutation(SAMPLES)
+
+    def noisy(self, x: np.ndarray) -> np.ndarray:
+        global steps
+        steps += 1
+        self.file = self.file or io.BytesIO()
+        self.priorities[steps % SAMPLES] *= 2
+        x = replay.mix(self.augment["train"](x)) * (self.scale() + steps + Reaching.epochs)
+        return x * self.priorities[0] * np.float32(generator.normal() + order.random())
+
+
+class ReachingFromBatches(Reaching):
+    """Without methods for epochs, so that its containers are not looked at as its attributes."""
+
+    on_epoch_end = keras.utils.PyDataset.on_epoch_end
+
+
+def as_in_a_new_process() -> None:
+    global replay, order, generator, steps
+    replay, order, generator, steps = Replay(), random.Random(2), np.random.default_rng(4), 0
+    Reaching.epochs = 0
+
+
 CASES = {
+    "reaches": (Reaching, {}),
+    "reaches from batches": (ReachingFromBatches, {}),
+    "validated by what reaches": (Noisy, {"validation": Reaching}),
     "in order": (Data, {}),
     "shuffled by Keras": (Data, {"shuffle": True}),
     "shuffles": (Shuffled, {}),
@@ -155,6 +227,7 @@ class StopAtEnd(keras.callbacks.Callback):
 
 
 def fit(name: str, *callbacks: keras.callbacks.Callback) -> tuple[list[bytes], object]:
+    as_in_a_new_process()
     kind, given = CASES[name]
     given = dict(given)
     shuffle, validation = given.pop("shuffle", False), given.pop("validation", None)
@@ -185,6 +258,40 @@ def test_interrupted(name: str, tmp_path: Path) -> None:
         with pytest.raises(small.Interrupted):
             fit(name, backup(tmp_path / place), stop)
         assert fit(name, backup(tmp_path / place)) == plain, place
+
+
+def test_retried_in_one_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What the data holds after training that failed is not where the next attempt starts."""
+
+    def train(data: Reaching, folder: str, *callbacks: keras.callbacks.Callback) -> list[bytes]:
+        model = small.model()
+        given = {"epochs": EPOCHS, "shuffle": False, "verbose": 0}
+        model.fit(data, **given, callbacks=[backup(tmp_path / folder), *callbacks])
+        return small.state(model)
+
+    as_in_a_new_process()
+    whole = train(Reaching(), "whole")
+    as_in_a_new_process()
+    data = Reaching()
+    with pytest.raises(small.Interrupted):
+        train(data, "failed", small.Stop(0, 2))
+    assert train(data, "failed") == whole
+    assert "cannot be saved" not in caplog.text
+
+
+class Collecting(Data):
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.seen: list[object] = []
+
+    def noisy(self, x: np.ndarray) -> np.ndarray:
+        self.seen.append({object()})
+        return x
+
+
+def test_what_cannot_be_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    small.model().fit(Collecting(), epochs=2, verbose=0, callbacks=[backup(tmp_path)])
+    assert caplog.text.count("Collecting: `seen` (list) changes while batches are made") == 1
 
 
 def test_array_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

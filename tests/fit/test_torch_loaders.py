@@ -59,6 +59,39 @@ class NoisyByItself(Rows):
         return torch.randn(4, generator=self.generator) * np.float32(self.rng.normal())
 
 
+class Augment:
+    def __init__(self) -> None:
+        self.rng, self.calls = np.random.default_rng(1), 0
+
+    def __call__(self, x: Any) -> Any:
+        self.calls += 1
+        return x + np.float32(self.rng.normal() * self.calls)
+
+
+class Augmented(Rows):
+    """Draws in an object of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transform = Augment()
+
+    def noise(self) -> Any:
+        return self.transform(torch.zeros(4))
+
+
+def mixing() -> Callable[[Any], Any]:
+    """Returns a `collate_fn` that draws, as for mixup."""
+    rng = np.random.default_rng(2)
+
+    def collate(samples: Any) -> Any:
+        x, _ = data.default_collate(samples)
+        mixed = rng.permutation(len(x))
+        share = np.float32(rng.beta(0.4, 0.4))
+        return labelled(share * x + (1 - share) * x[mixed])
+
+    return collate
+
+
 class Stream(data.IterableDataset):
     def __init__(self, length: int | None = None) -> None:
         self.length = length
@@ -111,6 +144,8 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "global generator": lambda: data.DataLoader(Rows(), BATCH, shuffle=True, drop_last=True),
     "draws from globals": lambda: data.DataLoader(NoisyFromGlobals(), BATCH, shuffle=True),
     "draws by itself": lambda: data.DataLoader(subset(), BATCH, shuffle=True),
+    "draws in an object": lambda: data.DataLoader(Augmented(), BATCH, shuffle=True),
+    "draws in collate_fn": lambda: data.DataLoader(Rows(), BATCH, collate_fn=mixing()),
     "weighted": lambda: data.DataLoader(Rows(), BATCH, sampler=weighted()),
     "own sampler": lambda: data.DataLoader(Rows(), BATCH, sampler=Shuffler()),
     "batch sampler": lambda: data.DataLoader(Rows(), batch_sampler=batches_of_buckets()),
