@@ -52,6 +52,7 @@ class PyData:
     ) -> None:
         self.draws = False
         self._given = dataset
+        self._batches_at_start = self.num_batches  # before it changes itself
         self._shuffle = shuffle
         self._seed = seed
         self._is_in_parts = is_in_parts
@@ -141,7 +142,10 @@ class PyData:
         return random_states.capture_of_python(), self._attributes.generators()
 
     def _state(self) -> Any:
-        return random_states.capture_of_python(), self._attributes.read(), self._reached.read()
+        return random_states.capture_of_python(), self._kept()
+
+    def _kept(self) -> Any:
+        return self._attributes.read(), self._reached.read()
 
     def _counted(self, dataset: tf.data.Dataset, start: int) -> tf.data.Dataset:
         if (count := self.num_batches) is None:
@@ -153,16 +157,16 @@ class PyData:
 
     def on_epoch_end(self) -> None:
         looks = "on_epoch_end" in self._hooks and not self._is_looked_at
-        before = self._attributes.read() if looks else {}
+        before = self._kept() if looks else None
         self._given.on_epoch_end()
         if looks:
             self._is_looked_at = True
-            if self._attributes.read() == before and not self._attributes.too_large():
+            if self._kept() == before and not self._attributes.too_large():
                 announce(
-                    f"{type(self._given).__name__}.on_epoch_end changed no attribute that is "
-                    "saved. If it changes anything else, such as a global array, a resumed run "
-                    "will not restore it: store it as an attribute, for example as an array of "
-                    "indices"
+                    f"{type(self._given).__name__}.on_epoch_end changed nothing that is saved. If "
+                    "it changes anything else, such as a dict of arrays or a file, a resumed run "
+                    "will not restore it: keep what changes in an attribute, for example as an "
+                    "array of indices"
                 )
         for name in set(self._attributes.too_large() if self._hooks else ()) - self._told:
             self._told.add(name)
@@ -175,7 +179,7 @@ class PyData:
         return {
             "kind": "PyDataset",
             "class": type(self._given).__name__,
-            "batches": self.num_batches,
+            "batches": self._batches_at_start,
             "elements": elements(self.whole),
             "shuffle": self._shuffle,
         }
@@ -184,7 +188,7 @@ class PyData:
         return False
 
     def warnings(self) -> list[str]:
-        return [
+        return self._reached.warnings() + [
             f"with steps_per_epoch, {type(self._given).__name__}.{name} runs while batches of the "
             "next epoch are being prefetched, so which batches see its changes differs in every "
             "run. Leave out steps_per_epoch"

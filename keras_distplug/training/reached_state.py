@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import io
 import itertools
 import json
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +79,16 @@ class Reached:
                 if not object_states.is_generator(place.value)
             },
         )
+
+    def warnings(self) -> list[str]:
+        """Lines for people on what is known to be lost before a batch is made."""
+        return [
+            f"{type(self._owner).__name__}: `{callback_places.title_of(place.path[1:])}` is an "
+            "iterator, whose position cannot be saved, so a restart begins with it anew. Keep the "
+            "number of the next element instead"
+            for place in callback_places.places_behind(self._roots, Owners())
+            if isinstance(place.value, Iterator) and not isinstance(place.value, io.IOBase)
+        ]
 
     def read(self) -> list[Any]:
         """Paths and values, JSON-able."""

@@ -111,6 +111,7 @@ class LoaderData:
 
     def warnings(self) -> list[str]:
         return [
+            *self._state.reached.warnings(),
             *([_PERSISTENT] if self._loader.persistent_workers else []),
             *([_BY_THE_CLOCK] if _is_shuffled_by_the_clock(self._loader.dataset) else []),
         ]
@@ -147,14 +148,15 @@ class _State:
     def __init__(self, loader: Any) -> None:
         parts = _parts(loader)
         own = {name: Attributes(part) for name, part in parts.items()}
+        self.reached = Reached(
+            loader.dataset,
+            {**parts, "collate_fn": loader.collate_fn},
+            lambda: {(name, each) for name, part in own.items() for each in part.names()},
+        )
         self._parts: dict[str, Attributes | Reached] = {
             **own,
             "loader": Attributes(_Generator(loader)),
-            _REACHED: Reached(
-                loader.dataset,
-                {**parts, "collate_fn": loader.collate_fn},
-                lambda: {(name, each) for name, part in own.items() for each in part.names()},
-            ),
+            _REACHED: self.reached,
         }
         self._latest: dict[str, Any] = {}  # what was read last
         self._given: Mapping[str, Any] | None = None  # for the pass to continue

@@ -181,6 +181,21 @@ class ReachingFromBatches(Reaching):
     on_epoch_end = keras.utils.PyDataset.on_epoch_end
 
 
+class Growing(Data):
+    """Has more batches after each epoch, of which Keras reads as many as in the first one."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.batches = 3
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def on_epoch_end(self) -> None:
+        self.batches += 1
+        self.rng.shuffle(self.indices)
+
+
 def as_in_a_new_process() -> None:
     global replay, order, generator, steps
     replay, order, generator, steps = Replay(), random.Random(2), np.random.default_rng(4), 0
@@ -189,6 +204,7 @@ def as_in_a_new_process() -> None:
 
 CASES = {
     "reaches": (Reaching, {}),
+    "grows": (Growing, {}),
     "reaches from batches": (ReachingFromBatches, {}),
     "validated by what reaches": (Noisy, {"validation": Reaching}),
     "in order": (Data, {}),

@@ -3,6 +3,7 @@ makes them exact."""
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -132,15 +133,15 @@ class WithIndices(small.Batches):
         np.random.shuffle(self.indices)
 
 
-_x = small.X.copy()
+_read = {"x": small.X.copy()}  # taken for a cache
 
 
-class WithGlobalArray(small.Batches):
+class WithGlobalCache(small.Batches):
     def __getitem__(self, index: int) -> Any:
-        return _x[8 * index : 8 * index + 8], super().__getitem__(index)[1]
+        return _read["x"][8 * index : 8 * index + 8], super().__getitem__(index)[1]
 
     def on_epoch_end(self) -> None:
-        np.random.shuffle(_x)
+        np.random.shuffle(_read["x"])
 
 
 class WithLargeArray(small.Batches):
@@ -150,6 +151,22 @@ class WithLargeArray(small.Batches):
 
     def on_epoch_end(self) -> None:
         np.random.shuffle(self.x)
+
+
+class Following(small.Batches):
+    """Counts its batches."""
+
+    def __init__(self, numbers: Any) -> None:
+        super().__init__()
+        self.numbers = numbers
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        if isinstance(self.numbers, int):
+            number, self.numbers = self.numbers, self.numbers + 1
+        else:
+            number = next(self.numbers)
+        x, y = super().__getitem__(index)
+        return x * np.float32(1 + number), y
 
 
 class Drawing(small.Batches):
@@ -231,10 +248,10 @@ CASES = {
         lambda: of_variable(2**19 + 1),
         lambda: of_variable(2),
     ),
-    "a global array": Case(
-        "WithGlobalArray.on_epoch_end changed no attribute .* store it as an attribute, for "
-        "example as an array of indices",
-        lambda: {"x": WithGlobalArray()},
+    "a global cache": Case(
+        "WithGlobalCache.on_epoch_end changed nothing that is saved.* keep what changes "
+        "in an attribute, for example as an array of indices",
+        lambda: {"x": WithGlobalCache()},
         lambda: {"x": WithIndices()},
     ),
     "a large attribute": Case(
@@ -247,6 +264,12 @@ CASES = {
         "with steps_per_epoch, WithIndices.on_epoch_end runs while .* Leave out steps_per_epoch",
         lambda: {"x": WithIndices(), "steps_per_epoch": 3},
         lambda: {"x": WithIndices()},
+    ),
+    "an iterator": Case(
+        "Following: `numbers` is an iterator, whose position cannot be saved.* Keep the number of "
+        "the next element instead",
+        lambda: {"x": Following(itertools.count())},
+        lambda: {"x": Following(0)},
     ),
     "workers that draw": Case(
         "Drawing draws random numbers in 2 workers concurrently.* Use workers=1",
@@ -308,7 +331,7 @@ def test_advice_helps(
         directory = tmp_path / f"{place}"
         with pytest.raises(small.Interrupted):
             fit(case.remedied, directory, small.Stop(*place))
-        np.random.seed(99), _x.sort(0)  # another process starts otherwise
+        np.random.seed(99), _read["x"].sort(0)  # another process starts otherwise
         assert fit(case.remedied, directory) == whole, place
     found = "\n".join(said)
     assert bool(re.search(case.warned, found, re.DOTALL)) == case.still_warned, found
