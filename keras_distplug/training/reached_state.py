@@ -87,7 +87,9 @@ class Reached:
             "iterator, whose position cannot be saved, so a restart begins with it anew. Keep the "
             "number of the next element instead"
             for place in callback_places.places_behind(self._roots, Owners())
-            if isinstance(place.value, Iterator) and not isinstance(place.value, io.IOBase)
+            if isinstance(place.value, Iterator)
+            and not isinstance(place.value, io.IOBase)
+            and callback_places.is_of_script(type(self._roots[place.path[0]]))
         ]
 
     def read(self) -> list[Any]:
