@@ -25,6 +25,7 @@ from keras_distplug.training.callback_places import Owners, Path, Place
 
 _MOST_BYTES = 16 * 2**20  # of a value that is kept
 _SMALL_BYTES = 2**20  # of one that is compared by its content
+_UNKNOWN_BYTES = 64  # of an entry that JSON cannot hold
 _SAMPLE = 100  # entries of a container that are looked at
 _GENERATOR, _VALUE, _ARRAYS = "generator", "value", "arrays"
 _SINGLE = (bool, int, float, str, type(None), np.generic)
@@ -84,8 +85,8 @@ class Reached:
         """Lines for people on what is known to be lost before a batch is made."""
         return [
             f"{type(self._owner).__name__}: `{callback_places.title_of(place.path[1:])}` is an "
-            "iterator, whose position cannot be saved, so a restart begins with it anew. Keep the "
-            "number of the next element instead"
+            "iterator, whose position cannot be saved: a restarted run reads it from its start. "
+            "Keep the number of the next element instead"
             for place in callback_places.places_behind(self._roots, Owners())
             if isinstance(place.value, Iterator)
             and not isinstance(place.value, io.IOBase)
@@ -189,9 +190,12 @@ def _bytes_of(value: Any) -> int:
 
 
 def _bytes_of_one(value: Any) -> int:
-    return (
-        int(value.nbytes) if isinstance(value, np.ndarray) else len(json.dumps(value, default=str))
-    )
+    if isinstance(value, np.ndarray):
+        return int(value.nbytes)
+    try:
+        return len(json.dumps(value, default=str))
+    except Exception:  # noqa: BLE001 (keys that JSON has not, a cycle, an odd `__str__`, ...)
+        return _UNKNOWN_BYTES
 
 
 def _digest(value: Any) -> Any:
@@ -211,7 +215,7 @@ def _encoded(value: Any) -> Any:
     arrays: dict[str, np.ndarray] = {}
     try:
         encoded = plain_values.Encoder(arrays).encode(value, "")
-    except plain_values.UnsavableError:
+    except Exception:  # noqa: BLE001 (objects of the user's must not end training)
         return None
     if not json_values.is_kept(arrays):
         return None

@@ -299,6 +299,9 @@ class Collecting(Data):
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         self.seen: list[object] = []
+        self.keys = [{(0, 1): "a"}]
+        self.cycle: list[Any] = []
+        self.cycle.append(self.cycle)
 
     def noisy(self, x: np.ndarray) -> np.ndarray:
         self.seen.append({object()})
