@@ -50,15 +50,15 @@ from measured import parser, report, show, spread, told
 from rich.table import Table
 
 import keras_distplug as kd
+from keras_distplug.checkpoint import capture, saver
 from keras_distplug.cluster.agreement import Alone
 from keras_distplug.core.state import Cursor, TrainState
-from keras_distplug.storage import codec, saver
+from keras_distplug.storage import codec
 from keras_distplug.storage.commit import Team, Writer
 from keras_distplug.storage.files import Files, LocalFiles, open_files
 from keras_distplug.storage.retention import Retention
 from keras_distplug.storage.runs import begin_run
 from keras_distplug.storage.store import CheckpointStore
-from keras_distplug.training import capture
 
 T = TypeVar("T")
 MB = 10**6

@@ -33,10 +33,10 @@ from measured import parser, report, show, spread, told
 from rich.table import Table
 
 import keras_distplug as kd
-from keras_distplug.callbacks.fit_state import FitState
+from keras_distplug.checkpoint import capture
+from keras_distplug.checkpoint.fit_state import FitState
 from keras_distplug.cluster.agreement import Alone
 from keras_distplug.cluster.roles import single_process
-from keras_distplug.training import capture
 
 BATCH_SIZE, FEATURES, BUFFER = 32, 32, 10_000
 PASSED = 2

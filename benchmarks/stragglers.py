@@ -26,7 +26,7 @@ from measured import parser, report, show, spread, told
 from rich.table import Table
 
 import keras_distplug as kd
-from keras_distplug.core.stragglers import Straggler
+from keras_distplug.replicas.stragglers import Straggler
 
 EACH_S = 0.02
 WINDOW, WINDOWS, BATCH = 10, 8, 64

@@ -17,20 +17,20 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
+    from keras_distplug.backend.tensorflow.trainer import adapt
     from keras_distplug.callbacks.chief_only import chief_only
-    from keras_distplug.callbacks.hang_watchdog import HangWatchdog
-    from keras_distplug.callbacks.nan_watchdog import NaNWatchdog
-    from keras_distplug.callbacks.preemption_handler import PreemptionHandler
-    from keras_distplug.callbacks.replica_metrics import ReplicaMetrics
-    from keras_distplug.callbacks.run_log import RunLog
-    from keras_distplug.callbacks.straggler_watchdog import StragglerWatchdog
-    from keras_distplug.compat.trainer import adapt
+    from keras_distplug.checkpoint.backup_and_restore import BackupAndRestore
     from keras_distplug.core import errors
+    from keras_distplug.data.feed import resumable
     from keras_distplug.default_callbacks import defaults
     from keras_distplug.fit import distributed_fit
+    from keras_distplug.hang.hang_watchdog import HangWatchdog
+    from keras_distplug.nonfinite.nan_watchdog import NaNWatchdog
+    from keras_distplug.preemption.preemption_handler import PreemptionHandler
+    from keras_distplug.replicas.replica_metrics import ReplicaMetrics
+    from keras_distplug.replicas.straggler_watchdog import StragglerWatchdog
+    from keras_distplug.runlog.run_log import RunLog
     from keras_distplug.startup import global_batch, init, scaled_learning_rate
-    from keras_distplug.training.data import resumable
 
 __all__ = [
     "BackupAndRestore",
@@ -55,21 +55,21 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "BackupAndRestore": "keras_distplug.callbacks.backup_and_restore",
-    "HangWatchdog": "keras_distplug.callbacks.hang_watchdog",
-    "NaNWatchdog": "keras_distplug.callbacks.nan_watchdog",
-    "PreemptionHandler": "keras_distplug.callbacks.preemption_handler",
-    "ReplicaMetrics": "keras_distplug.callbacks.replica_metrics",
-    "RunLog": "keras_distplug.callbacks.run_log",
-    "StragglerWatchdog": "keras_distplug.callbacks.straggler_watchdog",
-    "adapt": "keras_distplug.compat.trainer",
+    "BackupAndRestore": "keras_distplug.checkpoint.backup_and_restore",
+    "HangWatchdog": "keras_distplug.hang.hang_watchdog",
+    "NaNWatchdog": "keras_distplug.nonfinite.nan_watchdog",
+    "PreemptionHandler": "keras_distplug.preemption.preemption_handler",
+    "ReplicaMetrics": "keras_distplug.replicas.replica_metrics",
+    "RunLog": "keras_distplug.runlog.run_log",
+    "StragglerWatchdog": "keras_distplug.replicas.straggler_watchdog",
+    "adapt": "keras_distplug.backend.tensorflow.trainer",
     "chief_only": "keras_distplug.callbacks.chief_only",
     "defaults": "keras_distplug.default_callbacks",
     "distributed_fit": "keras_distplug.fit",
     "errors": "keras_distplug.core.errors",
     "global_batch": "keras_distplug.startup",
     "init": "keras_distplug.startup",
-    "resumable": "keras_distplug.training.data",
+    "resumable": "keras_distplug.data.feed",
     "scaled_learning_rate": "keras_distplug.startup",
 }
 
@@ -87,7 +87,7 @@ def __dir__() -> list[str]:
 
 def _start_process() -> None:
     """Runs on import, and in a forked process when its script imports this package."""
-    importlib.import_module("keras_distplug.compat.earlier_passes").watch()
+    importlib.import_module("keras_distplug.backend.tensorflow.input.earlier_passes").watch()
     if os.environ.get("KERAS_DISTPLUG_FORK_SERVER"):
         importlib.import_module("keras_distplug.cluster.leaving").register()
         for name in ("keras_distplug.cluster.pulse", *_HOMES.values()):

@@ -217,7 +217,7 @@ def _add_run(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _run(parsed: argparse.Namespace, command: Sequence[str]) -> int:
     from keras_distplug.core.timeouts import Timeouts
-    from keras_distplug.storage import run_log
+    from keras_distplug.runlog import log_files
     from keras_distplug.supervisor.attempt import Limits
     from keras_distplug.supervisor.restarts import Budgets
     from keras_distplug.supervisor.run import Job, run
@@ -253,7 +253,7 @@ def _run(parsed: argparse.Namespace, command: Sequence[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A worker may print what this terminal's encoding does not have.
         sys.stdout.reconfigure(errors="backslashreplace")
-    return run(job, os.environ, run_log.open_beside)
+    return run(job, os.environ, log_files.open_beside)
 
 
 def _exit_code(error: DistplugError) -> int:

@@ -11,16 +11,17 @@ from typing import Any
 
 import keras
 
-from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
-from keras_distplug.callbacks.hang_watchdog import HangWatchdog
-from keras_distplug.callbacks.nan_watchdog import NaNWatchdog
+from keras_distplug.backend.tensorflow import trainer
+from keras_distplug.backend.tensorflow.runtime import versions
 from keras_distplug.callbacks.one_of_a_kind import yielding
-from keras_distplug.callbacks.preemption_handler import PreemptionHandler
-from keras_distplug.callbacks.run_log import RunLog
-from keras_distplug.callbacks.straggler_watchdog import StragglerWatchdog
+from keras_distplug.checkpoint.backup_and_restore import BackupAndRestore
+from keras_distplug.checkpoint.cadence import SaveFreq
 from keras_distplug.cluster import peers
-from keras_distplug.compat import trainer, versions
-from keras_distplug.core.cadence import SaveFreq
+from keras_distplug.hang.hang_watchdog import HangWatchdog
+from keras_distplug.nonfinite.nan_watchdog import NaNWatchdog
+from keras_distplug.preemption.preemption_handler import PreemptionHandler
+from keras_distplug.replicas.straggler_watchdog import StragglerWatchdog
+from keras_distplug.runlog.run_log import RunLog
 
 
 def defaults(

@@ -12,17 +12,18 @@ import keras
 import tensorflow as tf
 
 from keras_distplug import startup
+from keras_distplug.backend.tensorflow import trainer
+from keras_distplug.backend.tensorflow.parameter_server import embeddings
+from keras_distplug.backend.tensorflow.runtime import context, models, versions
 from keras_distplug.callbacks import chief_only
-from keras_distplug.callbacks.backup_and_restore import BackupAndRestore
 from keras_distplug.callbacks.one_of_a_kind import yields
+from keras_distplug.checkpoint.backup_and_restore import BackupAndRestore
 from keras_distplug.cluster import agreement, peers
-from keras_distplug.compat import context, embeddings, trainer, versions
-from keras_distplug.compat import model as compat_model
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.log import advise, announce
+from keras_distplug.data import carry, feed, own_fit, progress
 from keras_distplug.default_callbacks import defaults
 from keras_distplug.strategies import place
-from keras_distplug.training import carry, data, own_fit, progress
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -223,12 +224,12 @@ def distributed_fit(
         "validation_freq": validation_freq,
     }
     advice: tuple[str, ...] = ()
-    has_own_fit = compat_model.has_own_fit(placed)
+    has_own_fit = models.has_own_fit(placed)
     if has_own_fit:
         chosen = {name: value for name, value in arguments.items() if name in names_given}
         fit = own_fit.prepare(
             placed,
-            data.made(x),
+            feed.made(x),
             y,
             {**chosen, **own_arguments, "callbacks": callbacks},
             is_silent=is_quiet,
@@ -237,7 +238,7 @@ def distributed_fit(
         input_is = f"what {own_fit.name_of(placed)} makes of its arguments"
     else:
         own_fit.require_no_unknown(placed, own_arguments)
-        feed = data.feed(
+        fed = feed.feed(
             x,
             y,
             model=placed,
@@ -251,10 +252,10 @@ def distributed_fit(
             workers=role.world_size,
             epochs=epochs,
         )
-        arguments |= {"validation_data": feed.validation_data, "shuffle": False}
+        arguments |= {"validation_data": fed.validation_data, "shuffle": False}
         left = {name: value for name, value in arguments.items() if name not in _IN_FEED}
-        fit = functools.partial(placed.fit, feed.x, **left)
-        input_is, advice = feed.description, feed.advice
+        fit = functools.partial(placed.fit, fed.x, **left)
+        input_is, advice = fed.description, fed.advice
     if role.is_chief:
         announce(f"input: {input_is}")
         for line in advice:
@@ -295,7 +296,7 @@ def _joins_late(
             "Expected `strategy` to be a name or a tf.distribute.Strategy. Received: "
             f"{strategy!r} of type {type(strategy).__name__}."
         )
-    if isinstance(model, keras.Model) and compat_model.is_placed(model):
+    if isinstance(model, keras.Model) and models.is_placed(model):
         own = model.distribute_strategy
         if strategy in ("auto", startup.name_of(own)) or strategy is own:
             return False, own
@@ -304,7 +305,7 @@ def _joins_late(
 
 
 def _has_to_move(model: keras.Model, strategy: tf.distribute.Strategy) -> bool:
-    return not compat_model.is_placed(model) and startup.name_of(strategy) != "one_device"
+    return not models.is_placed(model) and startup.name_of(strategy) != "one_device"
 
 
 def _other_scope(model: keras.Model, strategy: object) -> ConfigurationError:

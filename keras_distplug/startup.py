@@ -9,8 +9,9 @@ import warnings
 
 import tensorflow as tf
 
+from keras_distplug.backend.tensorflow import trainer
+from keras_distplug.backend.tensorflow.runtime import context, versions, workers
 from keras_distplug.cluster import peers, roles
-from keras_distplug.compat import context, trainer, versions, workers
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.log import announce
 from keras_distplug.core.supervised import JOINED_BY, Phase, Supervised

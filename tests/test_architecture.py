@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import inspect
 import subprocess
 import sys
@@ -17,19 +18,44 @@ import keras_distplug
 
 PACKAGE = Path(keras_distplug.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-FLOOR = {"core": 0, "compat": 1, "strategies": 2, "training": 2, "storage": 2, "cluster": 2} | {
-    "callbacks": 3,
-    "supervisor": 3,
-    "page": 1,
-    "commands": 3,
-    "tensorboard_plugin": 3,
-    "default_callbacks": 4,
-    "startup": 4,
-    "fit": 5,
-    "cli": 5,
-    "__init__": 6,
-    "__main__": 6,
+# What the files of each room may import, besides their own room. Features come first; none of them
+# is imported by another, but for checkpoint and runlog, which others build on.
+FEATURES = {"preemption", "hang", "nonfinite", "replicas", "checkpoint", "runlog"}
+TENSORFLOW = {"backend.runtime", "backend.input", "backend.replicas", "backend.parameter_server"}
+BACKEND = TENSORFLOW | {"backend.trainer"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "core": set(),
+    "backend": set(),
+    "backend.runtime": {"core"},
+    "backend.input": {"core", "backend.runtime"},
+    "backend.replicas": {"core", "backend.runtime", "backend.input"},
+    "backend.parameter_server": {"core", "backend.runtime", "backend.input", "backend.replicas"},
+    "backend.trainer": {"core", *TENSORFLOW},
+    "storage": {"core"},
+    "cluster": {"core", "backend.runtime"},
+    "strategies": {"core", "backend.runtime", "backend.parameter_server"},
+    "python_state": {"core", *BACKEND},
+    "data": {"core", *BACKEND, "python_state"},
+    "step": {"core", *BACKEND, "cluster", "storage"},
+    "callbacks": {"core", *BACKEND, "cluster", "storage"},
 }
+GROUND = set(MAY_IMPORT) - {"backend"}
+MAY_IMPORT |= {
+    "runlog": GROUND,
+    "checkpoint": GROUND | {"runlog"},
+    **{feature: GROUND | {"checkpoint", "runlog"} for feature in FEATURES - {"runlog", "checkpoint"}},
+    "startup": GROUND,
+    "default_callbacks": GROUND | FEATURES,
+    "fit": GROUND | FEATURES | {"startup", "default_callbacks"},
+    "supervisor": {"core", "cluster"},
+    "page": set(),
+    "tensorboard_plugin": {"core", "storage", "runlog", "page"},
+    "commands": GROUND | FEATURES | {"page"},
+    "cli": {"core", "storage", "runlog", "commands", "supervisor", "__init__"},
+    "__init__": GROUND | FEATURES | {"startup", "default_callbacks", "fit"},
+    "__main__": {"cli"},
+}
+# What is imported on demand, in a process that shall not load TensorFlow, and what may load it.
 WITHOUT_TENSORFLOW = (
     "core",
     "storage",
@@ -41,9 +67,13 @@ WITHOUT_TENSORFLOW = (
 )
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Modules that a file imports, wherever in it, but for type checkers."""
+def imports(path: Path, *, at_import: bool = False) -> Iterator[str]:
+    """Modules that a file imports, but for type checkers: anywhere, or when imported itself."""
     tree = ast.parse(path.read_text())
+    if at_import:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                node.body = []
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             node.body = []
@@ -56,60 +86,106 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def room(parts: tuple[str, ...]) -> str:
-    return parts[0].removesuffix(".py")
+def room(module: str) -> str:
+    """The room of a module of the package: its folder, or its name if it is in none."""
+    parts = module.removeprefix("keras_distplug").split(".")[1:]
+    if not parts:
+        return "__init__"
+    if parts[0] == "backend" and len(parts) > 2:
+        return f"backend.{parts[2]}"
+    return parts[0]
 
 
-def rooms_used(path: Path) -> set[str]:
-    used = set()
-    for name in imports(path):
-        package, _, rest = name.partition(".")
-        if package == "keras_distplug" and rest and rest.split(".")[0] in FLOOR:
-            used.add(rest.split(".")[0])
-    return used
+def name_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
+MODULES = {name_of(path): path for path in FILES}
+
+
+def modules_used(path: Path, *, at_import: bool = False) -> set[str]:
+    """Modules of the package that a file imports; those it needs to be imported, if asked."""
+    return {name for name in imports(path, at_import=at_import) if name in MODULES}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_run_one_way(path: Path) -> None:
-    """A room imports rooms below it; those beside it come in as arguments."""
-    here = room(path.relative_to(PACKAGE).parts)
-    for other in rooms_used(path) - {here}:
-        allowed = FLOOR[other] < FLOOR[here]
-        if here == "supervisor":
-            allowed = other == "core" or other == "cluster"
-        if here == "tensorboard_plugin":
-            allowed = other in ("core", "page", "storage")
-        if here == "commands":
-            makes_models = path.name in ("export.py", "modules.py", "replay.py")
-            allowed = other in ("core", "page", "storage", *(["compat", "training"] * makes_models))
-        assert allowed, f"{path.relative_to(PACKAGE)} imports {other}"
+    here = room(name_of(path))
+    used = {room(each): each for each in modules_used(path) - {"keras_distplug"}}
+    for other in used.keys() - MAY_IMPORT[here] - {here, "backend"}:
+        pytest.fail(f"{path.relative_to(PACKAGE)} imports {used[other]}")
+
+
+def test_rooms_have_an_order() -> None:
+    """No room imports another that imports it, over whatever others."""
+    graphlib.TopologicalSorter(MAY_IMPORT).prepare()
+
+
+def test_modules_have_an_order() -> None:
+    """Nor does a module."""
+    graphlib.TopologicalSorter(
+        {
+            name: {each for each in modules_used(path) if each != name and not _is_folder(each)}
+            for name, path in MODULES.items()
+            if not _is_folder(name)
+        }
+    ).prepare()
+
+
+def _is_folder(module: str) -> bool:
+    return MODULES[module].name == "__init__.py"
+
+
+def test_names_of_files() -> None:
+    """A name says which file is meant, without its folder."""
+    names = [path.name for path in FILES if path.name != "__init__.py"]
+    assert sorted(names) == sorted(set(names))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_private_names_stay_in_compat(path: Path) -> None:
-    """Only compat/ touches what Keras and TensorFlow do not export."""
+def test_files_are_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 500
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_private_names_stay_in_the_backend(path: Path) -> None:
+    """Only backend/ touches what Keras and TensorFlow do not export."""
     private = [
         name
         for name in imports(path)
         if name.startswith(("keras.src", "tensorflow.python", "tensorflow.core"))
     ]
-    if room(path.relative_to(PACKAGE).parts) != "compat":
+    if not room(name_of(path)).startswith("backend"):
         assert not private
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_who_may_load_what(path: Path) -> None:
-    """core, storage, supervisor, commands, who they need, and notices load no TensorFlow; one file
-    loads fsspec."""
+    """What runs beside a training loads no TensorFlow; one file loads fsspec."""
     place = path.relative_to(PACKAGE)
-    loaded = {name.partition(".")[0] for name in imports(path)}
     light = bool({"roles", "notices"} & set(place.parts))
-    if light or room(place.parts) in WITHOUT_TENSORFLOW:
-        assert not loaded & {"tensorflow", "keras"}
-    if room(place.parts) == "core":
+    makes_models = place.name in ("export.py", "modules.py", "replay.py")
+    if light or (room(name_of(path)) in WITHOUT_TENSORFLOW and not makes_models):
+        assert not loaded_with(name_of(path)) & {"tensorflow", "keras"}
+    loaded = {name.partition(".")[0] for name in imports(path)}
+    if room(name_of(path)) == "core":
         assert loaded <= sys.stdlib_module_names | {"keras_distplug"}
     if place != Path("storage/remote.py"):
         assert "fsspec" not in loaded
+
+
+def loaded_with(module: str) -> set[str]:
+    """Packages that are loaded when a module of ours is imported."""
+    left, seen, loaded = [module], set[str](), set[str]()
+    while left:
+        name = left.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        loaded |= {each.partition(".")[0] for each in imports(MODULES[name], at_import=True)}
+        left += modules_used(MODULES[name], at_import=True)
+    return loaded
 
 
 def test_names_of_tests() -> None:
@@ -151,8 +227,8 @@ def test_hints_of_public_names() -> None:
         "keras_distplug",
         "keras_distplug.cli",
         "keras_distplug.commands.arguments",
-        "keras_distplug.cluster.notices.clouds",
-        "keras_distplug.cluster.notices.watcher",
+        "keras_distplug.preemption.notices.clouds",
+        "keras_distplug.preemption.notices.watcher",
     ],
 )
 def test_importing_is_light(module: str) -> None:

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import keras_distplug as kd
+from keras_distplug.backend.tensorflow.runtime.context import ServiceKeyValues
 from keras_distplug.cluster import agreement
-from keras_distplug.compat.context import ServiceKeyValues
 
 TIMES, THREADS, LARGE_BYTES = 1000, 16, 2**23
 

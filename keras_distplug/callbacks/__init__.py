@@ -1,1 +1,1 @@
-"""When to act. One public callback a file."""
+"""What the callbacks of all features share."""

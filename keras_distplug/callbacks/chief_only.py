@@ -9,9 +9,9 @@ from pathlib import Path
 
 import keras
 
+from keras_distplug.backend.tensorflow.runtime import keras_callbacks
 from keras_distplug.cluster import roles
 from keras_distplug.cluster.roles import Role
-from keras_distplug.compat import keras_callbacks
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.supervised import Supervised
 

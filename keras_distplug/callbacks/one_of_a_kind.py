@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import keras
 
-from keras_distplug.compat import callback_list
+from keras_distplug.backend.tensorflow.runtime import callback_list
 
 Kind = TypeVar("Kind", bound=keras.callbacks.Callback)
 

@@ -14,7 +14,7 @@ from keras_distplug.core.errors import AgreementError
 
 def role_under(strategy: Any) -> Role:
     """This process's part under `strategy`, a `tf.distribute.Strategy`."""
-    from keras_distplug.compat import workers  # loads TensorFlow
+    from keras_distplug.backend.tensorflow.runtime import workers  # loads TensorFlow
 
     if not workers.is_multi_worker(strategy) and not workers.is_scheduled(strategy):
         return single_process()
@@ -27,7 +27,9 @@ def among(role: Role) -> Workers:
     """How the workers of `role`'s cluster agree."""
     if role.world_size == 1:
         return Alone()
-    from keras_distplug.compat.context import ServiceKeyValues  # loads TensorFlow
+    from keras_distplug.backend.tensorflow.runtime.context import (
+        ServiceKeyValues,  # loads TensorFlow
+    )
 
     return ThroughKeyValues(role, ServiceKeyValues())
 

@@ -15,10 +15,10 @@ import time
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from keras_distplug.backend.tensorflow.runtime import failures, workers
+from keras_distplug.backend.tensorflow.runtime.context import ServiceKeyValues
 from keras_distplug.cluster import agreement, leaving
 from keras_distplug.cluster.roles import Role
-from keras_distplug.compat import failures, workers
-from keras_distplug.compat.context import ServiceKeyValues
 from keras_distplug.core.errors import AgreementError, PeerLostError
 from keras_distplug.core.events import PeerLost
 from keras_distplug.core.exit_codes import ExitCode

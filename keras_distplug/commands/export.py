@@ -9,8 +9,8 @@ from pathlib import Path
 
 from keras_distplug.commands import modules, tables
 from keras_distplug.core.errors import ConfigurationError
-from keras_distplug.storage import architecture, export
-from keras_distplug.storage.export import Export
+from keras_distplug.storage import architecture, export_file
+from keras_distplug.storage.export_file import Export
 from keras_distplug.storage.files import Files, local_path, open_files
 from keras_distplug.storage.retention import Mode
 from keras_distplug.storage.store import Stored
@@ -32,7 +32,7 @@ def run(parsed: argparse.Namespace) -> int:
     def save(run: str, stored: Stored, path: Path) -> None:
         _save_model(files, run, stored, path, parsed.modules)
 
-    done = export.export(files, parsed.run, asked, save)
+    done = export_file.export(files, parsed.run, asked, save)
     if parsed.json:
         tables.say_json({"directory": files.where(), **asdict(done)})
     else:
@@ -42,7 +42,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _best_by(parsed: argparse.Namespace) -> tuple[str, Mode] | None:
     given = [value for value in (parsed.metric, parsed.mode) if value is not None]
-    if given and (parsed.step != export.BEST or len(given) == 1):
+    if given and (parsed.step != export_file.BEST or len(given) == 1):
         raise ConfigurationError(
             "--metric and --mode go together with `--step best`. Received: "
             f"--step {parsed.step} --metric {parsed.metric} --mode {parsed.mode}"
@@ -55,6 +55,6 @@ def _save_model(files: Files, run: str, stored: Stored, path: Path, names: Itera
 
     modules.load(names)
 
-    from keras_distplug.training.export import save_rebuilt
+    from keras_distplug.checkpoint.model_export import save_rebuilt
 
     save_rebuilt(made.model, stored.manifest, stored.values, path)

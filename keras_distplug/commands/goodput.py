@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keras_distplug.commands import tables
-from keras_distplug.core import goodput
-from keras_distplug.core.goodput import Attempt, Span
 from keras_distplug.core.ledger import Category
-from keras_distplug.storage import run_log
+from keras_distplug.runlog import goodput_totals, log_files
+from keras_distplug.runlog.goodput_totals import Attempt, Span
 from keras_distplug.storage.files import Files, open_files
 
 _WHAT: Mapping[Category, str] = {
@@ -35,7 +34,7 @@ _LATELY_MIN = (1, 5, 15)
 
 def run(parsed: argparse.Namespace) -> int:
     files = open_files(parsed.directory, parsed.storage_options)
-    told = [_document(files, name) for name in run_log.runs(files, parsed.run)]
+    told = [_document(files, name) for name in log_files.runs(files, parsed.run)]
     if parsed.json:
         tables.say_json({"directory": files.where(), "runs": told})
         return 0
@@ -47,14 +46,16 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _document(files: Files, run: str) -> dict[str, Any]:
-    fits, supervised = run_log.read(files, run)
-    chiefs = goodput.chiefs(fits)
-    spans = goodput.spans(chiefs, supervised)
-    secs = goodput.totals(spans)
+    fits, supervised = log_files.read(files, run)
+    chiefs = goodput_totals.chiefs(fits)
+    spans = goodput_totals.spans(chiefs, supervised)
+    secs = goodput_totals.totals(spans)
     end = spans[-1].end if spans else 0.0
     ranks = sorted({fit.began.rank for fit in fits})
     workers = {
-        str(rank): goodput.totals(goodput.spans(goodput.of_rank(fits, rank), supervised))
+        str(rank): goodput_totals.totals(
+            goodput_totals.spans(goodput_totals.of_rank(fits, rank), supervised)
+        )
         for rank in ranks
     }
     return {
@@ -62,16 +63,18 @@ def _document(files: Files, run: str) -> dict[str, Any]:
         "begins_at": spans[0].begin if spans else None,
         "ends_at": end or None,
         "step": max((span.step for span in spans), default=0),
-        "goodput": goodput.goodput(secs),
+        "goodput": goodput_totals.goodput(secs),
         "goodput_lately": {
-            f"{minutes} min": goodput.goodput(goodput.totals(spans, end - 60 * minutes))
+            f"{minutes} min": goodput_totals.goodput(
+                goodput_totals.totals(spans, end - 60 * minutes)
+            )
             for minutes in _LATELY_MIN
             if spans and end - spans[0].begin > 60 * minutes
         },
         "wall_secs": _wall_secs(spans),
         "secs": dict(secs),
-        "unknown_waits_secs": dict(goodput.unknown_waits(chiefs)),
-        "attempts": [_attempt(each) for each in goodput.attempts(fits, supervised)],
+        "unknown_waits_secs": dict(goodput_totals.unknown_waits(chiefs)),
+        "attempts": [_attempt(each) for each in goodput_totals.attempts(fits, supervised)],
         "workers": {rank: dict(of) for rank, of in workers.items()},
     }
 

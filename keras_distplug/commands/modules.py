@@ -16,7 +16,7 @@ def load(modules: Iterable[str]) -> None:
         ConfigurationError: If a module cannot be imported.
         UnsupportedVersionError: For versions that this package does not run on.
     """
-    from keras_distplug.compat import versions
+    from keras_distplug.backend.tensorflow.runtime import versions
 
     versions.check()
     # A command that pip has installed does not look into the working folder.

@@ -6,24 +6,25 @@ import argparse
 from dataclasses import asdict
 
 from keras_distplug.commands import modules, tables
-from keras_distplug.storage import architecture, incidents, survey
+from keras_distplug.nonfinite import incident_files
+from keras_distplug.nonfinite.incident_files import Incident
+from keras_distplug.storage import architecture, survey
 from keras_distplug.storage.files import open_files
-from keras_distplug.storage.incidents import Incident
 from keras_distplug.storage.store import CheckpointStore
 from keras_distplug.storage.survey import Seen, SeenRun
 
 
 def run(parsed: argparse.Namespace) -> int:
     files = open_files(parsed.directory, parsed.storage_options)
-    incident, batch = incidents.read(files, parsed.incident)
+    incident, batch = incident_files.read(files, parsed.incident)
     seen = survey.the_run(files, parsed.run or incident.run)
     chosen = survey.choose(files, seen, _step_before(seen, incident, parsed.step))
     stored = CheckpointStore(files, seen.name).read(chosen.name)
     made = architecture.recall(files, seen.name, stored.manifest.cursor.step)
     modules.load(parsed.modules)
 
-    from keras_distplug.training.diagnosis import diagnose
-    from keras_distplug.training.export import rebuilt
+    from keras_distplug.checkpoint.model_export import rebuilt
+    from keras_distplug.step.diagnosis import diagnose
 
     with rebuilt(made.model, stored.manifest, stored.values) as model:
         found = diagnose(model, batch)

@@ -10,8 +10,9 @@ from pathlib import Path
 from keras_distplug import page
 from keras_distplug.commands import tables
 from keras_distplug.core.errors import ConfigurationError
-from keras_distplug.core.summary import summary
-from keras_distplug.storage import run_log, survey
+from keras_distplug.runlog import log_files
+from keras_distplug.runlog.summary import summary
+from keras_distplug.storage import survey
 from keras_distplug.storage.files import open_files
 
 
@@ -21,11 +22,11 @@ def run(parsed: argparse.Namespace) -> int:
     runs = [
         summary(
             name,
-            *run_log.read(files, name),
+            *log_files.read(files, name),
             now,
             survey.looked_at(files, name),
         )
-        for name in run_log.runs(files, parsed.run)
+        for name in log_files.runs(files, parsed.run)
     ]
     out = Path(parsed.out)
     if out.exists() and not parsed.overwrite:

@@ -9,9 +9,9 @@ from typing import Any
 from keras_distplug.commands import tables
 from keras_distplug.commands.ls import as_json
 from keras_distplug.core.errors import ConfigurationError
-from keras_distplug.core.manifest import Manifest, VariableSpec
 from keras_distplug.storage import codec, runs, survey
 from keras_distplug.storage.files import open_files
+from keras_distplug.storage.manifest import Manifest, VariableSpec
 from keras_distplug.storage.survey import Seen
 
 

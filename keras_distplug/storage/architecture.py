@@ -9,9 +9,9 @@ from typing import Any
 
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError
 from keras_distplug.core.hints import require_types
-from keras_distplug.core.sealed import seal, unseal
 from keras_distplug.storage import layout
 from keras_distplug.storage.files import Files
+from keras_distplug.storage.sealed import seal, unseal
 
 
 @dataclass(frozen=True)

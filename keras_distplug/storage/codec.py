@@ -21,9 +21,9 @@ import numpy as np
 import xxhash
 
 from keras_distplug.core.errors import CorruptCheckpointError
-from keras_distplug.core.manifest import VariableSpec
-from keras_distplug.core.memory import Allocate, Memory
 from keras_distplug.storage.ahead import in_order
+from keras_distplug.storage.manifest import VariableSpec
+from keras_distplug.storage.memory import Allocate, Memory
 
 # A part stays in a core's cache until it is hashed and written: larger ones are slower, and so is a
 # thread of its own for the hash, most of all for the training that goes on meanwhile.

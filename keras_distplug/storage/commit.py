@@ -27,14 +27,14 @@ from keras_distplug.core.errors import (
     CorruptCheckpointError,
     SaveError,
 )
-from keras_distplug.core.manifest import Manifest, Shard
-from keras_distplug.core.progress import Meter
 from keras_distplug.core.protocols import Exchange
-from keras_distplug.core.sealed import digest_of, unwritable
 from keras_distplug.core.state import TrainState
 from keras_distplug.storage import codec, layout
 from keras_distplug.storage.ahead import in_order
 from keras_distplug.storage.files import Files
+from keras_distplug.storage.manifest import Manifest, Shard
+from keras_distplug.storage.meter import Meter
+from keras_distplug.storage.sealed import digest_of, unwritable
 from keras_distplug.storage.store import CheckpointStore
 
 _PACKAGES = ("keras-distplug", "keras", "tensorflow", "tensorflow-cpu")

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, SaveError
 from keras_distplug.core.hints import require_types
-from keras_distplug.core.sealed import seal, unseal
 from keras_distplug.storage import layout
 from keras_distplug.storage.files import Files
+from keras_distplug.storage.sealed import seal, unseal
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ import numpy as np
 
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError
 from keras_distplug.core.events import Quarantined
-from keras_distplug.core.manifest import Manifest, Shard
-from keras_distplug.core.memory import Allocate
-from keras_distplug.core.progress import Meter
 from keras_distplug.core.reporting import report
 from keras_distplug.storage import codec, layout
 from keras_distplug.storage.files import Files
 from keras_distplug.storage.layout import Kind, Place
+from keras_distplug.storage.manifest import Manifest, Shard
+from keras_distplug.storage.memory import Allocate
+from keras_distplug.storage.meter import Meter
 from keras_distplug.storage.retention import Kept, Retention
 
 _READERS = min(4, os.cpu_count() or 1)

@@ -17,11 +17,10 @@ from keras_distplug.core.errors import (
     CorruptCheckpointError,
     NoCheckpointError,
 )
-from keras_distplug.core.manifest import Manifest
-from keras_distplug.core.summary import Looked
 from keras_distplug.storage import layout, runs
 from keras_distplug.storage.files import Files
 from keras_distplug.storage.layout import Kind, Place
+from keras_distplug.storage.manifest import Manifest
 from keras_distplug.storage.retention import Kept, Mode, rated
 from keras_distplug.storage.runs import RunRecord
 from keras_distplug.storage.store import CheckpointStore
@@ -29,6 +28,19 @@ from keras_distplug.storage.store import CheckpointStore
 State = Literal["committed", "damaged", "unreadable", "cut off", "unfinished"]
 KINDS: tuple[Kind, ...] = ("step", "final")
 _LOOKED_AT = 3  # of the newest checkpoints, by who asks again and again
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What was seen of a checkpoint.
+
+    Args:
+        state: A `State`; `"replaced"` if it is there no more.
+        has_sizes: Whether its files were looked at, and have the sizes that were committed.
+    """
+
+    state: str
+    has_sizes: bool
 
 
 class Depth(IntEnum):

@@ -17,8 +17,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_distplug.compat import model as compat_model
-from keras_distplug.compat.tables import Table, wholes
+from keras_distplug.backend.tensorflow.runtime import models
+from keras_distplug.backend.tensorflow.runtime.embedding_tables import Table, wholes
 from keras_distplug.core.errors import ModelError
 from keras_distplug.strategies.recompile import Recompile, recompile_of
 
@@ -44,7 +44,7 @@ class Blueprint:
     assets: Sequence[Mapping[str, bytes]]
     values: Sequence[np.ndarray]
     optimizer_values: Mapping[str, Sequence[np.ndarray]]
-    optimizer_targets: Mapping[str, Sequence[compat_model.Target]]
+    optimizer_targets: Mapping[str, Sequence[models.Target]]
 
 
 def require_compiled(model: keras.Model, origin: str) -> None:
@@ -66,9 +66,9 @@ def describe(model: keras.Model) -> Blueprint:
     Raises:
         ModelError: If the model is of a kind that cannot be rebuilt.
     """
-    if not compat_model.is_clonable(model):
+    if not models.is_clonable(model):
         _require_config(model)
-    for layer in compat_model.layers_of(model):
+    for layer in models.layers_of(model):
         if isinstance(layer, _LOOKUPS):
             raise ModelError(
                 f"The model {model.name!r} holds the lookup table of layer {layer.name!r} "
@@ -79,14 +79,14 @@ def describe(model: keras.Model) -> Blueprint:
     return Blueprint(
         model=model,
         recompile=recompile_of(model),
-        assets=[_assets(layer) for layer in compat_model.layers_of(model)],
+        assets=[_assets(layer) for layer in models.layers_of(model)],
         values=[_value(variable) for variable in state_of(model)],
         optimizer_values={
             name: [_value(variable) for variable in optimizer.variables]
-            for name, optimizer in compat_model.optimizers_of(model).items()
+            for name, optimizer in models.optimizers_of(model).items()
             if optimizer.built
         },
-        optimizer_targets=compat_model.optimizer_targets(model),
+        optimizer_targets=models.optimizer_targets(model),
     )
 
 
@@ -114,12 +114,12 @@ def rebuild(blueprint: Blueprint, from_chief: Callable[[np.ndarray], Any]) -> ke
             variable.assign(from_chief(value))
         _freeze_like(model, caller)  # what was built now
     if blueprint.optimizer_values:
-        compat_model.build_optimizers(model, blueprint.optimizer_targets)
-        optimizers = compat_model.optimizers_of(model)
+        models.build_optimizers(model, blueprint.optimizer_targets)
+        optimizers = models.optimizers_of(model)
         for name, values in blueprint.optimizer_values.items():
             for variable, value in zip(wholes(optimizers[name].variables), values, strict=True):
                 variable.assign(from_chief(value))
-    compat_model.refresh(model)
+    models.refresh(model)
     return model
 
 
@@ -150,10 +150,10 @@ def hand_back(blueprint: Blueprint, trained: keras.Model, *, revive: bool) -> No
         _revive(caller)
     if not blueprint.values:
         _build_like(caller, trained)
-    compat_model.build_optimizers(caller, compat_model.optimizer_targets(trained))
+    models.build_optimizers(caller, models.optimizer_targets(trained))
     for mine, theirs in zip(_trained_state(caller), _trained_state(trained), strict=True):
         mine.assign(_value(theirs))
-    compat_model.refresh(caller)
+    models.refresh(caller)
     caller.history = getattr(trained, "history", None)
     caller.stop_training = trained.stop_training
 
@@ -165,7 +165,7 @@ def state_of(model: keras.Model) -> list[keras.Variable | Table]:
 
 
 def _trained_state(model: keras.Model) -> list[keras.Variable | Table]:
-    optimizers = compat_model.optimizers_of(model)
+    optimizers = models.optimizers_of(model)
     of_optimizers = [optimizers[name].variables for name in sorted(optimizers)]
     return [*state_of(model), *(each for variables in of_optimizers for each in wholes(variables))]
 
@@ -187,11 +187,11 @@ def _require_config(model: keras.Model) -> None:
 
 
 def _again(caller: keras.Model) -> keras.Model:
-    classes = {type(layer).__name__: type(layer) for layer in compat_model.layers_of(caller)}
+    classes = {type(layer).__name__: type(layer) for layer in models.layers_of(caller)}
     try:
         # Keras would look into the optimizer, whose variables may be dead by now.
-        with keras.saving.custom_object_scope(classes), compat_model.without_compilation(caller):
-            if compat_model.is_clonable(caller):
+        with keras.saving.custom_object_scope(classes), models.without_compilation(caller):
+            if models.is_clonable(caller):
                 return keras.models.clone_model(caller)
             return type(caller).from_config(caller.get_config())
     except Exception as error:
@@ -214,7 +214,7 @@ def _assets(layer: keras.Layer) -> dict[str, bytes]:
 
 
 def _load_assets(model: keras.Model, assets: Sequence[Mapping[str, bytes]]) -> None:
-    for layer, files in zip(compat_model.layers_of(model), assets, strict=False):
+    for layer, files in zip(models.layers_of(model), assets, strict=False):
         if not files or not hasattr(layer, "load_assets"):
             continue
         with tempfile.TemporaryDirectory() as folder:
@@ -228,7 +228,7 @@ def _load_assets(model: keras.Model, assets: Sequence[Mapping[str, bytes]]) -> N
 def _freeze_like(model: keras.Model, caller: keras.Model) -> None:
     """Makes trainable what is trainable in the caller's model: a configuration need not say what
     was frozen since the layers were made."""
-    mine, theirs = ([each, *compat_model.layers_of(each)] for each in (model, caller))
+    mine, theirs = ([each, *models.layers_of(each)] for each in (model, caller))
     if [type(layer) for layer in mine] != [type(layer) for layer in theirs]:
         return  # of models that are not built; the others are compared
     for layer, like in zip(mine, theirs, strict=True):  # a layer comes before those within it
@@ -243,7 +243,7 @@ def _build_like(model: keras.Model, like: keras.Model) -> None:
     config = like.get_build_config()
     try:
         if config:
-            compat_model.build_from_config(model, config)
+            models.build_from_config(model, config)
     except Exception as error:
         raise ModelError(
             f"The model {like.name!r} of class {type(like).__name__} could not be built inside the "
@@ -272,6 +272,6 @@ def _require_same_variables(
 
 def _revive(caller: keras.Model) -> None:
     """Gives every variable of `caller` a new one to live in; their values come later."""
-    for variable in compat_model.all_variables(caller):
-        compat_model.revive(variable, np.zeros(variable.shape, variable.dtype))
-    compat_model.drop_functions(caller)
+    for variable in models.all_variables(caller):
+        models.revive(variable, np.zeros(variable.shape, variable.dtype))
+    models.drop_functions(caller)

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_distplug.compat import model as compat_model
+from keras_distplug.backend.tensorflow.runtime import models
 from keras_distplug.core.errors import ModelError
 
 Recompile = Callable[[keras.Model], None]
@@ -61,7 +61,7 @@ def recompile_of(model: keras.Model) -> Recompile:
 
 def _arguments_of_keras(model: keras.Model) -> dict[str, Any] | None:
     """Returns what Keras' `compile` was given."""
-    if (arguments := compat_model.compile_arguments(model)) is None:
+    if (arguments := models.compile_arguments(model)) is None:
         return None
     # On a GPU, Keras notes True for its default, "auto", which means False under a strategy.
     is_xla = arguments.get("jit_compile") is True
@@ -94,8 +94,8 @@ def _has_variables(value: Any) -> bool:
 
 def _require_alike(made: keras.Model, before: Mapping[str, Any], caller: keras.Model) -> None:
     """Compares what `compile` has set in `made` with what it has set in `caller`."""
-    mine = {**vars(made), **(compat_model.compile_arguments(made) or {})}
-    theirs = {**vars(caller), **(compat_model.compile_arguments(caller) or {})}
+    mine = {**vars(made), **(models.compile_arguments(made) or {})}
+    theirs = {**vars(caller), **(models.compile_arguments(caller) or {})}
     for name, value in mine.items():
         is_set = name not in before or before[name] is not value
         if is_set and name not in _OF_KERAS and not _is_alike(value, theirs.get(name)):

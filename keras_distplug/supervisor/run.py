@@ -19,7 +19,7 @@ from keras_distplug.core.events import Ended, Failed, Started, StartedAgain, Tra
 from keras_distplug.core.supervised import Phase, Status, Supervised
 from keras_distplug.core.timeouts import Timeouts
 from keras_distplug.supervisor.attempt import Limits, Listener, Outcome, run_attempt
-from keras_distplug.supervisor.events import EventLog, OpenLog
+from keras_distplug.supervisor.events_beside import EventLog, OpenLog
 from keras_distplug.supervisor.exits import FAILURES, Cause, Exit
 from keras_distplug.supervisor.fork_server import ForkServer
 from keras_distplug.supervisor.group import Group

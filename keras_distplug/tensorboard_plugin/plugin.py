@@ -14,8 +14,8 @@ from werkzeug import wrappers
 
 from keras_distplug import page
 from keras_distplug.core.errors import CheckpointError, ConfigurationError
+from keras_distplug.runlog.log_files import find
 from keras_distplug.storage.files import Files
-from keras_distplug.storage.run_log import find
 from keras_distplug.tensorboard_plugin.folders import folders_of
 from keras_distplug.tensorboard_plugin.watched import Answer, Watched, answer
 

@@ -11,11 +11,12 @@ from typing import Any
 
 from keras_distplug.core import events
 from keras_distplug.core.events import Entry
-from keras_distplug.core.goodput import Fit
-from keras_distplug.core.summary import Looked, headline, summary
+from keras_distplug.runlog.goodput_totals import Fit
+from keras_distplug.runlog.log_files import Reader
+from keras_distplug.runlog.summary import headline, summary
 from keras_distplug.storage import survey
 from keras_distplug.storage.files import Files
-from keras_distplug.storage.run_log import Reader
+from keras_distplug.storage.survey import Looked
 
 _LOOK_SECS = 30.0  # between looks at what the log does not tell of
 _LOOK_SHARE = 0.1  # of the time in which nothing came: a run of last week does not change any more

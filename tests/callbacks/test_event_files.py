@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from support.curves import curves_in
 
-from keras_distplug.callbacks import event_files
-from keras_distplug.callbacks.event_files import EventFiles
-from keras_distplug.callbacks.replica_curves import ReplicaCurves
-from keras_distplug.core.step_reports import StepReport
+from keras_distplug.replicas.replica_curves import ReplicaCurves
+from keras_distplug.runlog import event_files
+from keras_distplug.runlog.event_files import EventFiles
+from keras_distplug.step.step_reports import StepReport
 from keras_distplug.storage.files import open_files
 from keras_distplug.storage.remote import RemoteFiles
 

@@ -11,13 +11,13 @@ from collections.abc import Callable
 
 import pytest
 
-from keras_distplug.callbacks import progress_line
-from keras_distplug.callbacks.saves import Saves
-from keras_distplug.core.cadence import Cadence, EveryBatches, EveryEpoch, Pace
+from keras_distplug.checkpoint import progress_line
+from keras_distplug.checkpoint.cadence import Cadence, EveryBatches, EveryEpoch, Pace
+from keras_distplug.checkpoint.saver import Saver
+from keras_distplug.checkpoint.saves import Saves
 from keras_distplug.core.errors import AgreementError, SaveError
-from keras_distplug.core.progress import Meter
 from keras_distplug.core.state import Cursor, TrainState
-from keras_distplug.storage.saver import Saver
+from keras_distplug.storage.meter import Meter
 
 
 class Alone:

@@ -14,14 +14,10 @@ pytestmark = [pytest.mark.tf, pytest.mark.timeout(120)]
 
 from cluster.key_values import Memory  # noqa: E402
 
-from keras_distplug.cluster import agreement, hangs  # noqa: E402
-from keras_distplug.cluster.hangs import (  # noqa: E402
-    InquiryAlone,
-    InquiryTogether,
-    Report,
-    judge,
-)
+from keras_distplug.cluster import agreement  # noqa: E402
 from keras_distplug.cluster.roles import Role  # noqa: E402
+from keras_distplug.hang import verdict as hangs  # noqa: E402
+from keras_distplug.hang.verdict import InquiryAlone, InquiryTogether, Report, judge  # noqa: E402
 
 LATE = Report(7, "is in batch 3", awaits=None, for_s=30.0, limit_s=30.0, silence_s=30.0)
 IN_TIME = replace(LATE, for_s=20.0)

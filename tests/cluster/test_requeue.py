@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from support.slurm import FakeSlurm
 
-from keras_distplug.cluster import requeue
-from keras_distplug.cluster.requeue import Requeue
 from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.preemption import requeue
+from keras_distplug.preemption.requeue import Requeue
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keras_distplug.cluster.round_trips import PAYLOAD_BYTES, RoundTrips
+from keras_distplug.replicas.round_trips import PAYLOAD_BYTES, RoundTrips
 
 EMPTY_S, BYTE_S = 0.002, 1e-6
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.cluster import environment
 
-from keras_distplug.cluster.sentinel import Sentinel
+from keras_distplug.hang.sentinel import Sentinel
 
 pytestmark = pytest.mark.timeout(60)
 

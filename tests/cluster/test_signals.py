@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from keras_distplug.cluster import signals
-from keras_distplug.cluster.signals import SignalWatch
+from keras_distplug.preemption import signal_watch
+from keras_distplug.preemption.signal_watch import SignalWatch
 
 NUMBER = signal.SIGUSR1
 
@@ -51,7 +51,7 @@ class Kills:
 def test_handed_over(lost: int, watch: SignalWatch, monkeypatch: pytest.MonkeyPatch) -> None:
     """The main thread hears of it in the middle of a wait, at the latest with the next one: a
     signal that comes before a wait has begun does not end that."""
-    monkeypatch.setattr(signals, "_AGAIN_S", 0.2)
+    monkeypatch.setattr(signal_watch, "_AGAIN_S", 0.2)
     monkeypatch.setattr(signal, "pthread_kill", kills := Kills(lost))
     thread = threading.Thread(target=watch.hand_over, args=(NUMBER,))
 
@@ -69,7 +69,7 @@ def test_handed_over(lost: int, watch: SignalWatch, monkeypatch: pytest.MonkeyPa
 
 def test_handler_that_came_later(watch: SignalWatch, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that does not ask those before hears it once."""
-    monkeypatch.setattr(signals, "_AGAIN_S", 0.2)
+    monkeypatch.setattr(signal_watch, "_AGAIN_S", 0.2)
     numbers: list[int] = []
     came = threading.Event()
 

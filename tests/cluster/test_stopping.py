@@ -13,10 +13,11 @@ pytestmark = [pytest.mark.tf, pytest.mark.timeout(120)]
 
 from cluster.key_values import Memory  # noqa: E402
 
-from keras_distplug.cluster import agreement, stopping  # noqa: E402
+from keras_distplug.cluster import agreement  # noqa: E402
 from keras_distplug.cluster.roles import Role  # noqa: E402
-from keras_distplug.cluster.stopping import Cause, StopAlone, StopTogether  # noqa: E402
 from keras_distplug.core.errors import AgreementError  # noqa: E402
+from keras_distplug.preemption import stopping  # noqa: E402
+from keras_distplug.preemption.stopping import Cause, StopAlone, StopTogether  # noqa: E402
 
 MOMENTS = 3000  # more than pass until a word has come
 

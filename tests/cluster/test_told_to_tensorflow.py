@@ -11,8 +11,8 @@ pytestmark = [pytest.mark.tf, pytest.mark.timeout(60)]
 
 from cluster.key_values import Memory  # noqa: E402
 
-from keras_distplug.cluster.told_to_tensorflow import NoticeToTensorFlow  # noqa: E402
-from keras_distplug.compat.preemption import NOTICE_KEY, task_name  # noqa: E402
+from keras_distplug.backend.tensorflow.runtime.preemption_notice import NOTICE_KEY, task_name  # noqa: E402
+from keras_distplug.preemption.told_to_tensorflow import NoticeToTensorFlow  # noqa: E402
 
 
 class Service(Memory):

@@ -21,9 +21,8 @@ from storage.checkpoints import RUN
 
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.state import Cursor, TrainState
-from keras_distplug.storage import codec, target
-from keras_distplug.storage import export as storage_export
-from keras_distplug.storage.export import Export
+from keras_distplug.storage import codec, export_file, target
+from keras_distplug.storage.export_file import Export
 from keras_distplug.storage.files import open_files
 
 Say = Callable[..., tuple[int, str]]
@@ -83,7 +82,7 @@ def test_shares(world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     store = made.run(tmp_path, TrainState(Cursor(1, 0, 4), {"optimizer/x": np.ones(9), **arrays}))
     stored = store.read("step-00000004")
     assert len(stored.manifest.shards) == world_size
-    storage_export.write_safetensors(tmp_path / "out", RUN, stored)
+    export_file.write_safetensors(tmp_path / "out", RUN, stored)
     assert same(safetensors.numpy.load_file(tmp_path / "out"), arrays)
 
 
@@ -203,13 +202,13 @@ def test_name_that_is_taken_meanwhile(
 ) -> None:
     """A file that comes while this one is written stays as it is."""
     made.run(tmp_path / "runs", made.state(4))
-    stock = storage_export.write_safetensors
+    stock = export_file.write_safetensors
 
     def write(*given: Any) -> None:
         stock(*given)
         open_files(out.rpartition("/")[0]).create("w.safetensors", [b"another's"])
 
-    monkeypatch.setattr(storage_export, "write_safetensors", write)
+    monkeypatch.setattr(export_file, "write_safetensors", write)
     assert say("export", tmp_path / "runs", out)[0] == 2
     assert open_files(out.rpartition("/")[0]).read("w.safetensors") == b"another's"
     assert beside(out) == ["w.safetensors"]
@@ -223,7 +222,7 @@ def test_full_disk(tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch) ->
         path.write_bytes(b"half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(storage_export, "write_safetensors", write)
+    monkeypatch.setattr(export_file, "write_safetensors", write)
     code, printed = say("export", tmp_path / "runs", tmp_path / "w.safetensors")
     assert code == 1
     assert "could not be written: [Errno 28]" in printed

@@ -27,6 +27,10 @@ from support import small  # noqa: E402
 from support.cluster import environment  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
+from keras_distplug.checkpoint import (  # noqa: E402
+    capture,
+    model_export,
+)
 from keras_distplug.core.errors import (  # noqa: E402
     ConfigurationError,
     CorruptCheckpointError,
@@ -34,11 +38,9 @@ from keras_distplug.core.errors import (  # noqa: E402
     NoCheckpointError,
     OtherRunError,
 )
-from keras_distplug.storage import architecture, export, runs  # noqa: E402
+from keras_distplug.storage import architecture, export_file, runs  # noqa: E402
 from keras_distplug.storage.files import LocalFiles, open_files  # noqa: E402
 from keras_distplug.storage.store import CheckpointStore  # noqa: E402
-from keras_distplug.training import capture  # noqa: E402
-from keras_distplug.training import export as training_export  # noqa: E402
 
 Say = Callable[..., tuple[int, str]]
 FORMATS = ("model.keras", "model.weights.h5", "model.safetensors")
@@ -401,10 +403,10 @@ def test_another_model_in_the_file(tmp_path: Path) -> None:
     fit(tmp_path, model=wide("tanh"))
     files = open_files(tmp_path)
     stored = CheckpointStore(files, RUN).read("final-00000008")
-    other = training_export.architecture_of(small.model())
+    other = model_export.architecture_of(small.model())
     assert other is not None
     with pytest.raises(OtherRunError, match="The first difference: "):
-        training_export.save_rebuilt(other, stored.manifest, stored.values, tmp_path / "a.keras")
+        model_export.save_rebuilt(other, stored.manifest, stored.values, tmp_path / "a.keras")
     assert not (tmp_path / "a.keras").exists()
 
 
@@ -421,11 +423,11 @@ def test_undisturbed(
     if rebuilt:  # as on several workers
 
         def save(model: keras.Model, *given: Any) -> None:
-            made_from = training_export.architecture_of(model)
+            made_from = model_export.architecture_of(model)
             assert made_from is not None
-            training_export.save_rebuilt(made_from, *given)
+            model_export.save_rebuilt(made_from, *given)
 
-        monkeypatch.setattr(training_export, "save_through", save)
+        monkeypatch.setattr(model_export, "save_through", save)
     ended = []
     for exports in (False, True):
         keras.backend.clear_session()  # Keras 3.10 keeps the generator of `keras.random` otherwise
@@ -593,7 +595,7 @@ def test_model_error_is_a_configuration_error(trained: tuple[Path, keras.Model])
     """What Keras cannot make is told as such."""
     stored = CheckpointStore(open_files(trained[0]), RUN).read("final-00000008")
     with pytest.raises(ModelError, match="could not be made anew"):
-        training_export.save_rebuilt(
+        model_export.save_rebuilt(
             {"class_name": "Nothing", "config": {}}, stored.manifest, stored.values, Path("a.keras")
         )
 
@@ -640,4 +642,4 @@ def test_kept_architecture_is_that_of_the_run(trained: tuple[Path, keras.Model])
     assert json.loads((trained[0] / run / "MODEL.json").read_text()).keys() == {
         "from_step", "model", "sha256",
     }  # fmt: skip
-    assert export.FORMATS == ("keras", "weights.h5", "safetensors")
+    assert export_file.FORMATS == ("keras", "weights.h5", "safetensors")

@@ -18,12 +18,12 @@ from support.cluster import environment
 
 from keras_distplug.cli import main
 from keras_distplug.core.errors import CheckpointError
-from keras_distplug.core.manifest import SCHEMA_VERSION
-from keras_distplug.core.sealed import digest_of
 from keras_distplug.core.state import Completion
 from keras_distplug.storage import files as storage_files
 from keras_distplug.storage import survey
 from keras_distplug.storage.files import open_files
+from keras_distplug.storage.manifest import SCHEMA_VERSION
+from keras_distplug.storage.sealed import digest_of
 from keras_distplug.storage.store import CheckpointStore
 
 Say = Callable[..., tuple[int, str]]

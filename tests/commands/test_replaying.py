@@ -18,9 +18,9 @@ from commands.conftest import Ask  # noqa: E402
 from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
-from keras_distplug.storage import incidents  # noqa: E402
+from keras_distplug.nonfinite import incident_files  # noqa: E402
+from keras_distplug.nonfinite.incident_files import Incident  # noqa: E402
 from keras_distplug.storage.files import open_files  # noqa: E402
-from keras_distplug.storage.incidents import Incident  # noqa: E402
 
 Say = Callable[..., tuple[int, str]]
 BAD = (1, 2)  # epoch and batch
@@ -54,7 +54,7 @@ def another(directory: Path, data: Any, **changes: Any) -> str:
             **changes,
         }
     )
-    open_files(directory).create(incident.path, incidents.encode(incident, data))
+    open_files(directory).create(incident.path, incident_files.encode(incident, data))
     return incident.name
 
 

@@ -11,8 +11,9 @@ import keras
 import numpy as np
 import pytest
 
-from keras_distplug.compat import epochs, frames
-from keras_distplug.compat.callback_list import Calling, move_to_end
+from keras_distplug.backend.tensorflow.input import epochs
+from keras_distplug.backend.tensorflow.runtime import frames
+from keras_distplug.backend.tensorflow.runtime.callback_list import Calling, move_to_end
 
 pytestmark = [pytest.mark.tf, pytest.mark.timeout(120)]
 

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.tf, pytest.mark.timeout(60)]
 
 import tensorflow as tf  # noqa: E402
 
-from keras_distplug.compat import context  # noqa: E402
+from keras_distplug.backend.tensorflow.runtime import context  # noqa: E402
 
 
 class Pretended:

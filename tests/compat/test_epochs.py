@@ -15,7 +15,8 @@ import keras  # noqa: E402
 import numpy as np  # noqa: E402
 from support import small  # noqa: E402
 
-from keras_distplug.compat import epochs, replica_values  # noqa: E402
+from keras_distplug.backend.tensorflow.input import epochs  # noqa: E402
+from keras_distplug.backend.tensorflow.replicas import replica_values  # noqa: E402
 
 
 class Within(keras.callbacks.Callback):

@@ -13,7 +13,7 @@ import tensorflow as tf  # noqa: E402
 from keras.src.backend.tensorflow import trainer as keras_trainer  # noqa: E402
 from support import small  # noqa: E402
 
-from keras_distplug.compat import failures  # noqa: E402
+from keras_distplug.backend.tensorflow.runtime import failures  # noqa: E402
 
 METHODS = ("fit", "evaluate", "predict")
 

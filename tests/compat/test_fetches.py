@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.tf, pytest.mark.timeout(120)]
 import tensorflow as tf  # noqa: E402
 from tensorflow.python.distribute import input_lib  # noqa: E402
 
-from keras_distplug.compat import steps  # noqa: E402
+from keras_distplug.backend.tensorflow.replicas import steps  # noqa: E402
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from keras_distplug.compat import iterators
-from keras_distplug.training.position import Positioned
-from keras_distplug.training.sources import TfData
+from keras_distplug.backend.tensorflow.input import iterators
+from keras_distplug.data.position import Positioned
+from keras_distplug.data.sources import TfData
 
 pytestmark = [pytest.mark.tf, pytest.mark.timeout(120)]
 

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.tf
 
 import keras  # noqa: E402
 
-from keras_distplug.compat import keras_callbacks  # noqa: E402
+from keras_distplug.backend.tensorflow.runtime import keras_callbacks  # noqa: E402
 
 
 def test_upstream() -> None:

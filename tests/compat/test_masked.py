@@ -13,7 +13,7 @@ import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
-from keras_distplug.compat import masked  # noqa: E402
+from keras_distplug.backend.tensorflow.replicas import masked  # noqa: E402
 
 OTHERS = {"LossScaleOptimizer", "MultiOptimizer", "Optimizer"}  # that wrap some, or are none
 NAMES = sorted(

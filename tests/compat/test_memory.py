@@ -13,9 +13,9 @@ import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
-from keras_distplug.compat.memory import empty_tensor  # noqa: E402
-from keras_distplug.core.manifest import VariableSpec  # noqa: E402
-from keras_distplug.training import capture  # noqa: E402
+from keras_distplug.backend.tensorflow.runtime.host_memory import empty_tensor  # noqa: E402
+from keras_distplug.checkpoint import capture  # noqa: E402
+from keras_distplug.storage.manifest import VariableSpec  # noqa: E402
 
 DTYPES = ["float16", "float32", "float64", "int32", "int64"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from keras_distplug.compat import versions
+from keras_distplug.backend.tensorflow.runtime import versions
 from keras_distplug.core.errors import VersionError
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]

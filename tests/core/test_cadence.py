@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from keras_distplug.core.cadence import (
+from keras_distplug.checkpoint.cadence import (
     AtEnd,
     Auto,
     Cadence,

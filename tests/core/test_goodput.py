@@ -8,10 +8,11 @@ import random
 
 import pytest
 
-from keras_distplug.core import events, goodput
+from keras_distplug.core import events
 from keras_distplug.core.events import SUPERVISOR, Entry, Event, Window
-from keras_distplug.core.goodput import Fit
 from keras_distplug.core.ledger import Category, Ledger, split
+from keras_distplug.runlog import goodput_totals
+from keras_distplug.runlog.goodput_totals import Fit
 
 C = Category
 
@@ -34,29 +35,29 @@ def of_supervisor(at: float, event: Event, attempt: int = 0) -> Entry:
     return Entry(at, SUPERVISOR, event, "job", attempt)
 
 
-def whole(spans: list[goodput.Span]) -> float:
+def whole(spans: list[goodput_totals.Span]) -> float:
     return spans[-1].end - spans[0].begin
 
 
 def test_one_attempt() -> None:
     """Windows follow each other, from the start of the process."""
-    found = goodput.spans(
+    found = goodput_totals.spans(
         [fit(window(103, 0, 0, start_up=3), window(110, 70, 70, step=6, other=1))]
     )
-    secs = goodput.totals(found)
+    secs = goodput_totals.totals(found)
     assert (found[0].begin, found[-1].end) == (100, 110)
     assert {name: each for name, each in secs.items() if each} == {
         C.START_UP: 3,
         C.STEP: 6,
         C.OTHER: 1,
     }
-    assert goodput.goodput(secs) == pytest.approx(0.6)
+    assert goodput_totals.goodput(secs) == pytest.approx(0.6)
 
 
 def test_killed() -> None:
     """From the last that is known of an attempt to the next process is recovery; steps that were
     trained before are no progress, and the share of a window that is new is."""
-    found = goodput.spans(
+    found = goodput_totals.spans(
         [
             fit(window(10, 40, 40, start_up=2, step=8)),
             fit(
@@ -67,7 +68,7 @@ def test_killed() -> None:
             ),
         ]
     )
-    secs = goodput.totals(found)
+    secs = goodput_totals.totals(found)
     assert secs[C.RECOVERY] == 10
     assert secs[C.REDONE] == pytest.approx(2)  # 20 of 40 steps, of 4 s
     assert secs[C.STEP] == pytest.approx(8 + 1.5)
@@ -81,9 +82,9 @@ def test_worker_that_was_started_again_alone() -> None:
     again = events.StartedAgain("worker-1", "FAILED", 137, 1, 0.0, "worker-1 was killed")
     told = [of_supervisor(99, events.Started(("chief-0", "worker-0", "worker-1", "ps-0"), (0, 1)))]
     supervised = [*told, of_supervisor(105, again)]
-    assert goodput.spans(fits, supervised) == goodput.spans(fits, told)
-    assert goodput.attempts(fits, supervised) == goodput.attempts(fits, told)
-    [attempt] = goodput.attempts(fits, supervised)
+    assert goodput_totals.spans(fits, supervised) == goodput_totals.spans(fits, told)
+    assert goodput_totals.attempts(fits, supervised) == goodput_totals.attempts(fits, told)
+    [attempt] = goodput_totals.attempts(fits, supervised)
     assert (attempt.end, attempt.exit_code) == (None, None)
 
 
@@ -98,45 +99,45 @@ def test_worker_that_was_started_again_alone() -> None:
 )
 def test_who_waits(last: Event, category: Category) -> None:
     """Nobody waits for a run that has finished, or that its user has stopped."""
-    found = goodput.spans(
+    found = goodput_totals.spans(
         [
             fit(window(10, 40, 40, step=10), Entry(10, "worker-0", last)),
             fit(window(90, 80, 40, step=10), session="b", step=40),
         ]
     )
-    assert goodput.totals(found)[category] == 70
+    assert goodput_totals.totals(found)[category] == 70
 
 
 def test_overlapping() -> None:
     """A window that overlaps what is accounted for counts from there on."""
-    found = goodput.spans(
+    found = goodput_totals.spans(
         [
             fit(window(10, 40, 40, step=10)),
             fit(window(12, 40, 0, start_up=9), window(13, 50, 10, step=1), session="b", step=40),
         ]
     )
-    secs = goodput.totals(found)
+    secs = goodput_totals.totals(found)
     assert (secs[C.START_UP], secs[C.RECOVERY]) == (2, 0)
     assert sum(secs.values()) == whole(found) == 13
 
 
 def test_clock_that_jumps() -> None:
     """What the worker's own clock has not seen is something else."""
-    found = goodput.spans([fit(window(10, 40, 40, step=10), window(60, 80, 40, step=10))])
-    assert goodput.totals(found)[C.OTHER] == 40
+    found = goodput_totals.spans([fit(window(10, 40, 40, step=10), window(60, 80, 40, step=10))])
+    assert goodput_totals.totals(found)[C.OTHER] == 40
 
 
 def test_clock_that_was_set_back() -> None:
     """What cannot be placed is not counted; the step is where it is."""
-    found = goodput.spans(
+    found = goodput_totals.spans(
         [
             fit(window(100, 40, 40, step=10)),
             fit(window(60, 80, 40, step=10), window(110, 90, 10, step=10), session="b", step=40),
         ]
     )
     assert found[-1].step == 90
-    assert sum(goodput.totals(found).values()) == pytest.approx(whole(found)) == 20
-    made = goodput.Timeline(100.0)
+    assert sum(goodput_totals.totals(found).values()) == pytest.approx(whole(found)) == 20
+    made = goodput_totals.Timeline(100.0)
     assert [*made.take(60, Window(80, 40, 0, {"step": 10.0}))] == []
     assert [each.step for each in made.finish(101.0)] == [80]
 
@@ -147,8 +148,8 @@ def test_trainings_of_their_own() -> None:
     for resumes, redone in ((True, 10), (False, 0)):
         second = fit(window(20, 40, 40, step=10), session="b")
         second = Fit(dataclasses.replace(second.began, resumes=resumes), second.entries)
-        assert goodput.totals(goodput.spans([first, second]))[C.REDONE] == redone
-        lost = [each.lost_steps for each in goodput.attempts([first, second])]
+        assert goodput_totals.totals(goodput_totals.spans([first, second]))[C.REDONE] == redone
+        lost = [each.lost_steps for each in goodput_totals.attempts([first, second])]
         assert lost == [40 if resumes else 0, 0]
 
 
@@ -165,7 +166,7 @@ def test_lost_in_a_fit() -> None:
             window(30, 30, 10, step=10),
         )
     ]
-    secs = goodput.totals(goodput.spans(found))
+    secs = goodput_totals.totals(goodput_totals.spans(found))
     assert (secs[C.REDONE], secs[C.STEP]) == (1 + 5, 24)
 
 
@@ -174,10 +175,10 @@ def test_ended_by_an_error() -> None:
     first."""
     failed = of_supervisor(11, events.Failed("worker-0", "FAILED", 1, "worker-0 exited with 1"))
     raised = Entry(10, "worker-0", events.Raised("ValueError: no"), "job", 0)
-    [found] = goodput.attempts([fit(window(10, 40, 40, "job", step=10), raised)], [failed])
+    [found] = goodput_totals.attempts([fit(window(10, 40, 40, "job", step=10), raised)], [failed])
     assert (found.end, found.exit_code) == ("ValueError: no", 1)
     killed = of_supervisor(11, events.Failed("worker-1", "FAILED", 137, "worker-1 was killed"))
-    [found] = goodput.attempts([fit(window(10, 40, 40, "job", step=10), raised)], [killed])
+    [found] = goodput_totals.attempts([fit(window(10, 40, 40, "job", step=10), raised)], [killed])
     assert (found.end, found.exit_code) == ("worker-1 was killed", 137)
 
 
@@ -188,17 +189,19 @@ def test_supervised() -> None:
         of_supervisor(30, events.Ended(0, "")),
         Entry(99, SUPERVISOR, events.Ended(0, ""), "another job", 0),
     ]
-    found = goodput.spans([fit(window(20, 40, 40, "job", start_up=5, step=10))], supervised)
-    secs = goodput.totals(found)
+    found = goodput_totals.spans([fit(window(20, 40, 40, "job", start_up=5, step=10))], supervised)
+    secs = goodput_totals.totals(found)
     assert (found[0].begin, found[-1].end) == (1, 30)
     assert (secs[C.START_UP], secs[C.STEP], secs[C.RECOVERY]) == (9, 10, 10)
 
 
 def test_lately() -> None:
     """Of a span that is cut by a moment, its share counts."""
-    found = goodput.spans([fit(window(10, 10, 10, step=10), window(30, 20, 10, step=10, input=10))])
-    assert goodput.goodput(goodput.totals(found, since=20)) == 0.5
-    assert sum(goodput.totals(found, since=20, until=25).values()) == 5
+    found = goodput_totals.spans(
+        [fit(window(10, 10, 10, step=10), window(30, 20, 10, step=10, input=10))]
+    )
+    assert goodput_totals.goodput(goodput_totals.totals(found, since=20)) == 0.5
+    assert sum(goodput_totals.totals(found, since=20, until=25).values()) == 5
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -217,8 +220,8 @@ def test_sum(seed: int) -> None:
             step += steps
             entries.append(window(at, step, steps, **secs))
         fits.append(fit(*entries, session=str(number), step=first))
-    found = goodput.spans(fits)
-    assert sum(goodput.totals(found).values()) == pytest.approx(whole(found))
+    found = goodput_totals.spans(fits)
+    assert sum(goodput_totals.totals(found).values()) == pytest.approx(whole(found))
     assert all(value >= -1e-9 for span in found for value in span.secs.values())
     assert all(a.end == b.begin for a, b in itertools.pairwise(found))
 
@@ -237,7 +240,7 @@ def test_attempts() -> None:
             step=60,
         ),
     ]
-    found = goodput.attempts(fits, [of_supervisor(11, failed)])
+    found = goodput_totals.attempts(fits, [of_supervisor(11, failed)])
     assert [(each.first_step, each.last_step, each.lost_steps) for each in found] == [
         (0, 42, 12),
         (30, 60, 0),
@@ -254,7 +257,7 @@ def test_attempt_that_died_behind_its_checkpoint() -> None:
         fit(window(10, 54, 54, step=10), saved),
         fit(window(30, 90, 30, step=9), session="b", step=60),
     ]
-    first, second = goodput.attempts(fits)
+    first, second = goodput_totals.attempts(fits)
     assert (first.last_step, first.lost_steps) == (second.first_step, 0) == (60, 0)
 
 

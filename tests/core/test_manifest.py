@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError
-from keras_distplug.core.manifest import (
+from keras_distplug.core.state import Completion, Cursor
+from keras_distplug.storage.manifest import (
     SCHEMA_VERSION,
     Manifest,
     Shard,
     VariableSpec,
     first_difference,
 )
-from keras_distplug.core.sealed import digest_of
-from keras_distplug.core.state import Completion, Cursor
+from keras_distplug.storage.sealed import digest_of
 
 KERNEL = VariableSpec("model/dense/kernel", (8, 10), "float32")
 BIAS = VariableSpec("model/dense/bias", (10,), "bfloat16")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keras_distplug.core.patience import Patience, Stage
+from keras_distplug.hang.patience import Patience, Stage
 
 
 def test_floors() -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from keras_distplug.core.divergence import Divergence, divergence
-from keras_distplug.core.step_reports import (
+from keras_distplug.replicas.divergence import Divergence, divergence
+from keras_distplug.step.step_reports import (
     ReplicaReport,
     StepReport,
     as_text,

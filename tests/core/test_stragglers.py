@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from keras_distplug.core.step_reports import ReplicaReport, StepReport
-from keras_distplug.core.stragglers import Judge, Straggler
+from keras_distplug.replicas.stragglers import Judge, Straggler
+from keras_distplug.step.step_reports import ReplicaReport, StepReport
 
 STEP_S = 0.1
 

@@ -10,8 +10,9 @@ from support import logged
 
 from keras_distplug.core import events
 from keras_distplug.core.events import SUPERVISOR, Entry, OfReplica
-from keras_distplug.core.goodput import Fit
-from keras_distplug.core.summary import Looked, headline, summary
+from keras_distplug.runlog.goodput_totals import Fit
+from keras_distplug.runlog.summary import headline, summary
+from keras_distplug.storage.survey import Looked
 
 WINDOWS = 100
 LOOKED = {1950: Looked("damaged", False), 1450: Looked("committed", True)}

@@ -19,9 +19,8 @@ import tensorflow as tf  # noqa: E402
 from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
-from keras_distplug.callbacks import backup_and_restore  # noqa: E402
+from keras_distplug.checkpoint import backup_and_restore, saver  # noqa: E402
 from keras_distplug.core.errors import ConfigurationError  # noqa: E402
-from keras_distplug.storage import saver  # noqa: E402
 from keras_distplug.storage.files import open_files  # noqa: E402
 from keras_distplug.storage.store import CheckpointStore  # noqa: E402
 
@@ -163,7 +162,7 @@ def test_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(small.Interrupted):
         fit(tmp_path / "b", "early", "reduce", "own", stop=small.Stop(3, 1))
     saver.wait_for_all()
-    stock = "keras_distplug.training.callback_states.CallbackStates.restore"
+    stock = "keras_distplug.checkpoint.callback_states.CallbackStates.restore"
     monkeypatch.setattr(stock, lambda *_, **__: [])
     found, _ = fit(tmp_path / "b", "early", "reduce", "own")
     differing = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b]

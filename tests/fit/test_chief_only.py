@@ -15,7 +15,7 @@ from support import small
 
 import keras_distplug as kd
 from keras_distplug.callbacks.chief_only import LeftToTheChief
-from keras_distplug.training.callback_states import CallbackStates
+from keras_distplug.checkpoint.callback_states import CallbackStates
 
 pytestmark = [pytest.mark.tf, pytest.mark.timeout(120)]
 

@@ -20,8 +20,9 @@ import tensorflow as tf  # noqa: E402
 from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
-from keras_distplug.callbacks import backup_and_restore  # noqa: E402
-from keras_distplug.compat import earlier_passes, trainer  # noqa: E402
+from keras_distplug.backend.tensorflow import trainer  # noqa: E402
+from keras_distplug.backend.tensorflow.input import earlier_passes  # noqa: E402
+from keras_distplug.checkpoint import backup_and_restore  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

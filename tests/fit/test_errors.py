@@ -19,13 +19,8 @@ import tensorflow as tf  # noqa: E402
 from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
-from keras_distplug.core.errors import (  # noqa: E402
-    ClusterError,
-    ConfigurationError,
-    DataError,
-    ModelError,
-)
-from keras_distplug.training import carry  # noqa: E402
+from keras_distplug.core.errors import ClusterError, ConfigurationError, DataError, ModelError  # noqa: E402
+from keras_distplug.data import carry  # noqa: E402
 
 X, Y = small.X, small.Y
 

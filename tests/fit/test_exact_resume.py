@@ -21,10 +21,9 @@ import tensorflow as tf  # noqa: E402
 from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
-from keras_distplug.callbacks import backup_and_restore  # noqa: E402
-from keras_distplug.compat import context  # noqa: E402
+from keras_distplug.backend.tensorflow.runtime import context  # noqa: E402
+from keras_distplug.checkpoint import backup_and_restore, saver  # noqa: E402
 from keras_distplug.core.errors import ConfigurationError, OtherRunError  # noqa: E402
-from keras_distplug.storage import saver  # noqa: E402
 
 EPOCHS = 4
 BATCHES = 7

@@ -23,8 +23,8 @@ from support import small  # noqa: E402
 from support.cluster import environment  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
-from keras_distplug.callbacks import hang_watchdog  # noqa: E402
 from keras_distplug.core.errors import ConfigurationError  # noqa: E402
+from keras_distplug.hang import hang_watchdog  # noqa: E402
 
 LIMIT_S = 1.0
 

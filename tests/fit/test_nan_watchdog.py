@@ -18,9 +18,9 @@ import tensorflow as tf  # noqa: E402
 from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
-from keras_distplug.callbacks.nan_watchdog import LeftOut, OfReplica, culprits_of  # noqa: E402
 from keras_distplug.core.errors import ConfigurationError, NonFiniteError  # noqa: E402
-from keras_distplug.storage import incidents  # noqa: E402
+from keras_distplug.nonfinite import incident_files  # noqa: E402
+from keras_distplug.nonfinite.nan_watchdog import LeftOut, OfReplica, culprits_of  # noqa: E402
 from keras_distplug.storage.files import open_files  # noqa: E402
 
 BATCHES = 10
@@ -291,9 +291,9 @@ def test_says_what_it_does_not_see() -> None:
         made.fit(data(), verbose=0, callbacks=[kd.NaNWatchdog()])
 
 
-def kept_in(folder: Path) -> list[tuple[incidents.Incident, Any]]:
+def kept_in(folder: Path) -> list[tuple[incident_files.Incident, Any]]:
     files = open_files(folder)
-    return [incidents.read(files, name) for name in incidents.names(files)]
+    return [incident_files.read(files, name) for name in incident_files.names(files)]
 
 
 def test_looked_into(tmp_path: Path) -> None:

@@ -19,9 +19,8 @@ import tensorflow as tf  # noqa: E402
 from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
-from keras_distplug.callbacks import backup_and_restore, fit_state  # noqa: E402
-from keras_distplug.core.manifest import Manifest  # noqa: E402
-from keras_distplug.storage import saver  # noqa: E402
+from keras_distplug.checkpoint import backup_and_restore, fit_state, saver  # noqa: E402
+from keras_distplug.storage.manifest import Manifest  # noqa: E402
 
 Y = np.eye(3, dtype="float32")[np.arange(30) % 3]
 EPOCHS = 3

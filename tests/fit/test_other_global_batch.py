@@ -19,9 +19,8 @@ import tensorflow as tf  # noqa: E402
 from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
-from keras_distplug.callbacks import backup_and_restore  # noqa: E402
+from keras_distplug.checkpoint import backup_and_restore, saver  # noqa: E402
 from keras_distplug.core.errors import OtherRunError  # noqa: E402
-from keras_distplug.storage import saver  # noqa: E402
 
 IDS = np.arange(53, dtype="float32")[:, None]
 

@@ -16,7 +16,7 @@ import tensorflow as tf  # noqa: E402
 from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
-from keras_distplug.callbacks import fit_state  # noqa: E402
+from keras_distplug.checkpoint import fit_state  # noqa: E402
 
 
 def sliced() -> tf.data.Dataset:

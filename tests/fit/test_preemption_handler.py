@@ -24,10 +24,10 @@ from support import small  # noqa: E402
 from support.slurm import FakeSlurm  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
-from keras_distplug.callbacks import backup_and_restore, preemption_handler  # noqa: E402
-from keras_distplug.cluster.notices.notice import Notice  # noqa: E402
+from keras_distplug.checkpoint import backup_and_restore, saver  # noqa: E402
 from keras_distplug.core.errors import AgreementError, ConfigurationError, Preempted  # noqa: E402
-from keras_distplug.storage import saver  # noqa: E402
+from keras_distplug.preemption import preemption_handler  # noqa: E402
+from keras_distplug.preemption.notices.notice import Notice  # noqa: E402
 
 TOLD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 

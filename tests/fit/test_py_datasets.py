@@ -18,7 +18,8 @@ import numpy as np  # noqa: E402
 from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
-from keras_distplug.training import object_states, python_sources  # noqa: E402
+from keras_distplug.data import python_sources  # noqa: E402
+from keras_distplug.python_state import object_states  # noqa: E402
 
 EPOCHS, SAMPLES, BATCH = 3, 32, 8
 

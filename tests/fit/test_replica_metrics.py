@@ -22,12 +22,13 @@ from support import small  # noqa: E402
 from support.curves import curves_in  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
-from keras_distplug.compat import replica_values, trainer  # noqa: E402
-from keras_distplug.core.divergence import Divergence  # noqa: E402
+from keras_distplug.backend.tensorflow import trainer  # noqa: E402
+from keras_distplug.backend.tensorflow.replicas import replica_values  # noqa: E402
 from keras_distplug.core.errors import ConfigurationError  # noqa: E402
 from keras_distplug.core.events import Diverged  # noqa: E402
-from keras_distplug.core.step_reports import StepReport  # noqa: E402
-from keras_distplug.storage import run_log  # noqa: E402
+from keras_distplug.replicas.divergence import Divergence  # noqa: E402
+from keras_distplug.runlog import log_files  # noqa: E402
+from keras_distplug.step.step_reports import StepReport  # noqa: E402
 from keras_distplug.storage.files import open_files  # noqa: E402
 
 BATCHES = 6
@@ -237,7 +238,7 @@ def test_diverged(strategy: str, tmp_path: Path, caplog: pytest.LogCaptureFixtur
     metrics = kd.ReplicaMetrics(check_every_steps=2, on_divergence=heard.append)
     callbacks = [Drifts(1, behind=3), metrics, kd.RunLog(tmp_path)]
     model(strategy).fit(data(), epochs=2, verbose=0, callbacks=callbacks)
-    [fit], _ = run_log.read(open_files(tmp_path), "")
+    [fit], _ = log_files.read(open_files(tmp_path), "")
     logged = [each.event for each in fit.entries if isinstance(each.event, Diverged)]
     assert [(each.step, each.variable) for each in logged] == [
         (each.step, each.variable) for each in heard
@@ -363,7 +364,7 @@ def test_full_disk(
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("keras_distplug.callbacks.event_files.EventFileWriter.add_event", full)
+    monkeypatch.setattr("keras_distplug.runlog.event_files.EventFileWriter.add_event", full)
     metrics = Reported(log_dir=tmp_path)
     model().fit(data(), verbose=0, callbacks=[metrics])
     assert len(metrics.reports) == BATCHES - 1

@@ -22,12 +22,12 @@ from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
 from keras_distplug import default_callbacks  # noqa: E402
-from keras_distplug.callbacks import backup_and_restore  # noqa: E402
-from keras_distplug.compat import epochs as compat_epochs  # noqa: E402
+from keras_distplug.backend.tensorflow.input import epochs as compat_epochs  # noqa: E402
+from keras_distplug.checkpoint import backup_and_restore, saver  # noqa: E402
 from keras_distplug.core import log  # noqa: E402
 from keras_distplug.core.errors import ConfigurationError, OtherRunError  # noqa: E402
 from keras_distplug.core.events import Window  # noqa: E402
-from keras_distplug.storage import run_log, saver  # noqa: E402
+from keras_distplug.runlog import log_files  # noqa: E402
 from keras_distplug.storage.files import open_files  # noqa: E402
 
 
@@ -476,8 +476,8 @@ def test_counts_what_is_trained(
     [run] = tmp_path.glob("run-*")
     found = sorted(each.name for each in run.glob("step-*"))
     assert found == [f"step-{trained // 2:08}", f"step-{trained:08}"]
-    run_log._close_all()
-    [log], _ = run_log.read(open_files(tmp_path), run.name)
+    log_files._close_all()
+    [log], _ = log_files.read(open_files(tmp_path), run.name)
     windows = [each.event for each in log.entries if isinstance(each.event, Window)]
     assert sum(each.steps for each in windows) == trained
 

@@ -28,12 +28,16 @@ from support import small  # noqa: E402
 from support.curves import curves_in, texts_in  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
-from keras_distplug.core import events, goodput, reporting  # noqa: E402
+from keras_distplug.checkpoint import saver  # noqa: E402
+from keras_distplug.core import events, reporting  # noqa: E402
 from keras_distplug.core.events import Event, Window  # noqa: E402
-from keras_distplug.core.goodput import Fit  # noqa: E402
 from keras_distplug.core.ledger import Category  # noqa: E402
-from keras_distplug.core.stragglers import Straggler  # noqa: E402
-from keras_distplug.storage import run_log, saver  # noqa: E402
+from keras_distplug.replicas.stragglers import Straggler  # noqa: E402
+from keras_distplug.runlog import (  # noqa: E402
+    goodput_totals,
+    log_files,
+)
+from keras_distplug.runlog.goodput_totals import Fit  # noqa: E402
 from keras_distplug.storage.files import open_files  # noqa: E402
 from keras_distplug.storage.remote import RemoteFiles  # noqa: E402
 
@@ -41,8 +45,8 @@ from keras_distplug.storage.remote import RemoteFiles  # noqa: E402
 @pytest.fixture(autouse=True)
 def each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A window for each batch."""
-    monkeypatch.setattr("keras_distplug.callbacks.run_log._LEAST_SECS", 0.0)
-    monkeypatch.setattr("keras_distplug.callbacks.run_log._SHARE", 0.0)
+    monkeypatch.setattr("keras_distplug.runlog.run_log._LEAST_SECS", 0.0)
+    monkeypatch.setattr("keras_distplug.runlog.run_log._SHARE", 0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -63,8 +67,8 @@ def fit(
 
 def logged(folder: Any, run: str = "run-0001") -> list[Fit]:
     """Of each `fit`; what is still to be written is."""
-    run_log._close_all()
-    return run_log.read(open_files(folder), run)[0]
+    log_files._close_all()
+    return log_files.read(open_files(folder), run)[0]
 
 
 def of_kind(fit: Fit, kind: type[Event]) -> list[Any]:
@@ -102,7 +106,7 @@ def test_windows(tmp_path: Path) -> None:
     assert sum(each.event.steps for each in windows) == 12
     for before, after in itertools.pairwise(windows):
         assert after.at - before.at == pytest.approx(sum(after.event.secs.values()), abs=0.05)
-    secs = goodput.totals(goodput.spans([found]))
+    secs = goodput_totals.totals(goodput_totals.spans([found]))
     assert all(value >= 0 for value in secs.values())
     spent = {category for category, value in secs.items() if value}
     expected = {Category.STEP, Category.START_UP, Category.SAVE, Category.EVALUATION}
@@ -128,7 +132,7 @@ def test_waits_for_data(tmp_path: Path) -> None:
     data = tf.data.Dataset.from_tensor_slices((small.X, small.Y)).batch(8).map(slow)
     fit(kd.defaults(tmp_path), x=data, y=None, batch_size=None)
     [found] = logged(tmp_path)
-    secs = goodput.totals(goodput.spans([found]))
+    secs = goodput_totals.totals(goodput_totals.spans([found]))
     assert secs[Category.INPUT] > secs[Category.STEP]
     assert secs[Category.INPUT] > 11 * 0.05 * 0.8
 
@@ -136,8 +140,8 @@ def test_waits_for_data(tmp_path: Path) -> None:
 @pytest.fixture
 def one_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """A window for each epoch."""
-    monkeypatch.setattr("keras_distplug.callbacks.run_log._LEAST_SECS", 1e9)
-    monkeypatch.setattr("keras_distplug.callbacks.run_log._MOST_SECS", 1e9)
+    monkeypatch.setattr("keras_distplug.runlog.run_log._LEAST_SECS", 1e9)
+    monkeypatch.setattr("keras_distplug.runlog.run_log._MOST_SECS", 1e9)
 
 
 def stalling(batches: int, every: int, secs: float) -> tf.data.Dataset:
@@ -164,7 +168,7 @@ def stalling(batches: int, every: int, secs: float) -> tf.data.Dataset:
 def test_some_batches_are_late(kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What most steps do not wait for is waiting, too, however many steps a window has, and where
     the data end without having said so."""
-    monkeypatch.setattr("keras_distplug.training.stopwatch._KEPT", kept)
+    monkeypatch.setattr("keras_distplug.step.stopwatch._KEPT", kept)
     fit([kd.RunLog(tmp_path)], x=stalling(40, 5, 0.1), y=None, batch_size=None, epochs=1)
     [found] = logged(tmp_path, "")
     [window] = [each for each in of_kind(found, Window) if each.steps]
@@ -172,7 +176,7 @@ def test_some_batches_are_late(kept: int, tmp_path: Path, monkeypatch: pytest.Mo
     assert window.input_s is not None
     assert window.input_s >= 8 * 0.1 / 40
     assert window.secs["input"] >= 8 * 0.1 * 0.999
-    assert goodput.unknown_waits([found]) == {}
+    assert goodput_totals.unknown_waits([found]) == {}
 
 
 @pytest.mark.usefixtures("one_window")
@@ -187,7 +191,7 @@ def test_waits_that_are_not_known(compiled: dict[str, Any], tmp_path: Path) -> N
     [window] = [each for each in of_kind(found, Window) if each.steps]
     assert window.input_s is None
     assert "input" not in window.secs or not window.secs["input"]
-    assert goodput.unknown_waits([found]) == {Category.INPUT: window.secs["step"]}
+    assert goodput_totals.unknown_waits([found]) == {Category.INPUT: window.secs["step"]}
 
 
 class SlowToTrace(keras.Model):
@@ -233,13 +237,13 @@ def test_interrupted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert names(second)[1] == "Restored"
     [restored] = of_kind(second, events.Restored)
     assert (restored.step, restored.epoch, restored.batch) == (4, 0, 4)
-    told = goodput.attempts([first, second])
+    told = goodput_totals.attempts([first, second])
     assert [(each.first_step, each.last_step, each.lost_steps) for each in told] == [
         (0, 7, 3),
         (4, 12, 0),
     ]
     assert [each.end for each in told] == [None, "finished"]
-    secs = goodput.totals(goodput.spans([first, second]))
+    secs = goodput_totals.totals(goodput_totals.spans([first, second]))
     assert secs[Category.REDONE] > 0
     assert secs[Category.RESTORE] == pytest.approx(restored.secs, abs=0.05)
     again = [each for each in of_kind(second, Window) if 4 < each.step <= 7]
@@ -258,8 +262,8 @@ def test_curves(tmp_path: Path) -> None:
     windows = [window for found in fits for window in of_kind(found, Window)]
     assert len(points) == len(windows)
     assert [step for step, _ in points] == sorted(step for step, _ in points)
-    secs = goodput.totals(goodput.spans(fits))
-    assert points[-1][1] == pytest.approx(goodput.goodput(secs), rel=0.05)
+    secs = goodput_totals.totals(goodput_totals.spans(fits))
+    assert points[-1][1] == pytest.approx(goodput_totals.goodput(secs), rel=0.05)
     shares = [values[-1][1] for name, values in curves.items() if name.startswith("time/")]
     assert sum(shares) == pytest.approx(1, abs=1e-3)
     assert "time/redone" in curves
@@ -327,7 +331,7 @@ def _threads() -> list[str]:
 def test_finished_already(tmp_path: Path) -> None:
     """A run that is started again when it is finished trains nothing, and says nothing."""
     fit(kd.defaults(tmp_path))
-    from keras_distplug.callbacks import backup_and_restore
+    from keras_distplug.checkpoint import backup_and_restore
 
     backup_and_restore._finished_here.clear()
     fit(kd.defaults(tmp_path))
@@ -416,7 +420,7 @@ def test_told_to_go(tmp_path: Path) -> None:
     assert (told.what, told.is_user) == ("SIGTERM", False)
     assert told.where.startswith("worker-0 on ")
     assert told.step == found.last_step
-    [attempt] = goodput.attempts([found])
+    [attempt] = goodput_totals.attempts([found])
     assert attempt.end is not None
     assert attempt.end.startswith("SIGTERM to worker-0")
 
@@ -434,7 +438,7 @@ def test_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             if (self.params["epochs"], batch) == (3, 2) and not told.is_set():
                 assert told.wait(60)
 
-    monkeypatch.setattr("keras_distplug.callbacks.hang_watchdog.report", report)
+    monkeypatch.setattr("keras_distplug.hang.hang_watchdog.report", report)
     fit(kd.defaults(tmp_path), Hangs(), kd.HangWatchdog(step_secs=1, exit=False))
     [found] = logged(tmp_path)
     [hung] = of_kind(found, events.Hung)
@@ -483,8 +487,8 @@ def test_one_after_the_other(tmp_path: Path) -> None:
     model.fit(small.X, small.Y, batch_size=8, verbose=0, callbacks=[kd.RunLog(tmp_path)])
     fits = logged(tmp_path, "")
     assert [(each.began.step, each.last_step) for each in fits] == [(0, 12), (0, 12), (12, 16)]
-    assert not goodput.totals(goodput.spans(fits))[Category.REDONE]
-    assert [each.lost_steps for each in goodput.attempts(fits)] == [0, 0, 0]
+    assert not goodput_totals.totals(goodput_totals.spans(fits))[Category.REDONE]
+    assert [each.lost_steps for each in goodput_totals.attempts(fits)] == [0, 0, 0]
 
 
 def test_clock_that_is_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -500,7 +504,7 @@ def test_clock_that_is_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     [found] = logged(tmp_path, "")
     times = [entry.at for entry in found.entries]
     assert times == sorted(times)
-    spans = goodput.spans([found])
+    spans = goodput_totals.spans([found])
     assert spans[-1].step == 12
     [curves] = curves_in(tmp_path / "log").values()
     steps = [step for step, _ in curves["goodput/whole_run"]]
@@ -516,7 +520,7 @@ def test_no_way_on(tmp_path: Path) -> None:
         fit([kd.RunLog(tmp_path)], watchdog, x=x)
     [found] = logged(tmp_path, "")
     assert isinstance(found.entries[-1].event, events.Raised)
-    [attempt] = goodput.attempts([found])
+    [attempt] = goodput_totals.attempts([found])
     assert attempt.end is not None
     assert attempt.end.startswith("NonFiniteError: 2 updates in a row were not finite")
 
@@ -550,13 +554,13 @@ def test_error_that_ends_the_process(tmp_path: Path) -> None:
     assert ended.stderr.count("ValueError: no room") == 1
     [found] = logged(tmp_path, "")
     assert found.entries[-1].event == events.Raised("ValueError: no room")
-    assert goodput.attempts([found])[0].end == "ValueError: no room"
+    assert goodput_totals.attempts([found])[0].end == "ValueError: no room"
 
 
 def test_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a callback takes its time, it is told that the process is there; behind an error that
     has ended `fit`, it is not."""
-    monkeypatch.setattr(run_log, "_BEAT_SECS", 0.02)
+    monkeypatch.setattr(log_files, "_BEAT_SECS", 0.02)
     beats = tmp_path / "log"
 
     def count() -> int:
@@ -586,8 +590,8 @@ def test_in_a_store() -> None:
 
 def test_curves_in_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """TensorBoard's files come there whole, one after the other."""
-    monkeypatch.setattr("keras_distplug.callbacks.event_files._EVERY_SECS", 0.0)
-    monkeypatch.setattr("keras_distplug.callbacks.event_files._SHARE", 0.0)
+    monkeypatch.setattr("keras_distplug.runlog.event_files._EVERY_SECS", 0.0)
+    monkeypatch.setattr("keras_distplug.runlog.event_files._SHARE", 0.0)
     directory = f"memory://{uuid.uuid4().hex}"
     fit(kd.defaults(directory))
     [found] = logged(directory)
@@ -607,8 +611,8 @@ def test_store_that_fails(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Curves that do not reach it are told of, once, and training goes on."""
-    monkeypatch.setattr("keras_distplug.callbacks.event_files._EVERY_SECS", 0.0)
-    monkeypatch.setattr("keras_distplug.callbacks.event_files._SHARE", 0.0)
+    monkeypatch.setattr("keras_distplug.runlog.event_files._EVERY_SECS", 0.0)
+    monkeypatch.setattr("keras_distplug.runlog.event_files._SHARE", 0.0)
 
     def fails(files: Any, path: str, parts: Any, stock: Any = RemoteFiles.create) -> None:
         if "tfevents" in path:
@@ -648,7 +652,7 @@ def test_folder_that_cannot_be_written_to(tmp_path: Path, caplog: pytest.LogCapt
     """Training goes on, and it is told once."""
     (tmp_path / "log").write_text("in the way")
     fit([kd.RunLog(tmp_path)])
-    run_log._close_all()
+    log_files._close_all()
     assert caplog.text.count("cannot be written, and is tried again") == 1
 
 

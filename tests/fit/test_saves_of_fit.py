@@ -21,12 +21,12 @@ import numpy as np  # noqa: E402
 from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
+from keras_distplug.checkpoint import capture, saver  # noqa: E402
 from keras_distplug.cluster import agreement  # noqa: E402
 from keras_distplug.core.errors import CorruptCheckpointError, SaveError  # noqa: E402
-from keras_distplug.storage import files, saver  # noqa: E402
+from keras_distplug.storage import files  # noqa: E402
 from keras_distplug.storage.files import LocalFiles  # noqa: E402
 from keras_distplug.storage.store import CheckpointStore  # noqa: E402
-from keras_distplug.training import capture  # noqa: E402
 
 RUN = "run-0001"
 Hook = Callable[[str], None]

@@ -17,8 +17,8 @@ import tensorflow as tf  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.core.errors import ConfigurationError  # noqa: E402
-from keras_distplug.core.stragglers import Straggler  # noqa: E402
-from keras_distplug.training.stopwatch import Lap, Stopwatch  # noqa: E402
+from keras_distplug.replicas.stragglers import Straggler  # noqa: E402
+from keras_distplug.step.stopwatch import Lap, Stopwatch  # noqa: E402
 
 WINDOW = 3
 WINDOWS = 8

@@ -251,6 +251,6 @@ def test_on_replicas(tmp_path: Path) -> None:
 def test_have_an_effect_without(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     """These tests can fail: traced with the values of the resumed epoch, the steps differ."""
     monkeypatch.setattr(
-        "keras_distplug.training.traced_values.TracedValues.restore", lambda *_: None
+        "keras_distplug.checkpoint.traced_values.TracedValues.restore", lambda *_: None
     )
     assert interrupted(name, (2, 1), tmp_path) != fit(name)

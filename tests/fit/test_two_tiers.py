@@ -18,9 +18,9 @@ import keras  # noqa: E402
 from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
+from keras_distplug.checkpoint import saver  # noqa: E402
 from keras_distplug.cluster import agreement  # noqa: E402
 from keras_distplug.core.errors import ConfigurationError, CorruptCheckpointError  # noqa: E402
-from keras_distplug.storage import saver  # noqa: E402
 from keras_distplug.storage.files import LocalFiles  # noqa: E402
 
 SHARED_AT, LOCAL_AT = 4, 8  # where the newest of each place stands, after `interrupt`

@@ -23,8 +23,9 @@ from support import small  # noqa: E402
 from tensorflow.python.framework import config  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
-from keras_distplug.compat import pipeline  # noqa: E402
-from keras_distplug.training import object_states, python_sources  # noqa: E402
+from keras_distplug.backend.tensorflow.input import pipeline  # noqa: E402
+from keras_distplug.data import python_sources  # noqa: E402
+from keras_distplug.python_state import object_states  # noqa: E402
 
 D = tf.data.Dataset
 AUTOTUNE = tf.data.AUTOTUNE

@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 from storage.checkpoints import RUN, Checkpoints
 
 from keras_distplug.core.errors import CheckpointError, DistplugError
-from keras_distplug.core.manifest import Manifest
-from keras_distplug.core.sealed import digest_of
 from keras_distplug.core.state import Cursor, TrainState
 from keras_distplug.storage import layout, runs
 from keras_distplug.storage.files import Files, open_files
+from keras_distplug.storage.manifest import Manifest
+from keras_distplug.storage.sealed import digest_of
 from keras_distplug.storage.store import CheckpointStore
 
 LIMITS = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))

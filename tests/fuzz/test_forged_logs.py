@@ -11,11 +11,12 @@ from fuzz.mutations import mutated
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from keras_distplug.core import events, goodput
+from keras_distplug.core import events
 from keras_distplug.core.events import Entry, OfReplica, from_line, to_line
-from keras_distplug.core.summary import summary
+from keras_distplug.runlog import goodput_totals
+from keras_distplug.runlog.log_files import Reader
+from keras_distplug.runlog.summary import summary
 from keras_distplug.storage.files import open_files
-from keras_distplug.storage.run_log import Reader
 
 LIMITS = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 OF_WORKER = [
@@ -58,7 +59,7 @@ def test_of_a_later_release(field: str, value: Any) -> None:
     assert entry is not None
     assert isinstance(entry.event, events.Window)
     assert entry.event.replicas[0].compute_s == 0.3
-    made = goodput.Timeline(0.0)
+    made = goodput_totals.Timeline(0.0)
     spans = [*made.begin(0.0), *made.take(5.0, entry.event)]
     assert spans[-1].end == 5.0
     assert sum(spans[-1].secs.values()) == pytest.approx(5.0)
@@ -83,7 +84,7 @@ def test_pages(of_worker: Any, of_supervisor: Any) -> None:
         assert abs(sum(shown["secs"].values()) - length_s) < 1e-3 * max(1.0, abs(shown["end"]))
     else:
         assert sum(shown["secs"].values()) == 0
-    goodput.attempts(fits, supervised)
+    goodput_totals.attempts(fits, supervised)
 
 
 def test_right() -> None:

@@ -24,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_distplug as kd
-from keras_distplug.storage import saver
+from keras_distplug.checkpoint import saver
 
 script, folder, how = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 replicas, batches_to_kill = int(sys.argv[4]), int(sys.argv[5])

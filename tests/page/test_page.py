@@ -14,8 +14,9 @@ from support.browser import Shown, browsed
 from keras_distplug import page
 from keras_distplug.cli import main
 from keras_distplug.core.events import Window, to_line
-from keras_distplug.core.goodput import Fit
-from keras_distplug.core.summary import Looked, summary
+from keras_distplug.runlog.goodput_totals import Fit
+from keras_distplug.runlog.summary import summary
+from keras_distplug.storage.survey import Looked
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from werkzeug.test import Client
 import keras_distplug as kd
 from keras_distplug.cli import main
 from keras_distplug.core.events import to_line
-from keras_distplug.storage import run_log
+from keras_distplug.runlog import log_files
 from keras_distplug.storage.files import LocalFiles, open_files
 from keras_distplug.tensorboard_plugin import plugin as plugin_module
 from keras_distplug.tensorboard_plugin import watched
@@ -189,10 +189,10 @@ def test_requests_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refresh without news lists the log's folder, and asks for nothing more."""
     root = f"memory://{uuid.uuid4().hex}"
     asked: list[str] = []
-    monkeypatch.setattr(run_log, "open_files", lambda url: Counted(open_files(url), asked))
+    monkeypatch.setattr(log_files, "open_files", lambda url: Counted(open_files(url), asked))
     files = open_files(root)
     for rank, fit in enumerate(logged.fits(4, 10)[0]):
-        sink = run_log.sink_for(files, f"run-0001/log/20260101T000000Z-worker-{rank}-aaaa")
+        sink = log_files.sink_for(files, f"run-0001/log/20260101T000000Z-worker-{rank}-aaaa")
         sink.write(b"".join(map(to_line, fit.entries)))
     watching = plugin(logdir=root, logdir_spec="")
     [run] = shown(watching)
@@ -206,7 +206,7 @@ def fitted(where: Path, *more: Any) -> None:
     """A short training, with checkpoints at its epochs' ends."""
     callbacks = [*more, *kd.defaults(where)]
     small.model().fit(small.X, small.Y, batch_size=8, epochs=3, verbose=0, callbacks=callbacks)
-    run_log._close_all()
+    log_files._close_all()
 
 
 def checkpoints_of(folder: Path) -> list[tuple[str, str | None]]:

@@ -22,11 +22,11 @@ from support.cluster import environment, run_job
 from support.curves import curves_in
 
 from keras_distplug.cli import main
-from keras_distplug.core import events, goodput
+from keras_distplug.core import events
 from keras_distplug.core.events import Entry, from_line
-from keras_distplug.core.goodput import Fit
 from keras_distplug.core.ledger import Category
-from keras_distplug.storage import run_log
+from keras_distplug.runlog import goodput_totals, log_files
+from keras_distplug.runlog.goodput_totals import Fit
 from keras_distplug.storage.files import open_files
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -57,7 +57,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     ended = run_job(command, 2, f"--log={log}", env=late, timeout_s=450)
     assert ended.returncode == 0, ended.output
     assert [each.who for each in fault.fired(folder)] == [FAULT.who]
-    fits, supervised = run_log.read(open_files(folder / "runs"), "run-0001")
+    fits, supervised = log_files.read(open_files(folder / "runs"), "run-0001")
     noted = [entry for line in log.read_bytes().splitlines() if (entry := from_line(line))]
     return Job(folder, fits, supervised, noted)
 
@@ -75,7 +75,7 @@ def test_who_has_told(job: Job) -> None:
 
 def test_attempts(job: Job) -> None:
     """The first one ended by the kill, with what it cost; the second one finished."""
-    first, second = goodput.attempts(job.fits, job.supervised)
+    first, second = goodput_totals.attempts(job.fits, job.supervised)
     assert first.exit_code == 137
     assert first.end is not None
     assert "worker-1 was killed by SIGKILL" in first.end
@@ -89,15 +89,15 @@ def test_attempts(job: Job) -> None:
 
 def test_every_second(job: Job) -> None:
     """The categories sum to the time from the supervisor's first start to its end."""
-    found = goodput.spans(goodput.chiefs(job.fits), job.supervised)
-    secs = goodput.totals(found)
+    found = goodput_totals.spans(goodput_totals.chiefs(job.fits), job.supervised)
+    secs = goodput_totals.totals(found)
     wall_s = job.noted[-1].at - job.noted[0].at
     assert sum(secs.values()) == pytest.approx(wall_s, rel=0.005)
     assert all(value >= 0 for value in secs.values())
     some = (Category.STEP, Category.START_UP, Category.RECOVERY, Category.RESTORE, Category.SAVE)
     assert all(secs[category] > 0 for category in (*some, Category.SYNC, Category.EVALUATION))
     of_death = next(e.at for e in job.noted if isinstance(e.event, events.Failed))
-    assert goodput.totals(found, since=of_death)[Category.RECOVERY] > 0
+    assert goodput_totals.totals(found, since=of_death)[Category.RECOVERY] > 0
 
 
 def test_command(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,7 +125,7 @@ def test_curves_of_keras(job: Job) -> None:
     curves = curves_in(job.folder / "runs", ["train", "validation"])
     for run in ("train", "validation"):
         assert [step for step, _ in curves[run]["epoch_loss"]] == list(range(EPOCHS))
-    first, second = goodput.attempts(job.fits, job.supervised)
+    first, second = goodput_totals.attempts(job.fits, job.supervised)
     steps = [step for step, _ in curves["train"]["batch_loss"]]
     assert steps == list(range(1, STEPS * EPOCHS + 1))
     assert 0 < second.first_step <= first.last_step
@@ -199,11 +199,13 @@ def test_report(job: Job, tmp_path: Path) -> None:
 
 
 def _is_right(shown: Shown, job: Job) -> None:
-    secs = goodput.totals(goodput.spans(goodput.chiefs(job.fits), job.supervised))
+    secs = goodput_totals.totals(
+        goodput_totals.spans(goodput_totals.chiefs(job.fits), job.supervised)
+    )
     share = secs[Category.STEP] / sum(secs.values())
     cards = dict(zip(shown.cards[::2], shown.cards[1::2], strict=True))
     assert cards["goodput"] == f"{100 * share:.1f} %"
-    first, second = goodput.attempts(job.fits, job.supervised)
+    first, second = goodput_totals.attempts(job.fits, job.supervised)
     assert cards["step"] == str(second.last_step)
     assert cards["last verified checkpoint"].startswith(f"step {second.last_step}, ")
     assert "(sizes verified)" in cards["last verified checkpoint"]

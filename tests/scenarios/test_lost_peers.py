@@ -12,7 +12,7 @@ from support.fault import Fault
 
 from keras_distplug.core.events import PeerLost
 from keras_distplug.core.timeouts import HEARTBEAT
-from keras_distplug.storage import run_log
+from keras_distplug.runlog import log_files
 from keras_distplug.storage.files import open_files
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -69,7 +69,7 @@ def test_survivors(workers: int, death: Fault, options: str, tmp_path: Path) -> 
     survivors = lose(tmp_path, workers, death, options)
     lost = number(death)
     assert len(survivors) == workers - 1
-    fits, _ = run_log.read(open_files(tmp_path), "")
+    fits, _ = log_files.read(open_files(tmp_path), "")
     assert len(fits) == workers
     for fit in fits:
         told = [each.event.who for each in fit.entries if isinstance(each.event, PeerLost)]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.cluster import run_workers
 
-from keras_distplug.storage import incidents
+from keras_distplug.nonfinite import incident_files
 from keras_distplug.storage.files import open_files
 
 pytest.importorskip("tensorflow")
@@ -62,8 +62,8 @@ def test_looked_into(found: list[dict[str, Any]], shared: Path) -> None:
     origin = "the batch: 1 of 36 values in `x` are not finite, first in sample 6 of 6"
     assert told.endswith(f"; it begins with {origin}")
     files = open_files(shared / "skip")
-    [name] = incidents.names(files)
-    incident, (x, _) = incidents.read(files, name)
+    [name] = incident_files.names(files)
+    incident, (x, _) = incident_files.read(files, name)
     assert (incident.epoch, incident.batch, incident.replica) == (0, 3, 1)
     assert (x.shape, np.isnan(x).sum()) == ((6, 6), 1)
 

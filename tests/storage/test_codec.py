@@ -11,8 +11,8 @@ import safetensors.numpy
 import xxhash
 
 from keras_distplug.core.errors import CorruptCheckpointError
-from keras_distplug.core.manifest import VariableSpec
 from keras_distplug.storage import codec
+from keras_distplug.storage.manifest import VariableSpec
 
 # What `keras.Variable` takes, and what TensorFlow has besides.
 PLAIN = [

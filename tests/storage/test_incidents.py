@@ -13,9 +13,9 @@ import pytest
 import safetensors.numpy
 
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError
-from keras_distplug.storage import incidents
+from keras_distplug.nonfinite import incident_files
+from keras_distplug.nonfinite.incident_files import Incident
 from keras_distplug.storage.files import Files, open_files
-from keras_distplug.storage.incidents import Incident
 
 RNG = np.random.default_rng(0)
 BATCH = RNG.normal(size=(2, 3))
@@ -43,7 +43,7 @@ def files(request: pytest.FixtureRequest, tmp_path: Path) -> Files:
 
 def kept(files: Files, batch: Any = BATCH, **changes: Any) -> Incident:
     made = incident(**changes)
-    files.create(made.path, incidents.encode(made, batch))
+    files.create(made.path, incident_files.encode(made, batch))
     return made
 
 
@@ -68,7 +68,7 @@ def bits(batch: Any) -> Any:
 def test_there_and_back(files: Files, batch: Any) -> None:
     """What is read is what was written, to the bit."""
     made = kept(files, batch)
-    read, again = incidents.read(files)
+    read, again = incident_files.read(files)
     assert read == made
     assert bits(again) == bits(batch)
 
@@ -90,26 +90,26 @@ def test_names(files: Files) -> None:
     newer = kept(files, created_utc="2026-11-22T10:11:13+00:00")
     assert older.name == "20261122T101112Z-epoch-1-batch-4-replica-9.safetensors"
     files.create("incidents/notes.txt", [b"of a person"])
-    assert incidents.names(files) == [older.name, newer.name]
-    assert incidents.read(files)[0] == newer
-    assert incidents.read(files, older.name)[0] == older
+    assert incident_files.names(files) == [older.name, newer.name]
+    assert incident_files.read(files)[0] == newer
+    assert incident_files.read(files, older.name)[0] == older
 
 
 def test_nothing_there(files: Files) -> None:
     with pytest.raises(NoCheckpointError, match="holds no incident\\. Those there: none"):
-        incidents.read(files)
+        incident_files.read(files)
     made = kept(files)
     with pytest.raises(NoCheckpointError, match=f"no incident 'it'. Those there: {made.name}"):
-        incidents.read(files, "it")
+        incident_files.read(files, "it")
 
 
 @pytest.mark.parametrize("length", [0, 4, 100, -1])
 def test_damaged(files: Files, length: int) -> None:
     made = incident()
-    whole = b"".join(incidents.encode(made, np.arange(4)))
+    whole = b"".join(incident_files.encode(made, np.arange(4)))
     files.create(made.path, [whole[:length]])
     with pytest.raises(CorruptCheckpointError, match=f"{made.name} is no file of an incident"):
-        incidents.read(files)
+        incident_files.read(files)
 
 
 def test_not_read(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,9 +120,9 @@ def test_not_read(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(files, "read", fails)
     with pytest.raises(CheckpointError, match="cannot be read"):
-        incidents.read(files)
+        incident_files.read(files)
 
 
 def test_other_things_than_numbers(files: Files) -> None:
     with pytest.raises(TypeError, match="Expected numbers in the variable `y`"):
-        incidents.encode(incident(), (np.arange(2), np.array(["a", "b"])))
+        incident_files.encode(incident(), (np.arange(2), np.array(["a", "b"])))

@@ -11,10 +11,10 @@ import pytest
 
 from keras_distplug.core import events
 from keras_distplug.core.events import Entry, Event, from_line
-from keras_distplug.storage import last_attempt, run_log
+from keras_distplug.runlog import last_attempt, log_files
+from keras_distplug.runlog.last_attempt import Before, look_back
+from keras_distplug.runlog.log_files import Log, Reader, newest, open_beside, read, sink_for
 from keras_distplug.storage.files import Files, open_files
-from keras_distplug.storage.last_attempt import Before, look_back
-from keras_distplug.storage.run_log import Log, Reader, newest, open_beside, read, sink_for
 
 RUN = "run-0001"
 
@@ -62,7 +62,7 @@ def test_read_while_it_grows(files: Files) -> None:
 
 def test_parts(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a store, a part that is large enough is written no more."""
-    monkeypatch.setattr(run_log, "_PART_BYTES", 500)
+    monkeypatch.setattr(log_files, "_PART_BYTES", 500)
     written = log(files)
     written.append(line(began()))
     for number in range(20):
@@ -132,7 +132,7 @@ class Fails:
 
 def test_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told once, and what could not be written is once that is possible."""
-    monkeypatch.setattr(run_log, "_AGAIN_SECS", 0.01)
+    monkeypatch.setattr(log_files, "_AGAIN_SECS", 0.01)
     sink, told = Fails(), list[str]()
     written = Log(sink, lambda error: told.append(str(error)))
     written.append(b"1\n")
@@ -161,8 +161,8 @@ def test_end_of_a_store_that_fails() -> None:
 def test_outage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through one that outlasts what can be kept, the beginning stays, and so does what happened;
     windows go, the oldest first, and how many is told."""
-    monkeypatch.setattr(run_log, "_AGAIN_SECS", 0.01)
-    monkeypatch.setattr(run_log, "_KEPT_BYTES", 4000)
+    monkeypatch.setattr(log_files, "_AGAIN_SECS", 0.01)
+    monkeypatch.setattr(log_files, "_KEPT_BYTES", 4000)
     sink = Fails()
     written = Log(sink, lambda error: None, lambda count: line(events.LinesLost(count)))
     written.append(line(began()))
@@ -242,7 +242,7 @@ def test_read_while_it_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is nothing to tell for long, it is told that somebody is there, once the log has
     begun."""
-    monkeypatch.setattr(run_log, "_BEAT_SECS", 0.01)
+    monkeypatch.setattr(log_files, "_BEAT_SECS", 0.01)
     asked = threading.Semaphore(0)
 
     def beat() -> bytes:
@@ -270,7 +270,7 @@ def test_beside(tmp_path: Path) -> None:
 def test_look_back(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attempts are counted by their sessions, and of the last one it is known how far it had come:
     exactly, where it has told of its end."""
-    monkeypatch.setattr(run_log, "_PART_BYTES", 300)
+    monkeypatch.setattr(log_files, "_PART_BYTES", 300)
     assert look_back(files, RUN, "worker-0") is None
     stems = [
         "20261122T101112Z-worker-0-3f0c9a1b",

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from checkpoints import RUN, Checkpoints
 
+from keras_distplug.checkpoint.saver import Saved, Saver
 from keras_distplug.core.errors import SaveError
-from keras_distplug.storage.saver import Saved, Saver
 
 
 class Save:

@@ -20,7 +20,7 @@ import pytest
 from keras_distplug.core.supervised import JOB, Supervised
 from keras_distplug.supervisor import fork_server, guard
 from keras_distplug.supervisor.attempt import Outcome
-from keras_distplug.supervisor.events import EventLog
+from keras_distplug.supervisor.events_beside import EventLog
 from keras_distplug.supervisor.exits import Cause, Exit
 from keras_distplug.supervisor.fork_server import ForkServer, PythonCommand
 from keras_distplug.supervisor.launch import Handle, common_environment

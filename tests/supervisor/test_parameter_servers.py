@@ -14,7 +14,7 @@ import pytest
 from supervision import Supervision, await_until, is_dead
 
 from keras_distplug.core.events import from_line
-from keras_distplug.core.summary import summary
+from keras_distplug.runlog.summary import summary
 
 Start = Callable[..., Supervision]
 
@@ -320,6 +320,7 @@ if attempt == 0 and task == "ps":
 if task != "chief":
     serve()
 await_training("worker-0", "worker-1")
+await_marks(f"{attempt} ps-0")
 train()
 if attempt == 0:
     sleep()

@@ -12,28 +12,20 @@ from dataclasses import dataclass
 from unittest import mock
 
 import numpy as np
-from support.simulated import (
-    Bucket,
-    Clock,
-    Costs,
-    FilesOfWorker,
-    Service,
-    StoreCosts,
-    simulation,
-)
+from support.simulated import Bucket, Clock, Costs, FilesOfWorker, Service, StoreCosts, simulation
 
-from keras_distplug.callbacks.candidates import Candidates
+from keras_distplug.checkpoint.candidates import Candidates
 from keras_distplug.cluster.agreement import ThroughKeyValues
 from keras_distplug.cluster.mailbox import Mailbox
 from keras_distplug.cluster.reports import Reports
 from keras_distplug.cluster.roles import Role
-from keras_distplug.cluster.stopping import Cause, StopTogether
-from keras_distplug.core.manifest import Manifest, Shard, VariableSpec
 from keras_distplug.core.state import Cursor, TrainState
-from keras_distplug.core.step_reports import ReplicaReport, StepReport, as_text
+from keras_distplug.preemption.stopping import Cause, StopTogether
+from keras_distplug.step.step_reports import ReplicaReport, StepReport, as_text
 from keras_distplug.storage import commit, runs
 from keras_distplug.storage.commit import Team, Writer
 from keras_distplug.storage.layout import MANIFEST
+from keras_distplug.storage.manifest import Manifest, Shard, VariableSpec
 from keras_distplug.storage.retention import Retention
 from keras_distplug.storage.store import CheckpointStore
 

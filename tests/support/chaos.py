@@ -18,7 +18,7 @@ from support import fault, harmed
 from support.fault import Fault
 from support.harmed import Ended, Job, Result, SetUp
 
-from keras_distplug.core import goodput
+from keras_distplug.runlog import goodput_totals
 
 BATCHES, SAVE_FREQ = 20, 5
 # Behind harm to checkpoints, new ones have to be made before the next such harm: there are two.
@@ -176,14 +176,14 @@ def soak(
         for worker, outcome in enumerate(ended.outcomes)
         for name in harmed.differences(outcome, expected.outcomes[0])
     ]
-    spans = goodput.spans(goodput.chiefs(ended.fits), ended.supervised)
-    totals = goodput.totals(spans)
+    spans = goodput_totals.spans(goodput_totals.chiefs(ended.fits), ended.supervised)
+    totals = goodput_totals.totals(spans)
     return Soaked(
         ended,
         differences,
         proxy.harmed,
         wall_secs,
-        goodput.goodput(totals) or 0.0,
+        goodput_totals.goodput(totals) or 0.0,
         int(last) + 1,
         {category.value: value for category, value in totals.items()},
     )

@@ -26,7 +26,8 @@ from support import fault
 from support.fault import Fault
 from support.where import own_name, workers
 
-from keras_distplug.storage import layout, saver
+from keras_distplug.checkpoint import saver
+from keras_distplug.storage import layout
 from keras_distplug.storage.files import LocalFiles, open_files
 from keras_distplug.storage.remote import RemoteFiles
 

@@ -19,8 +19,8 @@ from support.fault import Came, Fault
 
 from keras_distplug.core import events
 from keras_distplug.core.events import Entry, Event
-from keras_distplug.core.goodput import Fit
-from keras_distplug.storage import run_log
+from keras_distplug.runlog import log_files
+from keras_distplug.runlog.goodput_totals import Fit
 from keras_distplug.storage.files import open_files
 
 SCRIPT = Path(__file__).parents[1] / "workers" / "harmed.py"
@@ -151,7 +151,7 @@ class JobFailedError(AssertionError):
 def read(folder: Path, job: Job, printed: str = "") -> Ended:
     """Of a job that has ended: what came of it."""
     files = open_files(job.directory, job.storage_options)
-    fits, supervised = run_log.read(files, "run-0001")
+    fits, supervised = log_files.read(files, "run-0001")
     told = [*supervised, *(entry for each in fits for entry in each.entries)]
     told.sort(key=lambda entry: entry.at)
     faults, fired = fault.read(folder), fault.fired(folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from keras_distplug.core import events
 from keras_distplug.core.events import SUPERVISOR, Entry, Event, OfReplica
-from keras_distplug.core.goodput import Fit
+from keras_distplug.runlog.goodput_totals import Fit
 
 SLOW = 2
 BEGIN = 1795461600.0

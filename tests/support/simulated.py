@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-from keras_distplug.cluster import agreement, mailbox, reports, stopping
+from keras_distplug.cluster import agreement, mailbox, reports
+from keras_distplug.preemption import stopping
 from keras_distplug.storage import store as checkpoint_store
 from keras_distplug.storage.files import Traits
 

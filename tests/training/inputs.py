@@ -9,8 +9,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_distplug.training import python_sources, sources
-from keras_distplug.training.position import Source
+from keras_distplug.data import python_sources, sources
+from keras_distplug.data.position import Source
 
 SAMPLES, BATCH = 30, 4
 D = tf.data.Dataset

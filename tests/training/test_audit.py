@@ -13,9 +13,9 @@ pytestmark = [pytest.mark.tf, pytest.mark.timeout(120)]
 
 import tensorflow as tf  # noqa: E402
 
-from keras_distplug.compat import pipeline  # noqa: E402
-from keras_distplug.training import advice  # noqa: E402
-from keras_distplug.training.audit import audit  # noqa: E402
+from keras_distplug.backend.tensorflow.input import pipeline  # noqa: E402
+from keras_distplug.data import advice  # noqa: E402
+from keras_distplug.data.audit import audit  # noqa: E402
 
 D = tf.data.Dataset
 

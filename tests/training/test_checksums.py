@@ -11,8 +11,9 @@ import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
-from keras_distplug.compat import replica_values, trainer  # noqa: E402
-from keras_distplug.training.checksums import checksum, checksums  # noqa: E402
+from keras_distplug.backend.tensorflow import trainer  # noqa: E402
+from keras_distplug.backend.tensorflow.replicas import replica_values  # noqa: E402
+from keras_distplug.replicas.checksums import checksum, checksums  # noqa: E402
 
 
 def trained(strategy: tf.distribute.Strategy, dtype: str = "float32") -> keras.Model:

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("tensorflow")
 pytestmark = pytest.mark.tf
 
-from keras_distplug.training.object_states import Attributes  # noqa: E402
+from keras_distplug.python_state.object_states import Attributes  # noqa: E402
 
 
 class Thing:

@@ -12,9 +12,9 @@ pytestmark = [pytest.mark.tf, pytest.mark.timeout(120)]
 import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
+from keras_distplug.backend.tensorflow.replicas import replica_values  # noqa: E402
+from keras_distplug.checkpoint import own_states  # noqa: E402
 from keras_distplug.cluster.agreement import Alone  # noqa: E402
-from keras_distplug.compat import replica_values  # noqa: E402
-from keras_distplug.training import own_states  # noqa: E402
 
 AGGREGATIONS = ("sum", "mean", "only_first_replica")
 

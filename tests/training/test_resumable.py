@@ -17,9 +17,9 @@ from support import small  # noqa: E402
 from training import inputs  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
-from keras_distplug.compat import trainer  # noqa: E402
+from keras_distplug.backend.tensorflow import trainer  # noqa: E402
 from keras_distplug.core.errors import DataError  # noqa: E402
-from keras_distplug.training import data  # noqa: E402
+from keras_distplug.data.feed import InputAdapter, feed  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def no_dispatch() -> Iterator[None]:
 class Seen(keras.callbacks.Callback):
     """Notes what each step saw, and where it stood; can begin a `fit` at such a place."""
 
-    def __init__(self, given: data.InputAdapter, place: tuple[int, int] | None = None) -> None:
+    def __init__(self, given: InputAdapter, place: tuple[int, int] | None = None) -> None:
         super().__init__()
         self.positioned = given.get_tf_dataset()
         self.place = place
@@ -111,7 +111,7 @@ def test_distributed_fit_reads_the_same() -> None:
     """`feed` and `resumable` give the same batches for the same seed."""
     model = small.model()
     for name in ("arrays", "tf.data", "PyDataset"):
-        fed = data.feed(**{"y": None, **small.INPUTS[name]()}, model=model, seed=7).x
+        fed = feed(**{"y": None, **small.INPUTS[name]()}, model=model, seed=7).x
         ours = kd.resumable(**small.INPUTS[name](), seed=7)
         for _ in range(2):
             batches = [
@@ -140,8 +140,8 @@ def test_description_of_seeds() -> None:
     model = small.model()
     tf.random.set_seed(None)
     dataset = tf.data.Dataset.from_tensor_slices((small.X, small.Y)).shuffle(30).batch(8)
-    feed = data.feed(dataset, None, model=model, seed=1)
-    assert feed.description == "tf.data, shuffle without a seed seeded by the run"
+    fed = feed(dataset, None, model=model, seed=1)
+    assert fed.description == "tf.data, shuffle without a seed seeded by the run"
 
 
 def test_warns_once_of_everything() -> None:

@@ -22,10 +22,10 @@ import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
 from training import inputs  # noqa: E402
 
-from keras_distplug.compat import pipeline  # noqa: E402
+from keras_distplug.backend.tensorflow.input import pipeline  # noqa: E402
 from keras_distplug.core.errors import DataError  # noqa: E402
-from keras_distplug.training import python_sources, sources  # noqa: E402
-from keras_distplug.training.position import Positioned  # noqa: E402
+from keras_distplug.data import python_sources, sources  # noqa: E402
+from keras_distplug.data.position import Positioned  # noqa: E402
 
 ENDLESS = 25  # batches that are looked at where there is no end
 STRATEGIES = {
@@ -213,7 +213,7 @@ def test_what_cannot_be_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = tf.distribute.get_strategy()
     whole = positioned("shuffle of tensors", strategy)
     expected = [a_pass(whole, strategy) for _ in range(2)]
-    monkeypatch.setattr("keras_distplug.compat.pipeline._MOST_BYTES", 0)
+    monkeypatch.setattr("keras_distplug.backend.tensorflow.input.pipeline._MOST_BYTES", 0)
     source = inputs.SOURCES["shuffle of tensors"]()
     assert "holds" in source.warnings()[0]
     data = Positioned(source)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_distplug.compat import trainer
-from keras_distplug.training.guard import Fault, Guard
+from keras_distplug.backend.tensorflow import trainer
+from keras_distplug.step.guard import Fault, Guard
 
 pytestmark = [pytest.mark.tf, pytest.mark.timeout(240)]
 

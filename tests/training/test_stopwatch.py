@@ -16,9 +16,9 @@ import tensorflow as tf  # noqa: E402
 from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
-from keras_distplug.compat import trainer  # noqa: E402
-from keras_distplug.training.guard import Guard  # noqa: E402
-from keras_distplug.training.stopwatch import Lap  # noqa: E402
+from keras_distplug.backend.tensorflow import trainer  # noqa: E402
+from keras_distplug.step.guard import Guard  # noqa: E402
+from keras_distplug.step.stopwatch import Lap  # noqa: E402
 
 STRATEGIES = ("one", "mirrored", "central")
 BATCHES = 6

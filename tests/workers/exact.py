@@ -33,7 +33,7 @@ from support.harm import Harm  # noqa: E402
 from support.kills import BATCHES, EPOCHS, VALIDATION_BATCHES  # noqa: E402
 from support.where import own_name  # noqa: E402
 
-from keras_distplug.training import own_states  # noqa: E402
+from keras_distplug.checkpoint import own_states  # noqa: E402
 
 
 def control_experiment() -> None:
@@ -49,7 +49,7 @@ def control_experiment() -> None:
 
         own_states.restore = of_the_first
     elif control == "seeds":
-        from keras_distplug.training import capture
+        from keras_distplug.checkpoint import capture
 
         stock_capture = capture.capture
 

@@ -27,7 +27,7 @@ from support import digits_like as case  # noqa: E402
 from support import fault  # noqa: E402
 from support.harm import Harm  # noqa: E402
 
-from keras_distplug.compat.context import ServiceKeyValues  # noqa: E402
+from keras_distplug.backend.tensorflow.runtime.context import ServiceKeyValues  # noqa: E402
 
 print(f"heartbeat: {ServiceKeyValues().heartbeat_timeout_s} s")
 

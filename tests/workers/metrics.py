@@ -18,7 +18,7 @@ import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
-from keras_distplug.compat import replica_values  # noqa: E402
+from keras_distplug.backend.tensorflow.replicas import replica_values  # noqa: E402
 
 BATCH, BATCHES, EPOCHS = 12, 6, 2
 RANK = STRATEGY.cluster_resolver.task_id

@@ -47,7 +47,7 @@ servers = serve()
 import keras  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
-from keras_distplug.compat.tables import wholes  # noqa: E402
+from keras_distplug.backend.tensorflow.runtime.embedding_tables import wholes  # noqa: E402
 from keras_distplug.core.errors import DistplugError  # noqa: E402
 
 FOLDER = Path(sys.argv[1])

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_distplug as kd
-from keras_distplug.compat.tables import wholes
+from keras_distplug.backend.tensorflow.runtime.embedding_tables import wholes
 
 folder, epochs = Path(sys.argv[1]), int(sys.argv[2])
 kd.init()  # a worker or parameter server stays here

@@ -348,7 +348,7 @@ def central() -> None:
 def lost_word() -> None:
     from tensorflow.python.eager import context
 
-    from keras_distplug.compat import context as compat_context
+    from keras_distplug.backend.tensorflow.runtime import context as compat_context
 
     with compat_context.heartbeat_timeout(1.0):
         strategy = tf.distribute.MultiWorkerMirroredStrategy()

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from mock_metadata import Answer, Mock, reply, silence
 
-from keras_distplug.cluster.notices.aws import AwsNotices
-from keras_distplug.cluster.notices.azure import AzureNotices
-from keras_distplug.cluster.notices.clouds import Cloud, detect, poller
-from keras_distplug.cluster.notices.gce import GceNotices
-from keras_distplug.cluster.notices.notice import Notice
 from keras_distplug.core.errors import MetadataError
+from keras_distplug.preemption.notices.aws import AwsNotices
+from keras_distplug.preemption.notices.azure import AzureNotices
+from keras_distplug.preemption.notices.clouds import Cloud, detect, poller
+from keras_distplug.preemption.notices.gce import GceNotices
+from keras_distplug.preemption.notices.notice import Notice
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -8,8 +8,8 @@ import pytest
 from mock_metadata import Answer, Mock, drip, raw, reply, silence
 from support.cluster import free_ports
 
-from keras_distplug.cluster.notices.metadata import request
 from keras_distplug.core.errors import MetadataError
+from keras_distplug.preemption.notices.metadata import request
 
 pytestmark = pytest.mark.timeout(30)
 HEAD = b"HTTP/1.1 200 OK\r\n"

@@ -12,10 +12,10 @@ import pytest
 from mock_metadata import Mock, drip, raw, reply, silence
 from support.cluster import environment
 
-from keras_distplug.cluster.notices.aws import AwsNotices
-from keras_distplug.cluster.notices.notice import Notice
-from keras_distplug.cluster.notices.watcher import Watcher
 from keras_distplug.core.errors import ConfigurationError, MetadataError
+from keras_distplug.preemption.notices.aws import AwsNotices
+from keras_distplug.preemption.notices.notice import Notice
+from keras_distplug.preemption.notices.watcher import Watcher
 
 pytestmark = pytest.mark.timeout(60)
 SOFT = Notice("AWS", "rebalance recommendation", None, False)
@@ -217,7 +217,7 @@ def test_end_of_the_process_during_a_poll() -> None:
     """A poll that hangs keeps no process, and is not waited for."""
     done = run(
         "import threading\n"
-        "from keras_distplug.cluster.notices.watcher import Watcher\n"
+        "from keras_distplug.preemption.notices.watcher import Watcher\n"
         "begun = threading.Event()\n"
         "Watcher(lambda: begun.set() or threading.Event().wait(), print)\n"
         "assert begun.wait(30)\n"
@@ -229,7 +229,7 @@ def test_trouble_at_the_end_of_the_process() -> None:
     """A poll that fails because the process ends says nothing."""
     done = run(
         "import atexit, threading\n"
-        "from keras_distplug.cluster.notices.watcher import Watcher\n"
+        "from keras_distplug.preemption.notices.watcher import Watcher\n"
         "begun, ending = threading.Event(), threading.Event()\n"
         "def poll():\n"
         "    begun.set()\n"

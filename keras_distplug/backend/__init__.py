@@ -1,0 +1,1 @@
+"""What touches names that Keras, TensorFlow and other back ends do not export."""

@@ -1,0 +1,1 @@
+"""How Keras and TensorFlow read data."""

@@ -1,0 +1,1 @@
+"""Steps that workers take by themselves, and variables that parameter servers hold."""

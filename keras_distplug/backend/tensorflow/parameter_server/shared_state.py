@@ -1,0 +1,258 @@
+"""Variables that several workers change at once, each in its own step.
+
+What is wrong upstream where steps overlap (Keras 3.10 to 3.15; no issue is known):
+`assign_add` of Keras' variables is `assign(self + value)`, and metrics,
+seeds and statistics `assign`, so that what others have added between reading and writing is lost:
+425 of 600 counted. What optimizers do to the weights is TensorFlow's own `assign_add`.
+
+So a step has values of its own, as tensors, of all that is not an optimizer's business: metrics
+begin at zero, statistics at what they are. Once, at its end, it adds to the variables what it has
+changed. Metrics are sums over batches here, as they are over replicas elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_distplug.backend.tensorflow.replicas import gates, touched
+from keras_distplug.backend.tensorflow.runtime.models import layers_of, optimizers_of
+from keras_distplug.backend.tensorflow.runtime.override import mark, override
+
+_NOTES_LOSSES = "_distplug_notes_losses"
+
+
+class _Kind(Enum):
+    SUM = auto()  # of what each step finds: metrics
+    STATISTIC = auto()  # moved by each step from where it was
+    SEED = auto()  # whoever is last
+
+
+def share(model: keras.Model) -> None:
+    """Makes what steps do to the variables of `model` such as may overlap. Call it again for new
+    variables."""
+    for variable, _ in _held(model):
+        if mark(variable):
+            override(variable, "_direct_assign", _in_step(variable))
+    for optimizer in optimizers_of(model).values():
+        if mark(optimizer.iterations):
+            override(optimizer.iterations, "assign_add", _natively(optimizer.iterations))
+    for layer in (model, *layers_of(model)):
+        for generator in layer._seed_generators:
+            if mark(generator):
+                override(generator, "next", _seed_of_step(generator))
+
+
+def begin_averages(model: keras.Model) -> None:
+    """Makes the moving averages of weights begin with these.
+
+    Keras' optimizers make them so in their first step, which several workers may take at once.
+    """
+    for optimizer in optimizers_of(model).values():
+        averages = getattr(optimizer, "_model_variables_moving_average", None) or ()
+        if averages and not int(optimizer.iterations.numpy()):
+            for average, weight in zip(averages, optimizer._trainable_variables, strict=True):
+                if average is not None:
+                    average.assign(weight)
+
+
+@contextmanager
+def step(model: keras.Model, number: tf.Tensor, left_out: LeftOut | None) -> Iterator[None]:
+    """A step of `model` is traced within it.
+
+    Args:
+        model: One that `share` was called for.
+        number: Drawn for this step alone.
+        left_out: Counts steps that are not finite, which then change nothing else.
+    """
+    natives = [(v, kind, v._value) for v, kind in _held(model)]
+    begun = []
+    for variable, kind, native in natives:
+        zero = kind is _Kind.SUM
+        value = tf.zeros(variable.shape, variable.dtype) if zero else native.read_value()
+        begun.append(value)
+        override(variable, "_value", value)
+    before = _current.step
+    _current.step = found = _Step({id(v): native for v, _, native in natives}, number)
+    try:
+        yield
+    finally:
+        ended = [variable._value for variable, _, _ in natives]
+        for variable, _, native in natives:
+            override(variable, "_value", native)
+        _current.step = before
+    ok = left_out.count(found) if left_out is not None else None
+    for (_, kind, native), first, last in zip(natives, begun, ended, strict=True):
+        if last is first:
+            continue
+        if kind is _Kind.SEED:
+            native.assign(last)
+        else:
+            change = last - first
+            native.assign_add(change if ok is None else tf.where(ok, change, 0))
+
+
+def note_losses(model: keras.Model) -> None:
+    """Lets a `LeftOut` see the losses of `model`."""
+    if vars(model).get(_NOTES_LOSSES):
+        return
+    override(model, _NOTES_LOSSES, True)
+    stock = model.compute_loss
+
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        loss = stock(*args, **kwargs)
+        if _current.step is not None and loss is not None and gates.is_here(loss):
+            _current.step.finite.append(tf.reduce_all(tf.math.is_finite(loss)))
+        return loss
+
+    override(model, "compute_loss", compute_loss)
+
+
+class LeftOut:
+    """Steps that are not finite, which are left out. To be made in the strategy's scope."""
+
+    def __init__(self) -> None:
+        # In all, and in a row.
+        self._counts = touched.leave_out(tf.Variable(tf.zeros([2], tf.int64), trainable=False))
+
+    def reset(self) -> None:
+        self._counts.assign([0, 0])
+
+    def counts(self) -> tuple[int, int]:
+        """How many there were, and in a row by now."""
+        total, in_a_row = self._counts.numpy()
+        return int(total), int(in_a_row)
+
+    def count(self, step: _Step) -> tf.Tensor | None:
+        """Whether all of a step is finite; None if it tells nothing of that."""
+        if not step.finite:
+            return None
+        ok = step.all_of(step.finite)
+        # There, and without a condition, it costs one message.
+        with tf.device(self._counts.device):
+            in_a_row = self._counts.read_value()[1]
+            # Where steps overlap this may be off by what others do at the same moment.
+            self._counts.assign_add(tf.where(ok, tf.stack([0, -in_a_row]), [1, 1]))
+        return ok
+
+    # The gate of optimizers
+
+    def mark(self, optimizer: keras.optimizers.Optimizer, own: Sequence[Any]) -> Sequence[Any]:
+        return own
+
+    def received(
+        self, optimizer: keras.optimizers.Optimizer, summed: Sequence[Any]
+    ) -> Sequence[Any]:
+        return summed
+
+    def opens(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        own: Sequence[Any],
+        summed: Sequence[Any],
+        variables: Sequence[keras.Variable],
+    ) -> tf.Tensor | None:
+        step = _current.step
+        present = [each for each in summed if each is not None]
+        if step is None or not present:
+            return None
+        finite = [tf.reduce_all(tf.math.is_finite(_values_of(each))) for each in present]
+        step.finite += finite
+        return step.all_of([ok for ok in step.finite if gates.is_here(ok)])
+
+
+@dataclass
+class _Step:
+    """One that is being traced."""
+
+    natives: dict[int, Any]
+    number: tf.Tensor
+
+    def __post_init__(self) -> None:
+        self.finite: list[tf.Tensor] = []
+        self._asked: tuple[list[tf.Tensor], tf.Tensor] | None = None
+
+    def all_of(self, finite: list[tf.Tensor]) -> tf.Tensor:
+        """Whether all are true; the same tensor for the same ones, as it is sent to other
+        processes."""
+        before, ok = self._asked or ([], None)
+        if ok is None or [id(each) for each in before] != [id(each) for each in finite]:
+            ok = tf.reduce_all(tf.stack(finite))
+            self._asked = (list(finite), ok)
+        return ok
+
+
+class _Current:
+    step: _Step | None = None  # of all threads: of one step, a condition is traced in another
+
+
+_current = _Current()
+
+
+def _held(model: keras.Model) -> list[tuple[keras.Variable, _Kind]]:
+    """What a step has values of its own of."""
+    seeds = {id(g.state) for layer in (model, *layers_of(model)) for g in layer._seed_generators}
+    metrics = {id(variable) for variable in model.metrics_variables}
+    found = {id(v): (v, _Kind.SUM) for v in model.metrics_variables}
+    for variable in model.non_trainable_variables:
+        if id(variable) not in metrics:
+            kind = _Kind.SEED if id(variable) in seeds else _Kind.STATISTIC
+            found[id(variable)] = (variable, kind)
+    for optimizer in optimizers_of(model).values():
+        for variable in getattr(optimizer, "_model_variables_moving_average", None) or ():
+            found[id(variable)] = (variable, _Kind.STATISTIC)
+    return list(found.values())
+
+
+def _in_step(variable: keras.Variable) -> Callable[[Any], None]:
+    stock = variable._direct_assign
+
+    def _direct_assign(value: Any) -> None:
+        step = _current.step
+        native = None if step is None else step.natives.get(id(variable))
+        if native is None:
+            stock(value)
+            return
+        value = tf.cast(value, native.dtype)
+        if gates.is_here(variable._value) or tf.executing_eagerly():
+            override(variable, "_value", value)
+        else:  # within a condition or a loop of the step, out of which no tensor leads
+            native.assign_add(value - variable._value)
+
+    return _direct_assign
+
+
+def _natively(variable: keras.Variable) -> Callable[[Any], Any]:
+    def assign_add(value: Any) -> Any:
+        native = variable._value
+        with tf.device(native.device):  # a constant from elsewhere is a message
+            native.assign_add(tf.cast(value, native.dtype))
+        return variable
+
+    return assign_add
+
+
+def _seed_of_step(generator: keras.random.SeedGenerator) -> Callable[..., Any]:
+    """Seeds of a stream for each step: workers read the same state where steps overlap."""
+    stock = generator.next
+
+    def next_seed(ordered: bool = True) -> Any:
+        seed = stock(ordered=ordered)
+        if _current.step is None:
+            return seed
+        folded = tf.random.experimental.stateless_fold_in(
+            tf.cast(seed, tf.int64), _current.step.number
+        )
+        return tf.cast(folded, seed.dtype)
+
+    return next_seed
+
+
+def _values_of(gradient: Any) -> tf.Tensor:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient

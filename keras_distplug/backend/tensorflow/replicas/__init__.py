@@ -1,0 +1,1 @@
+"""What one replica, or several together, compute in a step."""

@@ -1,0 +1,110 @@
+"""Convolutions and pools of no samples: a replica gets none of a tail smaller than the number of
+replicas.
+
+TensorFlow 2.18 to 2.21 with oneDNN (the default on x86 with AVX-512): a convolution of an empty
+batch has its input's shape instead of its own, and whatever comes behind it fails. A `reshape` does
+not help: the shapes that graphs are optimized by are right, and it is optimized away. The gradient
+of a maximum pool of an empty batch aborts the process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache, wraps
+from typing import Any
+from unittest import mock
+
+import tensorflow as tf
+from keras.src import backend
+
+from keras_distplug.backend.tensorflow.replicas.share import current
+
+_OPERATIONS = ("conv", "depthwise_conv", "separable_conv", "conv_transpose", "max_pool")
+
+
+@contextmanager
+def computed_right(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Lets Keras' operations take empty batches, while a step of several replicas is traced or run.
+
+    They are those of layers and of `keras.ops`; what calls `tf.nn` by itself is left as it is.
+    Steps on a single device, in other threads, see no difference.
+    """
+    with ExitStack() as stack:
+        for name in _OPERATIONS if go_wrong(strategy) else ():
+            stock = getattr(backend.nn, name)
+            stack.enter_context(mock.patch.object(backend.nn, name, _of_any_batch(stock)))
+        yield
+
+
+def go_wrong(strategy: tf.distribute.Strategy) -> bool:
+    """Whether there is anything to mend."""
+    on_cpu = any("CPU" in device for device in strategy.extended.worker_devices)
+    return on_cpu and _shapes_get_lost()
+
+
+@cache
+def _shapes_get_lost() -> bool:
+    with tf.init_scope(), tf.device("CPU:0"):
+        empty = tf.nn.conv2d(tf.zeros([0, 3, 3, 1]), tf.ones([2, 2, 1, 3]), 1, "VALID")
+    return bool(empty.shape != (0, 2, 2, 3))
+
+
+class _Inside(threading.local):
+    operation = False  # one operation calls another
+
+
+_inside = _Inside()
+
+
+def _of_any_batch(stock: Callable[..., Any]) -> Callable[..., Any]:
+    choose = _choose_tensors if stock.__name__ == "max_pool" else _choose_operation
+
+    @wraps(stock)
+    def operation(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        context = tf.distribute.get_replica_context()
+        one = context is None or context.num_replicas_in_sync == 1
+        if one or _inside.operation or not isinstance(inputs, tf.Tensor):
+            return stock(inputs, *args, **kwargs)
+        _inside.operation = True
+        try:
+            return choose(_has_samples(inputs), lambda some: stock(some, *args, **kwargs), inputs)
+        finally:
+            _inside.operation = False
+
+    return operation
+
+
+def _has_samples(inputs: tf.Tensor) -> tf.Tensor:
+    share = current()
+    # Not in a function of the layer's own, which outlives this trace.
+    if share is not None and (
+        tf.executing_eagerly() or tf.compat.v1.get_default_graph() is share.has_samples.graph
+    ):
+        return share.has_samples
+    return tf.shape(inputs)[0] > 0
+
+
+def _choose_operation(
+    has_samples: tf.Tensor, compute: Callable[[tf.Tensor], Any], inputs: tf.Tensor
+) -> tf.Tensor:
+    return tf.cond(
+        has_samples,
+        lambda: compute(inputs),
+        lambda: compute(_zeros_of_one(inputs))[:0],
+    )
+
+
+def _choose_tensors(
+    has_samples: tf.Tensor, compute: Callable[[tf.Tensor], Any], inputs: tf.Tensor
+) -> tf.Tensor:
+    """Inside of a condition, TensorFlow would not find the fast gradient of a maximum pool, which
+    makes a small network's step half as long again. Convolutions are a little faster inside."""
+    outputs = compute(tf.cond(has_samples, lambda: inputs, lambda: _zeros_of_one(inputs)))
+    return tf.cond(has_samples, lambda: outputs, lambda: outputs[:0])
+
+
+def _zeros_of_one(inputs: tf.Tensor) -> tf.Tensor:
+    shape = tf.concat([[1], tf.shape(inputs)[1:]], axis=0)
+    return tf.ensure_shape(tf.zeros(shape, inputs.dtype), [1, *inputs.shape[1:]])

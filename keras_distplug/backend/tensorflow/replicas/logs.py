@@ -1,0 +1,100 @@
+"""Logs of a step: of one replica, of all of them, from the metrics.
+
+Keras 3.10 to 3.15 and TensorFlow 2.18 to 2.21: see `compat/trainer.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_distplug.backend.tensorflow.replicas.share import current
+
+
+class Logged:
+    """Names under which steps have logged the result of a metric, and those of anything else."""
+
+    def __init__(self) -> None:
+        self.results: set[str] = set()
+        self.others: set[str] = set()
+
+    def note(self, logs: Any, results: Any) -> None:
+        for name, value in logs.items() if isinstance(logs, dict) else ():
+            if isinstance(value, dict):
+                self.note(value, results)
+            else:
+                (self.results if any(value is r for r in results) else self.others).add(name)
+
+    def is_result(self, name: str) -> bool:
+        return name in self.results and name not in self.others
+
+
+def noted(metric: keras.metrics.Metric) -> Callable[[], Any]:
+    stock = metric.result
+
+    def result() -> Any:
+        value = stock()
+        if (share := current()) is not None:
+            share.results += keras.tree.flatten(value)
+        return value
+
+    return result
+
+
+def of_all_replicas(model: keras.Model, logged: Logged) -> Callable[[Any], Any]:
+    """Takes the results of metrics that a step has logged from the metrics, over all replicas.
+
+    Keras does so where the step has logged all of them, and nothing else.
+    """
+    stock = model._get_metrics_result_or_logs
+
+    def of_all(logs: Any) -> Any:
+        results = model.get_metrics_result()
+
+        def replaced(logs: Any) -> Any:
+            if not isinstance(logs, dict):
+                return logs
+            return {
+                name: _like(value, results.get(name, value))
+                if logged.is_result(name)
+                else replaced(value)
+                for name, value in logs.items()
+            }
+
+        return replaced(stock(logs))
+
+    return of_all
+
+
+def _like(value: Any, result: Any) -> Any:
+    """Keras 3.10 gives results as Python's numbers, and what steps log as tensors."""
+    return tf.convert_to_tensor(result, value.dtype) if tf.is_tensor(value) else result
+
+
+def mean(values: Sequence[Any]) -> Any:
+    """The mean of the local replicas' logs; the first of what has none."""
+    first = values[0]
+    if len(values) == 1 or not tf.is_tensor(first) or not first.dtype.is_floating:
+        return first
+    return tf.add_n(values) / tf.cast(len(values), first.dtype) if not first.shape.rank else first
+
+
+def mean_over_workers(outputs: Any) -> Any:
+    """Averages the scalars among a step's logs over all replicas, in one collective."""
+    flat = keras.tree.flatten(outputs)
+    scalars = [
+        i
+        for i, value in enumerate(flat)
+        if tf.is_tensor(value) and value.shape.rank == 0 and value.dtype.is_floating
+    ]
+    if scalars:
+        context = tf.distribute.get_replica_context()
+        means = context.all_reduce(
+            tf.distribute.ReduceOp.MEAN, tf.stack([tf.cast(flat[i], tf.float32) for i in scalars])
+        )
+        for i, value in zip(scalars, tf.unstack(means), strict=True):
+            flat[i] = tf.cast(value, flat[i].dtype)
+    return keras.tree.pack_sequence_as(outputs, flat)

@@ -1,0 +1,296 @@
+"""Losses of the global batch, where Keras takes those of each replica's part of it.
+
+What is wrong upstream on several replicas (Keras 3.10 to 3.15):
+
+- `"mean_with_sample_weight"`, and any mean over a masked output, divides by the weights or valid
+  steps of this replica instead of those of the global batch (0.14 off for random weights).
+- A loss function that returns a scalar is not divided by the number of replicas, so that its
+  gradients and its value in History are R times too large.
+- An `activity_regularizer` is a sum over the samples in Keras 3.10, but divided by the number of
+  replicas, and so R times too small. Newer versions divide it by the number of samples.
+- Replicas are traced in turns, but what layers `add_loss` is kept on the layers, so that behind a
+  layer that waits for the other replicas (a synchronized BatchNormalization) a replica finds the
+  losses of another one.
+- The losses of single outputs in History are means over replicas, not over samples. A metric of a
+  custom `train_step` that is updated with a loss, and a loss that such a step logs, are R times too
+  small.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, MutableSequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import keras
+import tensorflow as tf
+from keras.src import backend
+from keras.src.losses import loss as keras_loss
+from keras.src.trainers.compile_utils import CompileLoss
+
+from keras_distplug.backend.tensorflow.replicas.share import current
+from keras_distplug.backend.tensorflow.runtime.models import layers_of
+from keras_distplug.backend.tensorflow.runtime.override import mark, override
+from keras_distplug.core.errors import ModelError
+
+
+def of_global_batch(compiled: CompileLoss) -> None:
+    """Makes each of a model's compiled losses that of the global batch."""
+    if not mark(compiled):
+        return
+    stock = compiled.build
+
+    def build(y_true: Any, y_pred: Any) -> None:
+        stock(y_true, y_pred)
+        _replace(compiled)
+
+    override(compiled, "build", build)
+    if compiled.built:
+        _replace(compiled)
+
+
+def of_samples(loss: tf.Tensor) -> tf.Tensor:
+    """`loss`, where the replica has samples. A mean over none is NaN."""
+    share = current()
+    return loss if share is None else tf.where(share.has_samples, loss, tf.zeros_like(loss))
+
+
+def count_by_samples(tracker: keras.metrics.Metric) -> None:
+    """Makes a tracker of losses the mean over samples, where it is not told how many there are."""
+    if mark(tracker):
+        override(tracker, "update_state", _weighted_update(tracker.update_state, unscaled=False))
+
+
+def average_over_batches(metric: keras.metrics.Metric) -> None:
+    """Makes a mean that a custom step updates with a loss the mean over batches of that loss."""
+    if type(metric) is not keras.metrics.Mean or not mark(metric):
+        return
+    stock = metric.update_state
+
+    def update_state(values: Any, sample_weight: Any = None) -> Any:
+        share = current()
+        if share is None or not _is_a_loss(values):
+            return stock(values, sample_weight)
+        if sample_weight is not None:
+            return stock(values * tf.cast(share.replicas, values.dtype), sample_weight)
+        return stock(of_all_replicas(values), 1 / share.replicas)
+
+    override(metric, "update_state", update_state)
+
+
+def of_all_replicas(value: Any) -> Any:
+    """A loss of this step as what the mean over replicas makes the loss; another value as it is."""
+    share = current()
+    if share is None or not _is_a_loss(value):
+        return value
+    return value * tf.cast(share.weight * share.replicas, value.dtype)
+
+
+def _is_a_loss(value: Any) -> bool:
+    share = current()
+    return share is not None and any(value is loss for loss in share.losses)
+
+
+@contextmanager
+def noted() -> Iterator[None]:
+    """Takes down the losses that a step computes."""
+    stock = keras_loss.scale_loss_for_distribution
+
+    def scale_loss_for_distribution(value: Any) -> Any:
+        return _note(stock(value))
+
+    with mock.patch.object(
+        keras_loss, scale_loss_for_distribution.__name__, scale_loss_for_distribution
+    ):
+        yield
+
+
+def noting(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(compute_loss)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        return _note(compute_loss(*args, **kwargs))
+
+    return noted
+
+
+def _note(loss: Any) -> Any:
+    if (share := current()) is not None:
+        share.losses.append(loss)
+    return loss
+
+
+def keep_apart(model: keras.Model) -> None:
+    """Keeps what the layers of `model` add to the loss with the replica that adds it."""
+    for layer in (model, *layers_of(model)):
+        if not isinstance(layer._losses, _AddedLosses):
+            override(layer, "_losses", _AddedLosses(layer._losses))
+
+
+class _AddedLosses(MutableSequence[Any]):
+    """A layer's list of losses: in a step, that of the replica."""
+
+    def __init__(self, losses: Iterable[Any]) -> None:
+        self._outside = list(losses)
+
+    def _here(self) -> list[Any]:
+        share = current()
+        return self._outside if share is None else share.added_losses.setdefault(id(self), [])
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._here()[index]
+
+    def __setitem__(self, index: Any, loss: Any) -> None:
+        self._here()[index] = loss
+
+    def __delitem__(self, index: Any) -> None:
+        del self._here()[index]
+
+    def __len__(self) -> int:
+        return len(self._here())
+
+    def insert(self, index: int, value: Any) -> None:
+        self._here().insert(index, value)
+
+
+def _replace(compiled: CompileLoss) -> None:
+    compiled._flat_losses = [
+        entry._replace(loss=_GlobalLoss(entry.loss, entry.name)) for entry in compiled._flat_losses
+    ]
+    for metric in compiled.metrics:
+        override(metric, "update_state", _weighted_update(metric.update_state, unscaled=True))
+
+
+def _weighted_update(stock: Callable[..., Any], *, unscaled: bool) -> Callable[..., Any]:
+    def update_state(values: Any, sample_weight: Any = None) -> Any:
+        share = current()
+        if share is not None and sample_weight is None:
+            factor = share.weight if unscaled else share.weight * share.replicas
+            values = values * tf.cast(factor, values.dtype)
+        return stock(values, sample_weight=sample_weight)
+
+    return update_state
+
+
+class _GlobalLoss:
+    """This replica's part of a loss: the parts, each `Share.weight` times, add up to the loss."""
+
+    def __init__(self, loss: keras.losses.Loss, output: str) -> None:
+        if loss.reduction in (None, "none"):
+            raise ModelError(
+                f"The loss {loss.name!r} of output {output!r} has reduction={loss.reduction!r}, "
+                "which gives one value a sample and so no loss of a batch that several replicas "
+                'share. Use reduction="sum_over_batch_size" (the mean over samples) or "sum".'
+            )
+        _refuse_what_mixes_samples(loss, output)
+        self.name = loss.name
+        self._stock = loss
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        share = current()
+        if share is None:
+            return self._stock(y_true, y_pred, sample_weight)
+        values, mask = self._unreduced(y_true, y_pred, sample_weight)
+        if values.shape.rank == 0:  # reduced by the function itself: taken as a mean over samples
+            return of_samples(values / tf.cast(share.replicas, values.dtype))
+        reduction = self._stock.reduction
+        divisor = None
+        if reduction == "mean_with_sample_weight" and not (sample_weight is None and mask is None):
+            divisor = _sum_of_weights(values, sample_weight, mask)
+        elif reduction != "sum" and mask is not None:
+            divisor = _valid_values(values, mask)
+        elif reduction != "sum":
+            return self._stock(y_true, y_pred, sample_weight)
+        total = tf.reduce_sum(values)
+        if divisor is not None:
+            whole = share.summed(tf.stop_gradient(tf.cast(divisor, tf.float32)))
+            total = tf.math.divide_no_nan(total, tf.cast(whole, total.dtype))
+        return total * tf.cast(tf.math.divide_no_nan(1.0, share.weight), total.dtype)
+
+    def _unreduced(self, y_true: Any, y_pred: Any, sample_weight: Any) -> tuple[Any, Any]:
+        """The values that are reduced, weighted, and which of them count; None if all do."""
+        masks = [backend.get_keras_mask(y_pred)]
+
+        def call(y_true: Any, y_pred: Any) -> Any:
+            values = self._stock.call(y_true, y_pred)
+            masks.append(backend.get_keras_mask(values))  # `ignore_class`
+            return values
+
+        loss = object.__new__(type(self._stock))  # a copy would go through get_config()
+        vars(loss).update(vars(self._stock), reduction=None, call=call)
+        values = loss(y_true, y_pred, sample_weight)
+        given = [tf.cast(mask, tf.bool) for mask in masks if mask is not None]
+        return values, functools.reduce(tf.logical_and, given) if given else None
+
+
+def _refuse_what_mixes_samples(loss: keras.losses.Loss, output: str) -> None:
+    function = getattr(loss, "fn", None)
+    axis = getattr(loss, "_fn_kwargs", {}).get("axis")
+    over_batch = axis is None or 0 in keras.tree.flatten(axis)
+    if function is keras.losses.circle:
+        instead = "Train on one device"
+    elif function in (keras.losses.dice, keras.losses.tversky) and over_batch:
+        instead = "Give axis=(1, 2, 3) or whatever axes a sample has, or train on one device"
+    else:
+        return
+    raise ModelError(
+        f"The loss {loss.name!r} of output {output!r} compares the samples of a batch with each "
+        f"other, but each replica has some of them only. {instead}."
+    )
+
+
+def _sum_of_weights(values: tf.Tensor, sample_weight: Any, mask: Any) -> tf.Tensor:
+    """What `"mean_with_sample_weight"` divides by."""
+    weights = keras_loss.apply_mask(
+        None if sample_weight is None else tf.convert_to_tensor(sample_weight),
+        mask,
+        dtype=values.dtype,
+        reduction="mean_with_sample_weight",
+    )
+    _, weights = keras_loss.squeeze_or_expand_to_same_rank(values, tf.cast(weights, values.dtype))
+    return tf.reduce_sum(weights)
+
+
+def _valid_values(values: tf.Tensor, mask: Any) -> tf.Tensor:
+    """How many of `values` a mean over a masked output is taken of."""
+    a_mask_value = tf.reduce_prod(tf.shape(values)[1:]) / tf.reduce_prod(tf.shape(mask)[1:])
+    return tf.reduce_sum(tf.cast(mask, tf.float32)) * tf.cast(a_mask_value, tf.float32)
+
+
+@contextmanager
+def sums_over_samples(model: keras.Model) -> Iterator[None]:
+    """Makes `activity_regularizer`s those of the global batch, while a step runs or is traced."""
+    stock = {
+        layer: layer.activity_regularizer
+        for layer in layers_of(model)
+        if layer.activity_regularizer is not None and not _activities_are_averaged()
+    }
+    for layer, regularizer in stock.items():
+        override(layer, "activity_regularizer", _undivided(regularizer))
+    try:
+        yield
+    finally:
+        for layer, regularizer in stock.items():
+            override(layer, "activity_regularizer", regularizer)
+
+
+@cache
+def _activities_are_averaged() -> bool:
+    with tf.init_scope():
+        probe = keras.layers.Identity(activity_regularizer=tf.reduce_sum)
+        probe(tf.ones((2, 1)))
+        return float(probe.losses[0]) == 1
+
+
+def _undivided(regularizer: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def of_share(output: Any) -> Any:
+        value, share = regularizer(output), current()
+        if share is None:
+            return value
+        return value * tf.cast(
+            tf.math.divide_no_nan(float(share.replicas), share.weight), value.dtype
+        )
+
+    return of_share

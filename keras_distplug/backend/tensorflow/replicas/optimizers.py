@@ -1,0 +1,166 @@
+"""Optimizers that see the gradients of the global batch.
+
+What is wrong upstream on several replicas (Keras 3.10 to 3.15):
+
+- `apply` clips each replica's gradients before their sum instead of after it, and asks each replica
+  alone whether the gradients are finite (a hang, or NaN, when a loss scale overflows on one).
+- `gradient_accumulation_steps` and `ema_overwrite_frequency` update variables inside a `tf.cond` of
+  one replica, which raises: TensorFlow updates in the context of all replicas.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_distplug.backend.tensorflow.replicas import gates
+from keras_distplug.backend.tensorflow.replicas.gates import cond_over_replicas
+from keras_distplug.backend.tensorflow.replicas.share import current
+from keras_distplug.backend.tensorflow.runtime.override import mark, override
+
+
+def see_global_gradients(optimizer: keras.optimizers.Optimizer) -> None:
+    """Weights each replica by its samples and sums gradients before anything else is done to them.
+
+    The weight belongs on the loss: a layer that talks to other replicas, such as synchronized
+    BatchNormalization, sends gradients there. Gradients are weighted where a custom `train_step`
+    does not call `optimizer.scale_loss`.
+    """
+    if not mark(optimizer):
+        return
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    stock_apply = optimizer.apply
+    stock_scale_loss = optimizer.scale_loss
+
+    def scale_loss(self: Any, loss: Any) -> Any:
+        if (share := current()) is not None:
+            loss = loss * tf.cast(share.weight, loss.dtype)
+            share.in_loss.add(id(self))
+        return stock_scale_loss(loss)
+
+    def apply(self: Any, grads: Iterable[Any], trainable_variables: Any = None) -> Any:
+        context = tf.distribute.get_replica_context()
+        own = summed = list(grads)
+        if context is not None:
+            share = current()
+            weight = None if share is None or id(self) in share.in_loss else share.weight
+            summed = _summed(gates.marked(self, own), weight, context)
+        return gates.apply(self, stock_apply, own, summed, trainable_variables)
+
+    def _all_reduce_sum_gradients(self: Any, grads_and_vars: Iterable[Any]) -> list[Any]:
+        return list(grads_and_vars)
+
+    for target, method in (
+        (optimizer, scale_loss),
+        (optimizer, apply),
+        (inner, _all_reduce_sum_gradients),
+    ):
+        override(target, method.__name__, types.MethodType(method, target))
+    override(inner, "_backend_apply_gradients", _apply_over_replicas(inner))
+
+
+def give_gate(optimizer: keras.optimizers.Optimizer) -> None:
+    """Lets an optimizer of a single replica ask its gate."""
+    if not mark(optimizer):
+        return
+    stock = optimizer.apply
+
+    def apply(self: Any, grads: Iterable[Any], trainable_variables: Any = None) -> Any:
+        own = list(grads)
+        marked = gates.marked(self, own)
+        return gates.apply(self, stock, own, marked, trainable_variables)
+
+    override(optimizer, "apply", types.MethodType(apply, optimizer))
+
+
+def _apply_over_replicas(optimizer: Any) -> Callable[..., None]:
+    """`_backend_apply_gradients` with its conditions in the context of all replicas."""
+    stock = optimizer._backend_apply_gradients
+
+    def _backend_apply_gradients(grads: Iterable[Any], trainable_variables: Iterable[Any]) -> None:
+        context = tf.distribute.get_replica_context()
+        every, overwrite_every = _accumulation(optimizer), _overwriting(optimizer)
+        if context is None or not (every or overwrite_every):
+            stock(grads, trainable_variables)
+            return
+        grads, variables = list(grads), list(trainable_variables)
+
+        def update(grads: Sequence[Any]) -> None:
+            clipped = optimizer._clip_gradients(list(grads))
+            optimizer._apply_weight_decay(variables)
+            optimizer._backend_update_step(clipped, variables, optimizer.learning_rate)
+
+        if every:
+            held = [
+                optimizer._accumulated_gradients[optimizer._get_variable_index(variable)]
+                for variable in variables
+            ]
+
+            def update_with_held(grads: Sequence[Any]) -> None:
+                update([(grad + one) / every for grad, one in zip(grads, held, strict=True)])
+                optimizer._backend_reset_gradient_accumulators()
+
+            def hold(grads: Sequence[Any]) -> None:
+                optimizer._backend_increment_gradient_accumulators(grads, held)
+
+            due = (optimizer._iterations + 1) % every == 0
+            cond_over_replicas(context, due, update_with_held, hold, grads)
+        else:
+            update(grads)
+        if optimizer.use_ema:
+            trained = optimizer._trainable_variables
+            optimizer._update_model_variables_moving_average(trained)
+            if overwrite_every:
+                due = (optimizer.iterations + 1) % overwrite_every == 0
+                _overwrite_with_average(context, due, optimizer)
+
+    return _backend_apply_gradients
+
+
+def _accumulation(optimizer: Any) -> int | None:
+    steps: int | None = optimizer.gradient_accumulation_steps
+    return steps
+
+
+def _overwriting(optimizer: Any) -> int | None:
+    steps: int | None = optimizer.ema_overwrite_frequency
+    return steps if optimizer.use_ema else None
+
+
+def _overwrite_with_average(
+    context: tf.distribute.ReplicaContext, condition: tf.Tensor, optimizer: Any
+) -> None:
+    def overwrite() -> None:
+        optimizer._overwrite_model_variables_with_average_value(optimizer._trainable_variables)
+
+    def merged(strategy: tf.distribute.Strategy, condition: Any) -> None:
+        first = strategy.experimental_local_results(condition)[0]  # the same on all
+        tf.cond(first, overwrite, lambda: None)
+
+    context.merge_call(merged, args=(condition,))
+
+
+def _summed(
+    grads: Sequence[Any], weight: tf.Tensor | None, context: tf.distribute.ReplicaContext
+) -> list[Any]:
+    """Sums `grads` over replicas, each times its `weight`; None stays None."""
+    present = [i for i, grad in enumerate(grads) if grad is not None]
+    if not present:
+        return list(grads)
+    weighted = [grads[i] if weight is None else _scaled(grads[i], weight) for i in present]
+    result = list(grads)
+    for i, grad in zip(
+        present, context.all_reduce(tf.distribute.ReduceOp.SUM, weighted), strict=True
+    ):
+        result[i] = grad
+    return result
+
+
+def _scaled(grad: Any, factor: tf.Tensor) -> Any:
+    if isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(_scaled(grad.values, factor), grad.indices, grad.dense_shape)
+    return grad * tf.cast(factor, grad.dtype)

@@ -1,0 +1,130 @@
+"""A step of a model, computed without its variables, its optimizers and other replicas.
+
+Keras 3.10 to 3.15: there is no hook around the calls of layers, which go through the attribute
+`call`; and a metric's variable of TensorFlow, read outside of a replica, asks all workers for
+theirs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_distplug.backend.tensorflow.replicas.touched import Touched
+from keras_distplug.backend.tensorflow.runtime.models import all_variables, layers_of, optimizers_of
+from keras_distplug.backend.tensorflow.runtime.override import override
+
+OnCall = Callable[[keras.Layer, Any, Any], None]
+OnGradients = Callable[[str, Sequence[Any], Sequence[keras.Variable]], None]
+
+
+@contextmanager
+def apart(model: keras.Model) -> Iterator[None]:
+    """What is assigned inside is gone afterwards, and reading a variable asks no other replica.
+
+    For a single thread, outside of the scope of a strategy.
+    """
+    own = [
+        (variable, variable._value.values[0].read_value())
+        for variable in all_variables(model)
+        if _is_of_all_replicas(variable)
+    ]
+    eagerly = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
+    try:
+        with (
+            Touched.of(model).kept(all_variables(model)),
+            keras.StatelessScope(state_mapping=own, collect_losses=True),
+        ):
+            yield
+    finally:
+        tf.config.run_functions_eagerly(eagerly)
+
+
+@contextmanager
+def listening(
+    model: keras.Model,
+    on_call: OnCall,
+    on_loss: Callable[[Any], None],
+    on_gradients: OnGradients,
+) -> Iterator[None]:
+    """Tells what a step of `model` computes, in its order; optimizers apply nothing.
+
+    Args:
+        model: The model.
+        on_call: Called with each layer behind its call, with what it was given and what it gives.
+        on_loss: Called with what `compute_loss` gives.
+        on_gradients: Called with the name of an optimizer, gradients, and their variables.
+    """
+    with ExitStack() as stack:
+        for layer in layers_of(model):
+            stack.enter_context(_replaced(layer, "call", _telling(layer, on_call)))
+        stack.enter_context(_replaced(model, "compute_loss", _hearing(model, on_loss)))
+        for name, optimizer in optimizers_of(model).items():
+            apply = functools.partial(_instead_of_apply, name, optimizer, on_gradients)
+            stack.enter_context(_replaced(optimizer, "apply", apply))
+        yield
+
+
+def _telling(layer: keras.Layer, on_call: OnCall) -> Callable[..., Any]:
+    stock = layer.call
+
+    @functools.wraps(stock)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = stock(*args, **kwargs)
+        on_call(layer, (args, kwargs), given)
+        return given
+
+    return call
+
+
+def _hearing(model: keras.Model, on_loss: Callable[[Any], None]) -> Callable[..., Any]:
+    stock = model.compute_loss
+
+    @functools.wraps(stock)
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        loss = stock(*args, **kwargs)
+        on_loss(loss)
+        return loss
+
+    return compute_loss
+
+
+def _instead_of_apply(
+    name: str,
+    optimizer: keras.optimizers.Optimizer,
+    on_gradients: OnGradients,
+    grads: Sequence[Any],
+    trainable_variables: Sequence[keras.Variable] | None = None,
+) -> None:
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    variables = inner._trainable_variables if trainable_variables is None else trainable_variables
+    on_gradients(name, list(grads), list(variables))
+
+
+@contextmanager
+def _replaced(target: object, name: str, value: Any) -> Iterator[None]:
+    absent = object()
+    before = vars(target).get(name, absent)
+    override(target, name, value)
+    try:
+        yield
+    finally:
+        if before is absent:
+            object.__delattr__(target, name)
+        else:
+            override(target, name, before)
+
+
+def _is_of_all_replicas(variable: keras.Variable) -> bool:
+    """Whether reading it brings the values of all replicas together."""
+    value = variable._value
+    return (
+        isinstance(value, tf.distribute.DistributedValues)
+        and value.synchronization == tf.VariableSynchronization.ON_READ
+    )

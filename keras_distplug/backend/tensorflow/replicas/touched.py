@@ -1,0 +1,327 @@
+"""What a step touches: the variables that its trace captures, and ops that keep a random state.
+
+TensorFlow 2.18 to 2.21. A graph's captures are public; which of them are variables, and the graphs
+of functions that a step calls, are not.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+import sys
+import sysconfig
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.framework import op_callbacks
+
+from keras_distplug.backend.tensorflow.replicas import python_draws, random_ops
+from keras_distplug.backend.tensorflow.runtime.override import override
+from keras_distplug.backend.tensorflow.runtime.workers import has_several_replicas
+
+OnData = Callable[[Any], Any]
+_Handles = dict[int, tuple[tf.Tensor, str | None]]  # by `id`, each with the place of its use
+
+_TOUCHED = "_distplug_touched"
+_left_out: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_PACKAGE = str(Path(__file__).parents[1])
+_NOT_THE_USERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+# Their kernels count what they have drawn, each for itself, and tell nobody.
+_KEEPS_RANDOM_STATE = re.compile(
+    r"Random(StandardNormal|Uniform|UniformInt|Shuffle|Gamma|PoissonV2|Poisson|Crop)"
+    r"|(Parameterized)?TruncatedNormal|Multinomial|SampleDistortedBoundingBox(V2)?"
+    r"|.*CandidateSampler"
+)
+
+
+class Stage(enum.Enum):
+    """How far a step is: traced but not run, or, of one that runs eagerly, before or after its
+    first run."""
+
+    TRACED = enum.auto()
+    BEGINS = enum.auto()
+    RAN = enum.auto()
+
+
+@dataclass
+class _Traced:
+    """What the traces of one step touch."""
+
+    handles: _Handles = field(default_factory=dict)
+    random_ops: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    tables: list[str] = field(default_factory=list)  # places where tables change
+    python_draws: dict[str, str] = field(default_factory=dict)  # functions by place
+
+
+_CHANGES_TABLE = re.compile(r"LookupTable(Insert|Remove|Import)(V2)?")
+
+
+class Touched:
+    """What the steps of a model that were traced so far touch."""
+
+    def __init__(self, *, has_replicas: bool = False) -> None:
+        self.draws = random_ops.Draws(is_shared=has_replicas)
+        self.on_step_known: Callable[[str, Stage], None] | None = None  # called with its name
+        # Called with the step's name. What callbacks can change was so when the step was traced, or
+        # is to be so when it is traced again: JSON by callback and path.
+        self.around_trace: Callable[[str], AbstractContextManager[None]] | None = None
+        self.at_trace: dict[str, Mapping[Any, str]] = {}
+        self.stored: dict[str, Mapping[Any, str]] = {}
+        # What of the model was so when `train_step` was traced, if it still runs.
+        self.frozen: dict[str, list[int]] | None = None
+        self.steps: dict[str, OnData] = {}  # as the script has them
+        self._traced: dict[str, _Traced] = {}  # by step
+        self._assigned: dict[str, _Handles] = {}  # the same of steps that run eagerly
+
+    @classmethod
+    def of(cls, model: keras.Model) -> Touched:
+        touched: Touched | None = vars(model).get(_TOUCHED)
+        if touched is None:
+            touched = cls(has_replicas=has_several_replicas(model.distribute_strategy))
+            override(model, _TOUCHED, touched)
+        return touched
+
+    @property
+    def has_traces(self) -> bool:
+        return bool(self._traced)
+
+    def has(self, variable: Any) -> bool:
+        """Has a step touched `variable`, of Keras or TensorFlow, or a replica's part of it?"""
+        ids = {id(handle) for handle in _handles_of(variable)}
+        return any(not ids.isdisjoint(traced.handles) for traced in self._traced.values())
+
+    def random_ops(self) -> dict[str, tuple[str, bool]]:
+        """Places in the script, an op there whose draws nobody can resume, and whether it has a
+        seed."""
+        return {
+            place: op for traced in self._traced.values() for place, op in traced.random_ops.items()
+        }
+
+    def tables(self) -> list[str]:
+        """Places in the script where a lookup table changes."""
+        return [place for traced in self._traced.values() for place in traced.tables]
+
+    def python_draws(self) -> dict[str, str]:
+        """Places in the script that draw from a generator of Python or NumPy, and by what."""
+        return {
+            place: function
+            for traced in self._traced.values()
+            for place, function in traced.python_draws.items()
+        }
+
+    def forget(self, step: str) -> None:
+        """To be called when a step will be traced anew."""
+        self._traced.pop(step, None)
+        self._assigned.pop(step, None)
+        if self.at_trace.pop(step, None) is not None:
+            self.stored.pop(step, None)
+        if step == "train_step":
+            self.frozen = None
+
+    def others(self, known: Iterable[Any]) -> list[str]:
+        """Where steps use variables that are not among `known`."""
+        ids = {id(handle) for variable in known for handle in _handles_of(variable)}
+        return [
+            where or f"{step}, {_described(handle)}"
+            for step, handles in self._handles_by_step()
+            for number, (handle, where) in handles.items()
+            if number not in ids
+        ]
+
+    def _handles_by_step(self) -> Iterator[tuple[str, _Handles]]:
+        for step, traced in self._traced.items():
+            yield step, traced.handles
+        yield from self._assigned.items()
+
+    @contextmanager
+    def kept(self, known: Iterable[Any]) -> Iterator[None]:
+        """Gives variables that steps touch, other than those `known`, their values back."""
+        ids = {id(handle) for variable in known for handle in _handles_of(variable)}
+        values = [
+            (handle, tf.raw_ops.ReadVariableOp(resource=handle, dtype=_dtype_of(handle)))
+            for traced in self._traced.values()
+            for number, (handle, _) in traced.handles.items()
+            if number not in ids
+        ]
+        try:
+            yield
+        finally:
+            for handle, value in values:
+                with tf.device(handle.device):
+                    tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+
+    def noting(
+        self,
+        name: str,
+        step: OnData,
+        has_twins: Callable[[], bool],
+        is_eager: Callable[[], bool] = lambda: False,
+    ) -> OnData:
+        """Returns `step`, whose traces are noted.
+
+        Args:
+            name: Of the step, the same in another process.
+            step: Which computes with a batch.
+            has_twins: Whether its random ops are replaced by those of `random_ops`.
+            is_eager: Whether it runs eagerly in `fit`, and not only where somebody looks into it.
+        """
+
+        self.steps[name] = step
+
+        def noted(data: Any) -> Any:
+            if tf.executing_eagerly():
+                return self._run_eagerly(name, step, data) if is_eager() else step(data)
+            twins = random_ops.counted(self.draws, name, data) if has_twins() else nullcontext()
+            traced = self._traced.setdefault(name, _Traced())
+
+            def drawn(frame: FrameType, function: str) -> None:
+                if (place := _place_of(frame)) is not None:
+                    traced.python_draws[place] = function
+
+            around = nullcontext() if self.around_trace is None else self.around_trace(name)
+            with around, twins, python_draws.heard(drawn):
+                found = step(data)
+            self._note(tf.compat.v1.get_default_graph(), name)
+            return found
+
+        return noted
+
+    def _run_eagerly(self, name: str, step: OnData, data: Any) -> Any:
+        """Runs a step that is not traced; the first one tells which variables it assigns."""
+        if name in self._assigned:
+            return step(data)
+        self._tell(name, Stage.BEGINS)
+        assigned = self._assigned[name] = {}
+
+        def on_op(op: str, inputs: Any, *_: Any, graph: Any = None, **__: Any) -> None:
+            if graph is None and op != "ReadVariableOp":  # reads are mostly not told
+                for each in filter(_is_variable, inputs):
+                    assigned.setdefault(id(each), (each, _place_in_stack(sys._getframe(1))))
+
+        op_callbacks.add_op_callback(on_op)
+        try:
+            found = step(data)
+        finally:
+            op_callbacks.remove_op_callback(on_op)
+        self._tell(name, Stage.RAN)
+        return found
+
+    def _tell(self, step: str, stage: Stage) -> None:
+        if self.on_step_known is not None:
+            self.on_step_known(step, stage)
+
+    def _note(self, graph: Any, step: str) -> None:
+        traced = self._traced.setdefault(step, _Traced())
+        for handle, inside in graph.captures:
+            is_ours = _left_out.get(id(handle)) is handle or self.draws.has(handle)
+            if _is_variable(handle) and not is_ours and id(handle) not in traced.handles:
+                traced.handles[id(handle)] = handle, _place_of_use(inside)
+        for operation in _operations(graph, set()):
+            if _CHANGES_TABLE.fullmatch(operation.type):
+                traced.tables.append(_place(operation) or "an unknown place")
+            if _KEEPS_RANDOM_STATE.fullmatch(operation.type):
+                is_seeded = operation.get_attr("seed") or operation.get_attr("seed2")
+                place = _place(operation) or "an unknown place"
+                traced.random_ops.setdefault(place, (operation.type, bool(is_seeded)))
+        with tf.init_scope():
+            self._tell(step, Stage.TRACED)
+
+
+def leave_out(variable: Any) -> Any:
+    """A variable that the package adds to a step, and that belongs to no run."""
+    for handle in _handles_of(variable):
+        _left_out[id(handle)] = handle
+    return variable
+
+
+def native(variable: Any) -> Any:
+    """TensorFlow's variable of one of Keras' or TensorFlow's."""
+    return variable._value if isinstance(variable, keras.Variable) else variable
+
+
+def parts(variable: Any) -> tuple[Any, ...]:
+    """The variables of the replicas of this process."""
+    of_all = native(variable)
+    if isinstance(of_all, tf.distribute.DistributedValues):
+        return tuple(of_all.values)
+    return (of_all,)
+
+
+def is_of_replicas(variable: Any) -> bool:
+    """May the values of the replicas differ?"""
+    of_all = native(variable)
+    return isinstance(of_all, tf.distribute.DistributedValues) and (
+        of_all.synchronization == tf.VariableSynchronization.ON_READ
+        or of_all.aggregation == tf.VariableAggregation.NONE
+    )
+
+
+def _handles_of(variable: Any) -> list[Any]:
+    return [getattr(part, "handle", None) for part in parts(variable)]
+
+
+def _is_variable(captured: tf.Tensor) -> bool:
+    told = getattr(captured, "_handle_data", None)
+    return captured.dtype == tf.resource and bool(told and told.is_set and told.shape_and_type)
+
+
+def _dtype_of(handle: Any) -> tf.DType:
+    return tf.as_dtype(handle._handle_data.shape_and_type[0].dtype)
+
+
+def _described(handle: Any) -> str:
+    told = handle._handle_data.shape_and_type[0]
+    return f"{_dtype_of(handle).name} of shape {tf.TensorShape(told.shape)}"
+
+
+def _operations(graph: Any, seen: set[str]) -> Iterator[Any]:
+    """Of a graph and of the functions that it calls."""
+    yield from graph.get_operations()
+    for name, function in getattr(graph, "_functions", {}).items():
+        inner = getattr(function, "graph", None)
+        if inner is not None and name not in seen:
+            seen.add(name)
+            yield from _operations(inner, seen)
+
+
+def _place_of_use(tensor: Any) -> str | None:
+    places = (_place(operation) for operation in tensor.consumers())
+    return next((place for place in places if place is not None), None)
+
+
+def _place(operation: Any) -> str | None:
+    """The user's line, within the step, that has made an operation: `call (train.py, line 14)`."""
+    for frame in reversed(operation.traceback):
+        if frame.filename == __file__:
+            return None  # who calls `fit` is no part of the step
+        if _is_the_users(frame.filename):
+            return f"{frame.name} ({Path(frame.filename).name}, line {frame.lineno})"
+    return None
+
+
+def _place_of(frame: FrameType) -> str | None:
+    """As `_place`, of the user's code that runs in `frame` itself."""
+    code = frame.f_code
+    if not _is_the_users(code.co_filename):
+        return None
+    return f"{code.co_name} ({Path(code.co_filename).name}, line {frame.f_lineno})"
+
+
+def _place_in_stack(frame: FrameType | None) -> str | None:
+    """As `_place`, of what runs below a step."""
+    while frame is not None and frame.f_code.co_filename != __file__:
+        if (place := _place_of(frame)) is not None:
+            return place
+        frame = frame.f_back
+    return None
+
+
+def _is_the_users(filename: str) -> bool:
+    return not filename.startswith((_PACKAGE, "<frozen", "<string>", *_NOT_THE_USERS))

@@ -1,0 +1,1 @@
+"""Models, callbacks, the trainer and TensorFlow's runtime, beyond their public names."""

@@ -1,0 +1,415 @@
+"""`fit`, `evaluate` and `predict` of Keras 3 under a strategy of several replicas.
+
+What is wrong upstream (Keras 3.10 to 3.15, TensorFlow 2.18 to 2.21; keras-team/keras#20585,
+tensorflow/tensorflow#72388, ray-project/ray#47464), besides what `compat/losses.py`,
+`compat/optimizers.py` and `compat/replica_state.py` list:
+
+- `TensorFlowTrainer._maybe_symbolic_build` reduces the per-replica structure of the first batch
+  with `strategy.reduce`, which raises ValueError on several workers.
+- `reduce_per_replica` reduces scalar logs over axis 0, which raises on several workers.
+- Each replica's loss counts equally, however many samples the replica got: wrong gradients for
+  an uneven last batch (5e-2 off for 150 samples in batches of 64 on two replicas).
+- `while_loop` over several steps (`steps_per_execution`) cannot hold a collective.
+- `train_on_batch`, `test_on_batch` and `predict_on_batch` give the whole batch to every replica:
+  metrics that count, and predictions, come R times.
+- The first batch is taken for its shapes, which a generator does not give again.
+- `predict` on a dataset read from files, on several workers, puts the outputs in the order of the
+  files' shards.
+- Splitting a batch of a generator or PyDataset lets a step write into the user's arrays
+  (`RebatchDatasetV2` of TensorFlow 2.21).
+- Data whose number of batches Keras does not know costs a step without data in each epoch, which
+  counts in `optimizer.iterations` and decays weights. On a single device, too.
+
+Overrides sit on the one model (and its optimizer, losses and variables) that was adapted, but for
+those of `compat/steps.py`, which last as long as a step of such a model is traced or run.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow import trainer as keras_trainer
+
+from keras_distplug.backend.tensorflow.input import earlier_passes
+from keras_distplug.backend.tensorflow.input.readers import (
+    LateDistributedDataset,
+    batch_size,
+    peeked_at,
+    tell_strategy,
+)
+from keras_distplug.backend.tensorflow.parameter_server import scheduled
+from keras_distplug.backend.tensorflow.replicas import (
+    collectives,
+    logs,
+    losses,
+    optimizers,
+    replica_state,
+    steps,
+)
+from keras_distplug.backend.tensorflow.replicas.touched import Touched
+from keras_distplug.backend.tensorflow.runtime.models import (
+    drop_functions,
+    layers_of,
+    optimizers_of,
+)
+from keras_distplug.backend.tensorflow.runtime.override import is_marked, mark, override
+from keras_distplug.backend.tensorflow.runtime.workers import (
+    has_several_replicas,
+    is_multi_worker,
+    is_scheduled,
+)
+from keras_distplug.core.errors import ModelError
+
+_WARNED = "_distplug_warned_of_uneven_batches"
+_BATCH = "_distplug_batch"
+_STOCK_BUILD = "_distplug_stock_maybe_symbolic_build"
+
+
+def adapt(model: keras.Model) -> keras.Model:
+    """Makes `fit`, `evaluate`, `predict` and the `*_on_batch` methods right under a strategy.
+
+    `distributed_fit` and the callbacks of `defaults()` do this by themselves; call it for a model
+    that is evaluated without being fitted. It acts on this model only, stays, and may be called
+    again.
+
+    What several replicas compute is what one process computes from the same global batches. That
+    takes some care of you where you write the step yourself:
+
+    - A `train_step` takes its loss from `self.compute_loss` or a `keras.losses.Loss` object;
+      another one it divides by the number of replicas, because gradients are summed.
+    - `add_loss` in a layer is taken as a mean over the samples of a batch.
+    - State that a layer assigns in `call` is averaged over the samples if it is floating, and has
+      to be the same on all replicas if it is not. State that a metric of your own assigns is added
+      up, as Keras has it.
+    - A metric that a `train_step` updates with a loss, as it was computed, becomes the mean over
+      batches of the loss. One that it updates with something made of losses sees the replica's part
+      of them, which is R times smaller.
+
+    The logs that callbacks get behind each batch are means over the replicas' own; those of epochs,
+    of `evaluate` and of `*_on_batch` are of all samples.
+
+    Under ParameterServerStrategy batches are scheduled on workers, which take their steps each for
+    itself. Callbacks hear of a batch when it is scheduled, with empty logs; as many as there are
+    workers may wait, and as many be under way. Epochs, checkpoints and `evaluate` wait for all of
+    them. Logs of epochs are the results of metrics, which are added up over batches. What other
+    methods of the model do, the chief does alone.
+
+    Example:
+
+    ```python
+    with strategy.scope():
+        model = keras.models.load_model("model.keras")
+    kd.adapt(model).evaluate(ds)
+    ```
+
+    Args:
+        model: A Keras model made inside `strategy.scope()`. On a single device, the only change is
+            that data of unknown length costs no step without data.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ModelError: From here or from the first `fit`, `evaluate` or `*_on_batch`, for what cannot
+            be made right on several replicas: a stateful RNN, `jit_compile=True`, a loss with
+            `reduction=None`, one that compares the samples of a batch with each other.
+    """
+    if not mark(model):
+        _adapt_steps(model)
+        return model
+    _adapt_steps(model)
+    if is_scheduled(model.distribute_strategy):
+        scheduled.adapt(model)
+    elif not has_several_replicas(model.distribute_strategy):
+        _adapt_optimizers(model)
+    else:
+        collectives.separate(model.distribute_strategy)
+        logged = logs.Logged()
+        override(model, "_maybe_symbolic_build", _symbolic_build(model))
+        override(model, "_make_function", steps.maker(model, logged))
+        override(model, "_aggregate_additional_loss", _additional_loss(model))
+        override(model, "compute_loss", losses.noting(model.compute_loss))
+        override(model, "_get_metrics_result_or_logs", logs.of_all_replicas(model, logged))
+        if is_multi_worker(model.distribute_strategy):
+            override(model, "predict", _ordered_predict(model))
+        override(model, "make_predict_function", steps.predict_maker(model))
+        override(model, "predict_on_batch", _split_predict_on_batch(model))
+        _adapt_parts(model)
+    for part in ("train", "test"):
+        override(model, f"make_{part}_function", _function_maker(model, part))
+    drop_functions(model)
+    return model
+
+
+def _adapt_steps(model: keras.Model) -> None:
+    """Adapts the steps of `model`, unless they are; the script may have given it another one."""
+    strategy = model.distribute_strategy
+    is_single = not (is_scheduled(strategy) or has_several_replicas(strategy))
+    for name in ("train_step", "test_step"):
+        step = getattr(model, name)
+        if str(getattr(step, "__module__", "")).startswith("keras_distplug."):
+            continue
+        noted = Touched.of(model).noting(
+            name, step, lambda: _has_twins(model), lambda: bool(model.run_eagerly)
+        )
+        override(model, name, noted)
+        if is_single and name == "train_step":
+            override(model, name, steps.only_with_data(model))
+
+
+def _function_maker(model: keras.Model, part: str) -> Callable[..., Any]:
+    """`make_train_function`, which callbacks call that compile or freeze in the middle of `fit`, or
+    `make_test_function`."""
+    stock = getattr(model, f"make_{part}_function")
+
+    def make_function(force: bool = False) -> Any:
+        if force or getattr(model, f"{part}_function") is None:
+            for each in ("train", "test"):  # `compile` drops both
+                if each == part or getattr(model, f"{each}_function") is None:
+                    Touched.of(model).forget(f"{each}_step")
+            if is_scheduled(model.distribute_strategy):
+                pass
+            elif has_several_replicas(model.distribute_strategy):
+                _build_again(model)
+            else:
+                _adapt_optimizers(model)
+        return stock(force)
+
+    return make_function
+
+
+def _adapt_optimizers(model: keras.Model) -> None:
+    for optimizer in optimizers_of(model).values():
+        optimizers.give_gate(optimizer)
+
+
+def _has_twins(model: keras.Model) -> bool:
+    """Can the random ops of a step count in variables of this process?
+
+    XLA has its own, and what workers of a ParameterServerStrategy count would go over the network.
+    """
+    return not model.jit_compile and not is_scheduled(model.distribute_strategy)
+
+
+def is_adapted(model: keras.Model) -> bool:
+    return is_marked(model)
+
+
+def install_dispatch() -> None:
+    """Lets a plain `model.fit` under MultiWorkerMirroredStrategy adapt its model, passes a model's
+    strategy to `resumable` data, and looks at the first batch of other data in Keras' place.
+
+    Keras fails, and reads the data, before it looks at the callbacks, so the first method that
+    `fit` and `evaluate` call on the class gets a guard. It acts only on models under a strategy
+    and on `resumable` data. `remove_dispatch` restores Keras' own method.
+    """
+    trainer = keras_trainer.TensorFlowTrainer
+    if hasattr(trainer, _STOCK_BUILD):
+        return
+    stock = trainer._maybe_symbolic_build
+
+    def _maybe_symbolic_build(
+        self: keras.Model, iterator: Any = None, data_batch: Any = None
+    ) -> None:
+        strategy = self.distribute_strategy
+        is_ours = is_multi_worker(strategy) or is_scheduled(strategy)
+        if is_ours and not is_adapted(self):
+            adapt(self)
+            self._maybe_symbolic_build(iterator=iterator, data_batch=data_batch)
+            return
+        collectives.separate(strategy)
+        if iterator is not None:
+            tell_strategy(iterator, self.distribute_strategy)
+            if self._distribute_strategy is not None:  # otherwise, Keras looks at no batch
+                iterator, data_batch = None, _looked_at(iterator, strategy)
+                override(self, _BATCH, keras.tree.map_structure(_spec_of, data_batch))
+        stock(self, iterator=iterator, data_batch=data_batch)
+
+    setattr(trainer, _STOCK_BUILD, stock)
+    trainer._maybe_symbolic_build = _maybe_symbolic_build
+
+
+def remove_dispatch() -> None:
+    """Undoes `install_dispatch`. Models that were adapted stay adapted."""
+    trainer = keras_trainer.TensorFlowTrainer
+    if hasattr(trainer, _STOCK_BUILD):
+        trainer._maybe_symbolic_build = getattr(trainer, _STOCK_BUILD)
+        delattr(trainer, _STOCK_BUILD)
+
+
+def _adapt_parts(model: keras.Model) -> None:
+    """Adapts what the model is made of. A later `compile` or `build` may have brought new parts."""
+    _refuse_what_stays_wrong(model)
+    for optimizer in optimizers_of(model).values():
+        optimizers.see_global_gradients(optimizer)
+    if getattr(model, "_compile_loss", None) is not None:
+        losses.of_global_batch(model._compile_loss)
+        losses.count_by_samples(model._loss_tracker)
+    losses.keep_apart(model)
+    for metric in model.metrics:
+        if "result" not in vars(metric):
+            override(metric, "result", logs.noted(metric))
+        losses.average_over_batches(metric)
+    replica_state.share_state(model)
+
+
+def _refuse_what_stays_wrong(model: keras.Model) -> None:
+    if getattr(model, "jit_compile", False):
+        raise ModelError(
+            f"The model {model.name!r} is compiled with jit_compile=True, but XLA cannot compile a "
+            "step that several replicas take together. Leave jit_compile out: Keras does not use "
+            "XLA under a strategy by itself."
+        )
+    for layer in layers_of(model):
+        if isinstance(layer, keras.layers.RNN) and layer.stateful:
+            raise ModelError(
+                f"Layer {layer.name!r} ({type(layer).__name__}) of model {model.name!r} is "
+                "stateful: it keeps a state for each sample from one batch to the next, but which "
+                "replica has which sample changes with the batch. Use stateful=False, or train on "
+                "one device."
+            )
+
+
+def _symbolic_build(model: keras.Model) -> Callable[..., None]:
+    strategy = model.distribute_strategy
+
+    def _maybe_symbolic_build(iterator: Any = None, data_batch: Any = None) -> None:
+        _adapt_parts(model)
+        if iterator is not None:
+            tell_strategy(iterator, strategy)
+            _warn_of_uneven_batches(model, iterator)
+            data_batch = _spec_of_first(iterator)
+            if data_batch is None:
+                data_batch = _peeked(iterator, strategy) or _first_batch(iterator, strategy)
+        override(model, _BATCH, keras.tree.map_structure(_spec_of, data_batch))
+        _build_again(model)
+
+    return _maybe_symbolic_build
+
+
+def _build_again(model: keras.Model) -> None:
+    """Makes what a step of `model` needs, once its data has been seen. A step that makes variables
+    cannot run on replicas."""
+    if _BATCH in vars(model):
+        with model.distribute_strategy.scope():
+            model._symbolic_build(data_batch=vars(model)[_BATCH])
+    _adapt_parts(model)
+
+
+def _spec_of(value: Any) -> Any:
+    return None if value is None else tf.TensorSpec(value.shape, value.dtype)
+
+
+def _warn_of_uneven_batches(model: keras.Model, iterator: Any) -> None:
+    strategy = model.distribute_strategy
+    replicas = strategy.num_replicas_in_sync
+    adapter = iterator.data_adapter
+    dataset = getattr(adapter, "_dataset", None)
+    if isinstance(dataset, tf.distribute.DistributedDataset):
+        return  # divided already, by whom Keras 3 does not know either
+    batch = adapter.batch_size
+    if batch is None and isinstance(dataset, tf.data.Dataset):
+        batch = batch_size(dataset)
+    first_worker = not getattr(strategy.cluster_resolver, "task_id", 0)
+    if batch is None or batch % replicas == 0 or not first_worker or vars(model).get(_WARNED):
+        return
+    override(model, _WARNED, True)
+    fewer, more = batch // replicas, batch // replicas + 1
+    evenly = " or ".join(str(each * replicas) for each in (fewer, more) if each)
+    warnings.warn(
+        f"The global batch of {batch} samples does not divide by the {replicas} replicas of "
+        f"{type(strategy).__name__}. The results are right, but in each step all replicas wait for "
+        f"those with most samples. A batch of {evenly} is split evenly; "
+        "`keras_distplug.global_batch(per_replica)` computes it.",
+        stacklevel=2,
+    )
+
+
+def _spec_of_first(iterator: Any) -> Any:
+    """Shapes and types of a replica's batch. None where they are not known without looking.
+
+    Looking costs a batch of a generator, and the order that a shuffled dataset has first.
+    """
+
+    def first(spec: Any) -> Any:
+        spec = getattr(spec, "_value_specs", (spec,))[0]
+        return None if isinstance(spec, tf.OptionalSpec) else spec
+
+    batch = keras.tree.map_structure(first, iterator._distributed_dataset.element_spec)
+    known = (
+        spec is None or (spec.shape.rank is not None and None not in spec.shape[1:])
+        for spec in keras.tree.flatten(batch)
+    )
+    return batch if all(known) else None
+
+
+def _looked_at(iterator: Any, strategy: tf.distribute.Strategy) -> Any:
+    """Returns a first batch, from which Keras builds the model's variables. Unlike Keras, it uses
+    up no batch of a Python generator, and accepts strings."""
+    if (peeked := _peeked(iterator, strategy)) is not None:
+        return peeked
+    dataset = iterator._distributed_dataset
+    if isinstance(dataset, LateDistributedDataset):
+        if (spec := _spec_of_first(iterator)) is not None:
+            dataset.note_looked()
+            return spec
+    elif isinstance(given := getattr(iterator.data_adapter, "_dataset", None), tf.data.Dataset):
+        earlier_passes.add(given, made=1, read=1)
+    return _first_batch(iterator, strategy)
+
+
+def _peeked(iterator: Any, strategy: tf.distribute.Strategy) -> Any:
+    """A replica's part of the first batch of a Python generator; None for other data."""
+    replicas = strategy.num_replicas_in_sync
+
+    def part(value: Any) -> Any:
+        return value[: -(-value.shape[0] // replicas)] if getattr(value, "shape", ()) else value
+
+    batch = peeked_at(iterator.data_adapter)
+    return None if batch is None else keras.tree.map_structure(part, batch)
+
+
+def looks_first(model: keras.Model) -> bool:
+    """Whether `fit` and `evaluate` look at a batch of `model`'s data before they read it."""
+    return model._distribute_strategy is not None and "_maybe_symbolic_build" not in vars(model)
+
+
+def _first_batch(iterator: Any, strategy: tf.distribute.Strategy) -> Any:
+    for item in iterator:  # (step, iterator) in Keras 3.10, (begin, end, iterator) since
+        return keras.tree.map_structure(
+            lambda value: strategy.experimental_local_results(value)[0], next(item[-1])
+        )
+    return None
+
+
+def _additional_loss(model: keras.Model) -> Callable[[Any], Any]:
+    stock = model._aggregate_additional_loss
+    return lambda loss: losses.of_samples(stock(loss))
+
+
+def _ordered_predict(model: keras.Model) -> Callable[..., Any]:
+    stock = model.predict
+
+    def predict(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(x, tf.data.Dataset):
+            options = tf.data.Options()
+            options.experimental_distribute.auto_shard_policy = (
+                tf.data.experimental.AutoShardPolicy.DATA
+            )
+            x = x.with_options(options)
+        return stock(x, *args, **kwargs)
+
+    return predict
+
+
+def _split_predict_on_batch(model: keras.Model) -> Callable[..., Any]:
+    def predict_on_batch(x: Any) -> Any:
+        model.make_predict_function()
+        outputs = model.predict_function([(steps.split(x, model.distribute_strategy),)])
+        return keras.tree.map_structure(keras_trainer.convert_to_np_if_not_ragged, outputs)
+
+    return predict_on_batch

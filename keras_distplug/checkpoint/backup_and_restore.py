@@ -1,0 +1,588 @@
+"""A drop-in for `keras.callbacks.BackupAndRestore` that several workers may share."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import keras
+
+from keras_distplug.backend.tensorflow import trainer
+from keras_distplug.backend.tensorflow.runtime import keras_callbacks, models
+from keras_distplug.backend.tensorflow.runtime.callback_list import move_to_end
+from keras_distplug.callbacks.as_call import as_call
+from keras_distplug.callbacks.one_of_a_kind import stood_aside, yields
+from keras_distplug.callbacks.run_keeper import RunContext, RunKeeper
+from keras_distplug.checkpoint import capture, exports, resuming, saver
+from keras_distplug.checkpoint.cadence import Cadence, Pace, SaveFreq, cadence_of
+from keras_distplug.checkpoint.candidates import Candidates, Found
+from keras_distplug.checkpoint.fit_state import FitState
+from keras_distplug.checkpoint.local_tier import LocalTier
+from keras_distplug.checkpoint.saves import Saves, Writes
+from keras_distplug.cluster import agreement, roles
+from keras_distplug.cluster.roles import Role, single_process
+from keras_distplug.core.errors import ConfigurationError, CorruptCheckpointError
+from keras_distplug.core.events import Finished, Restored
+from keras_distplug.core.ledger import Category
+from keras_distplug.core.log import announce
+from keras_distplug.core.reporting import report, time_spent
+from keras_distplug.core.state import Completion
+from keras_distplug.core.supervised import Phase, Supervised
+from keras_distplug.python_state import walk
+from keras_distplug.step.executions import Executions
+from keras_distplug.storage import runs
+from keras_distplug.storage.commit import Team, Writer
+from keras_distplug.storage.export_file import Export, Format
+from keras_distplug.storage.files import Files, open_files
+from keras_distplug.storage.retention import Mode, Retention, require_count
+from keras_distplug.storage.store import CheckpointStore
+
+
+class BackupAndRestore(RunKeeper):
+    """Saves the state of training, and takes it up again when the script is started again.
+
+    Takes the arguments of `keras.callbacks.BackupAndRestore`. It differs in that
+
+    - a checkpoint is written beside the earlier ones and counts once it is complete on disk; the
+      newest whose checksums hold is taken, and a damaged one is set aside and named;
+    - weights, optimizers (with their learning rate), seed generators, epoch, step, `History`, and
+      what other callbacks know come back: the patience and best weights of `EarlyStopping`, for
+      example, and what a callback of yours gives in `state_dict()` and takes in
+      `load_state_dict(state)` (numbers, text, arrays, lists and dicts of these). `CSVLogger` keeps
+      its rows;
+    - it acts after all other callbacks, wherever it stands among them, so that what they do at the
+      end of an epoch is in the checkpoint;
+    - it is written in the background, while training goes on: of what changes meanwhile there are
+      two copies in memory. Training ends once the last one is written;
+    - under `MultiWorkerMirroredStrategy` each worker writes its share, and all take up the same
+      one; any number of workers can take it up;
+    - a save that fails is tried again, then told in a warning, and the next one comes when it is
+      due; too many in a row end training;
+    - a directory that holds another model's run is refused;
+    - training that ends by a non-finite loss is neither recorded as finished nor deleted.
+
+    A checkpoint from the middle of an epoch is taken up there: `fit` goes on with the batch that
+    comes next, which callbacks and progress bar see under its own number. The data has to come in
+    the same order again; what does not is warned of. Keras calls `on_epoch_begin` of other
+    callbacks once more; what they know is put back behind that.
+
+    Example:
+
+    ```python
+    callback = keras_distplug.BackupAndRestore(
+        "runs/mnist", save_freq="auto", delete_checkpoint=False, keep_best=("val_loss", "min", 1)
+    )
+    model.fit(x, y, epochs=10, callbacks=[callback])
+    ```
+
+    Args:
+        backup_dir: Folder for the checkpoints of this training, shared by all workers: a path, or
+            a URL (`s3://bucket/runs/mnist`, `gs://`, `az://`, `sftp://`, `memory://`).
+        save_freq: `"epoch"`; an integer number of batches; a time, as a `datetime.timedelta` or as
+            in `"30s"`, `"5min"`, `"1.5h"`; `"auto"`, which measures what a save costs and makes one
+            as often as `max_overhead` permits; or `False` to save at the end of training only.
+            Defaults to `"epoch"`.
+        double_checkpoint: Keep one more of the newest. Defaults to `False`.
+        delete_checkpoint: Delete the checkpoints once training has reached its end. Defaults to
+            `True`. With `False` the end is recorded: the same `fit` started again returns at once
+            with the stored `History` and weights, one with more `epochs` goes on.
+        storage_options: What fsspec's file system for the store of `backup_dir` takes, such as
+            `{"endpoint_url": "https://..."}`. Credentials are better left where the store's own
+            tools look for them. Defaults to `None`.
+        local_tier: Folder of each worker's own machine, in memory (`/dev/shm/mnist`) or on a disk,
+            for checkpoints between those in `backup_dir`. Each worker writes the whole state there
+            and keeps two, with one more while it writes; they are deleted when training has reached
+            its end. The newest checkpoint of either place is taken up; a local one if each worker
+            finds a whole copy of it. So processes that die cost what was trained since the last
+            local checkpoint, and machines that are lost what was trained since the last one in
+            `backup_dir`. Defaults to `None`.
+        local_freq: How often a checkpoint goes to `local_tier`, as in `save_freq`. Defaults to
+            `"auto"`.
+        resume: `False` begins a new run beside what the folder holds. Defaults to `True`.
+        allow_batch_change: Go on with the same data in global batches of another size, with the
+            sample that comes next. Defaults to `False`, which refuses it.
+        allow_data_change: Go on though the data is not that of the checkpoint: another global
+            batch, another pipeline. The epoch under way begins again then. Defaults to `False`,
+            which refuses it.
+        on_busy: What becomes of a save that is due while one is under way: `"skip"` it, or `"wait"`
+            for the other. Defaults to `"skip"`. At the end of training it always waits.
+        max_overhead: For `save_freq="auto"`, the share of the time that saves may cost. Defaults to
+            0.01.
+        max_failed_saves: So many failed saves in a row end training with an error. Defaults to 3.
+        keep_last: How many of the newest checkpoints stay. Defaults to 2.
+        keep_every_steps: The first checkpoint behind each multiple of so many steps stays, too.
+            Defaults to `None`.
+        keep_best: A metric of the logs, `"min"` or `"max"`, and how many of the best checkpoints by
+            it stay, too. Defaults to `None`.
+
+    Raises:
+        ConfigurationError: For an argument that is not usable.
+        OtherRunError: In `fit`, if the folder holds the run of another model, or of other data.
+        SaveError: In `fit`, if `max_failed_saves` saves in a row, or that of the end, have failed.
+    """
+
+    def __init__(
+        self,
+        backup_dir: str | os.PathLike[str],
+        save_freq: SaveFreq = "epoch",
+        double_checkpoint: bool = False,
+        delete_checkpoint: bool = True,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        local_tier: str | os.PathLike[str] | None = None,
+        local_freq: SaveFreq | None = None,
+        resume: bool = True,
+        allow_batch_change: bool = False,
+        allow_data_change: bool = False,
+        on_busy: Literal["skip", "wait"] = "skip",
+        max_overhead: float = 0.01,
+        max_failed_saves: int = 3,
+        keep_last: int = 2,
+        keep_every_steps: int | None = None,
+        keep_best: tuple[str, Mode, int] | None = None,
+    ) -> None:
+        super().__init__()
+        if not backup_dir:
+            raise ConfigurationError(f"`backup_dir` is empty. Received: {backup_dir!r}")
+        if on_busy not in ("skip", "wait"):
+            raise ConfigurationError(
+                f'Expected `on_busy` to be "skip" or "wait". Received: {on_busy!r}'
+            )
+        require_count("max_failed_saves", max_failed_saves)
+        require_count("keep_last", keep_last)
+        self.backup_dir = backup_dir
+        self.save_freq = save_freq
+        self.double_checkpoint = double_checkpoint
+        self.delete_checkpoint = delete_checkpoint
+        self.resume = resume
+        self.allow_batch_change = allow_batch_change
+        self.allow_data_change = allow_data_change
+        self.on_busy = on_busy
+        self.max_overhead = max_overhead
+        self.max_failed_saves = max_failed_saves
+        self.keep_last = keep_last
+        self.keep_every_steps = keep_every_steps
+        self.keep_best = keep_best
+        self.local_tier = local_tier
+        self.local_freq = local_freq
+        self._cadence = cadence_of(save_freq, max_overhead)
+        self._local_place = _local_place(local_tier, local_freq, max_overhead)
+        self._retention = Retention(
+            keep_last + bool(double_checkpoint), keep_every_steps, keep_best
+        )
+        self._files = open_files(backup_dir, storage_options)
+        self._storage_options = dict(storage_options or {})
+        self._supervised = Supervised.from_env()
+        self._run: runs.Run | None = None
+        self._finished: Mapping[str, Any] | None = None
+        self._trained_here = False
+        self._role = single_process()
+        self._agreement: agreement.Workers = agreement.Alone()
+        trainer.install_dispatch()  # before `fit` looks at the data
+
+    __repr__ = as_call
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        step: int | str | None = None,
+        format: Format | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        """Writes a checkpoint as one file that Keras or others load.
+
+        It may be called while `fit` goes on (from another callback), after it, and before it if the
+        directory holds a run. A save under way is waited for. Training is not changed by it: the
+        model takes up the checkpoint's values and is given back its own, which stay in memory
+        meanwhile. Of several workers the chief writes, from a model made anew; on the others
+        nothing happens.
+
+        Example:
+
+        ```python
+        callback.export("best.keras", step="best")
+        callback.export("s3://bucket/mnist.safetensors", overwrite=True)
+        ```
+
+        Args:
+            path: The file: a path, or a URL of a store, for which the callback's `storage_options`
+                are taken.
+            step: The step of a checkpoint that is still there, its name (`"final-00000210"`), or
+                `"best"` for the one that is best by `keep_best`. Defaults to the newest.
+            format: `"keras"`, the whole model with its optimizer; `"weights.h5"`, for
+                `load_weights`; or `"safetensors"`, the model's variables by name. Defaults to what
+                `path` ends with.
+            overwrite: Whether a file of this name may be replaced. Defaults to `False`.
+
+        Raises:
+            ConfigurationError: If that cannot be done as asked, or the file exists.
+            NoCheckpointError: If there is no such checkpoint. With `delete_checkpoint=True` there
+                is none any more once training has reached its end.
+            CorruptCheckpointError: If it is damaged. There is no new file then.
+        """
+        keep_best = self._retention.keep_best
+        exports.export(
+            self._files,
+            self._run.name if self._run else None,
+            Export(
+                os.fspath(path),
+                step,
+                best_by=keep_best and keep_best[:2],
+                format=format,
+                overwrite=overwrite,
+                storage_options=self._storage_options,
+            ),
+            self._model,
+        )
+
+    def open_run(self, strategy: Any) -> runs.Run:
+        """Finds the run to go on with, or begins one; all workers get the same.
+
+        Args:
+            strategy: The `tf.distribute.Strategy` of the model that will be trained.
+        """
+        saver.wait_for_all()
+        self._role = agreement.role_under(strategy)
+        _require_one_model(self._role, strategy)
+        self._agreement = agreement.among(self._role)
+        name = None
+        if self._role.is_chief:
+            name = self._find_or_begin_run().name
+        self._run = runs.read_run(self._files, self._agreement.from_chief("run", name))
+        return self._run
+
+    def _find_or_begin_run(self) -> runs.Run:
+        job = self._supervised.job if self._supervised else None
+        try:
+            newest = runs.newest_run(self._files)
+        except CorruptCheckpointError:
+            if self.resume:
+                raise
+            newest = None
+        # A supervisor starts the same script again: `resume=False` is meant for its first start.
+        own = newest is not None and job is not None and newest.record.job == job
+        if newest is not None and (self.resume or own):
+            return newest
+        # From a copy: a run that is begun draws no more than one that goes on.
+        draws = random.Random()
+        draws.setstate(random.getstate())
+        return runs.begin_run(self._files, job=job, seed=draws.randrange(2**31))
+
+    # Keras' hooks, in the order in which they come
+
+    def set_model(self, model: keras.Model) -> None:
+        super().set_model(model)
+        trainer.adapt(model)
+        self._others = move_to_end(self)
+        if stood_aside(self, self._others):
+            given = [each for each in self._others if isinstance(each, BackupAndRestore)]
+            if not yields(self):
+                raise ConfigurationError(
+                    "Expected one BackupAndRestore in a fit. Received: two, of "
+                    f"{self._files.where()} and {given[-1]._files.where()}. Remove one of them."
+                )
+            return
+        self._spared = keras_callbacks.spare_files(self._others)
+
+    def set_params(self, params: Mapping[str, Any]) -> None:
+        super().set_params(params)
+        self._executions = Executions(self.model, params.get("steps"))
+
+    def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        for logger in self._spared:
+            logger.append = False
+        run = self._run = self._run or self.open_run(self.model.distribute_strategy)
+        self._store = CheckpointStore(self._files, run.name, self._retention)
+        self._finished = None
+        self._trained_here = False
+        self._local = None
+        if self._local_place is not None:
+            self._local = LocalTier(self._local_place[0], run.record.run_id)
+        self._epochs = self.params.get("epochs", 1)
+        self._state = FitState(
+            self.model,
+            [*self._others, *([self] if walk.is_of_script(type(self)) else [])],
+            self._role,
+            self._agreement,
+            run.record.seed,
+            keeps_copies=self._local is not None,
+        )
+        made = exports.architecture_of(self.model) if self._role.is_chief else None
+        with time_spent(Category.RESTORE):
+            is_new = not self._take_up_newest(run)
+        if is_new and self._role.is_chief:
+            announce(f"new run {self._where(run.name)}")
+        exports.remember(self._files, run.name, made, self._state.cursor.step)
+        for logger in self._spared:
+            if logger not in self._state.restored:
+                keras_callbacks.empty(logger)
+        team = Team(self._role.rank, self._role.world_size, self._agreement)
+        self._saves = self._saves_to(
+            Writer(self._files, self._store, team), self._cadence, self.max_failed_saves
+        )
+        self._local_saves = None
+        if self._local is not None and self._local_place is not None:
+            session = Writer.new_attempt() if self._role.is_chief else None
+            session = self._agreement.from_chief("session", session)
+            writer = self._local.writer(session, self._role.rank, agreement.Alone())
+            self._local_saves = self._saves_to(writer, self._local_place[1], None)
+        self._state.build()
+        self._report(Phase.FITTING)
+
+    def _saves_to(self, writer: Writes, cadence: Cadence, max_failed_saves: int | None) -> Saves:
+        step, wait = self._state.cursor.step, self.on_busy == "wait"
+        pace = Pace(cadence, step, time.monotonic(), wait_if_busy=wait)
+        return Saves(
+            writer,
+            self._agreement,
+            pace,
+            is_chief=self._role.is_chief,
+            max_failed_saves=max_failed_saves,
+            on_saved=self._on_saved,
+        )
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        self._state.on_epoch_begin(epoch)
+        self._stepped_s: float | None = None
+
+    def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        # Keras before 3.11 gives `on_train_batch_end` an execution's first batch, not its last.
+        self._batch = batch
+        self._executions.begin()
+
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        self._state.on_train_batch_end(self._batch, self._executions.end())
+        if not self._trained_here:
+            self._trained_here = True
+            self._report(Phase.TRAINING)
+        now_s = time.monotonic()
+        seconds = None if self._stepped_s is None else now_s - self._stepped_s
+        with time_spent(Category.SAVE):
+            for saves in self._all_saves():
+                saves.stepped(
+                    self._state.cursor.step,
+                    seconds,
+                    lambda: self._state.take(logs),
+                    is_sound=_is_finite(logs),
+                )
+        self._stepped_s = time.monotonic()
+
+    def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        if self._run is None:
+            self._executions.unwant()
+        else:
+            self._state.on_test_begin()
+
+    def on_test_end(self, logs: Mapping[str, Any] | None = None) -> None:
+        if self._run is not None:
+            self._state.on_test_end()
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        self._state.on_epoch_end(epoch)
+        last = self.model.stop_training or epoch + 1 == self._epochs
+        if _is_finite(logs):
+            with time_spent(Category.SAVE):
+                for saves in self._all_saves():
+                    is_last = last and saves is self._saves
+                    saves.epoch_ended(
+                        self._state.cursor.step, lambda: self._state.take(logs), is_last=is_last
+                    )
+        elif self._role.is_chief:
+            announce(
+                f"epoch {epoch + 1} ended with a loss that is not finite; no checkpoint is made of "
+                "it"
+            )
+
+    def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
+        models.start_at_epoch(self.model, None)
+        self._state.on_train_end()
+        if self._finished is not None:
+            # Keras and other callbacks have done to it once more what was done to it already.
+            capture.put_back(self.model, self._finished)
+        elif not _is_finite(logs):
+            self._finish_saves()
+            self._run = None
+            return
+        else:
+            completion = Completion(
+                epochs=self._epochs, stopped_early=bool(self.model.stop_training)
+            )
+            with time_spent(Category.SAVE):
+                self._saves.save(lambda: self._state.take(logs, completion))
+                self._finish_saves()
+        self._agreement.barrier("finished")
+        self._report(Phase.COMPLETED)
+        report(Finished(self._state.cursor.step, self._epochs, bool(self.model.stop_training)))
+        if self._local is not None:
+            self._local.delete_sessions()
+        if self.delete_checkpoint and self._role.is_chief:
+            self._store.delete_run()
+        if self._run is not None:
+            _finished_here.add(self._run.record.run_id)
+        self._run = None
+
+    def save_before_leaving(
+        self, logs: Mapping[str, Any] | None, left_s: float | None
+    ) -> int | None:
+        begin_s, step = time.monotonic(), self._state.cursor.step
+        with time_spent(Category.SAVE):
+            for saves in reversed(self._all_saves()):
+                rest_s = None if left_s is None else left_s - (time.monotonic() - begin_s)
+                saves.save_before(
+                    step, lambda: self._state.take(logs), rest_s, is_sound=_is_finite(logs)
+                )
+        steps = [saves.saved_step for saves in self._all_saves()]
+        return max((step for step in steps if step is not None), default=None)
+
+    def roll_back(self) -> int | None:
+        for saves in self._all_saves():
+            saves.wait()
+        self._agreement.barrier("roll back")
+        candidates = self._candidates()
+        while (found := candidates.newest()) is not None:
+            damage = self._state.roll_back(found)
+            if damage is None:
+                return found.stored.manifest.cursor.step
+            candidates.reject(found, damage)
+        return None
+
+    # How
+
+    def keep_file(self, name: str, parts: Iterable[bytes | memoryview]) -> str:
+        self._files.create(name, parts)
+        return self._files.where(name)
+
+    @property
+    def context(self) -> RunContext:
+        if self._run is None:
+            raise RuntimeError("no run is under way")
+        return RunContext(self._files, self._run.name, self.backup_dir, self._storage_options)
+
+    def _all_saves(self) -> list[Saves]:
+        return [self._saves, *([self._local_saves] if self._local_saves is not None else [])]
+
+    def _finish_saves(self) -> None:
+        for saves in self._all_saves():
+            saves.finish()
+
+    def _take_up_newest(self, run: runs.Run) -> bool:
+        """Takes up the newest checkpoint whose bytes are what was committed, if there is one.
+
+        A checkpoint is read once: what is not yet verified goes into the model. What was there is
+        kept, by reference, and put back if the checkpoint turns out to be damaged.
+        """
+        candidates, begun_s = self._candidates(), time.monotonic()
+        while (found := candidates.newest()) is not None:
+            self._make_ready_for(found, run)
+            damage = self._state.read(found)
+            if damage is None:
+                self._take_up(found, run)
+                cursor, secs = self._state.cursor, time.monotonic() - begun_s
+                report(
+                    Restored(
+                        cursor.step, cursor.epoch, cursor.batch, found.where, found.is_local, secs
+                    )
+                )
+                return True
+            candidates.reject(found, damage)
+        return False
+
+    def _candidates(self) -> Candidates:
+        return Candidates(
+            self._store,
+            self._local,
+            self._agreement,
+            is_chief=self._role.is_chief,
+            epochs=self._epochs,
+        )
+
+    def _make_ready_for(self, found: Found, run: runs.Run) -> None:
+        if found.ends and run.record.run_id in _finished_here:
+            raise ConfigurationError(
+                f"This process has finished the run in {self._where(run.name)} already, so `fit` "
+                "would train nothing. Give each training a directory of its own, more epochs to go "
+                "on, or resume=False to begin a new run."
+            )
+        self._state.make_ready_for(
+            found.stored.manifest,
+            self._where(run.name),
+            ends=found.ends,
+            other_data=self.allow_data_change,
+            other_batch=self.allow_batch_change,
+        )
+
+    def _take_up(self, found: Found, run: runs.Run) -> None:
+        manifest = found.stored.manifest
+        if self._role.is_chief:
+            self._tell(found, run)
+        if not found.ends:
+            self._state.go_on(manifest)
+            return
+        self._state.end(manifest, self._epochs)
+        if manifest.completion is not None:
+            self._finished = capture.capture(self.model)
+
+    def _tell(self, found: Found, run: runs.Run) -> None:
+        announce(
+            resuming.line(found, self._files, run.name, chief=self._role.name, epochs=self._epochs)
+        )
+
+    def _where(self, run: str) -> str:
+        return self._files.where(run)
+
+    def _on_saved(self, step: int) -> None:
+        """From a thread."""
+        if self._supervised is not None and self._role.is_chief and self._run is not None:
+            self._supervised.saved(self._where(self._run.name), step)
+
+    def _report(self, phase: Phase) -> None:
+        if self._supervised is not None:
+            self._supervised.report(self._role.name, phase)
+
+
+_finished_here: set[str] = set()  # ids of runs that this process has brought to their end
+
+
+def _local_place(
+    local_tier: str | os.PathLike[str] | None, local_freq: SaveFreq | None, max_overhead: float
+) -> tuple[Files, Cadence] | None:
+    """Where local checkpoints go, and how often one is made."""
+    if local_tier is None:
+        if local_freq is not None:
+            raise ConfigurationError(
+                "`local_freq` says how often a checkpoint goes to the folder `local_tier`, which "
+                f"is not given. Received: local_freq={local_freq!r}"
+            )
+        return None
+    if not (files := open_files(local_tier)).traits.is_near:
+        raise ConfigurationError(
+            "Expected `local_tier` to be a folder of each worker's own machine, such as "
+            f"/dev/shm/mnist. Received: {os.fspath(local_tier)!r}"
+        )
+    freq = "auto" if local_freq is None else local_freq
+    return files, cadence_of(freq, max_overhead, "local_freq")
+
+
+def _is_finite(logs: Mapping[str, Any] | None) -> bool:
+    loss = (logs or {}).get("loss")
+    return loss is None or math.isfinite(float(loss))
+
+
+def _require_one_model(role: Role, strategy: Any) -> None:
+    """Checks that workers of a cluster do not train separate models into one directory."""
+    if role.world_size > 1 or "TF_CONFIG" not in os.environ:
+        return
+    described = roles.from_environment(os.environ)
+    if described.world_size > 1:
+        name = type(strategy).__name__
+        under = "without a strategy" if name.startswith("_Default") else f"under {name}"
+        raise ConfigurationError(
+            "Expected a model under a multi-worker strategy, because TF_CONFIG has "
+            f"{described.world_size} workers. Received: a model {under}, so "
+            "that every worker would train a separate model into the same directory. Call "
+            "`kd.distributed_fit`, or make and compile the model within `kd.init().scope()`."
+        )

@@ -1,0 +1,161 @@
+"""The state of the other callbacks of a training, as JSON and arrays, and back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_distplug.backend.tensorflow.replicas.touched import Touched
+from keras_distplug.backend.tensorflow.runtime import keras_callbacks
+from keras_distplug.checkpoint.traced_values import TracedValues
+from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.python_state.changes import Changes
+from keras_distplug.python_state.plain_values import Encoder, UnsavableError, decode
+
+PREFIX = "callbacks/"
+_STEPS = "<steps>"  # takes the place of a callback's name for values at the traces of steps
+
+
+class CallbackStates:
+    """The states of callbacks during one `fit`.
+
+    A callback with `state_dict()` and `load_state_dict(state)` has the state that it returns. For
+    those of Keras, it is what decides how training continues. For others, and for what subclasses
+    add to Keras' own, it is what changes during training.
+
+    Args:
+        callbacks: After their `on_train_begin`.
+        model: The model in training.
+        is_alone: As for `Changes`.
+
+    Raises:
+        ConfigurationError: If a `state_dict()` returns something that cannot be saved.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[keras.callbacks.Callback],
+        model: keras.Model,
+        *,
+        is_alone: bool = True,
+    ) -> None:
+        self._callbacks = dict(named(callbacks))
+        self._lost: dict[str, None] = {}
+        for name, callback in self._callbacks.items():
+            if _has_own(callback):
+                self._check(name, callback.state_dict())
+        watched = {
+            name: callback
+            for name, callback in self._callbacks.items()
+            if not (_has_own(callback) or _is_ours(callback))
+        }
+        self._changes = Changes(watched, model, is_alone=is_alone)
+        self._traced_values = TracedValues(self._changes, Touched.of(model))
+
+    def _check(self, name: str, state: Any) -> None:
+        try:
+            Encoder({}, np.asarray).encode(state, "")
+        except UnsavableError as error:
+            raise ConfigurationError(
+                f"Expected {name}.state_dict() to return numbers, text, arrays, and lists, tuples, "
+                f"sets and dicts of these. Received, at `{error.path[1:]}`: {error.value!r}. "
+                "Return it in one of these forms, or leave it out."
+            ) from error
+
+    def unsound(self) -> list[str]:
+        """Returns what of the callbacks cannot be resumed, as known before training."""
+        return self._changes.unsound()
+
+    @property
+    def lost(self) -> list[str]:
+        """What has changed since and could not be saved."""
+        return [*self._lost, *self._changes.lost]
+
+    def capture(self) -> tuple[tuple[dict[str, Any], ...], dict[str, Any]]:
+        """Returns the name and state of every callback that has one, JSON-able, and their arrays by
+        key. Arrays that Keras' callbacks never change are not copied."""
+        arrays: dict[str, Any] = {}
+        changed = self._changes.capture(arrays, PREFIX)
+        states: list[dict[str, Any]] = []
+        for name, callback in self._callbacks.items():
+            state: dict[str, Any] = {}
+            key = f"{PREFIX}{name}"
+            if (known := keras_callbacks.state_of(callback)) is not None:
+                # Keras' callbacks do not change an array that they have.
+                state["keras"] = Encoder(arrays, np.asarray).encode(known, key)
+            if _has_own(callback):
+                try:
+                    state["own"] = Encoder(arrays).encode(callback.state_dict(), key)
+                except UnsavableError as error:
+                    self._lost[f"{name}.state_dict()[{error.path[1:]}]"] = None
+            if name in changed:
+                state["changed"] = changed.pop(name)
+            if state:
+                states.append({"callback": name, "state": state})
+        states += [{"callback": name, "state": {"changed": each}} for name, each in changed.items()]
+        if traced := self._traced_values.capture():
+            states.append({"callback": _STEPS, "state": {"traced": traced}})
+        return tuple(states), arrays
+
+    def restore(
+        self,
+        states: Sequence[Mapping[str, Any]],
+        arrays: Mapping[str, np.ndarray],
+        *,
+        epoch: int,
+        is_anew: bool,
+    ) -> list[keras.callbacks.Callback]:
+        """Gives the callbacks what `capture` returned for those of the same class, in their order.
+
+        Args:
+            states: From `capture`.
+            arrays: From `capture`.
+            epoch: The next epoch.
+            is_anew: As in `keras_callbacks.set_state`.
+
+        Returns:
+            Those that had a state.
+        """
+        by_name = {each["callback"]: each["state"] for each in states}
+        restored = []
+        for name, callback in self._callbacks.items():
+            if (state := by_name.get(name)) is None:
+                continue
+            if "keras" in state:
+                known = decode(state["keras"], arrays)
+                keras_callbacks.set_state(callback, known, epoch=epoch, is_anew=is_anew)
+            if "own" in state and _has_own(callback):
+                callback.load_state_dict(decode(state["own"], arrays))
+            restored.append(callback)
+        changed = {name: state.get("changed", ()) for name, state in by_name.items()}
+        self._lost.update(dict.fromkeys(self._changes.restore(changed, arrays)))
+        self._traced_values.restore(by_name.get(_STEPS, {}).get("traced", {}))
+        return restored
+
+
+def named(
+    callbacks: Sequence[keras.callbacks.Callback],
+) -> Iterator[tuple[str, keras.callbacks.Callback]]:
+    """`EarlyStopping`, `EarlyStopping#2`: the same ones in the next process."""
+    counts: Counter[str] = Counter()
+    for callback in callbacks:
+        # What a worker leaves to the chief has its place among those of its class all the same.
+        name = type(getattr(callback, "stands_for", callback)).__name__
+        counts[name] += 1
+        yield name if counts[name] == 1 else f"{name}#{counts[name]}", callback
+
+
+def _has_own(callback: keras.callbacks.Callback) -> bool:
+    names = ("state_dict", "load_state_dict")
+    # Not by `hasattr`: a `__getattr__` may have anything.
+    return all(
+        callable(getattr(type(callback), name, None) or vars(callback).get(name)) for name in names
+    )
+
+
+def _is_ours(callback: keras.callbacks.Callback) -> bool:
+    return type(callback).__module__.startswith("keras_distplug.")

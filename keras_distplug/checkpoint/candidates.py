@@ -1,0 +1,157 @@
+"""Which checkpoint a training goes on from."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from keras_distplug.checkpoint.local_tier import Copy, LocalTier
+from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError
+from keras_distplug.core.events import Quarantined
+from keras_distplug.core.protocols import Agreement
+from keras_distplug.core.reporting import report
+from keras_distplug.core.state import Completion
+from keras_distplug.storage.store import CheckpointStore, Stored
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint to go on from.
+
+    Args:
+        stored: The checkpoint.
+        where: How to name it to a person.
+        ends: Whether the run ends there.
+        is_local: Whether it is this worker's own copy.
+    """
+
+    stored: Stored
+    where: str
+    ends: bool
+    is_local: bool
+
+
+class Candidates:
+    """The checkpoints of a run, of which all workers find the same one. All call the same methods.
+
+    Args:
+        store: Those that all share.
+        local: Those on this worker's machine.
+        agreement: How the workers agree.
+        is_chief: True on the worker that looks for the shared ones.
+        epochs: So many are asked for.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        local: LocalTier | None,
+        agreement: Agreement,
+        *,
+        is_chief: bool,
+        epochs: int,
+    ) -> None:
+        self._store = store
+        self._local = local
+        self._agreement = agreement
+        self._is_chief = is_chief
+        self._epochs = epochs
+        self._rejected: set[str] = set()
+
+    def newest(self) -> Found | None:
+        """The newest one that was not rejected; None if the run has none.
+
+        Raises:
+            CorruptCheckpointError: If there are some and all are damaged.
+            CheckpointError: If one cannot be read.
+        """
+        shared, word = None, None
+        if self._is_chief:
+            shared, word = self._look()
+        said = json.loads(self._agreement.from_chief("checkpoint", word))
+        if self._local is not None and not said["ends"]:
+            copy = self._newest_on_all(self._local, newer_than=said["step"])
+            if copy is not None:
+                ends = said["may_end"] and _has_stopped(copy.stored)
+                return Found(copy.stored, copy.where, ends, is_local=True)
+        if said["damage"] is not None:
+            raise CorruptCheckpointError(said["damage"])
+        if said["name"] is None:
+            return None
+        stored = shared or self._store.read(said["name"])
+        return Found(stored, self._store.where(stored.name), said["ends"], is_local=False)
+
+    def reject(self, found: Found, damage: CheckpointError) -> None:
+        """`newest` shall not find this one again.
+
+        Raises:
+            CheckpointError: `damage`, if it may pass: a checkpoint that all share is not given up.
+        """
+        if found.is_local:
+            self._rejected.add(found.stored.manifest.nonce)
+            report(Quarantined(found.where, str(damage)))
+            warnings.warn(f"{found.where} is not taken up: {damage}", stacklevel=2)
+        elif not isinstance(damage, CorruptCheckpointError):
+            raise damage
+        elif self._is_chief:
+            self._store.set_aside(found.stored.name, damage)
+
+    def _look(self) -> tuple[Stored | None, str]:
+        """The newest shared one, and what to say of it."""
+        said: dict[str, Any] = {
+            "name": None,
+            "step": -1,
+            "ends": False,
+            "may_end": True,
+            "damage": None,
+        }
+        try:
+            step = self._store.newest("step")
+            final = self._store.newest("final")
+        except CorruptCheckpointError as error:
+            return None, json.dumps({**said, "damage": str(error)})
+        stored, ends = self._newer(step, final)
+        if stored is not None:
+            said |= {"name": stored.name, "step": stored.manifest.cursor.step}
+        return stored, json.dumps({**said, "ends": ends, "may_end": final is None})
+
+    def _newer(self, step: Stored | None, final: Stored | None) -> tuple[Stored | None, bool]:
+        if final is None:
+            # Stopped, and killed before that could be recorded.
+            return step, step is not None and _has_stopped(step)
+        if _completion(final).epochs >= self._epochs:
+            return final, True
+        # At the same step, the one under way: callbacks may have changed the model for its end.
+        if step is not None and step.manifest.cursor.step >= final.manifest.cursor.step:
+            return step, False
+        return final, False
+
+    def _newest_on_all(self, local: LocalTier, newer_than: int) -> Copy | None:
+        """The newest local checkpoint of which each worker has a copy."""
+        copies = local.copies()
+        mine = {
+            attempt: (copy.stored.manifest.cursor.step, copy.stored.manifest.created_utc)
+            for attempt, copy in copies.items()
+            if attempt not in self._rejected
+        }
+        all_have = [json.loads(text) for text in self._agreement.gather("local", json.dumps(mine))]
+        common = set(all_have[0]).intersection(*all_have[1:])
+        rated = [(*all_have[0][attempt], attempt) for attempt in common]
+        newest = max((each for each in rated if each[0] > newer_than), default=None)
+        return None if newest is None else copies[newest[-1]]
+
+
+def _has_stopped(stored: Stored) -> bool:
+    """Whether training was to end there. In mid-epoch, that epoch has its end before it."""
+    return stored.manifest.stop_training and not stored.manifest.cursor.batch
+
+
+def _completion(stored: Stored) -> Completion:
+    completion: Completion | None = stored.manifest.completion
+    if completion is None:
+        raise CorruptCheckpointError(
+            f"{stored.name} is kept as the record of a finished run, but does not say how it ended."
+        )
+    return completion

@@ -1,0 +1,202 @@
+"""A model's state as named arrays, and back."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_distplug.backend.tensorflow.runtime import host_memory, models
+from keras_distplug.backend.tensorflow.runtime.embedding_tables import (
+    Table,
+    value_of,
+    wholes,
+)
+from keras_distplug.checkpoint import callback_states, outside, own_states
+from keras_distplug.core.errors import ModelError
+from keras_distplug.storage.manifest import VariableSpec
+from keras_distplug.storage.memory import Memory
+
+_RANDOM = "random/global_seed_generator"
+_BESIDE = (callback_states.PREFIX, outside.PREFIX, own_states.PREFIX)
+_PLAIN = ("float16", "float32", "float64", "int32", "int64")
+_LARGE = 2**18  # elements
+
+
+def variables_of(model: keras.Model) -> dict[str, keras.Variable | Table]:
+    """Weights, seed generators and optimizers' variables of `model` by key, in Keras' order. Tables
+    that are split are whole here.
+
+    What each replica has of its own is left out; see `own_states`.
+    """
+    metrics = {id(variable) for variable in model.metrics_variables}
+    named: dict[str, keras.Variable | Table] = {}
+    _add(named, "model", (v for v in model.variables if id(v) not in metrics))
+    for name, optimizer in models.optimizers_of(model).items():
+        _add(named, name, optimizer.variables)
+    return named
+
+
+def _add(
+    named: dict[str, keras.Variable | Table], group: str, variables: Iterable[keras.Variable]
+) -> None:
+    for variable in wholes(variables):
+        if variable.synchronization == "on_read":
+            continue
+        key = f"{group}/{variable.path}"
+        count = 1
+        while key in named:
+            count += 1
+            key = f"{group}/{variable.path}#{count}"
+        named[key] = variable
+
+
+def specs_of(model: keras.Model) -> tuple[VariableSpec, ...]:
+    """What `capture` would find, without the values."""
+    return tuple(
+        VariableSpec(key, tuple(variable.shape), str(variable.dtype))
+        for key, variable in variables_of(model).items()
+    )
+
+
+def capture(model: keras.Model) -> dict[str, Any]:
+    """Values of everything in `variables_of`, and of Keras' global random state.
+
+    They are references: nothing is copied here, and TensorFlow copies a variable when it changes.
+    """
+    arrays = {key: value_of(variable) for key, variable in variables_of(model).items()}
+    if (generator := models.global_seed_generator()) is not None:
+        arrays[_RANDOM] = value_of(generator.state)
+    return arrays
+
+
+def specs_of_model(stored: Iterable[VariableSpec]) -> tuple[VariableSpec, ...]:
+    """The part of a checkpoint that has to match the model."""
+    return tuple(spec for spec in stored if not _is_beside_model(spec.key))
+
+
+def allocate(spec: VariableSpec) -> Memory | None:
+    """Memory for `restore` that a variable takes over without a copy, where that is worth it."""
+    if spec.dtype not in _PLAIN or math.prod(spec.shape) < _LARGE:
+        return None
+    return Memory(*host_memory.empty_tensor(spec.shape, spec.dtype))
+
+
+def restore(
+    model: keras.Model, stored: Iterable[str], values: Iterable[tuple[str, Any]]
+) -> dict[str, np.ndarray]:
+    """Writes what `capture` gave into `model`.
+
+    Args:
+        model: A built model whose `specs_of` match.
+        stored: The keys of the checkpoint, in the order of the model they are from: they go by
+            that, because Keras counts up names in a process.
+        values: Each one's key and value, in any order.
+
+    Returns:
+        The values of what is not the model's as a whole, by key.
+    """
+    keys = [key for key in stored if not _is_beside_model(key)]
+    variables = dict(zip(keys, variables_of(model).values(), strict=True))
+    others = {}
+    for key, value in values:
+        if key == _RANDOM:
+            models.restore_global_seed_generator(value)
+        elif key.startswith(_BESIDE):
+            others[key] = np.array(value)
+        else:
+            variables[key].assign(value)
+        del value  # its memory is the next one's
+    models.refresh(model)
+    return others
+
+
+def put_back(model: keras.Model, taken: Mapping[str, Any]) -> None:
+    """Writes what `capture` took from `model` back into it."""
+    restore(model, taken.keys(), taken.items())
+
+
+def how_built(
+    model: keras.Model, unbuilt: Collection[str], others: Mapping[str, keras.Variable]
+) -> dict[str, Any]:
+    """What `build` takes to make all variables of `model` without data. JSON-able.
+
+    Args:
+        model: In training.
+        unbuilt: `unbuilt_layers` when `fit` began.
+        others: Variables by name that are not the model's, but may be trained by its optimizers.
+    """
+    return {
+        "model": _json_of(model.get_build_config()),
+        "layers": {
+            place: (scopes, config)
+            for place, (scopes, each) in models.build_configs(model, unbuilt).items()
+            if (config := _json_of(each)) is not None
+        },
+        "optimizers": models.optimizer_targets(model, others),
+    }
+
+
+def _json_of(config: Any) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] | None = json.loads(json.dumps(config))
+    except (TypeError, ValueError):
+        found = None
+    return found
+
+
+def build(model: keras.Model, how: Mapping[str, Any]) -> None:
+    """Makes the variables that `model` lacks as those of another were made; not those of its
+    optimizers.
+
+    Args:
+        model: A model that may not be built.
+        how: From `how_built`.
+
+    Raises:
+        ModelError: If that is not possible.
+    """
+    if not model.built:
+        try:
+            models.build_from_config(model, how["model"] or {})
+        except Exception as error:
+            raise ModelError(
+                f"The model {model.name!r} of class {type(model).__name__} is not built, and could "
+                f"not be built as it was when the checkpoint was made ({how['model']}): {error}. "
+                "Call `model.build(input_shape)`, or the model on one batch, before `fit`."
+            ) from error
+    models.build_layers(model, how.get("layers", {}))
+
+
+def build_optimizers(
+    model: keras.Model,
+    how: Mapping[str, Any],
+    find: Callable[[str], keras.Variable | None] = lambda name: None,
+) -> None:
+    """Makes the variables that the optimizers of `model`, which is built, lack.
+
+    Args:
+        model: With all its weights.
+        how: From `how_built`.
+        find: Returns the variable of `how_built`'s `others` with that name; None if there is none.
+    """
+    targets = itertools.chain(*how["optimizers"].values())
+    places = (place for place in targets if isinstance(place, int))
+    if max(places, default=-1) < len(wholes(model.weights)):
+        models.build_optimizers(model, how["optimizers"], find)
+
+
+def build_optimizer(model: keras.Model) -> None:
+    """Makes the variables of the optimizer that `model` was compiled with."""
+    places = {id(weight): place for place, weight in enumerate(model.weights)}
+    targets = [places[id(variable)] for variable in model.trainable_variables]
+    models.build_optimizers(model, {"optimizer": targets})
+
+
+def _is_beside_model(key: str) -> bool:
+    return key == _RANDOM or key.startswith(_BESIDE)

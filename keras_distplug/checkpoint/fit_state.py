@@ -1,0 +1,545 @@
+"""What a `fit` under way is at a moment, and how it becomes what another one was."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_distplug.backend.tensorflow import trainer
+from keras_distplug.backend.tensorflow.input import epochs
+from keras_distplug.backend.tensorflow.parameter_server import scheduled
+from keras_distplug.backend.tensorflow.replicas import replica_values, touched
+from keras_distplug.backend.tensorflow.runtime import models
+from keras_distplug.checkpoint import (
+    callback_states,
+    capture,
+    compilation,
+    fingerprint,
+    outside,
+    own_states,
+)
+from keras_distplug.checkpoint.candidates import Found
+from keras_distplug.checkpoint.progress_line import shown
+from keras_distplug.cluster.agreement import Workers
+from keras_distplug.cluster.roles import Role
+from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, OtherRunError
+from keras_distplug.core.log import announce
+from keras_distplug.core.state import Completion, Cursor, TrainState
+from keras_distplug.data import progress
+from keras_distplug.data.position import Positioned
+from keras_distplug.data.sources import BATCH_SIZE, SEEDS
+from keras_distplug.python_state import json_values, random_states
+from keras_distplug.storage.manifest import Manifest, first_difference
+from keras_distplug.storage.meter import Meter
+
+
+class FitState:
+    """The state of one `fit`, from its `on_train_begin` to its end.
+
+    It counts what is trained, so that its methods named after Keras' hooks have to be called in
+    these, behind all other callbacks.
+
+    Args:
+        model: The model in training.
+        others: The other callbacks.
+        role: This process's part.
+        agreement: How the workers agree.
+        seed: For data that would be shuffled in an order that nobody could repeat.
+        keeps_copies: Whether each worker keeps checkpoints for itself, too.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        others: Sequence[keras.callbacks.Callback],
+        role: Role,
+        agreement: Workers,
+        seed: int,
+        *,
+        keeps_copies: bool = False,
+    ) -> None:
+        self.cursor = Cursor(epoch=0, batch=0, step=0)
+        self.restored: list[keras.callbacks.Callback] = []  # those that got a state
+        self._model = model
+        self._others = others
+        self._role = role
+        self._agreement = agreement
+        self._seed = seed
+        self._keeps_copies = keeps_copies
+        self._unbuilt = models.unbuilt_layers(model)
+        self._compilation = compilation.Compilation(model)
+        self._outside = outside.Outside(model, others, warns=role.is_chief)
+        touched.Touched.of(model).on_step_known = self._on_step_known
+        self._progress = progress.of_fit(model, seed)
+        self._validation: Positioned | None = None
+        self._validated = 0  # passes over the validation data before this `fit`
+        self._validated_read = 0  # those of which a batch was read
+        self._validated_with: Sequence[Any] = ()  # its variables after these passes
+        self._drawn: Mapping[str, Any] | None = None  # before validation in this process
+        self._has_other_data = False
+        self._callbacks = callback_states.CallbackStates(
+            others, model, is_alone=role.world_size == 1
+        )
+        self._arrays: Mapping[str, np.ndarray] = {}
+        self._enter_epoch: Callable[[], None] | None = None
+        self._leave_epoch: Callable[[], None] | None = None
+        self._weights: Mapping[int, keras.Variable] | None = None  # at the last trace of the step
+        self._lost_logs: set[str] = set()  # names already reported
+        self._lost_states: set[str] = set()
+        for line in self._callbacks.unsound() if role.is_chief else ():
+            announce(f"a restart cannot restore this: {line}")
+        replica_values.stop_waiting(model)  # for what a `fit` that failed did not make
+
+    def _on_step_known(self, step: str, stage: touched.Stage) -> None:
+        if step == "train_step" and stage is touched.Stage.TRACED:
+            self._compilation.note_trace()
+            self._report_new_weights()
+        self._outside.on_step_known(stage)
+
+    def _report_new_weights(self) -> None:
+        """Reports weights that the model did not have when its step was traced first."""
+        weights = {id(each): each for each in self._model.weights}
+        new = [] if self._weights is None else weights.keys() - self._weights.keys()
+        self._weights = weights
+        if new and self._role.is_chief:
+            paths = sorted(weights[each].path for each in new)
+            announce(
+                f"{len(paths)} weights were added to the model during training, `{paths[0]}` among "
+                "them: a restart of this script cannot resume from the checkpoints that follow. "
+                "Add them before `fit`"
+            )
+
+    # Counting
+
+    def on_epoch_begin(self, epoch: int) -> None:
+        models.start_at_epoch(self._model, None)
+        if self._enter_epoch is None:
+            self.cursor = Cursor(epoch=epoch, batch=0, step=self.cursor.step)
+        else:
+            self._enter_epoch()
+            self._enter_epoch = None
+        if self._progress is not None:
+            self._progress.epoch_begins()
+
+    def on_train_batch_end(self, first: int, trained: int) -> None:
+        """To be called with the number of the first of the batches that were trained at once, and
+        how many these were."""
+        self.cursor = Cursor(
+            epoch=self.cursor.epoch, batch=first + trained, step=self.cursor.step + trained
+        )
+        if self._progress is not None:
+            self._progress.trained(trained)
+
+    def _note_drawn(self) -> None:
+        # Keras draws for the first validation of a process, which the other process had before.
+        self._drawn = random_states.capture()
+
+    def on_test_begin(self) -> None:
+        replica_values.stop_waiting(self._model)  # what a test makes has no part in the epoch
+        if self._leave_epoch is not None:
+            replica_values.reset_unbuilt(self._model)  # if no batch was left of the epoch
+        if self._validation is None:
+            self._validation = progress.of_validation(self._model, self._seed)
+            if self._validation is not None and self._validated:
+                if self._drawn is not None:
+                    random_states.restore(self._drawn)
+                progress.take_up_validation(
+                    self._validation,
+                    self._validated,
+                    self._validated_read,
+                    self._validated_with,
+                    looked=trainer.looks_first(self._model),
+                )
+            self._drawn = None
+
+    def on_test_end(self) -> None:
+        if self._validation is not None:
+            self._validation.note_read()
+
+    def on_epoch_end(self, epoch: int) -> None:
+        self.cursor = Cursor(epoch=epoch + 1, batch=0, step=self.cursor.step)
+        if self._leave_epoch is not None:
+            replica_values.reset_unbuilt(self._model)
+            self._leave_epoch()
+            self._leave_epoch = None
+        replica_values.stop_waiting(self._model)
+
+    def on_train_end(self) -> None:
+        touched.Touched.of(self._model).on_step_known = None
+        touched.Touched.of(self._model).around_trace = None
+        self._outside.end()
+
+    # There
+
+    def take(
+        self, logs: Mapping[str, Any] | None, completion: Completion | None = None
+    ) -> TrainState:
+        """The state as it is now. All workers call this together."""
+        scheduled.settle(self._model)
+        history = self._model.history
+        self._tell_what_is_lost({**history.history, **(logs or {})})
+        callbacks, arrays = self._callbacks.capture()
+        self._report_lost_states()
+        in_epoch = bool(self.cursor.batch)
+        own = own_states.capture(
+            self._model,
+            self._agreement,
+            self._role.world_size,
+            in_epoch=in_epoch,
+            random_for_all=self._keeps_copies,
+        )
+        return TrainState(
+            cursor=self.cursor,
+            arrays={
+                **capture.capture(self._model),
+                **self._outside.capture(self._agreement, self._role.world_size),
+                **own.arrays,
+                **arrays,
+            },
+            history={name: json_values.encode(each) for name, each in history.history.items()},
+            history_epochs=tuple(history.epoch),
+            metrics=json_values.numbers(logs or {}),
+            other_logs=json_values.others(logs or {}),
+            data=self._place_in_data(in_epoch),
+            stop_training=bool(self._model.stop_training),
+            completion=completion,
+            how_built={
+                **capture.how_built(self._model, self._unbuilt, self._outside.trainable()),
+                **self._compilation.take(),
+                "made_of": fingerprint.of_model(self._model),
+            },
+            callbacks=callbacks,
+            random=own.random,
+        )
+
+    def _report_lost_states(self) -> None:
+        new = [each for each in self._callbacks.lost if each not in self._lost_states]
+        self._lost_states.update(new)
+        if new and self._role.is_chief:
+            announce(
+                f"{', '.join(new)} changed during training and cannot be saved, so a restart "
+                "begins without it. Give the callback `state_dict()` and `load_state_dict(state)`"
+            )
+
+    def _tell_what_is_lost(self, logs: Mapping[str, Any]) -> None:
+        """Reports logs that a checkpoint cannot hold, once per name."""
+        lost = {name: value for name, value in logs.items() if not json_values.is_kept(value)}
+        for name in lost.keys() - self._lost_logs:
+            if self._role.is_chief:
+                kind = type(lost[name][-1] if isinstance(lost[name], list) else lost[name])
+                announce(
+                    f"the log {name!r} holds a {kind.__qualname__}, which cannot be saved: after a "
+                    "restart its earlier values in `History` will be None. Log numbers, text, "
+                    "arrays of numbers, or lists and dicts of these"
+                )
+        self._lost_logs |= lost.keys()
+
+    def _place_in_data(self, in_epoch: bool) -> dict[str, Any]:
+        if self._progress is None:
+            return {}
+        validated, variables = self._validated, self._validated_with
+        validated_read = self._validated_read
+        if self._validation is not None:
+            validated, validated_read = self._validation.passes, self._validation.read
+            variables = self._validation.variables(in_pass=False)
+        return {
+            "train": self._progress.position(in_epoch=in_epoch),
+            "validation": validated,
+            "validation_read": validated_read,
+            "validation_variables": list(variables),
+            "fingerprint": self._progress.fingerprint(),
+        }
+
+    # And back
+
+    def make_ready_for(
+        self, manifest: Manifest, where: str, *, ends: bool, other_data: bool, other_batch: bool
+    ) -> None:
+        """Makes the variables that the checkpoint has values for.
+
+        Args:
+            manifest: Of the checkpoint.
+            where: The run it is of, for errors.
+            ends: Whether the run ends there, and reads no more data.
+            other_data: Whether it may go on with other data.
+            other_batch: Whether it may go on with the same data in batches of another size.
+
+        Raises:
+            OtherRunError: If it is of another model, or of other data.
+        """
+        capture.build(self._model, manifest.how_built)
+        self._take_up_compilation(manifest, where)
+        difference = first_difference(
+            capture.specs_of_model(manifest.variables), capture.specs_of(self._model)
+        )
+        difference = difference or fingerprint.first_difference(
+            manifest.how_built["made_of"], fingerprint.of_model(self._model)
+        )
+        if difference is not None and self._compilation.is_of_this_script(manifest.how_built):
+            raise OtherRunError(
+                f"{where} holds the run of another model, or a callback has changed this one in "
+                f"mid-run. The first difference: {difference}. Give another model a directory of "
+                "its own, or resume=False to begin a new run beside the old one. What a callback "
+                "adds to a model has to be there before `fit`. Nothing was changed."
+            )
+        if difference is not None:
+            raise OtherRunError(
+                f"{where} holds the run of another model. The first difference: {difference}. Give "
+                "this model a directory of its own, or resume=False to begin a new run beside the "
+                "old one; nothing was changed."
+            )
+        self._has_other_data = False
+        if ends or self._progress is None or "fingerprint" not in manifest.data:
+            return
+        there = dict(manifest.data["fingerprint"])
+        here = json.loads(json.dumps(self._progress.fingerprint()))
+        seeds_there, seeds_here = there.pop(SEEDS, None), here.pop(SEEDS, None)
+        if other_batch and _batch_differs(there, here):
+            is_within = "read" in manifest.data["train"]
+            why_not = self._progress.data.source.why_not_by_samples if is_within else None
+            if why_not is not None and not other_data:
+                raise OtherRunError(
+                    f"{where} was trained on global batches of {there[BATCH_SIZE]} samples, and "
+                    f"cannot go on with {here[BATCH_SIZE]} behind the last of them: {why_not}. "
+                    "Give the same global batch, or allow_data_change=True to begin the epoch "
+                    "again; nothing was changed."
+                )
+            if why_not is None:
+                del there[BATCH_SIZE], here[BATCH_SIZE]
+        difference = fingerprint.first_difference(there, here)
+        self._has_other_data = difference is not None
+        if difference is not None and not other_data:
+            raise OtherRunError(
+                f"{where} was trained on other data. The first difference: {difference}. Give the "
+                f"same data, {_BATCH_REMEDY if _batch_differs(there, here) else ''}"
+                "allow_data_change=True to go on with these from the beginning of the epoch, or "
+                "resume=False to begin a new run; nothing was changed."
+            )
+        if difference is None and seeds_there != seeds_here:
+            self._use_seeds(seeds_there)
+
+    def _use_seeds(self, seeds: str | None) -> None:
+        assert self._progress is not None
+        if seeds is not None and self._progress.data.source.use_seeds(seeds):
+            said = (
+                "the seeds of the data have changed since the checkpoint; the checkpoint's are "
+                "used, so every epoch sees its samples in the order the run started with"
+            )
+        else:
+            said = (
+                "the seeds of the data have changed since the checkpoint, so samples come in "
+                "another order: the interrupted epoch sees some of them twice and others not at all"
+            )
+        if self._role.is_chief:
+            announce(said)
+
+    def read(self, found: Found) -> CheckpointError | None:
+        """Reads the values into the model and the callbacks. Tells what keeps any worker from that;
+        then the model is as it was on all of them."""
+        manifest = found.stored.manifest
+        damage = self._read_values(found)
+        if damage is None:
+            self._restore_outside(manifest)
+            goes_on = manifest.stop_training and not found.ends and not manifest.cursor.batch
+            self.restored = self._restore_callbacks(manifest, is_anew=goes_on)
+        return damage
+
+    def roll_back(self, found: Found) -> CheckpointError | None:
+        """As `read`, while training goes on with the batch that comes next. The metrics of the
+        epoch go on from those of the checkpoint if that is from the same epoch."""
+        scheduled.settle(self._model)
+        damage = self._read_values(found)
+        if damage is None:
+            there = found.stored.manifest.cursor
+            self._restore_outside(found.stored.manifest)
+            self._restore_own(in_epoch=bool(there.batch))
+            if there.epoch != self.cursor.epoch or not there.batch:
+                self._model.reset_metrics()
+        return damage
+
+    def _read_values(self, found: Found) -> CheckpointError | None:
+        before = capture.capture(self._model)
+        stored, manifest = found.stored, found.stored.manifest
+        failure, word, meter = None, None, Meter()
+        with shown(f"reading {stored.name}", meter, is_shown=self._role.is_chief):
+            try:
+                values = stored.values(capture.allocate, meter)
+                keys = [spec.key for spec in manifest.variables]
+                self._arrays = capture.restore(self._model, keys, values)
+            except CheckpointError as error:
+                capture.put_back(self._model, before)
+                failure = error
+                who = f"{self._role.name}: " if self._role.world_size > 1 else ""
+                word = json.dumps([isinstance(error, CorruptCheckpointError), f"{who}{error}"])
+            first = self._agreement.first_complaint("restored", word)
+        if first is None:
+            return None
+        if failure is None:
+            capture.put_back(self._model, before)
+        is_damage, message = json.loads(first)
+        told = CorruptCheckpointError(message) if is_damage else CheckpointError(message)
+        told.__cause__ = failure
+        return told
+
+    def go_on(self, manifest: Manifest) -> None:
+        """Makes `fit` go on where the checkpoint was taken."""
+        self._take_history(manifest)
+        changed = self._compilation.fit_optimizer(manifest.how_built)
+        if changed is not None and self._role.is_chief:
+            announce(f"since the checkpoint other variables are trained: {changed}")
+        models.start_at_epoch(self._model, manifest.cursor.epoch)
+        cursor, place = manifest.cursor, manifest.data.get("train")
+        self._validated = manifest.data.get("validation", 0)
+        self._validated_read = manifest.data.get("validation_read", 0)
+        self._validated_with = manifest.data.get("validation_variables", ())
+        if self._validated:
+            epochs.before_validation(self._model, self._note_drawn)
+        if self._progress is None or place is None or self._has_other_data:
+            if cursor.batch and self._role.is_chief:
+                why = (
+                    "the data is another"
+                    if self._has_other_data
+                    else "where it stood in the data is not known: `fit` is not Keras', or the "
+                    "data was distributed before"
+                )
+                announce(
+                    f"the checkpoint was made after batch {cursor.batch} of that epoch; the epoch "
+                    f"begins again from its first batch, because {why}"
+                )
+        elif cursor.batch:
+            self._go_into_epoch(manifest, self._progress, place)
+        else:
+            self._progress.seek(place, 0)
+            self._restore_own(in_epoch=False)
+            self._restore_random(manifest)
+
+    def build(self) -> None:
+        """Creates the variables that the first step would create, if that saves a second trace."""
+        if self._progress is None or not models.is_traced_twice(self._model):
+            return
+        with contextlib.suppress(Exception):  # the first step reports it better
+            capture.build_optimizer(self._model)
+            self._progress.build_metrics(self._model)
+
+    def end(self, manifest: Manifest, epochs: int) -> None:
+        """Makes `fit` end at once, as the checkpoint's did."""
+        self._take_history(manifest)
+        if self._progress is not None and "train" in manifest.data:
+            self._progress.note_end(manifest.data["train"])
+        models.start_at_epoch(self._model, epochs)
+
+    def _take_history(self, manifest: Manifest) -> None:
+        self.cursor = manifest.cursor
+        history = self._model.history
+        history.history = {
+            name: json_values.decode(each) for name, each in manifest.history.items()
+        }
+        history.epoch = list(manifest.history_epochs)
+
+    def _go_into_epoch(
+        self, manifest: Manifest, place_of: progress.Progress, place: Mapping[str, Any]
+    ) -> None:
+        batches = math.inf if manifest.stop_training else manifest.cursor.batch
+        batch = place_of.seek(place, batches)
+        if batch != batches:
+            self.cursor = dataclasses.replace(self.cursor, batch=int(batch))
+        before, now = place["batch_size"], place_of.data.source.batch_size
+        if before != now and batch != math.inf and self._role.is_chief:
+            announce(
+                f"global batches had {before} samples and have {now} now; the epoch goes on with "
+                f"the sample that comes next, as batch {int(batch) + 1}"
+            )
+        trained = capture.capture(self._model)
+
+        def enter() -> None:
+            # Other callbacks have begun this epoch once more.
+            self._take_up_compilation(manifest, "this directory")
+            capture.put_back(self._model, trained)
+            self._restore_outside(manifest)
+            self._restore_callbacks(manifest)
+            self._restore_own(in_epoch=True)
+            self._restore_random(manifest)
+            self._model.stop_training = manifest.stop_training
+            logs = {**manifest.metrics, **json_values.decode(manifest.other_logs)}
+            self._leave_epoch = epochs.begin_with_logs(self._model, logs)
+
+        self._enter_epoch = enter
+
+    def _take_up_compilation(self, manifest: Manifest, where: str) -> None:
+        self._compilation.take_up(manifest.how_built, where)
+        capture.build_optimizers(self._model, manifest.how_built, self._outside.find)
+
+    def _restore_outside(self, manifest: Manifest) -> None:
+        self._outside.restore(self._arrays, self._role.rank, self._role.world_size)
+        self._restore_draws(manifest)
+
+    def _restore_own(self, *, in_epoch: bool) -> None:
+        own = {k: v for k, v in self._arrays.items() if k.startswith(own_states.PREFIX)}
+        self._arrays = {}  # with best weights among them, as large as the model
+
+        is_eager = models.runs_eagerly(self._model)
+        counting: set[int] = set()
+
+        def restore() -> str | None:
+            found = own_states.restore(
+                self._model,
+                own,
+                self._role.rank,
+                self._role.world_size,
+                in_epoch=in_epoch,
+                counting=counting,
+            )
+            if is_eager:
+                counting.update(own_states.existing(self._model))
+            return found
+
+        def restore_what_was_built() -> None:
+            if (differs := restore()) is not None and not is_eager:
+                self._announce_new_metrics(differs)
+
+        differs = restore()
+        if differs is not None and not replica_values.when_built(
+            self._model, restore_what_was_built
+        ):
+            self._announce_new_metrics(differs)
+
+    def _announce_new_metrics(self, differs: str) -> None:
+        if self._role.is_chief:
+            announce(f"the metrics of this epoch start with the next batch: {differs}")
+
+    def _restore_callbacks(
+        self, manifest: Manifest, *, is_anew: bool = False
+    ) -> list[keras.callbacks.Callback]:
+        return self._callbacks.restore(
+            manifest.callbacks,
+            self._arrays,
+            epoch=manifest.cursor.epoch,
+            is_anew=is_anew,
+        )
+
+    def _restore_random(self, manifest: Manifest) -> None:
+        known = self._role.rank < len(manifest.random)
+        if known and self._progress is not None and not self._progress.draws_again:
+            random_states.restore(manifest.random[self._role.rank])
+            self._restore_draws(manifest)  # a seed that is set has them begin anew
+
+    def _restore_draws(self, manifest: Manifest) -> None:
+        if self._role.rank < len(manifest.random):
+            draws = manifest.random[self._role.rank].get(own_states.DRAWS, {})
+            touched.Touched.of(self._model).draws.go_on_from(draws)
+
+
+_BATCH_REMEDY = "allow_batch_change=True to go on with the next sample in batches of this size, "
+
+
+def _batch_differs(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+    """Whether both are known."""
+    sizes = {each.get(BATCH_SIZE) for each in (there, here)}
+    return len(sizes) == 2 and None not in sizes

@@ -1,0 +1,123 @@
+"""Checkpoints on the workers' own machines: made often, and good as long as the machines are.
+
+    <local_tier>/
+      <run id>/
+        <session>/                            of one `fit`
+          rank-0/step-00000042/...            as in `layout.py`, the whole state in one share
+
+Every worker writes all of the state, so that it can read it back without the others. A checkpoint
+is of use when each of them finds a copy of it; whose copy that was does not matter.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from keras_distplug.core.errors import CheckpointError
+from keras_distplug.core.protocols import Exchange
+from keras_distplug.core.state import TrainState
+from keras_distplug.storage import layout
+from keras_distplug.storage.commit import Team, Writer
+from keras_distplug.storage.files import Files
+from keras_distplug.storage.meter import Meter
+from keras_distplug.storage.retention import Retention
+from keras_distplug.storage.store import CheckpointStore, Stored
+
+KEPT = 2
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A local checkpoint, and how to name it to a person."""
+
+    stored: Stored
+    where: str
+
+
+class LocalTier:
+    """The local checkpoints of one run on this machine.
+
+    Args:
+        files: The folder for those of all runs.
+        run_id: Of the run.
+    """
+
+    def __init__(self, files: Files, run_id: str) -> None:
+        self._files = files
+        self._run_id = run_id
+
+    def copies(self) -> dict[str, Copy]:
+        """All that were committed, by their attempt. What cannot be read is warned of."""
+        found: dict[str, Copy] = {}
+        try:
+            for store in self._stores():
+                for name in store.committed("step"):
+                    try:
+                        stored = store.read(name)
+                    except CheckpointError as error:
+                        self._warn(error)
+                    else:
+                        found[stored.manifest.nonce] = Copy(stored, store.where(name))
+        except CheckpointError as error:
+            self._warn(error)
+        return found
+
+    def writer(self, session: str, rank: int, exchange: Exchange) -> LocalWriter:
+        """Writes this worker's copies.
+
+        Args:
+            session: The same on all workers, and different for every `fit`.
+            rank: This worker's place.
+            exchange: For a worker alone.
+        """
+        return LocalWriter(self, self._files, f"{self._run_id}/{session}", rank, exchange)
+
+    def delete_sessions(self, but: str = "") -> None:
+        """Deletes what this machine holds of the run, but for the session in the folder `but`."""
+        try:
+            for session in layout.names(self._files, self._run_id):
+                if (folder := f"{self._run_id}/{session}") != but:
+                    self._files.delete(folder)
+            if not but:
+                self._files.delete(self._run_id)
+        except (OSError, CheckpointError) as error:
+            warnings.warn(
+                f"Old local checkpoints in {self._files.where(self._run_id)} were not deleted: "
+                f"{error}. They take room, nothing else.",
+                stacklevel=2,
+            )
+
+    def _stores(self) -> Iterator[CheckpointStore]:
+        for session in layout.names(self._files, self._run_id):
+            for rank in layout.names(self._files, f"{self._run_id}/{session}"):
+                yield CheckpointStore(self._files, f"{self._run_id}/{session}/{rank}")
+
+    def _warn(self, error: CheckpointError) -> None:
+        warnings.warn(f"A local checkpoint is left out: {error}", stacklevel=3)
+
+
+class LocalWriter:
+    """Writes one worker's local checkpoints in one session. From `LocalTier.writer`."""
+
+    def __init__(
+        self, tier: LocalTier, files: Files, session: str, rank: int, exchange: Exchange
+    ) -> None:
+        store = CheckpointStore(files, f"{session}/rank-{rank}", Retention(KEPT))
+        self._writer = Writer(files, store, Team(0, 1, exchange))
+        self._tier = tier
+        self._session = session
+        self._saved = 0
+
+    @property
+    def meter(self) -> Meter:
+        return self._writer.meter
+
+    def save(self, state: TrainState, attempt: str) -> None:
+        """As `Writer.save`."""
+        self._writer.save(state, attempt)
+        self._saved += 1
+        if self._saved == KEPT:
+            # Those of sessions before may be newer, but then some worker has lost its copy.
+            self._tier.delete_sessions(but=self._session)

@@ -1,0 +1,169 @@
+"""A checkpoint's model as Keras' own files."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_distplug.backend.tensorflow.runtime import models
+from keras_distplug.checkpoint import capture
+from keras_distplug.core.errors import ConfigurationError, ModelError, OtherRunError
+from keras_distplug.storage.manifest import Manifest, first_difference
+
+Values = Callable[..., Iterable[tuple[str, Any]]]  # of `capture.allocate`
+
+_SHARED = "shared_object_id"
+_INSTEAD = (
+    "Call `callback.export(path)` of the BackupAndRestore in the training script, or export to a "
+    ".safetensors file."
+)
+
+
+def architecture_of(model: keras.Model) -> Mapping[str, Any] | None:
+    """What `save_rebuilt` makes `model` from, JSON-able; None if Keras cannot tell that."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore"
+            )  # of lambdas, for example, which nobody is asked to load
+            told: dict[str, Any] = json.loads(json.dumps(models.serialize(model)))
+    except Exception:  # noqa: BLE001 (a `get_config` of the user's raises what it likes)
+        return None
+    _renumber(told, {})
+    return told
+
+
+def _renumber(told: Any, numbers: dict[int, int]) -> None:
+    """Numbers shared objects in their order. Keras takes their addresses, and the same model would
+    be another one in each process."""
+    if isinstance(told, dict):
+        if isinstance(number := told.get(_SHARED), int):
+            told[_SHARED] = numbers.setdefault(number, len(numbers))
+        told = list(told.values())
+    if isinstance(told, list):
+        for each in told:
+            _renumber(each, numbers)
+
+
+def save_rebuilt(
+    architecture: Mapping[str, Any], manifest: Manifest, values: Values, path: Path
+) -> None:
+    """Makes a model that is not there, fills it from a checkpoint, and saves it.
+
+    Args:
+        architecture: From `architecture_of`.
+        manifest: The checkpoint's.
+        values: Reads its values.
+        path: Ends with `.keras` or `.weights.h5`.
+
+    Raises:
+        ConfigurationError: Inside the scope of a strategy, which would take the model.
+        ModelError: If the model cannot be made.
+        OtherRunError: If the checkpoint does not fit it.
+        CorruptCheckpointError: If the checkpoint is damaged.
+    """
+    with rebuilt(architecture, manifest, values) as model:
+        _save(model, path)
+
+
+@contextmanager
+def rebuilt(
+    architecture: Mapping[str, Any], manifest: Manifest, values: Values
+) -> Iterator[keras.Model]:
+    """Makes a model that is not there, and fills it from a checkpoint.
+
+    Args:
+        architecture: From `architecture_of`.
+        manifest: The checkpoint's.
+        values: Reads its values.
+
+    Raises:
+        DistplugError: As `save_rebuilt` does.
+    """
+    if tf.distribute.has_strategy():
+        raise ConfigurationError("Export outside the scope of any strategy.")
+    with models.random_state_kept():
+        model = _rebuilt(architecture, manifest)
+        _fill(model, manifest, values, by_path=False)
+        yield model
+
+
+def save_through(model: keras.Model, manifest: Manifest, values: Values, path: Path) -> None:
+    """Fills `model` from a checkpoint, saves it, and puts back what it held.
+
+    Until then that stays in memory, too.
+
+    Args:
+        model: The model that is trained, in mid-training, too.
+        manifest: The checkpoint's.
+        values: Reads its values.
+        path: Ends with `.keras` or `.weights.h5`.
+
+    Raises:
+        OtherRunError: If the checkpoint does not fit the model.
+        CorruptCheckpointError: If the checkpoint is damaged.
+    """
+    capture.build(model, manifest.how_built)
+    capture.build_optimizers(model, manifest.how_built)
+    before = capture.capture(model)
+    try:
+        _fill(model, manifest, values, by_path=True)
+        _save(model, path)
+    finally:
+        capture.put_back(model, before)
+
+
+def _rebuilt(architecture: Mapping[str, Any], manifest: Manifest) -> keras.Model:
+    # Without `build_config`, with which Keras gives other names than a first call.
+    config = {name: value for name, value in architecture.items() if name != "build_config"}
+    try:
+        model = models.deserialize(config)
+        capture.build(model, manifest.how_built)
+        capture.build_optimizers(model, manifest.how_built)
+        model.built = True  # Keras itself knows that after a first call only
+    except Exception as error:
+        raise ModelError(
+            f"The model of the run could not be made anew: {error} Classes and functions of your "
+            "own register themselves by @keras.saving.register_keras_serializable() in a module "
+            "that is imported before (--import MODULE of the command); lambdas are never loaded. "
+            f"{_INSTEAD}"
+        ) from error
+    if models.optimizer_targets(model) != manifest.how_built["optimizers"]:
+        raise OtherRunError(
+            "The optimizer of the model that was made anew trains other variables than that of the "
+            f"checkpoint. {_INSTEAD}"
+        )
+    return model
+
+
+def _fill(model: keras.Model, manifest: Manifest, values: Values, *, by_path: bool) -> None:
+    stored = capture.specs_of_model(manifest.variables)
+    difference = first_difference(stored, capture.specs_of(model), by_path=by_path)
+    if difference is not None:
+        raise OtherRunError(
+            f"The checkpoint does not fit the model. The first difference: {difference}. {_INSTEAD}"
+        )
+    keys = [spec.key for spec in stored]
+    capture.restore(model, keys, _of_model(values(capture.allocate), set(keys)))
+
+
+def _of_model(values: Iterable[tuple[str, Any]], keys: set[str]) -> Iterator[tuple[str, Any]]:
+    """Without the state of `keras.random`, which is the process's and in no file of Keras'."""
+    for key, value in values:
+        if key in keys:
+            yield key, value
+        del value  # its memory is the next one's
+
+
+def _save(model: keras.Model, path: Path) -> None:
+    if path.name.endswith(".keras"):
+        model.save(path)
+    else:
+        model.save_weights(path)

@@ -1,0 +1,185 @@
+"""What each replica and each worker has of its own: metrics of an epoch under way, random
+generators."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_distplug.backend.tensorflow.replicas import replica_values
+from keras_distplug.backend.tensorflow.replicas.touched import Touched
+from keras_distplug.core.protocols import Agreement
+from keras_distplug.python_state import random_states
+
+PREFIX = "replicas/"
+DRAWS = "draws"  # of random ops
+
+
+@dataclass(frozen=True)
+class OwnStates:
+    """What all of them have, the same on every worker.
+
+    Args:
+        arrays: The values of each replica's variables, as `replicas/<replica>/<variable>`.
+        random: The random generators of each worker; on the chief alone, unless all were to know.
+    """
+
+    arrays: Mapping[str, Any] = field(default_factory=dict)
+    random: tuple[Mapping[str, Any], ...] = ()
+
+
+def capture(
+    model: keras.Model,
+    agreement: Agreement,
+    world_size: int,
+    *,
+    in_epoch: bool,
+    random_for_all: bool = True,
+) -> OwnStates:
+    """Takes them on all workers, which have to call this together.
+
+    Args:
+        model: The model in training.
+        agreement: How the workers agree.
+        world_size: How many they are.
+        in_epoch: Whether metrics count: they begin anew with each epoch.
+        random_for_all: Whether all workers need to know each other's random generators, and not
+            only the chief, which writes the manifest.
+    """
+    names, variables = _named(model, in_epoch=in_epoch)
+    random = {**random_states.capture(), DRAWS: Touched.of(model).draws.states()}
+    of_all = gather(variables, agreement, world_size)
+    if world_size == 1:
+        return OwnStates(_by_replica(names, of_all), (random,))
+    word = json.dumps(random)
+    ask = agreement.gather if random_for_all else agreement.to_chief
+    heard = ask("random", word) or []
+    return OwnStates(_by_replica(names, of_all), tuple(map(json.loads, heard)))
+
+
+def gather(
+    variables: Sequence[Any], agreement: Agreement, world_size: int
+) -> Sequence[Sequence[Any]]:
+    """The values that the replicas of all workers have of each variable."""
+    mine = [replica_values.parts(variable) for variable in variables]
+    if world_size == 1 or not variables:
+        return mine
+    said = [_unpacked(each, mine) for each in agreement.gather("own states", _packed(mine))]
+    return [
+        [np.array(part) for theirs in said for part in theirs[str(place)]]
+        for place in range(len(variables))
+    ]
+
+
+def restore(
+    model: keras.Model,
+    arrays: Mapping[str, np.ndarray],
+    rank: int,
+    world_size: int,
+    *,
+    in_epoch: bool,
+    counting: Collection[int] = (),
+) -> str | None:
+    """Gives each replica of this worker its values back.
+
+    With another number of replicas, the values of a variable are put together by its own
+    `aggregation`. Of a sum, such as those that metrics count, the first replica gets all.
+
+    Args:
+        model: The model in training, with all its variables.
+        arrays: `OwnStates.arrays`.
+        rank: Of this worker.
+        world_size: How many workers there are.
+        in_epoch: As it was given to `capture`.
+        counting: The `id` of variables to keep, which a step that runs has changed.
+
+    Returns:
+        What does not match; None if everything does. Variables with a matching path are restored
+        anyway, because the others may not exist yet.
+    """
+    _, variables = _named(model, in_epoch=in_epoch)
+    replicas: dict[int, list[np.ndarray]] = {}
+    for key, array in arrays.items():
+        replicas.setdefault(int(key.removeprefix(PREFIX).split("/")[0]), []).append(array)
+    stored = [replicas[n] for n in sorted(replicas)]
+    shapes = [tuple(variable.shape) for variable in variables]
+    if any([array.shape for array in values] != shapes for values in stored or [[]]):
+        there = [array.shape for array in stored[0]] if stored else []
+        paths = [key.split("/", 3)[-1] for key in arrays if key.startswith(f"{PREFIX}0000/")]
+        for variable in variables:
+            if paths.count(variable.path) == 1 and id(variable) not in counting:
+                values = [each[paths.index(variable.path)] for each in stored]
+                assign(variable, values, rank, world_size)
+        return f"the variables of metrics have the shapes {there} there and {shapes} here"
+    for place, variable in enumerate(variables):
+        if id(variable) not in counting:
+            assign(variable, [each[place] for each in stored], rank, world_size)
+    return None
+
+
+def existing(model: keras.Model) -> set[int]:
+    """Returns the `id` of the variables that `restore` would assign."""
+    return {id(variable) for variable in _named(model, in_epoch=True)[1]}
+
+
+def assign(variable: Any, values: Sequence[np.ndarray], rank: int, world_size: int) -> None:
+    """Gives the replicas of this worker theirs of a variable's values."""
+    if any(value.shape != tuple(variable.shape) for value in values):
+        return
+    here = len(replica_values.parts(variable))
+    if len(values) == here * world_size:
+        mine = values[rank * here : (rank + 1) * here]
+    else:
+        mine = _of_others(values, replica_values.aggregation(variable), here, is_first=rank == 0)
+    replica_values.set_parts(variable, mine)
+
+
+def _of_others(
+    values: Sequence[np.ndarray], aggregation: str, replicas: int, *, is_first: bool
+) -> list[np.ndarray]:
+    """What replicas have of a variable that another number of them has had."""
+    if aggregation == "sum":
+        total = np.sum(values, axis=0, dtype=values[0].dtype)
+        return [total if is_first and n == 0 else np.zeros_like(total) for n in range(replicas)]
+    if aggregation == "mean":
+        return [np.mean(values, axis=0).astype(values[0].dtype)] * replicas
+    return [values[0]] * replicas
+
+
+def _named(model: keras.Model, *, in_epoch: bool) -> tuple[list[str], list[keras.Variable]]:
+    metrics = {id(variable) for variable in model.metrics_variables}
+    variables = [
+        variable
+        for variable in replica_values.own_of_replicas(model)
+        if in_epoch or id(variable) not in metrics
+    ]
+    return [f"{place:03}/{variable.path}" for place, variable in enumerate(variables)], variables
+
+
+def _by_replica(names: Sequence[str], values: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    return {
+        f"{PREFIX}{replica:04}/{name}": part
+        for name, parts in zip(names, values, strict=True)
+        for replica, part in enumerate(parts)
+    }
+
+
+def _packed(parts: Sequence[Sequence[Any]]) -> str:
+    """The values of one worker's replicas, one replica after the other. Of a large cluster, all
+    that each says is sent to each, so that it says no more."""
+    values = [part for of_replica in zip(*parts, strict=True) for part in of_replica]
+    return base64.b64encode(b"".join(np.asarray(each).tobytes() for each in values)).decode()
+
+
+def _unpacked(word: str, mine: Sequence[Sequence[Any]]) -> np.ndarray:
+    """The inverse of `_packed`: a row for each replica, in which each variable's place is a name.
+    Types and shapes are those of this worker."""
+    firsts = [np.asarray(parts[0]) for parts in mine]
+    row = np.dtype([(str(place), each.dtype, each.shape) for place, each in enumerate(firsts)])
+    return np.frombuffer(base64.b64decode(word), row)

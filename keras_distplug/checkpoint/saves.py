@@ -1,0 +1,257 @@
+"""The saves of one training: when, in the background, and what becomes of those that fail."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Protocol
+
+from keras_distplug.checkpoint.cadence import Pace, Plan
+from keras_distplug.checkpoint.progress_line import shown
+from keras_distplug.checkpoint.saver import Saver
+from keras_distplug.core.errors import SaveError
+from keras_distplug.core.events import Saved, SaveFailed
+from keras_distplug.core.log import announce
+from keras_distplug.core.protocols import Agreement
+from keras_distplug.core.reporting import report
+from keras_distplug.core.state import TrainState
+from keras_distplug.storage import codec
+from keras_distplug.storage.commit import Writer
+from keras_distplug.storage.meter import Meter
+
+
+class Writes(Protocol):
+    """Where the checkpoints go."""
+
+    @property
+    def meter(self) -> Meter:
+        """Of the save under way."""
+        ...
+
+    def save(self, state: TrainState, attempt: str) -> None:
+        """Raises SaveError if it fails."""
+        ...
+
+
+class Saves:
+    """What the workers of a training save together; all call the same methods at the same steps.
+
+    Args:
+        writer: Writes a checkpoint.
+        agreement: How the workers agree.
+        pace: Says when a checkpoint is due; the chief's counts.
+        is_chief: True on the worker that decides.
+        max_failed_saves: So many failed saves in a row are an error. None if each worker saves for
+            itself, as a help only: it tells its own failures, and they end nothing.
+        on_saved: Called, from a thread, with the step of each checkpoint that is complete.
+    """
+
+    def __init__(
+        self,
+        writer: Writes,
+        agreement: Agreement,
+        pace: Pace,
+        *,
+        is_chief: bool,
+        max_failed_saves: int | None,
+        on_saved: Callable[[int], None],
+    ) -> None:
+        self._writer = writer
+        self._agreement = agreement
+        self._pace = pace
+        self._is_chief = is_chief
+        self._patience = math.inf if max_failed_saves is None else max_failed_saves
+        self._is_local = max_failed_saves is None
+        self._on_saved = on_saved
+        self._what = "local checkpoint" if self._is_local else "checkpoint"
+        self._saver = Saver()
+        self._attempts = agreement.from_chief("saves", Writer.new_attempt() if is_chief else None)
+        self._number = 0
+        self.saved_step: int | None = None  # of the newest that is complete
+        self._next_look = pace.first_look()
+        self._stall_s = 0.0
+        self._bytes = 0  # of the newest
+        self._failures: list[Exception] = []  # in a row
+        self._interval_s: float | None = None  # that was announced
+
+    def stepped(
+        self, step: int, seconds: float | None, state: Callable[[], TrainState], *, is_sound: bool
+    ) -> None:
+        """Saves if that is due at the end of a step.
+
+        Args:
+            step: Steps since the run began.
+            seconds: What the last step took; None if it was no usual one.
+            state: Makes the state to save.
+            is_sound: False if the state is not worth saving, for a loss that is not finite.
+
+        Raises:
+            SaveError: If too many saves have failed in a row.
+        """
+        self._look_after_ended()
+        if seconds is not None:
+            self._pace.stepped(seconds, is_saving=self._saver.is_busy)
+        if self._next_look is None or step < self._next_look:
+            return
+        plan = self._agree(
+            lambda: (
+                self._pace.at_look(step, time.monotonic(), is_saving=self._saver.is_busy)
+                if is_sound
+                else Plan(save=False, next_look=step + 1)
+            )
+        )
+        self._next_look = plan.next_look
+        if plan.save:
+            self.save(state)
+
+    def epoch_ended(self, step: int, state: Callable[[], TrainState], *, is_last: bool) -> None:
+        """As `stepped`, at the end of an epoch."""
+        self._look_after_ended()
+        plan = self._agree(
+            lambda: self._pace.at_epoch_end(
+                step, time.monotonic(), is_saving=self._saver.is_busy, is_last=is_last
+            )
+        )
+        if plan.save:
+            self.save(state)
+
+    def save(self, state: Callable[[], TrainState]) -> None:
+        """Saves in the background, once a save under way has ended."""
+        begin = time.monotonic()
+        self._wait_for_saver()
+        self._look_after_ended()
+        self._number += 1
+        attempt = f"{self._attempts}-{self._number}"
+        taken = state()
+
+        def write() -> None:
+            self._writer.save(taken, attempt)
+            self._bytes = codec.bytes_of(codec.specs_of(taken.arrays))
+            self._on_saved(taken.cursor.step)
+
+        self._saver.start(taken.cursor.step, write)
+        self._stall_s = time.monotonic() - begin
+
+    def save_before(
+        self,
+        step: int,
+        state: Callable[[], TrainState],
+        left_s: float | None,
+        *,
+        is_sound: bool,
+    ) -> None:
+        """Saves what is not saved yet, and waits for it, as far as there is time.
+
+        Args:
+            step: Steps since the run began.
+            state: Makes the state to save.
+            left_s: How much time there is. None for as long as it takes.
+            is_sound: As in `stepped`.
+        """
+        end_s = None if left_s is None else time.monotonic() + left_s
+        failed = self._wait_until(end_s)
+        is_time = end_s is None or time.monotonic() + self._pace.duration_s < end_s
+        said = map(
+            json.loads,
+            self._agreement.gather(
+                "last save", json.dumps([self.saved_step == step, is_time, failed])
+            ),
+        )
+        saved, are_in_time, failures = zip(*said, strict=True)
+        if all(saved) or not is_sound:
+            return
+        why = next((each for each in failures if each is not None), None)
+        if why is None and not are_in_time[0]:
+            why = f"there are {left_s or 0:.1f} s left, and the last one took more"
+        if why is None:
+            self.save(state)
+            failed = self._wait_until(end_s)
+            if failed is None and self.saved_step != step:
+                failed = str(self._failures[-1])
+            why = self._agreement.first_complaint("last saved", failed)
+        if why is not None and self._is_chief:
+            announce(f"there is no {self._what} of step {step}: {why}")
+
+    def _wait_until(self, end_s: float | None) -> str | None:
+        """Waits for the save under way. Tells why it has not ended."""
+        try:
+            self._wait_for_saver(None if end_s is None else max(0.0, end_s - time.monotonic()))
+        except SaveError as error:
+            return str(error)
+        self._look_after_ended()
+        return None
+
+    def wait(self) -> None:
+        """Waits for a save under way."""
+        self._wait_until(None)
+
+    def finish(self) -> None:
+        """Waits for the last save.
+
+        Raises:
+            SaveError: If it has failed.
+        """
+        self._wait_for_saver()
+        self._look_after_ended()
+        if self._failures and not self._is_local:
+            raise self._failures[-1]
+        if self._pace.skipped and self._is_chief:
+            of_several = f"{self._pace.skipped} {self._what}s that were due were"
+            which = f"1 {self._what} that was due was" if self._pace.skipped == 1 else of_several
+            announce(f"{which} left out, because the one before was still being written")
+
+    def _wait_for_saver(self, timeout_s: float | None = None) -> None:
+        """Raises SaveError if the save under way takes longer."""
+        if not self._saver.is_busy:
+            return
+        what = f"writing {self._what} of step {self._saver.step}"
+        with shown(what, self._writer.meter, is_shown=self._is_chief):
+            self._saver.wait(timeout_s)
+
+    def _agree(self, plan: Callable[[], Plan]) -> Plan:
+        word = None
+        if self._is_chief:
+            too_many = len(self._failures) >= self._patience
+            failed = str(self._failures[-1]) if too_many else None
+            word = json.dumps({"failed": failed, "plan": asdict(plan())})
+        said = json.loads(self._agreement.from_chief("save", word))
+        if said["failed"] is not None:
+            raise SaveError(
+                f"{self._patience} checkpoints in a row could not be written. The last "
+                f"one: {said['failed']}"
+            )
+        return Plan(**said["plan"])
+
+    def _look_after_ended(self) -> None:
+        for saved in self._saver.ended():
+            if saved.error is None:
+                self._failures = []
+                self.saved_step = saved.step
+                report(Saved(saved.step, saved.seconds, self._is_local, self._stall_s, self._bytes))
+                self._pace.saved(self._stall_s, saved.seconds)
+                self._tell_interval()
+                continue
+            self._failures.append(saved.error)
+            report(SaveFailed(saved.step, len(self._failures), self._is_local, str(saved.error)))
+            if self._is_local or self._is_chief:
+                end = "" if self._is_local else f", and ends at {self._patience}"
+                warnings.warn(
+                    f"A {self._what} failed, {len(self._failures)} in a row now; training goes on"
+                    f"{end}. {saved.error}",
+                    stacklevel=2,
+                )
+
+    def _tell_interval(self) -> None:
+        interval_s, cost_s = self._pace.interval_s, self._pace.cost_s
+        if not self._is_chief or not self._pace.is_automatic or not interval_s or cost_s is None:
+            return
+        if self._interval_s is None or not 0.7 < interval_s / self._interval_s < 1.4:
+            self._interval_s = interval_s
+            announce(
+                f"a {self._what} costs training {cost_s:.3f} s, so one is made every "
+                f"{interval_s:.1f} s"
+            )

@@ -1,5 +1,0 @@
-"""The only room that touches private names of Keras and TensorFlow.
-
-Each module says which versions need it and which upstream issue it works around;
-`tests/compat/test_upstream.py` fails when upstream no longer needs it.
-"""

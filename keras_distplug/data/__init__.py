@@ -1,0 +1,1 @@
+"""Input that can be continued at any batch."""

@@ -1,0 +1,146 @@
+"""Describes a tf.data pipeline, and names what a resumed run cannot reproduce."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import tensorflow as tf
+
+from keras_distplug.backend.tensorflow.input import pipeline
+
+# Arguments that change which samples come, or in which order.
+_TELLING = (
+    "block_length",
+    "buffer_size",
+    "count",
+    "cycle_length",
+    "drop_remainder",
+    "index",
+    "num_shards",
+    "shift",
+    "size",
+    "start",
+    "step",
+    "stop",
+    "stride",
+)
+# They change neither.
+_SILENT = ("prefetch", "options", "model", "tensor")
+
+
+def audit(dataset: tf.data.Dataset) -> list[str]:
+    """Names what of `dataset` a resumed run cannot reproduce, and what to change.
+
+    Example:
+
+    ```python
+    audit(tf.data.Dataset.range(9).map(lambda i: tf.random.uniform([])))
+    # ["map (train.py, line 3): RandomUniform has no seed. Set one ..."]
+    ```
+
+    Args:
+        dataset: Of any elements.
+
+    Returns:
+        One line for every transformation. Shuffles without a seed are not among them: training
+        gives them seeds, unless a function of another transformation creates them.
+
+    Raises:
+        UnreadableError: If the pipeline cannot be looked into.
+    """
+    return of_pipeline(pipeline.read(dataset))
+
+
+def of_pipeline(parts: pipeline.Pipeline, *, is_resumed_mid_pass: bool = True) -> list[str]:
+    """Does the same for a pipeline, which may be one that every pass reads from its start."""
+    lines = [] if parts.options.deterministic is not False else [_DISORDERED_OPTIONS]
+    return lines + [
+        f"{_named(step)}: {line}"
+        for step in parts.steps
+        for line in _of_step(step, is_resumed_mid_pass)
+    ]
+
+
+def _named(step: pipeline.Step) -> str:
+    return step.title if step.where is None else f"{step.title} {step.where}"
+
+
+_DISORDERED_OPTIONS = (
+    "options.deterministic=False lets parallel transformations change the order of their elements. "
+    "Leave it out"
+)
+_STATELESS = (
+    "zip the data with `tf.data.Dataset.random(seed)` and use `tf.random.stateless_*` ops with its "
+    "numbers as seeds"
+)
+
+
+def _of_step(step: pipeline.Step, is_resumed_mid_pass: bool) -> Iterator[str]:
+    if not step.deterministic:
+        yield (
+            "deterministic=False changes the order of elements. Leave it out; TensorFlow Datasets "
+            "sets it with shuffle_files=True, except with read_config=tfds.ReadConfig("
+            "shuffle_seed=1)"
+        )
+    for title in step.unseeded_inside:
+        yield (
+            f"its function creates a dataset with a `{title}` that has no seed. Write "
+            f"`{title}(..., seed=1)`"
+        )
+    for op, seeded in step.random_ops:
+        if not seeded:
+            yield f"{op} has no seed. Set one, or better {_STATELESS}"
+        elif step.parallel and not pipeline.is_op_determinism_on():
+            yield (
+                f"{op} runs in parallel calls, so which element gets which number differs in "
+                "every run. Leave out num_parallel_calls, call "
+                f"tf.config.experimental.enable_op_determinism(), or better {_STATELESS}"
+            )
+    if step.changes_variables and step.parallel and not pipeline.is_op_determinism_on():
+        yield (
+            "it changes variables (as Keras' random layers and tf.random.Generator do) in parallel "
+            "calls, whose order differs in every run. Leave out num_parallel_calls, or call "
+            "tf.config.experimental.enable_op_determinism()"
+        )
+    if step.python_ops and is_resumed_mid_pass:
+        if step.title == pipeline.FROM_GENERATOR:
+            yield (
+                "to resume, the generator is run again for all earlier batches of the pass, and "
+                "must yield the same as before. A keras.utils.PyDataset continues at any batch "
+                "without making the earlier ones"
+            )
+        else:
+            yield (
+                f"it calls Python ({', '.join(step.python_ops)}). To resume, it is called again "
+                "for all earlier batches of the pass, and must return the same as before: make its "
+                "result depend on its arguments only"
+            )
+
+
+def chain(parts: pipeline.Pipeline) -> Mapping[str, str]:
+    """The transformations, numbered, with the arguments that tell their work; not the size of the
+    global batch."""
+    told = [step for step in parts.steps if step.title not in _SILENT]
+    batch = parts.global_batch
+    return {
+        f"step {number}": _told(step, () if step == batch else ("batch_size",))
+        for number, step in enumerate(told)
+    }
+
+
+def seeds(parts: pipeline.Pipeline) -> str:
+    """Those of the transformations that have one, in their order."""
+    return "; ".join(f"{step.numbers['seed']}, {step.numbers['seed2']}" for step in seeded(parts))
+
+
+def seeded(parts: pipeline.Pipeline) -> list[pipeline.Step]:
+    """The transformations that have seeds."""
+    return [step for step in parts.steps if step.is_seeded and "seed" in step.numbers]
+
+
+def _told(step: pipeline.Step, more: Sequence[str]) -> str:
+    names = sorted((*_TELLING, *more))
+    numbers = {name: step.numbers[name] for name in names if name in step.numbers}
+    if step.samples is not None:
+        numbers["samples"] = step.samples
+    return f"{step.title}({', '.join(f'{name}={value}' for name, value in numbers.items())})"

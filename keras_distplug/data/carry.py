@@ -1,0 +1,59 @@
+"""Takes data made before TensorFlow starts afresh to the other side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_distplug.backend.tensorflow.input import readers
+from keras_distplug.core.errors import DataError
+
+
+def pack(name: str, value: Any) -> Callable[[], Any]:
+    """Reads `value` before the restart of TensorFlow.
+
+    Args:
+        name: What the user calls it, for errors: `"x"`, `"validation_data"`.
+        value: A dataset, arrays, tensors, a `PyDataset`, a function, or a nest of those.
+
+    Returns:
+        A function that gives it back after the restart.
+
+    Raises:
+        DataError: If it cannot be taken along.
+    """
+    packed = keras.tree.map_structure(lambda part: _pack_one(name, part), value)
+    return lambda: keras.tree.map_structure(lambda part: part(), packed)
+
+
+def _pack_one(name: str, part: Any) -> Callable[[], Any]:
+    if isinstance(part, tf.data.Dataset):
+        saved = _dataset_graph(name, part)
+        return lambda: readers.from_graph(saved)
+    if isinstance(part, tf.Tensor | tf.Variable | keras.Variable):
+        array: np.ndarray = np.asarray(part.numpy())
+        return lambda: array
+    return lambda: part
+
+
+def _dataset_graph(name: str, dataset: tf.data.Dataset) -> readers.DatasetGraph:
+    try:
+        saved = readers.to_graph(dataset)
+    except tf.errors.OpError as error:
+        raise _cannot_carry(name, error.message) from error
+    if ops := readers.python_ops(saved):
+        raise _cannot_carry(name, f"it calls Python code ({', '.join(sorted(ops))})")
+    return saved
+
+
+def _cannot_carry(name: str, why: str) -> DataError:
+    return DataError(
+        f"The dataset `{name}` was made before the cluster was formed, and cannot be taken along: "
+        f"{why}. Either call `keras_distplug.init()` at the top of the script, before any model, "
+        "tensor or dataset is made, or pass a function that makes the dataset: "
+        f"`distributed_fit(model, make_{name}, ...)`."
+    )

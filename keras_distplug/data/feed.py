@@ -1,0 +1,422 @@
+"""Input for `fit` that every worker sees in the same order and that can begin at any batch."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import types
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_distplug.backend.tensorflow import trainer
+from keras_distplug.backend.tensorflow.input import readers
+from keras_distplug.backend.tensorflow.runtime.workers import of_chief
+from keras_distplug.core.errors import DataError
+from keras_distplug.data.advice import PREFETCHED
+from keras_distplug.data.functions import DatasetFunction, takes_context
+from keras_distplug.data.position import Positioned, Source, sharded
+from keras_distplug.data.python_sources import Generator, PyData
+from keras_distplug.data.sources import Arrays, TfData
+from keras_distplug.data.torch_sources import LoaderData
+
+
+@dataclass(frozen=True)
+class Feed:
+    """What `fit` is given.
+
+    Args:
+        x: The first argument of `Model.fit` that carries all of the data.
+        validation_data: For `Model.fit`, split off from `x` if that was asked for.
+        description: How the data is shuffled and split over the workers, for people.
+        advice: What could be better about them, a line each.
+    """
+
+    x: InputAdapter
+    validation_data: Any
+    description: str
+    advice: tuple[str, ...] = ()
+
+
+class InputAdapter(readers.DataAdapter):  # type: ignore[misc]
+    """A source of global batches as Keras' `fit` takes it.
+
+    Args:
+        source: The data.
+        fetches_ahead: As in `Positioned`.
+    """
+
+    def __init__(self, source: Source, *, fetches_ahead: bool = False) -> None:
+        self._positioned = Positioned(source, fetches_ahead=fetches_ahead)
+
+    def get_tf_dataset(self) -> Positioned:
+        return self._positioned
+
+    @property
+    def num_batches(self) -> int | None:
+        return None if self._positioned.is_endless else self._positioned.source.num_batches
+
+    @property
+    def batch_size(self) -> int | None:
+        return self._positioned.source.batch_size
+
+    @property
+    def has_partial_batch(self) -> bool | None:
+        return None
+
+    @property
+    def partial_batch_size(self) -> int | None:
+        return None
+
+    def on_epoch_begin(self) -> None:
+        if isinstance(self._positioned.source, PyData):
+            self._positioned.source.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        if isinstance(self._positioned.source, PyData):
+            self._positioned.source.on_epoch_end()
+
+
+class InputDataset(InputAdapter, readers.SameDataset):
+    """An `InputAdapter` that a model's own `fit` may transform as a `tf.data.Dataset`, before it
+    calls Keras'.
+
+    Args:
+        source: The data.
+        dataset: The same batches.
+        seed: As in `resumable`; it holds for what is made of `dataset`, too.
+    """
+
+    def __init__(self, source: Source, dataset: tf.data.Dataset, seed: int) -> None:
+        InputAdapter.__init__(self, source)
+        readers.SameDataset.__init__(self, dataset)
+        self.seed = seed
+
+
+class OpaqueInput(InputAdapter):
+    """An `InputAdapter` that raises an error if it is used in any other way than given to Keras'
+    `fit`.
+
+    Args:
+        source: The data.
+        kind: What the user gave.
+    """
+
+    def __init__(self, source: Source, kind: str) -> None:
+        super().__init__(source)
+        self._why_not = (
+            f"Expected `resumable(...)` of a {kind} to reach Keras' `fit` as it is. Received: "
+            "other code uses it as data, probably the model's own `fit`. Give the data to that "
+            "`fit` without `resumable`: with the callbacks of `defaults()` it is resumed just the "
+            "same."
+        )
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise DataError(self._why_not)
+
+    __array__ = __getitem__ = __iter__ = __len__ = __tf_tensor__ = _refuse
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{name}: {vars(self).get('_why_not')}")
+
+
+def seed_of(dataset: tf.data.Dataset, default: int) -> int:
+    """Returns the seed of the `resumable` data that `dataset` was made of, or `default`."""
+    found = (each.seed for each in readers.made_from(dataset) if isinstance(each, InputDataset))
+    return next(found, default)
+
+
+def resumable(
+    x: Any,
+    y: Any = None,
+    *,
+    batch_size: int | None = None,
+    shuffle: bool = True,
+    sample_weight: Any = None,
+    class_weight: dict[int, float] | None = None,
+    seed: int = 0,
+) -> InputAdapter:
+    """Data for `Model.fit` that can be begun anew at any batch of any epoch.
+
+    With the callbacks of `defaults()`, a run that was killed goes on behind the last batch of its
+    checkpoint, with the batches that would have come. `distributed_fit` needs no such thing.
+
+    Example:
+
+    ```python
+    model.fit(kd.resumable(ds), epochs=10, callbacks=kd.defaults("runs/mnist", save_freq=100))
+    model.fit(kd.resumable(x, y, batch_size=64), epochs=10, callbacks=kd.defaults("runs/digits"))
+    ```
+
+    It stands for `x`, `y`, `batch_size`, `shuffle`, `sample_weight` and `class_weight` of `fit`,
+    which ignores its own then. What of a `tf.data` pipeline cannot be repeated is warned of.
+
+    A model whose class has its own `fit` may transform it as a `tf.data.Dataset` of batches, if it
+    was made of arrays or of a `tf.data.Dataset`. Other data is given to such a `fit` as it is.
+
+    Args:
+        x: A `tf.data.Dataset`, a `keras.utils.PyDataset` or a torch `DataLoader` of *global*
+            batches, a generator of them, a function without arguments that returns one of these,
+            or (nested) arrays of samples.
+        y: Targets, if `x` are arrays.
+        batch_size: Samples in a *global* batch, for arrays. Defaults to 32.
+        shuffle: Draw a new order in each epoch: of an array's samples, of a `PyDataset`'s batches.
+            Defaults to `True`.
+        sample_weight: As in `Model.fit`.
+        class_weight: As in `Model.fit`.
+        seed: From which orders are drawn: those of `shuffle`, and of a pipeline's transformations
+            that have no seed. The same in each process of a run. Defaults to 0.
+
+    Returns:
+        The first argument of `Model.fit`.
+
+    Raises:
+        DataError: For data of an unknown kind, or not batched; in `fit`, for data that the model's
+            own `fit` cannot work on.
+    """
+    trainer.install_dispatch()  # tells the strategy before the first batch is read
+    source, _ = _source(made(x), y, sample_weight, class_weight, batch_size, shuffle, seed)
+    warn_of(source)
+    if isinstance(source, Arrays):
+        return InputDataset(source, source.as_dataset(), seed)
+    if isinstance(source, TfData) and not takes_context(x):
+        return InputDataset(source, source.whole, seed)
+    kind = "function" if inspect.isfunction(x) else type(x).__name__
+    return OpaqueInput(source, kind)
+
+
+def feed(
+    x: Any,
+    y: Any,
+    *,
+    model: keras.Model,
+    seed: int,
+    batch_size: int | None = None,
+    shuffle: bool = True,
+    sample_weight: Any = None,
+    class_weight: dict[int, float] | None = None,
+    validation_data: Any = None,
+    validation_split: float = 0.0,
+    workers: int = 1,
+    epochs: int = 1,
+) -> Feed:
+    """Makes the input of `fit` out of what the user gave.
+
+    Args:
+        x: A `tf.data.Dataset`, a `keras.utils.PyDataset` or a torch `DataLoader` of global
+            batches, a generator of them, a function without arguments that returns one of these,
+            or (nested) arrays of samples.
+        y: Targets, if `x` are arrays.
+        model: The model that will be trained, under its strategy.
+        seed: From which shuffled orders are drawn; the same on every worker.
+        batch_size: Samples in a global batch, for arrays. Defaults to 32.
+        shuffle: Draw a new order in each epoch: of an array's samples, of a `PyDataset`'s batches.
+        sample_weight: As in `Model.fit`.
+        class_weight: As in `Model.fit`.
+        validation_data: As in `Model.fit`.
+        validation_split: As in `Model.fit`.
+        workers: How many processes train.
+        epochs: As in `Model.fit`.
+
+    Raises:
+        DataError: For data of an unknown kind, not batched, or with batches smaller than the
+            number of replicas.
+    """
+    strategy = model.distribute_strategy
+    x = made(x)
+    if validation_split and validation_data is None:
+        if _is_batched(x) or callable(x):
+            raise DataError(
+                "`validation_split` needs `x` as arrays. Received: x of type "
+                f"{type(x).__name__}. Give `validation_data`."
+            )
+        (x, y, sample_weight), validation_data = _split((x, y, sample_weight), validation_split)
+    source, how = _source(x, y, sample_weight, class_weight, batch_size, shuffle, seed, model)
+    advice: list[str] = []
+    lacks_prefetch = False
+    if isinstance(source, TfData):
+        advice = source.advice(workers=workers, epochs=epochs)
+        # Others than the default strategy fetch ahead by themselves.
+        lacks_prefetch = source.lacks_prefetch and strategy is of_chief()
+    adapter = InputAdapter(source, fetches_ahead=lacks_prefetch)
+    adapter.get_tf_dataset().use(strategy)
+    warn_of(source)
+    if lacks_prefetch:
+        advice.append(PREFETCHED)
+    if adapter.get_tf_dataset().is_scheduled:
+        how = f"{how}; each worker reads for itself"
+    elif strategy.num_replicas_in_sync > 1:
+        how = f"{how}; {_sharding(source)}"
+    return Feed(adapter, validation_data, how, tuple(advice))
+
+
+def _source(
+    x: Any,
+    y: Any,
+    sample_weight: Any,
+    class_weight: dict[int, float] | None,
+    batch_size: int | None,
+    shuffle: bool,
+    seed: int,
+    model: keras.Model | None = None,
+) -> tuple[Source, str]:
+    """The data, and how they are shuffled, for people."""
+    if takes_context(x):
+        _refuse_beside(x, y, sample_weight, batch_size)
+        of_workers = DatasetFunction(x, seed, class_weight)
+        _require_batches(of_workers.whole, model)
+        return of_workers, "tf.data, from a function"
+    if not _is_batched(x) and not callable(x):
+        arrays = _arrays(x, y, sample_weight)
+        order = "shuffled by epoch" if shuffle else "in order"
+        source = Arrays(arrays, batch_size or 32, seed if shuffle else None, class_weight)
+        return source, f"arrays, samples {order}"
+    _refuse_beside(x, y, sample_weight, batch_size)
+    if isinstance(x, keras.utils.PyDataset):
+        order = "shuffled by epoch" if shuffle and x.num_batches is not None else "in order"
+        return PyData(x, shuffle, seed, class_weight), f"PyDataset, batches {order}"
+    if (loader := readers.LoaderReader.of(x)) is not None:
+        if class_weight is not None:
+            raise DataError(
+                "`class_weight` is not supported for a torch DataLoader. Received: class_weight="
+                f"{class_weight}. Let its dataset yield (x, y, sample_weight)."
+            )
+        return LoaderData(loader), "torch DataLoader"
+    if not isinstance(x, tf.data.Dataset):
+        return Generator(x, class_weight), "Python generator"
+    _require_batches(x, model)
+    dataset = x if class_weight is None else readers.class_weighted(x, class_weight)
+    pipeline = TfData(dataset, seed)
+    if not pipeline.seeded_by_run:
+        return pipeline, "tf.data"
+    titles = " and ".join(sorted(set(pipeline.seeded_by_run)))
+    return pipeline, f"tf.data, {titles} without a seed seeded by the run"
+
+
+def _refuse_beside(x: Any, y: Any, sample_weight: Any, batch_size: int | None) -> None:
+    for name, given in (("y", y), ("sample_weight", sample_weight)):
+        if given is not None:
+            raise DataError(
+                f"`{name}` goes into the dataset when `x` is a {type(x).__name__}. Received: "
+                f"{name} of type {type(given).__name__}. Let the dataset yield "
+                "(x, y) or (x, y, sample_weight)."
+            )
+    if batch_size is not None:
+        raise DataError(
+            f"`batch_size` is for arrays. Received: batch_size={batch_size} and x of type "
+            f"{type(x).__name__}. Batch the dataset by the global batch instead."
+        )
+
+
+def _is_batched(x: Any) -> bool:
+    kinds = tf.data.Dataset | keras.utils.PyDataset | types.GeneratorType
+    return isinstance(x, kinds) or readers.is_torch_loader(x)
+
+
+def made(x: Any) -> Any:
+    """What `x` returns if it is a function, but itself if that is a generator, of which each pass
+    has one of its own, or a function of an `InputContext`."""
+    if not callable(x) or _is_batched(x):
+        return x
+    if takes_context(x):
+        return x
+    made = x()
+    return x if isinstance(made, types.GeneratorType) else made
+
+
+def warn_of(source: Source, *, is_validation: bool = False) -> None:
+    """Warns of what a resumed run may not reproduce, or only at a cost."""
+    if lines := source.warnings():
+        what = "validation data" if is_validation else "training data"
+        listed = "\n".join(f"- {line}." for line in lines)
+        warnings.warn(
+            f"A resumed run cannot be sure to reproduce its {what} exactly:\n{listed}", stacklevel=3
+        )
+
+
+def _arrays(x: Any, y: Any, sample_weight: Any) -> Any:
+    parts = (x,) if y is None else (x, y) if sample_weight is None else (x, y, sample_weight)
+    try:
+        arrays = keras.tree.map_structure(_as_array, tuple(map(_without_lists, parts)))
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            "Expected `x` to be a tf.data.Dataset, a keras.utils.PyDataset, a torch DataLoader, a "
+            "generator, a function that returns one, or (nested) arrays. Received: x of type "
+            f"{type(x).__name__}: {error}"
+        ) from error
+    sizes = {array.shape[0] if array.ndim else None for array in keras.tree.flatten(arrays)}
+    if len(sizes) != 1 or None in sizes:
+        raise DataError(
+            "All of x, y and sample_weight must hold the same number of samples. Received: "
+            f"{[array.shape for array in keras.tree.flatten(arrays)]}"
+        )
+    if not sizes.pop():
+        raise DataError("`x` holds no samples. Received: arrays of length 0.")
+    return arrays
+
+
+def _without_lists(value: Any) -> Any:
+    """Makes arrays of lists of texts or numbers; other lists are nests."""
+    if isinstance(value, list) and all(
+        isinstance(each, str | bytes | int | float) for each in value
+    ):
+        return np.asarray(value)
+    return value
+
+
+def _as_array(value: Any) -> np.ndarray:
+    array = np.asarray(value)
+    if array.dtype == object and not all(isinstance(each, str | bytes) for each in array.flat):
+        raise TypeError(f"{type(value).__name__} does not become an array of numbers")
+    # Keras computes in floatx and casts on entry.
+    return array.astype(keras.config.floatx(), copy=False) if array.dtype.kind == "f" else array
+
+
+def _split(arrays: Any, fraction: float) -> tuple[Any, Any]:
+    """The last `fraction` of the samples become validation data, as in Keras."""
+    if not 0 < fraction < 1:
+        raise DataError(f"`validation_split` must be between 0 and 1. Received: {fraction}")
+    arrays = keras.tree.map_structure(lambda a: None if a is None else np.asarray(a), arrays)
+    samples = next(a.shape[0] for a in keras.tree.flatten(arrays) if a is not None)
+    at = math.floor(samples * (1 - fraction))
+    if at in (0, samples):
+        raise DataError(
+            f"validation_split={fraction} of {samples} samples leaves no samples on one side."
+        )
+    train, validation = (
+        keras.tree.map_structure(lambda a, part=part: None if a is None else a[part], arrays)
+        for part in (slice(None, at), slice(at, None))
+    )
+    return train, tuple(part for part in validation if part is not None)
+
+
+def _require_batches(dataset: tf.data.Dataset, model: keras.Model | None) -> None:
+    spec = dataset.element_spec
+    shapes = [part.shape for part in keras.tree.flatten(spec) if hasattr(part, "shape")]
+    inputs = keras.tree.flatten(spec[0] if isinstance(spec, tuple) else spec)
+    single = False
+    wants = list(getattr(model, "inputs", None) or ())
+    if model is not None and model.built and len(wants) == len(inputs) == 1:
+        wanted, given = wants[0].shape, getattr(inputs[0], "shape", None)
+        # Keras adds a last axis of 1 by itself.
+        single = given is not None and given.rank == len(wanted) - 1 and wanted[-1] != 1
+    if single or any(shape.rank == 0 for shape in shapes):
+        raise DataError(
+            "The dataset is not batched: it yields single samples. Received: elements of "
+            f"{dataset.element_spec}. Call `.batch(global_batch_size)`: the global batch is split "
+            "over the replicas."
+        )
+
+
+def _sharding(source: Source) -> str:
+    chosen = sharded(source.whole).options().experimental_distribute.auto_shard_policy
+    if chosen == tf.data.experimental.AutoShardPolicy.DATA:
+        return "auto-shard policy DATA: each global batch is split"
+    return f"auto-shard policy {chosen.name}, as the dataset says"

@@ -1,0 +1,294 @@
+"""A place in the data of a training, and the way back to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import tensorflow as tf
+
+from keras_distplug.backend.tensorflow.input import earlier_passes, readers
+from keras_distplug.backend.tensorflow.input.iterators import end_beside
+from keras_distplug.backend.tensorflow.runtime import workers
+from keras_distplug.core.errors import DataError
+
+
+class Source(Protocol):
+    """Data that can be read again from any batch of any pass.
+
+    A pass is what one iterator gives. Keras makes more of them than there are epochs.
+    """
+
+    @property
+    def whole(self) -> tf.data.Dataset:
+        """A pass, for its elements and their number. Nobody makes an iterator of it."""
+        ...
+
+    @property
+    def num_batches(self) -> int | None:
+        """In a pass; None if that is not known, or there is no end."""
+        ...
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples in a full global batch; None if that is not known."""
+        ...
+
+    @property
+    def why_not_by_samples(self) -> str | None:
+        """What keeps a pass from being begun behind a number of samples; None if nothing does."""
+        ...
+
+    def batches(
+        self, passed: int, start: int, behind: int = 0, read: int | None = None
+    ) -> tf.data.Dataset:
+        """The global batches of the next pass. The caller makes one iterator of them; it may ask
+        for the same pass again before.
+
+        Args:
+            passed: Passes before it. It grows by one from call to call, or by more.
+            start: Batches of this pass that have been trained; the dataset begins behind them.
+            behind: Samples of this pass that were trained before these, in batches of other sizes.
+            read: Passes before it of which a batch was read; None for all of them.
+        """
+        ...
+
+    @property
+    def variables(self) -> Sequence[Variable]:
+        """What reading it changes, such as the seeds of random layers."""
+        ...
+
+    @property
+    def draws(self) -> bool:
+        """Whether its batches are known to depend on what was drawn for those before, so that these
+        are made again where a pass goes on."""
+        ...
+
+    @draws.setter
+    def draws(self, draws: bool) -> None: ...
+
+    @property
+    def why_not_on_workers(self) -> str | None:
+        """What keeps other processes from reading it by themselves; None if nothing does."""
+        ...
+
+    def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
+        """As `compat.data.LateDistributedDataset.of_worker`."""
+        ...
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        """What has to be the same when the run goes on; flat and JSON-able."""
+        ...
+
+    def use_seeds(self, seeds: str) -> bool:
+        """Draws orders from these seeds, of its `fingerprint` in another process. Returns whether
+        it can."""
+        ...
+
+    def warnings(self) -> list[str]:
+        """Lines for people on what a resumed run may not reproduce, or only at a cost."""
+        ...
+
+
+@runtime_checkable
+class Counted(Protocol):
+    """A source that others may read, too, so that iterators of it are counted."""
+
+    def note_made(self, passed: int) -> None:
+        """To be called for every iterator, with those before it."""
+        ...
+
+    def note_read(self, read: int) -> None:
+        """To be called when the first batch of one was read, with those before it that were."""
+        ...
+
+    def note_looked(self, passed: int, read: int) -> None:
+        """To be called where plain Keras would have looked at a batch, with the passes before."""
+        ...
+
+
+class Variable(Protocol):
+    """A value beside the elements that decides what the next ones are."""
+
+    def read(self) -> Any:
+        """JSON-able."""
+        ...
+
+    def assign(self, value: Any, *, in_pass: bool) -> None:
+        """Puts back what `read` gave at the beginning of a pass, to go on within it, or at a time
+        from which everything goes on anyway."""
+        ...
+
+
+class Positioned(readers.LateDistributedDataset):
+    """A source as `fit` reads it, which knows how many iterators were made of it.
+
+    Args:
+        source: The data.
+        fetches_ahead: Whether to make the next batch while a step computes, beside what
+            TensorFlow does.
+    """
+
+    def __init__(self, source: Source, *, fetches_ahead: bool = False) -> None:
+        self.source = source
+        self._fetches_ahead = fetches_ahead
+        self.passes = 0
+        self.read = 0  # passes of which a batch was read
+        self._is_read = False  # whether the last one is among these
+        self.is_scheduled = False  # once it is used: whether workers read it, and nobody here does
+        self._start = self._behind = 0
+        self._given: Sequence[Any] = ()  # values of variables for the next iterator
+        self._begun_with: list[Any] = []
+        self._strategy: tf.distribute.Strategy | None = None
+        self._dataset: tf.data.Dataset | None = None
+        self._distributed: Any = None
+
+    def use(self, strategy: tf.distribute.Strategy) -> None:
+        """Distributes by `strategy`, instead of that in whose scope it is read.
+
+        Raises:
+            DataError: If a batch has fewer samples than there are replicas.
+        """
+        samples, replicas = self.source.batch_size, strategy.num_replicas_in_sync
+        if samples is not None and samples < replicas:
+            raise DataError(
+                "The global batch is smaller than the number of replicas. Received: batches of "
+                f"{samples} samples for {replicas} replicas. Batch by at least {replicas}; the "
+                "global batch is split over the replicas."
+            )
+        self.is_scheduled = workers.is_scheduled(strategy)
+        if self.is_scheduled:
+            if (why_not := self.source.why_not_on_workers) is not None:
+                raise DataError(
+                    "Under ParameterServerStrategy each worker reads the data by itself, but "
+                    f"{why_not}. Give arrays, a tf.data.Dataset of TensorFlow's operations only, "
+                    "or a function that returns one."
+                )
+            strategy = workers.of_chief()
+        if strategy is not self._strategy:
+            self._strategy, self._dataset = strategy, None
+
+    def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
+        return self.source.of_worker(worker, workers, seed)
+
+    def variables(self, *, in_pass: bool) -> list[Any]:
+        """What `begin_at` takes; JSON-able.
+
+        Args:
+            in_pass: Whether for the pass under way, or for the one that comes next.
+        """
+        return self._begun_with if in_pass else [each.read() for each in self.source.variables]
+
+    def assign(self, variables: Sequence[Any], *, in_pass: bool) -> None:
+        """Puts back what `variables` gave."""
+        for each, value in zip(self.source.variables, variables, strict=False):
+            each.assign(value, in_pass=in_pass)
+
+    def note_read(self) -> None:
+        """To be called once a batch of the last pass was read; again makes no difference."""
+        if not self._is_read:
+            if isinstance(self.source, Counted):
+                self.source.note_read(self.read)
+            self.read += 1
+            self._is_read = True
+
+    def note_looked(self) -> None:
+        if isinstance(self.source, Counted):
+            self.source.note_looked(self.passes, self.read)
+
+    @property
+    def read_before(self) -> int:
+        """As `read`, of the passes before the last one."""
+        return self.read - self._is_read
+
+    def begin_at(
+        self,
+        passed: int,
+        start: int,
+        behind: int = 0,
+        variables: Sequence[Any] = (),
+        read: int | None = None,
+    ) -> None:
+        """Makes the next iterator that of the pass behind `passed` others, from batch `start` on,
+        counted from behind so many samples.
+
+        Args:
+            passed: Passes before it.
+            start: Batches of it that were trained.
+            behind: Samples of it that were trained before these.
+            variables: Values at the beginning of that pass, from `variables`.
+            read: Passes before it of which a batch was read; None for all of them.
+
+        Raises:
+            DataError: If the pass has fewer batches.
+        """
+        batches = self.source.num_batches
+        if batches is not None and start > batches:
+            raise DataError(
+                f"The training goes on behind batch {start} of its data, but they have only "
+                f"{batches} batches. Give the same data as before."
+            )
+        self.passes, self._start, self._behind = passed, start, behind
+        self._given = variables
+        self.read, self._is_read = passed if read is None else read, False
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.is_scheduled:
+            self.passes += 1
+            return iter(())
+        in_pass = bool(self._start or self._behind)
+        # The variables, if there are any, are those after this pass.
+        is_over = bool(self._start) and self._start == self.source.num_batches
+        given, self._given = list(self._given), ()
+        self.assign(given, in_pass=in_pass)
+        now = [each.read() for each in self.source.variables]
+        self._begun_with = given if given and in_pass else now
+        dataset = self.source.batches(self.passes, self._start, self._behind, self.read)
+        self._is_read = False
+        if is_over:
+            self.read, self._is_read = self.read + 1, True
+        else:
+            if isinstance(self.source, Counted):
+                self.source.note_made(self.passes)
+            if in_pass:
+                self.note_read()
+        self._start = self._behind = 0
+        self._distribute(dataset)
+        self.passes += 1
+        with earlier_passes.paused():
+            iterator: Iterator[Any] = iter(self._distributed)
+        end_beside(iterator)
+        return iterator
+
+    @property
+    def element_spec(self) -> Any:
+        if self._dataset is None:
+            self._distribute(self.source.whole)
+        return self._distributed.element_spec
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[..., Any]) -> Any:
+        for each in self:
+            initial_state = reduce_func(initial_state, each)
+        return initial_state
+
+    def _distribute(self, dataset: tf.data.Dataset) -> None:
+        if self._strategy is None:
+            self.use(tf.distribute.get_strategy())
+        if dataset is not self._dataset:
+            self._dataset = dataset
+            strategy = self._strategy
+            assert strategy is not None
+            # A position counts batches that were trained, so that more of them may be made.
+            read = dataset.prefetch(1) if self._fetches_ahead else dataset
+            self._distributed = strategy.experimental_distribute_dataset(sharded(read))
+
+
+def sharded(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Splits each global batch over the workers, unless the user chose otherwise."""
+    policy = tf.data.experimental.AutoShardPolicy
+    chosen = dataset.options().experimental_distribute.auto_shard_policy
+    if chosen not in (policy.AUTO, policy.DATA):
+        return dataset
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = policy.DATA
+    return dataset.with_options(options)

@@ -1,0 +1,364 @@
+"""Where a `fit` stands in its data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_distplug.backend.tensorflow.input import epochs, readers
+from keras_distplug.backend.tensorflow.replicas import replica_values
+from keras_distplug.backend.tensorflow.runtime import context, workers
+from keras_distplug.core.log import announce
+from keras_distplug.data.feed import InputAdapter, seed_of, warn_of
+from keras_distplug.data.position import Positioned, Source
+from keras_distplug.data.python_sources import PyData
+from keras_distplug.data.sources import BATCH_SIZE, SEEDS, Arrays, TfData, elements
+from keras_distplug.data.torch_sources import LoaderData
+
+
+class Progress:
+    """The place of a `fit` in its data, from the beginning of training to the end.
+
+    Args:
+        loop: The loop of that `fit`.
+        data: What the loop draws batches from.
+        is_generator: Whether one Python generator gives the batches of all epochs.
+    """
+
+    def __init__(self, loop: epochs.Loop, data: Positioned, is_generator: bool) -> None:
+        self.data = data
+        self._loop = loop
+        self._passes = data.passes  # of which `_read` and `_behind` are of the last
+        self._read = 0
+        self._behind = 0
+        self._counted = loop.counted
+        self._is_generator = is_generator
+
+    def epoch_begins(self) -> None:
+        """To be called before an epoch draws its first batch."""
+        self._counted = self._loop.counted
+
+    def trained(self, batches: int) -> None:
+        """To be called behind each step."""
+        read, self._behind = self._place_in_pass()
+        self._read = read + batches
+        self.data.note_read()
+        self._passes = self.data.passes
+
+    def position(self, *, in_epoch: bool) -> dict[str, Any]:
+        """What `seek` takes to go on from here; JSON-able.
+
+        Args:
+            in_epoch: Whether the epoch under way goes on, even if it has no batch left.
+        """
+        place: dict[str, Any] = {
+            "passes": self.data.passes,
+            "passes_read": self.data.read,
+            "batch_size": self.data.source.batch_size,
+            "counted": {
+                **self._loop.counted,
+                **({"seen": self._counted["seen"]} if in_epoch else {}),
+            },
+        }
+        in_pass = in_epoch or self._loop.goes_on
+        if in_pass:
+            read, place["behind"] = self._place_in_pass()
+            place["passes_read"] = self.data.read_before
+            place["read"] = min(read, self.data.source.num_batches or math.inf)
+            # Nothing will be read again of a pass that is over.
+            in_pass = place["read"] != self.data.source.num_batches
+        place["variables"] = self.data.variables(in_pass=in_pass)
+        place["draws"] = self.data.source.draws
+        return place
+
+    def seek(self, position: Mapping[str, Any], batch: float) -> float:
+        """Makes training go on where `position` was taken.
+
+        Args:
+            position: From `position`.
+            batch: Batches of the epoch that were trained; `math.inf` if it has none left.
+
+        Returns:
+            `batch`, or as many of the size that batches have now.
+        """
+        if position["batch_size"] != self.data.source.batch_size:
+            position, batch = self._in_present_batches(position, batch)
+        self._loop.count(position["counted"])
+        self.data.source.draws |= position.get("draws", False)
+        read, behind = position.get("read"), position.get("behind", 0)
+        variables = position.get("variables", ())
+        passes_read = position["passes_read"]
+        if read is None or (batch == math.inf and not self._loop.keeps_iterator):
+            passes_read += bool(read)
+            self.data.begin_at(position["passes"], 0, variables=variables, read=passes_read)
+        else:
+            self.data.begin_at(position["passes"] - 1, read, behind, variables, passes_read)
+            self._loop.go_on()
+        self._passes, self._read, self._behind = position["passes"], read or 0, behind
+        if batch:
+            self._loop.begin_at(batch)
+        return batch
+
+    def _in_present_batches(
+        self, position: Mapping[str, Any], batch: float
+    ) -> tuple[Mapping[str, Any], float]:
+        source = self.data.source
+        before, now = position["batch_size"], source.batch_size
+        assert now is not None
+        counted = {"seen": 0, "num_batches": source.num_batches}
+        if "read" not in position:
+            return {**position, "counted": counted}, batch
+        behind = position["behind"] + before * position["read"]
+        left = int(source.batches(position["passes"] - 1, 0, behind).cardinality().numpy())
+        if batch != math.inf:
+            batch = self._loop.batches_done(math.ceil(batch * before / now), left)
+        if source.num_batches is not None:
+            done = source.num_batches - left
+            counted["seen"] = done - (int(batch) if batch != math.inf else 0)
+        return {**position, "read": 0, "behind": behind, "counted": counted}, batch
+
+    def note_end(self, position: Mapping[str, Any]) -> None:
+        """Restores the state in which a `fit` that finished in another process left the data."""
+        self.data.assign(position.get("variables", ()), in_pass=False)
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        """What of the data must be the same when the run goes on; JSON-able."""
+        return self.data.source.fingerprint()
+
+    @property
+    def draws_again(self) -> bool:
+        """Whether the data is read from its very beginning, and draws what it drew then."""
+        return self._is_generator
+
+    def build_metrics(self, model: keras.Model) -> None:
+        """Makes the variables of metrics that a first step would make."""
+        replica_values.build(model, self.data.element_spec)
+
+    def _place_in_pass(self) -> tuple[int, int]:
+        """Batches that were read of it, and samples before these."""
+        return (self._read, self._behind) if self.data.passes == self._passes else (0, 0)
+
+
+def of_fit(model: keras.Model, seed: int) -> Progress | None:
+    """The progress of the `fit` that calls, from which on it is counted.
+
+    Args:
+        model: The model in training.
+        seed: For what would be shuffled in an order that nobody could repeat.
+
+    Returns:
+        None if that is not possible: `fit` is not Keras', or the data was distributed before.
+    """
+    if (loop := epochs.of_fit()) is None:
+        return None
+    is_generator = loop.is_generator
+    is_ours = isinstance(loop.dataset, Positioned)
+    data = _positioned(loop, model.distribute_strategy, seed)
+    if data is None:
+        return None
+    if not is_ours:
+        warn_of(data.source)
+    _announce_orders(data.source, "training data")
+    return Progress(loop, data, is_generator)
+
+
+def take_over_early(model: keras.Model, seed: int) -> None:
+    """Makes the data of a plain `fit` resumable before `fit` looks at it, if workers read it by
+    themselves: Keras would read it on the chief.
+
+    Args:
+        model: The model that will be trained.
+        seed: As in `of_fit`.
+    """
+    strategy = model.distribute_strategy
+    if workers.is_scheduled(strategy):
+        epochs.before_reading(model, lambda loop: _take_over(loop, strategy, seed))
+
+
+def _take_over(loop: epochs.Loop, strategy: tf.distribute.Strategy, seed: int) -> None:
+    is_ours = isinstance(loop.dataset, Positioned)
+    data = _positioned(loop, strategy, seed)
+    if data is not None and not is_ours:
+        warn_of(data.source)
+
+
+def of_validation(model: keras.Model, seed: int) -> Positioned | None:
+    """The validation data of the `fit` that calls, from which on passes over it are counted."""
+    loop = epochs.of_validation(model)
+    # Other data comes in the same order each time.
+    if loop is None or not (loop.is_dataset or loop.py_dataset or loop.torch_loader):
+        return None
+    is_ours = isinstance(loop.dataset, Positioned)
+    data = _positioned(loop, model.distribute_strategy, seed, is_validation=True)
+    if data is not None and not is_ours:
+        warn_of(data.source, is_validation=True)
+        _announce_orders(data.source, "validation data")
+    return data
+
+
+def _announce_orders(source: Source, what: str) -> None:
+    """Reports shuffles whose orders are not those of plain Keras."""
+    if isinstance(source, TfData) and (titles := source.reordered):
+        announce(
+            f"{' and '.join(f'`{title}`' for title in titles)} of the {what} is read several times "
+            "in a pass, as by `repeat`, so in later passes it shuffles in another order than in "
+            "plain Keras; a resumed run sees the same order as an uninterrupted one"
+        )
+
+
+def take_up_validation(
+    data: Positioned, passes: int, passes_read: int, variables: Sequence[Any], *, looked: bool
+) -> None:
+    """Continues validation after passes of another process.
+
+    Keras has made its iterator over the data, and has reset it, as it does before each of these
+    passes; the data had another state then.
+    """
+    data.begin_at(passes, 0, read=passes_read)
+    data.assign(variables, in_pass=False)
+    if looked:
+        data.note_looked()  # which the other process would have done, too
+    if isinstance(data.source, PyData):
+        data.source.on_epoch_end()
+
+
+def _positioned(
+    loop: epochs.Loop,
+    strategy: tf.distribute.Strategy,
+    seed: int,
+    *,
+    is_validation: bool = False,
+) -> Positioned | None:
+    if isinstance(loop.dataset, Positioned):
+        return loop.dataset
+    if (source := _source(loop, strategy, seed, is_validation)) is None:
+        return None
+    adapter = InputAdapter(source)
+    adapter.get_tf_dataset().use(strategy)
+    loop.draw_from(adapter)
+    return adapter.get_tf_dataset()
+
+
+def _source(
+    loop: epochs.Loop, strategy: tf.distribute.Strategy, seed: int, is_validation: bool
+) -> Source | None:
+    if (given := loop.py_dataset) is not None:
+        dataset, is_shuffled, class_weight, signature = given
+        # Python's generators differ between workers, which have to draw the same order.
+        own = seed if workers.is_multi_worker(strategy) else None
+        return PyData(
+            dataset, is_shuffled, own, class_weight, signature, is_in_parts=loop.keeps_iterator
+        )
+    if (loader := loop.torch_loader) is not None:
+        return LoaderData(loader)
+    is_scheduled = workers.is_scheduled(strategy)
+    if (loop.is_shuffled_at_random or is_scheduled) and (arrays := loop.arrays) is not None:
+        is_shuffled = loop.is_shuffled_at_random or loop.is_shuffled_by_seed
+        loop.release()
+        return Arrays(*arrays, seed if is_shuffled else None)
+    if (whole := loop.whole_dataset) is None:
+        return None
+    if loop.is_dataset:
+        return TfData(whole, seed_of(whole, seed), is_validation=is_validation)
+    seed_of_orders = context.global_seed() if loop.is_shuffled_by_seed else None
+    return _OfKeras(whole, loop.adapter, loop.samples_in_order, seed=seed_of_orders)
+
+
+_WARNINGS = {
+    "GeneratorDataAdapter": [
+        "a Python generator: to resume, all batches up to the checkpoint are drawn from a new "
+        "generator, which must yield the same as before. A keras.utils.PyDataset continues at any "
+        "batch without making the earlier ones"
+    ],
+}
+
+
+class _OfKeras:
+    """What Keras makes of other data than datasets. It is read over.
+
+    Args:
+        whole: Its batches.
+        adapter: What Keras makes them with.
+        sizes: The size of a batch and the number of samples, if that decides nothing about the
+            order of samples.
+        seed: TensorFlow's global seed, if orders are drawn from it.
+    """
+
+    draws = False
+
+    def __init__(
+        self,
+        whole: tf.data.Dataset,
+        adapter: readers.DataAdapter,
+        sizes: tuple[int, int] | None,
+        *,
+        seed: int | None,
+    ) -> None:
+        self.whole = whole
+        self._adapter = adapter
+        self._kind = type(adapter).__name__
+        self._sizes = sizes
+        self._seed = seed
+        self._iterators = 0
+
+    @property
+    def batch_size(self) -> int | None:
+        return self._sizes[0] if self._sizes is not None else None
+
+    @property
+    def num_batches(self) -> int | None:
+        count: int | None = self._adapter.num_batches
+        return count
+
+    @property
+    def why_not_by_samples(self) -> str | None:
+        return None if self._sizes else f"Keras' {self._kind} makes the batches"
+
+    @property
+    def variables(self) -> tuple[()]:
+        return ()
+
+    @property
+    def why_not_on_workers(self) -> str:
+        return f"Keras' {self._kind} makes the batches in this process"
+
+    def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
+        raise NotImplementedError(self.why_not_on_workers)
+
+    def batches(
+        self, passed: int, start: int, behind: int = 0, read: int | None = None
+    ) -> tf.data.Dataset:
+        for _ in range(self._iterators, passed):
+            iter(self.whole)
+        self._iterators = passed + 1
+        if not behind or self._sizes is None:
+            if not start:
+                return self.whole
+            return readers.without_first(self.whole, self._adapter, start)
+        batch_size, samples = self._sizes
+        first = behind + start * batch_size
+        rest = self.whole.unbatch().skip(first).batch(batch_size)
+        left = math.ceil(max(0, samples - first) / batch_size)
+        return rest.apply(tf.data.experimental.assert_cardinality(left))
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        length = {"batches": self.num_batches}
+        if self._sizes is not None:
+            length = dict(zip((BATCH_SIZE, "samples"), self._sizes, strict=True))
+        seeds = {} if self._seed is None else {SEEDS: str(self._seed)}
+        return {"kind": self._kind, **length, "elements": elements(self.whole), **seeds}
+
+    def use_seeds(self, seeds: str) -> bool:
+        if self._seed is None:
+            return False
+        self._seed = int(seeds)
+        with context.seeded(self._seed):
+            self.whole = self._adapter.get_tf_dataset()
+        return True
+
+    def warnings(self) -> list[str]:
+        return _WARNINGS.get(self._kind, [])

@@ -1,0 +1,468 @@
+"""Sources whose batches TensorFlow reads by itself: arrays, and pipelines of tf.data."""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_distplug.backend.tensorflow.input import earlier_passes, pipeline, readers
+from keras_distplug.backend.tensorflow.runtime import host_memory
+from keras_distplug.data import advice, audit
+from keras_distplug.python_state import json_values
+
+# What of a fingerprint differs, too, where a process makes the same pipeline a second time.
+SEEDS = "seeds"
+BATCH_SIZE = "batch_size"
+# Of the Feistel network that permutes the samples. With 4, neighbours stay correlated (0.09).
+_ROUNDS = 8
+_MOST_BYTES_OF_VARIABLE = 2**20  # its value goes into the manifest
+
+
+class Arrays:
+    """Nested arrays of samples. The order in a pass is a function of the seed and its number.
+
+    Args:
+        arrays: NumPy arrays of equal length, nested as the model's batches are.
+        batch_size: Samples in a global batch.
+        seed: Of the shuffled orders; None leaves the samples in theirs.
+        class_weight: As in `Model.fit`.
+    """
+
+    draws = False
+
+    def __init__(
+        self,
+        arrays: Any,
+        batch_size: int,
+        seed: int | None,
+        class_weight: dict[int, float] | None = None,
+    ) -> None:
+        self.batch_size = batch_size
+        self._samples = len(keras.tree.flatten(arrays)[0])
+        self._tensors = keras.tree.map_structure(
+            host_memory.to_tensor, keras.tree.lists_to_tuples(arrays)
+        )
+        self._seed = seed
+        self._class_weight = class_weight
+        self._pass = pipeline.from_numbers(self._make_pass, 3)
+        self.whole = self._pass(0, 0, 0)
+
+    @property
+    def num_batches(self) -> int:
+        return math.ceil(self._samples / self.batch_size)
+
+    @property
+    def why_not_by_samples(self) -> None:
+        return None
+
+    @property
+    def variables(self) -> tuple[()]:
+        return ()
+
+    @property
+    def why_not_on_workers(self) -> None:
+        return None
+
+    def batches(
+        self, passed: int, start: int, behind: int = 0, read: int | None = None
+    ) -> tf.data.Dataset:
+        return self._pass(passed, start, behind)
+
+    def _make_pass(self, passed: tf.Tensor, start: tf.Tensor, behind: tf.Tensor) -> tf.data.Dataset:
+        def gathered(rows: tf.Tensor) -> Any:
+            if self._seed is not None:
+                halves = [self._seed % 2**32, self._seed // 2**32 % 2**32]
+                rows = tf.raw_ops.RandomIndexShuffle(
+                    index=rows,
+                    seed=tf.concat([tf.constant(halves, tf.int64), [passed]], 0),
+                    max_index=tf.constant(self._samples - 1, tf.int64),
+                    rounds=_ROUNDS,
+                )
+            return self._gathered(rows)
+
+        places = tf.data.Dataset.range(behind + start * self.batch_size, self._samples)
+        dataset = places.batch(self.batch_size).map(
+            gathered, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
+        )
+        return self._completed(dataset)
+
+    def as_dataset(self) -> tf.data.Dataset:
+        """Returns the batches as a dataset for transformations, which draws its own order in every
+        pass if these are shuffled."""
+        rows = tf.data.Dataset.range(self._samples)
+        if self._seed is not None:
+            rows = rows.shuffle(self._samples, seed=self._seed, reshuffle_each_iteration=True)
+        dataset = rows.batch(self.batch_size).map(
+            self._gathered, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
+        )
+        return self._completed(dataset)
+
+    def _completed(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        if self._class_weight is not None:
+            dataset = readers.class_weighted(dataset, self._class_weight)
+        options = tf.data.Options()
+        # They would copy the arrays.
+        options.experimental_optimization.apply_default_optimizations = False
+        return dataset.prefetch(tf.data.AUTOTUNE).with_options(options)
+
+    def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
+        """Passes over all samples, each in another order; or its share of the batches, where they
+        come in theirs."""
+
+        def pass_of(own: tf.Tensor) -> tf.data.Dataset:
+            rows = tf.data.Dataset.range(self._samples).batch(self.batch_size)
+            return rows.map(
+                lambda rows: tf.raw_ops.RandomIndexShuffle(
+                    index=rows,
+                    seed=tf.concat([own, [tf.constant(self._seed, tf.int64)]], 0),
+                    max_index=tf.constant(self._samples - 1, tf.int64),
+                    rounds=_ROUNDS,
+                )
+            )
+
+        if self._seed is None:
+            rows = tf.data.Dataset.range(self._samples).batch(self.batch_size)
+            rows = rows.shard(workers, worker)
+        else:
+            passes = tf.data.Dataset.counter().map(
+                lambda number: tf.random.experimental.stateless_fold_in(seed, number)
+            )
+            rows = passes.flat_map(pass_of)
+        dataset = rows.map(self._gathered, num_parallel_calls=tf.data.AUTOTUNE)
+        if self._class_weight is not None:
+            dataset = readers.class_weighted(dataset, self._class_weight)
+        return dataset.prefetch(tf.data.AUTOTUNE)
+
+    def _gathered(self, rows: tf.Tensor) -> Any:
+        return keras.tree.map_structure(lambda array: tf.gather(array, rows), self._tensors)
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        return {
+            **_common("arrays", self),
+            "samples": self._samples,
+            "shuffle": self._seed is not None,
+        }
+
+    def use_seeds(self, seeds: str) -> bool:
+        return False
+
+    def warnings(self) -> list[str]:
+        return []
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A variable of a pipeline as JSON."""
+
+    variable: pipeline.Variable
+
+    def read(self) -> Any:
+        return json_values.encode(self.variable.read())
+
+    def assign(self, value: Any, *, in_pass: bool) -> None:
+        self.variable.assign(json_values.decode(value))
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """How often the shuffles of a dataset have drawn an order."""
+
+    dataset: tf.data.Dataset
+    is_validation: bool
+
+    def read(self) -> list[list[int]]:
+        return [list(counts) for counts in earlier_passes.of_shuffles(self.dataset)]
+
+    def assign(self, value: Any, *, in_pass: bool) -> None:
+        counts = [(made, read) for made, read in value]
+        # Training data that has the same shuffles is restored first, and was read since.
+        earlier_passes.restore(self.dataset, counts, or_more=self.is_validation)
+
+
+class TfData:
+    """A pipeline of tf.data that yields global batches.
+
+    A pass has the orders that plain tf.data would draw for it, with one exception: a shuffle before
+    a `repeat` in a pipeline that every epoch reads from its start. See `reordered`.
+
+    Args:
+        dataset: The user's.
+        seed: From which ops without a seed get theirs.
+        is_validation: Whether `fit` validates with it.
+    """
+
+    draws = False
+
+    def __init__(
+        self, dataset: tf.data.Dataset, seed: int = 0, *, is_validation: bool = False
+    ) -> None:
+        self._is_validation = is_validation
+        self.whole = dataset
+        self.batch_size = readers.batch_size(dataset)
+        self._why_unreadable: str | None = None
+        self._pipeline: pipeline.Pipeline | None = None
+        try:
+            self._pipeline = pipeline.read(dataset)
+        except pipeline.UnreadableError as error:
+            self._why_unreadable = str(error)
+        self._seed = seed
+        self._orders = None if self._pipeline is None else _Orders(self._pipeline, seed)
+        self._used_seeds = "" if self._pipeline is None else audit.seeds(self._pipeline)
+        changed = [] if self._pipeline is None else self._pipeline.variables
+        self._variables = [
+            _Stored(each) for each in changed if each.nbytes <= _MOST_BYTES_OF_VARIABLE
+        ]
+        self._too_large = [each for each in changed if each.nbytes > _MOST_BYTES_OF_VARIABLE]
+
+    @property
+    def lacks_prefetch(self) -> bool:
+        return self._pipeline is not None and advice.lacks_prefetch(self._pipeline)
+
+    def advice(self, *, workers: int, epochs: int) -> list[str]:
+        """As `advice.advise`."""
+        if self._pipeline is None:
+            return []
+        return advice.advise(self._pipeline, self.whole, workers=workers, epochs=epochs)
+
+    @property
+    def num_batches(self) -> int | None:
+        count = int(self.whole.cardinality().numpy())
+        return count if count >= 0 else None
+
+    @property
+    def seeded_by_run(self) -> list[str]:
+        """Transformations without a seed, which get one here."""
+        return [] if self._orders is None else self._orders.unseeded
+
+    @property
+    def reordered(self) -> list[str]:
+        """Transformations whose orders are not plain Keras' from the second pass on."""
+        is_endless = int(self.whole.cardinality().numpy()) == tf.data.INFINITE_CARDINALITY
+        # Training reads it in one pass, then, which has plain Keras' order if it is the first one.
+        is_one_pass = is_endless and not self._is_validation
+        if self._orders is None or (is_one_pass and not any(map(any, self._counts().values()))):
+            return []
+        return self._orders.own
+
+    @property
+    def why_not_by_samples(self) -> str | None:
+        if self._pipeline is None:
+            return f"the pipeline cannot be inspected: {self._why_unreadable}"
+        title = self._pipeline.bound_to_batches
+        return title and f"of what `{title}` gives, samples cannot be left out"
+
+    @property
+    def variables(self) -> Sequence[_Stored | _Counts]:
+        return [*self._variables, _Counts(self.whole, self._is_validation)]
+
+    @property
+    def why_not_on_workers(self) -> str | None:
+        called = readers.python_ops(readers.to_graph(self.whole))
+        return f"the pipeline runs Python code ({', '.join(sorted(called))})" if called else None
+
+    def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
+        """The pipeline with other orders; or its share of the batches, where there are none to draw
+        or they cannot be told apart."""
+        if self._orders is None or not self._orders.nodes:
+            with tf.init_scope():  # out of the function that is traced
+                graph = readers.to_graph(self.whole)
+            return readers.from_graph(graph).shard(workers, worker)
+        return self._orders.of_worker(seed)
+
+    def batches(
+        self, passed: int, start: int, behind: int = 0, read: int | None = None
+    ) -> tf.data.Dataset:
+        read = passed if read is None else read
+        if start and not behind and start == self.num_batches:
+            return self.whole.take(0)  # without computing the skipped batches
+        if (start or behind) and self._orders is not None:
+            return self._orders.of_pass(passed, read, start, behind, self._counts())
+        dataset = self._pass(passed, read)
+        return dataset.skip(start) if start else dataset
+
+    def _counts(self) -> Mapping[str, tuple[int, int]]:
+        assert self._pipeline is not None
+        nodes, counts = self._pipeline.shuffles(), earlier_passes.of_shuffles(self.whole)
+        return dict(zip(nodes, counts, strict=True)) if len(nodes) == len(counts) else {}
+
+    def _pass(self, passed: int, read: int) -> tf.data.Dataset:
+        if self._orders is not None:
+            if not self._orders.nodes:
+                return self.whole
+            return self._orders.of_pass(passed, read, counts=self._counts())
+        drawn = _iterators_of.get(self.whole, 0)
+        if drawn > passed:
+            warnings.warn(
+                "The dataset was read in this process before, and cannot be rewound: "
+                f"{self._why_unreadable}. Its shuffles continue with the orders of later passes. "
+                "Create the dataset again before `fit`.",
+                stacklevel=2,
+            )
+        with earlier_passes.paused():
+            for _ in range(drawn, passed):
+                iter(self.whole)
+        _iterators_of[self.whole] = max(drawn, passed) + 1
+        return self.whole
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        told: dict[str, Any] = {}
+        if self._pipeline is not None:
+            told = {**audit.chain(self._pipeline), SEEDS: self._used_seeds}
+        return {**_common("tf.data", self), **told}
+
+    def use_seeds(self, seeds: str) -> bool:
+        if self._pipeline is None:
+            return False
+        steps = audit.seeded(self._pipeline)
+        pairs = [tuple(map(int, each.split(", "))) for each in seeds.split("; ") if each]
+        if len(pairs) != len(steps):
+            return False
+        given = {
+            step.node: (first, second) for step, (first, second) in zip(steps, pairs, strict=True)
+        }
+        self._orders = _Orders(self._pipeline, self._seed, given)
+        self._used_seeds = seeds
+        return True
+
+    def note_made(self, passed: int) -> None:
+        earlier_passes.add(self.whole, 1, 0, least=(passed, 0))
+
+    def note_read(self, read: int) -> None:
+        earlier_passes.add(self.whole, 0, 1, least=(0, read))
+
+    def note_looked(self, passed: int, read: int) -> None:
+        if self._is_validation:  # other data has no order of plain Keras to keep to
+            self.note_made(passed)
+            self.note_read(read)
+
+    def warnings(self) -> list[str]:
+        if self._pipeline is None:
+            return [
+                f"the pipeline cannot be inspected: {self._why_unreadable}. It is reproduced if "
+                "every `shuffle` has a seed, and none comes before a `repeat`, a `concatenate` or "
+                "another `shuffle`"
+            ]
+        too_large = [
+            f"it changes a variable of {each.nbytes / 2**20:.0f} MB, which is not saved. Keep "
+            f"what changes in variables of at most {_MOST_BYTES_OF_VARIABLE // 2**20} MB"
+            for each in self._too_large
+        ]
+        lines = audit.of_pipeline(self._pipeline, is_resumed_mid_pass=not self._is_validation)
+        return lines + too_large
+
+
+# How many iterators were made of datasets that are taken as they are.
+_iterators_of: weakref.WeakKeyDictionary[tf.data.Dataset, int] = weakref.WeakKeyDictionary()
+
+
+class _Orders:
+    """The seeds of a pipeline in each of its passes.
+
+    Args:
+        parts: The pipeline.
+        seed: For transformations that have none.
+        given: Seeds to use instead of those of the pipeline.
+    """
+
+    def __init__(
+        self,
+        parts: pipeline.Pipeline,
+        seed: int,
+        given: Mapping[str, tuple[int, int]] | None = None,
+    ) -> None:
+        given = given or {}
+        once, cached = parts.drawn_once(), parts.cached()
+        steps = [
+            step
+            for step in parts.steps
+            if step.reshuffles or not step.is_seeded or step.node in given
+        ]
+        self.nodes = [step.node for step in steps]
+        self.unseeded = [step.title for step in steps if not step.is_seeded]
+        self._pipeline = parts
+        self._seeds = [
+            given.get(step.node) or _seeds_of(step, seed, number)
+            for number, step in enumerate(steps)
+        ]
+        # A cache holds the order of the first pass.
+        self._varies = [step.reshuffles and step.node not in cached for step in steps]
+        self._once = [
+            varies and step.node in once for step, varies in zip(steps, self._varies, strict=True)
+        ]
+        read = parts.drawn_once(by_reading=True)
+        self._by_reading = [
+            varies and step.node in read for step, varies in zip(steps, self._varies, strict=True)
+        ]
+        # Transformations that draw several times in a pass restart with every pass.
+        self.own = [
+            step.title
+            for step, *is_drawn, varies in zip(
+                steps, self._once, self._by_reading, self._varies, strict=True
+            )
+            if varies and step.is_seeded and not any(is_drawn)
+        ]
+        self._remake: Any = None
+
+    def of_pass(
+        self,
+        passed: int,
+        read: int,
+        start: int = 0,
+        behind: int = 0,
+        counts: Mapping[str, tuple[int, int]] | None = None,
+    ) -> tf.data.Dataset:
+        if self._remake is None:
+            drawn = zip(self.nodes, self._once, self._by_reading, strict=True)
+            fixed = frozenset(node for node, *is_drawn in drawn if any(is_drawn))
+            self._remake = self._pipeline.remaker(self.nodes, fixed)
+        seeds = []
+        for node, given, varies, once, by_reading in zip(
+            self.nodes, self._seeds, self._varies, self._once, self._by_reading, strict=True
+        ):
+            # Others may have read it, too.
+            of_all = (counts or {}).get(node, (0, 0))
+            number = max(read, of_all[1]) if by_reading else max(passed, of_all[0])
+            is_drawn = once or by_reading or (varies and number)
+            seeds.append(pipeline.draw(*given, number) if is_drawn else given)
+        return self._remake(seeds, start, behind)
+
+    def of_worker(self, seed: tf.Tensor) -> tf.data.Dataset:
+        """With orders that follow from `seed`, and from those of the user and the run."""
+        ours = tf.constant(self._seeds, tf.int64)
+        drawn = tf.random.stateless_uniform(ours.shape, seed, 0, 2**62, tf.int64)
+        return self._pipeline.reseeded(self.nodes, tf.bitwise.bitwise_xor(ours, drawn))
+
+
+def _seeds_of(step: pipeline.Step, seed: int, number: int) -> tuple[int, int]:
+    if step.is_seeded:
+        return step.numbers["seed"], step.numbers["seed2"]
+    first, second = np.random.SeedSequence([seed, number]).generate_state(2)
+    return int(first), int(second)
+
+
+def _common(kind: str, source: Any) -> dict[str, Any]:
+    return {
+        "kind": kind,
+        BATCH_SIZE: source.batch_size,
+        "elements": elements(source.whole),
+    }
+
+
+def elements(dataset: tf.data.Dataset) -> str:
+    """Shapes and types of a sample's parts, with their names; without the size of the batch."""
+
+    def text(spec: Any) -> str:
+        shape = getattr(spec, "shape", tf.TensorShape(None))
+        dims = "?" if shape.rank is None else ", ".join(str(size) for size in shape[1:])
+        dtype = getattr(spec, "dtype", None)
+        return f"{dtype.name if dtype is not None else type(spec).__name__}[{dims}]"
+
+    return str(keras.tree.map_structure(text, dataset.element_spec)).replace("'", "")

@@ -1,0 +1,218 @@
+"""The batches of a torch `DataLoader`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import tensorflow as tf
+
+from keras_distplug.backend.tensorflow.input import readers
+from keras_distplug.data.reached_state import Reached
+from keras_distplug.data.sources import elements
+from keras_distplug.python_state import random_states
+from keras_distplug.python_state.object_states import Attributes
+
+_MOST_PARTS = 1000
+_GLOBAL = "global"
+_REACHED = "reached"
+_PERSISTENT = (
+    "workers of a torch DataLoader with persistent_workers=True continue their random numbers from "
+    "epoch to epoch, and these are not restored. If the dataset draws random numbers, use "
+    "persistent_workers=False"
+)
+_BY_THE_CLOCK = (
+    "a WebDataset shuffles by the clock unless it has a seed, so the interrupted epoch sees some "
+    "samples twice and others not at all. Give its `shuffle` a `seed`, and `shardshuffle` another"
+)
+
+
+class LoaderData:
+    """A torch `DataLoader` of global batches.
+
+    What its order and its samples depend on is part of the position: the random generators of
+    torch, Python and NumPy, and the attributes of the loader, its samplers and its datasets.
+    Resuming reads the earlier batches of the pass again, which draws the same numbers again.
+
+    Args:
+        reader: What Keras reads the loader with.
+    """
+
+    draws = True
+
+    def __init__(self, reader: readers.LoaderReader) -> None:
+        self._reader = reader
+        self._loader = reader.loader
+        self._state = _State(self._loader)
+        self.whole = self._reader.dataset(lambda: iter(self._loader))
+
+    @property
+    def batch_size(self) -> None:
+        return None
+
+    @property
+    def num_batches(self) -> int | None:
+        return self._reader.num_batches
+
+    @property
+    def why_not_by_samples(self) -> str:
+        return "a torch DataLoader makes the batches"
+
+    @property
+    def variables(self) -> Sequence[_State]:
+        return (self._state,)
+
+    @property
+    def why_not_on_workers(self) -> str:
+        return "the torch DataLoader is in this process"
+
+    def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
+        raise NotImplementedError(self.why_not_on_workers)
+
+    def batches(
+        self, passed: int, start: int, behind: int = 0, read: int | None = None
+    ) -> tf.data.Dataset:
+        given, noted = self._state.take()
+        if given is not None and start == self.num_batches:
+            self._state.restore(given)  # nothing is left to be read
+            given = None
+
+        def begin() -> Iterator[Any]:
+            # Called for the first batch, which may be long after the iterator was made.
+            if given is None:
+                noted.update(self._state.capture())
+                return islice(self._loader, start, None)
+            return self._read_again(given, start)
+
+        return self._reader.dataset(begin)
+
+    def _read_again(self, state: Mapping[str, Any], start: int) -> Iterator[Any]:
+        now = random_states.capture_of_python()
+        self._state.restore(state)
+        random_states.restore_of_python(state[_GLOBAL])
+        batches = _skipped(self._loader, start)
+        if random_states.capture_of_python() == state[_GLOBAL]:
+            # The loader does not draw from them; callbacks may have since the pass started.
+            random_states.restore_of_python(now)
+        return batches
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        return {
+            "kind": "torch DataLoader",
+            "dataset": type(self._loader.dataset).__name__,
+            "sampler": type(self._loader.sampler).__name__,
+            "batches": self.num_batches,
+            "elements": elements(self.whole),
+        }
+
+    def use_seeds(self, seeds: str) -> bool:
+        return False
+
+    def warnings(self) -> list[str]:
+        return [
+            *self._state.reached.warnings(),
+            *([_PERSISTENT] if self._loader.persistent_workers else []),
+            *([_BY_THE_CLOCK] if _is_shuffled_by_the_clock(self._loader.dataset) else []),
+        ]
+
+
+def _skipped(loader: Any, batches: int) -> Iterator[Any]:
+    """The iterator of a loader after some batches. Their samples are read, as that may draw random
+    numbers; they are not brought together by torch's own functions, which draw none."""
+    torch = random_states.imported_torch()
+    usual = loader.collate_fn
+    draws_none = (torch.utils.data.default_collate, torch.utils.data.default_convert)
+    left = 0 if loader.num_workers or usual not in draws_none else batches
+
+    def collate(samples: Any) -> Any:
+        nonlocal left
+        if not left:
+            return usual(samples)
+        left -= 1
+        return None
+
+    loader.collate_fn = collate
+    try:
+        iterator: Iterator[Any] = iter(loader)
+    finally:
+        loader.collate_fn = usual
+    for _ in islice(iterator, batches):
+        pass
+    return iterator
+
+
+class _State:
+    """What decides which batches a loader gives next."""
+
+    def __init__(self, loader: Any) -> None:
+        parts = _parts(loader)
+        own = {name: Attributes(part) for name, part in parts.items()}
+        self.reached = Reached(
+            loader.dataset,
+            {**parts, "collate_fn": loader.collate_fn},
+            lambda: {(name, each) for name, part in own.items() for each in part.names()},
+        )
+        self._parts: dict[str, Attributes | Reached] = {
+            **own,
+            "loader": Attributes(_Generator(loader)),
+            _REACHED: self.reached,
+        }
+        self._latest: dict[str, Any] = {}  # what was read last
+        self._given: Mapping[str, Any] | None = None  # for the pass to continue
+
+    def read(self) -> dict[str, Any]:
+        self._latest = self.capture()
+        return self._latest
+
+    def capture(self) -> dict[str, Any]:
+        """As `read`."""
+        parts = {name: part.read() for name, part in self._parts.items()}
+        return {_GLOBAL: random_states.capture_of_python(), **parts}
+
+    def assign(self, value: Mapping[str, Any], *, in_pass: bool) -> None:
+        if in_pass:
+            self._given = value
+        else:
+            self.restore(value)
+
+    def take(self) -> tuple[Mapping[str, Any] | None, dict[str, Any]]:
+        """What a new iterator starts with: the state to restore, if any, and what `read` gave."""
+        given, self._given = self._given, None
+        return given, self._latest
+
+    def restore(self, value: Mapping[str, Any]) -> None:
+        """Puts back what `read` gave, except the global generators, which the process has."""
+        for name, part in self._parts.items():
+            if name in value:
+                part.assign(value[name])
+
+
+class _Generator:
+    """The generator of a loader, whose other attributes are settings."""
+
+    def __init__(self, loader: Any) -> None:
+        self.generator = loader.generator
+
+
+def _parts(loader: Any) -> dict[str, Any]:
+    """The samplers and datasets that a loader reads, by their place in it."""
+    torch = random_states.imported_torch()
+    kinds = (torch.utils.data.Dataset, torch.utils.data.Sampler)
+    found: dict[str, Any] = {}
+    left = [(n, getattr(loader, n)) for n in ("dataset", "sampler", "batch_sampler")]
+    while left and len(found) < _MOST_PARTS:
+        name, part = left.pop(0)
+        if isinstance(part, list | tuple) and len(part) <= _MOST_PARTS:
+            left += [(f"{name}.{number}", each) for number, each in enumerate(part)]
+        elif isinstance(part, kinds) and not any(part is each for each in found.values()):
+            found[name] = part
+            left += [(f"{name}.{attribute}", each) for attribute, each in vars(part).items()]
+    return found
+
+
+def _is_shuffled_by_the_clock(dataset: Any) -> bool:
+    """Whether stages of a WebDataset shuffle without a seed."""
+    stages = [stage for stage in getattr(dataset, "pipeline", ()) if hasattr(stage, "kw")]
+    shuffles = [s for s in stages if getattr(s.f, "__name__", "") == "_shuffle"]
+    return any(stage.kw.get("seed") is None for stage in shuffles)

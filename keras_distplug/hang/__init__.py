@@ -1,0 +1,1 @@
+"""`HangWatchdog`: when nothing moves any more, and whose fault that is."""

@@ -1,0 +1,370 @@
+"""Ending a training that no longer gets on."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import math
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import keras
+
+from keras_distplug.backend.tensorflow.runtime import callback_list
+from keras_distplug.backend.tensorflow.runtime.whereabouts import (
+    is_debugged,
+    may_be_debugged,
+    stacks,
+    whereabouts,
+)
+from keras_distplug.callbacks.as_call import as_call
+from keras_distplug.callbacks.one_of_a_kind import stood_aside
+from keras_distplug.callbacks.run_keeper import keeper_among
+from keras_distplug.cluster import agreement
+from keras_distplug.cluster.mailbox import close_at_exit
+from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.core.events import Hung
+from keras_distplug.core.exit_codes import ExitCode
+from keras_distplug.core.interactive import is_interactive
+from keras_distplug.core.reporting import report
+from keras_distplug.core.supervised import Phase, Supervised
+from keras_distplug.hang.patience import Patience, Stage
+from keras_distplug.hang.sentinel import Sentinel
+from keras_distplug.hang.verdict import Inquiry, InquiryAlone, InquiryTogether, Report
+from keras_distplug.storage.commit import Writer
+
+Limit = Literal["auto"] | float
+
+_LOOK_S = 0.5
+_ASKING_S = 5.0
+_SENTINEL_S = 1.0  # for that of a worker that does not answer, which prints its stacks
+_LAST_WORDS_S = 2.0
+_STACKS_S = 10.0  # whose lines are read from files
+_CLOSING_S = 5.0
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """When training has got on, and what it does since."""
+
+    number: int
+    stage: Stage
+    where: str
+    at_s: float
+
+
+class HangWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
+    """Ends the process when training hangs, and says which worker the others wait for.
+
+    A training of several workers stands still when one of them does: its process is stopped, its
+    input does not come, code in C keeps Python from running, or it has gone another way than the
+    others and waits for a collective that they do not call. When a worker has not got on for longer
+    than it may, it asks all others how far they have come. Who is behind, or does not answer, is
+    named; if that one still has time, by its own limit, it is waited for.
+
+    Then each worker prints the stacks of its threads, keeps them in the folder `hangs` beside the
+    run's checkpoints, and leaves with the code 200, which schedulers take as worth another try.
+    Started again, the script goes on from the newest checkpoint.
+
+    Example:
+
+    ```python
+    model.fit(ds, epochs=10, callbacks=[*kd.defaults("runs/mnist"), kd.HangWatchdog(step_secs=30)])
+    ```
+
+    - It is among `defaults()`; one of your own takes its place.
+    - Time in which the process was stopped by somebody (ctrl-Z) or stands in a debugger (pdb, or
+      that of an editor) does not count.
+    - Where code in C keeps the interpreter's lock, no thread of Python can watch. A small process
+      beside this one then ends it by SIGABRT, which prints the stacks, too. On Linux only.
+
+    Args:
+        step_secs: How long a batch may take; as many of them as `steps_per_execution` says.
+            `"auto"` is five times the longest batch so far, the first one among them, and at least
+            five minutes. Defaults to `"auto"`.
+        first_step_secs: How long it may take until the first batch is done, with the restoring and
+            tracing before it; and the first of a validation. Defaults to 3600.
+        validation_secs: How long a batch of a validation may take. Defaults to `"auto"`, as above.
+        save_secs: How long it may take from one batch to the next, in which callbacks save and do
+            what else they do. `"auto"` is five times the longest so far, and at least an hour.
+            Defaults to `"auto"`.
+        exit: End the process. With `False`, what hangs is told, once, and nothing else happens.
+            Defaults to `True` but where Python is interactive.
+
+    Raises:
+        ConfigurationError: For an argument that is not usable.
+    """
+
+    def __init__(
+        self,
+        step_secs: Limit = "auto",
+        *,
+        first_step_secs: float = 3600.0,
+        validation_secs: Limit = "auto",
+        save_secs: Limit = "auto",
+        exit: bool | None = None,
+    ) -> None:
+        super().__init__()
+        given: dict[str, Limit] = {
+            "step_secs": step_secs,
+            "first_step_secs": first_step_secs,
+            "validation_secs": validation_secs,
+            "save_secs": save_secs,
+        }
+        for name, value in given.items():
+            has_auto = name != "first_step_secs"
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not (is_number and float(value) > 0) and not (has_auto and value == "auto"):
+                raise ConfigurationError(
+                    f"Expected `{name}` to be a number of seconds > 0"
+                    f"{', or `auto`' * has_auto}. Received: {value!r}"
+                )
+        self.step_secs = step_secs
+        self.first_step_secs = first_step_secs
+        self.validation_secs = validation_secs
+        self.save_secs = save_secs
+        self.exit = exit
+        self._is_first = self._is_first_test = True
+        self._undo: list[Callable[[], None]] = []
+
+    # Keras' hooks, in the order in which they come
+
+    __repr__ = as_call
+
+    def set_model(self, model: keras.Model) -> None:
+        super().set_model(model)
+        callback_list.move_to_front(self)  # for what others do in `on_train_begin`
+
+    def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        self.close()
+        others = callback_list.move_to_front(self)
+        if stood_aside(self, others):
+            return
+        self._keeper = keeper_among(others)
+        self._role = agreement.role_under(self.model.distribute_strategy)
+        self._agreement = agreement.among(self._role)
+        self._patience = Patience(self._limits())
+        self._trains_in = threading.get_ident()
+        self._fit = callback_list.Calling.now()
+        self._epoch = 0
+        self._is_first = self._is_first_test = True
+        self._moment = _Moment(0, Stage.FIRST_STEP, "before the first batch", time.monotonic())
+        self._stood = (self._moment, 0.0)
+        self._ending = threading.Lock()
+        self._over = threading.Event()
+        self._inquiry = self._make_inquiry()
+        self._undo.append(self._inquiry.close)
+        self._exits = self.exit or (self.exit is None and not is_interactive())
+        self._sentinel = None
+        if self._exits:
+            self._sentinel = Sentinel(self._role.name, self._patience.limit_s(Stage.FIRST_STEP))
+            self._undo.append(self._sentinel.close)
+        watch = threading.Thread(target=self._watch, name="keras_distplug-hangs", daemon=True)
+        watch.start()
+        self._undo.append(lambda: self._end_of(watch))
+        close_at_exit(self)
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        self._epoch = epoch
+        self._got_on(Stage.BETWEEN, "before the first batch of")
+
+    def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        stage = Stage.FIRST_STEP if self._is_first else Stage.STEP
+        self._got_on(stage, f"in batch {batch + 1} of")
+
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        self._is_first = False
+        self._got_on(Stage.BETWEEN, f"behind batch {batch + 1} of")
+
+    def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        self._got_on(Stage.BETWEEN, "before the validation of")
+
+    def on_test_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        first = self._is_first_test
+        stage = Stage.FIRST_VALIDATION_STEP if first else Stage.VALIDATION_STEP
+        self._got_on(stage, f"in batch {batch + 1} of the validation of")
+
+    def on_test_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        self._is_first_test = False
+        self._got_on(Stage.BETWEEN, f"behind batch {batch + 1} of the validation of")
+
+    def on_test_end(self, logs: Mapping[str, Any] | None = None) -> None:
+        self._got_on(Stage.BETWEEN, "behind the validation of")
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        self._got_on(Stage.BETWEEN, "at the end of")
+
+    def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
+        # Until all are here, somebody may still ask.
+        self._agreement.barrier("end of the watch")
+        self.close()
+
+    def close(self) -> None:
+        """Ends the watch."""
+        while self._undo:
+            self._undo.pop()()
+
+    # How
+
+    def _limits(self) -> dict[Stage, float]:
+        given = {
+            Stage.FIRST_STEP: self.first_step_secs,
+            Stage.STEP: self.step_secs,
+            Stage.FIRST_VALIDATION_STEP: self.first_step_secs,
+            Stage.VALIDATION_STEP: self.validation_secs,
+            Stage.BETWEEN: self.save_secs,
+        }
+        return {stage: float(limit) for stage, limit in given.items() if limit != "auto"}
+
+    def _make_inquiry(self) -> Inquiry:
+        if self._role.world_size == 1:
+            return InquiryAlone(self._role.name, self._report)
+        session = Writer.new_attempt() if self._role.is_chief else None
+        session = self._agreement.from_chief("watch", session)
+        return InquiryTogether(session, self._role, self._agreement, self._report, self._end)
+
+    def _got_on(self, stage: Stage, where: str) -> None:
+        if not self._undo:
+            return  # `evaluate` has been given these callbacks, too
+        before, now_s = self._moment, time.monotonic()
+        self._patience.took(before.stage, now_s - before.at_s)
+        where = f"{where} epoch {self._epoch + 1}"
+        self._moment = _Moment(before.number + 1, stage, where, now_s)
+        self._say(self._patience.limit_s(stage))
+
+    def _report(self) -> Report:
+        """From any thread."""
+        moment, (stood_at, stood_s) = self._moment, self._stood
+        is_at = whereabouts(self._trains_in)
+        if is_at.awaits is not None:
+            awaited = {"input": "its input", "others": "the others"}[is_at.awaits]
+            doing = f"waits for {awaited} {moment.where}"
+        elif is_at.line:
+            doing = f"runs {is_at.line}, {moment.where}"
+        else:
+            doing = f"is {moment.where}"
+        if is_at.input_line:
+            doing += f", whose input is made by {is_at.input_line}"
+        return Report(
+            moments=moment.number,
+            doing=doing,
+            awaits=is_at.awaits,
+            for_s=stood_s if stood_at is moment else 0.0,  # which the watch has yet to see
+            limit_s=self._patience.limit_s(moment.stage),
+            silence_s=_SENTINEL_S
+            + max(self._patience.limit_s(stage) for stage in (moment.stage, Stage.BETWEEN)),
+        )
+
+    def _watch(self) -> None:
+        try:
+            self._look()
+        finally:
+            self._end_sentinel()  # which else takes this thread's end for a hang
+
+    def _look(self) -> None:
+        looked_s, ask_at_s = time.monotonic(), 0.0
+        while not self._over.wait(_LOOK_S):
+            moment, now_s = self._moment, time.monotonic()
+            # Longer than it was to wait it has waited because the process was stopped.
+            passed_s, looked_s = min(now_s - looked_s, 2 * _LOOK_S), now_s
+            limit_s = self._patience.limit_s(moment.stage)
+            self._say(limit_s)
+            stood_at, stood_s = self._stood
+            if moment is not stood_at:
+                self._stood, ask_at_s = (moment, 0.0), 0.0
+                continue
+            if is_debugged(self._trains_in):
+                # Who looks at local variables further down undoes what `pdb` has changed.
+                self._stood = (moment, 0.0)
+                continue
+            stood_s += passed_s
+            self._stood = (moment, stood_s)
+            if not self._is_in_fit():
+                self._inquiry.close()
+                return
+            if stood_s < limit_s or now_s < ask_at_s:
+                continue
+            self._say(limit_s + _ASKING_S)
+            verdict = self._inquiry.ask()
+            looked_s = time.monotonic()
+            self._stood = (moment, stood_s + looked_s - now_s)
+            ask_at_s = now_s + verdict.look_again_s
+            if verdict.hang is not None and self._moment is moment:
+                self._inquiry.tell(verdict.hang)
+                self._end(verdict.hang)
+                ask_at_s = math.inf  # told
+
+    def _is_in_fit(self) -> bool:
+        """False if an exception has ended `fit`."""
+        trains = sys._current_frames().get(self._trains_in)
+        return self._fit is not None and self._fit.is_above(trains)
+
+    def _end(self, hang: str) -> None:
+        """From any thread."""
+        if not self._ending.acquire(blocking=False):
+            return
+        self._end_sentinel()
+        who = f"{self._role.name} on {socket.gethostname()}"
+        told = [f"keras_distplug: training hangs: {hang}\n"]
+        listed = f"{who}, its threads, the last call last:\n"
+        _shortly(lambda: told.append(f"{listed}{stacks()}\n"), _STACKS_S)
+        text = "".join(told)
+        _shortly(lambda: _write(text))
+        _shortly(lambda: report(Hung(hang)))
+        if self._keeper is not None:
+            name = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}-{self._role.name}.txt"
+            keep, kept = self._keeper.keep_file, [text.encode(errors="replace")]
+            _shortly(lambda: _write(f"keras_distplug: kept in {keep(f'hangs/{name}', kept)}\n"))
+        if not self._exits:
+            self._ending.release()
+            return
+        if (supervised := Supervised.from_env()) is not None:
+            tell = supervised.report
+            _shortly(lambda: tell(self._role.name, Phase.HUNG, hang))
+        self._inquiry.leave()
+        code = int(ExitCode.HUNG)
+        last = f"keras_distplug: {who} leaves with code {code}; start the script again to go on\n"
+        _shortly(lambda: _write(last))
+        _shortly(_flush)
+        os._exit(code)
+
+    def _say(self, limit_s: float) -> None:
+        if self._sentinel is not None:
+            self._sentinel.say(math.inf if may_be_debugged() else limit_s)
+
+    def _end_sentinel(self) -> None:
+        if self._sentinel is not None:
+            self._sentinel.close()
+
+    def _end_of(self, watch: threading.Thread) -> None:
+        self._over.set()
+        if watch is not threading.current_thread():
+            watch.join(_CLOSING_S)
+
+
+def _write(text: str) -> None:
+    """Past Python's files, whose locks the thread that hangs may have."""
+    left = text.encode(errors="replace")
+    with contextlib.suppress(OSError):
+        while left:
+            left = left[os.write(2, left) :]
+
+
+def _flush() -> None:
+    for file in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none
+            file.flush()
+
+
+def _shortly(act: Callable[[], object], limit_s: float = _LAST_WORDS_S) -> None:
+    """Whatever keeps it from ending, such as a pipe that nobody reads, or a store that does not
+    answer, must not keep the process."""
+    thread = threading.Thread(target=act, name="keras_distplug-last-words", daemon=True)
+    thread.start()
+    thread.join(limit_s)

@@ -1,0 +1,538 @@
+"""Keeping NaN out of a training, and saying where it came from."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import socket
+import statistics
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import keras
+
+from keras_distplug.backend.tensorflow import trainer
+from keras_distplug.backend.tensorflow.runtime import callback_list
+from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled
+from keras_distplug.callbacks.as_call import as_call
+from keras_distplug.callbacks.one_of_a_kind import stood_aside
+from keras_distplug.callbacks.run_keeper import keeper_among
+from keras_distplug.cluster import agreement
+from keras_distplug.core.errors import (
+    AgreementError,
+    CheckpointError,
+    ConfigurationError,
+    NonFiniteError,
+)
+from keras_distplug.core.events import Raised, RolledBack, UpdateLeftOut
+from keras_distplug.core.log import announce
+from keras_distplug.core.reporting import report
+from keras_distplug.nonfinite.incidents import Incidents
+from keras_distplug.nonfinite.left_out import LeftOutOnWorkers
+from keras_distplug.step.executions import Executions
+from keras_distplug.step.guard import Fault, Guard
+
+_ENDING_S = 60.0
+
+
+@dataclass(frozen=True)
+class OfReplica:
+    """What one replica had, by itself, in a step whose update was not applied.
+
+    Args:
+        replica: Its number among all replicas.
+        where: Its worker, and that one's machine.
+        loss: Its loss; None if the step does not tell.
+        norm: Of its gradients.
+        variables: Paths of those whose gradients are not finite, in the model's order.
+        origin: What is not finite first when its batch is computed once more, by itself: an array
+            of the batch, a variable, what a layer makes of finite inputs, the loss, or a gradient.
+        is_transient: Whether all is finite then.
+    """
+
+    replica: int
+    where: str
+    loss: float | None
+    norm: float
+    variables: tuple[str, ...]
+    origin: str | None = None
+    is_transient: bool = False
+
+    @property
+    def is_finite(self) -> bool:
+        return not self.variables and (self.loss is None or math.isfinite(self.loss))
+
+    def __str__(self) -> str:
+        what = []
+        if self.loss is not None and not (math.isfinite(self.loss) and self.variables):
+            what.append(f"a loss of {self.loss:.4g}")
+        if self.variables:
+            others = f" and {len(self.variables) - 1} more" if len(self.variables) > 1 else ""
+            what.append(f"gradients of {self.variables[0]}{others} that are not finite")
+        elif math.isfinite(self.norm):
+            what.append(f"gradients with a norm of {self.norm:.4g}")
+        told = f"replica {self.replica} ({self.where}) has {' and '.join(what)}"
+        if self.is_transient:
+            return f"{told}; computed once more, by itself, all is finite"
+        return told if self.origin is None else f"{told}; it begins with {self.origin}"
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """An update that was not applied.
+
+    Args:
+        epoch: Counted from 0, as Keras does.
+        batch: In the epoch, counted from 0; None if it is one of an execution of several steps and
+            it is not known which.
+        culprits: The replicas it came from. None of them if only the sum of all is not finite; all
+            of them if they met the same.
+        replicas: How many there are; 0 where workers train each for itself, and do not tell.
+        score: How far the norm of the gradients is above those before, where it is finite and was
+            looked at.
+        loss_score: The same of the loss, of all replicas together.
+        in_a_row: How many updates in a row were not applied, with this one.
+    """
+
+    epoch: int
+    batch: int | None
+    culprits: tuple[OfReplica, ...]
+    replicas: int
+    score: float | None
+    loss_score: float | None
+    in_a_row: int
+
+    def __str__(self) -> str:
+        batch = "a batch" if self.batch is None else f"batch {self.batch + 1}"
+        scores = {"the norm of the gradients": self.score, "the loss": self.loss_score}
+        told = [
+            f"{name} is {score:.1f} spreads above that of others"
+            for name, score in scores.items()
+            if score is not None
+        ]
+        what = f"{', '.join(told)}; " if told else ""
+        if not self.replicas:
+            why = "a worker has a loss or gradients that are not finite"
+        elif not self.culprits:
+            why = "the gradients of all replicas together are not finite, those of each are"
+        elif len(self.culprits) == self.replicas > 1:
+            why = f"each of the {self.replicas} replicas met it; {self.culprits[0]}"
+        else:
+            why = "; ".join(str(each) for each in self.culprits)
+        return f"epoch {self.epoch + 1}, {batch}: {what}{why}"
+
+
+def culprits_of(replicas: Sequence[OfReplica]) -> tuple[OfReplica, ...]:
+    """Those of a step's replicas that a fault came from.
+
+    Of gradients that are all finite, those whose norm is three times that of most others: the
+    median of them. All, if there is no such difference.
+    """
+    if not all(each.is_finite for each in replicas):
+        return tuple(each for each in replicas if not each.is_finite)
+    if len(replicas) == 1:
+        return tuple(replicas)
+    large = [
+        each
+        for each in replicas
+        if each.norm > 3 * statistics.median(o.norm for o in replicas if o is not each)
+    ]
+    return tuple(large or replicas)
+
+
+class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
+    """Keeps updates that are not finite out of the model, and says which replica they came from.
+
+    One NaN in the data of one replica makes all weights NaN on all of them. Here, an update whose
+    gradients or loss are not finite on any replica is not applied on any, which is decided within
+    the step; metrics and the statistics of BatchNormalization stay as they were, too. The training
+    goes on as if that batch had not been there (but for what random layers have drawn for it).
+
+    Where that does not help, the model is given the values of the newest checkpoint and training
+    goes on with the batch that comes next: what came since the checkpoint is left out, as Chowdhery
+    et al. (2022), "PaLM: Scaling Language Modeling with Pathways", section 5.1, do it by hand. If
+    it happens again, training ends with an error.
+
+    Example:
+
+    ```python
+    watchdog = kd.NaNWatchdog(max_skips=20, on_fault=lambda fault: print(fault.culprits))
+    model.fit(ds, epochs=10, callbacks=[*kd.defaults("runs/mnist"), watchdog])
+    ```
+
+    - It is among `defaults()`; one of your own takes its place.
+    - What a `LossScaleOptimizer` leaves out for its own scale is not a fault; there, a loss that is
+      not finite is one.
+    - It sees what goes through `optimizer.apply` or `apply_gradients`, also of a `train_step` of
+      your own, and losses from `compute_loss`. It says so if there is nothing of that.
+    - Variables other than Keras' own, in layers of yours, are not put back.
+    - Under ParameterServerStrategy, workers leave out and count, and the chief asks each second: it
+      is not known whose updates they were, `max_score` and `max_incidents` do not apply, and how
+      many there are in a row is as near as overlapping steps tell.
+    - With `jit_compile=True` XLA compiles a step with this in it to other instructions, whose last
+      bits differ from those without. **Not verified on GPU.**
+
+    Args:
+        max_skips: So many updates in a row are left out. Defaults to 5.
+        max_rollbacks: So often, in one training, the model is given the values of a checkpoint
+            then. It takes a `BackupAndRestore`. Defaults to 1.
+        max_score: An update is left out, too, if its loss, or the norm of its gradients, is farther
+            than this above those of the last 128: a robust z-score of the loss, and of the norm's
+            logarithm, by their median and median absolute deviation, which those that were left out
+            are not among. 10 finds what is far outside. The first 32 are not looked at, nor are
+            those of a `LossScaleOptimizer`. Several replicas tell each other their losses in each
+            step for that. Defaults to `None`, which looks at none.
+        max_incidents: So many batches whose update was left out are looked into by each worker in
+            one training: computed once more, operation by operation, to say what is not finite
+            first, or that this time all is; and kept as safetensors files in the folder
+            `incidents` of the `BackupAndRestore`'s directory, for `keras-distplug replay`. They
+            hold your data; 0 keeps none. Defaults to 8.
+        on_fault: Called with each `LeftOut`, on every worker. Defaults to `None`.
+
+    Raises:
+        ConfigurationError: For an argument that is not usable.
+        NonFiniteError: In `fit`, if nothing of this helps.
+    """
+
+    def __init__(
+        self,
+        max_skips: int = 5,
+        max_rollbacks: int = 1,
+        *,
+        max_score: float | None = None,
+        max_incidents: int = 8,
+        on_fault: Callable[[LeftOut], None] | None = None,
+    ) -> None:
+        super().__init__()
+        counts = {
+            "max_skips": max_skips,
+            "max_rollbacks": max_rollbacks,
+            "max_incidents": max_incidents,
+        }
+        for name, value in counts.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ConfigurationError(
+                    f"Expected `{name}` to be an int >= 0. Received: {value!r}"
+                )
+        self.max_skips = max_skips
+        self.max_rollbacks = max_rollbacks
+        self.max_incidents = max_incidents
+        if max_score is not None and not max_score > 0:
+            raise ConfigurationError(
+                f"Expected `max_score` to be a number > 0, or None. Received: {max_score!r}"
+            )
+        self.max_score = max_score
+        self.on_fault = on_fault
+        self._in_a_row = 0
+        self._rollbacks = 0
+        self._has_trained: bool | None = None  # in this epoch, as far as anything is known of it
+        self._trained = self._left_out = 0
+        self._has_guard = False  # not where another one does the work
+        self._on_workers: LeftOutOnWorkers | None = None
+
+    __repr__ = as_call
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "in_a_row": self._in_a_row,
+            "rollbacks": self._rollbacks,
+            "of_epoch": [self._has_trained, self._trained, self._left_out],
+            "windows": self._guard.windows() if self._has_guard else {},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._in_a_row, self._rollbacks = state["in_a_row"], state["rollbacks"]
+        # An epoch may be gone into that has no batch left.
+        of_epoch = state.get("of_epoch", (None, 0, 0))
+        self._has_trained, self._trained, self._left_out = of_epoch
+        if self._has_guard:
+            self._guard.set_windows(state["windows"])
+
+    # Keras' hooks, in the order in which they come
+
+    def set_model(self, model: keras.Model) -> None:
+        super().set_model(model)
+        trainer.adapt(model)
+        # Here, because Keras makes the step before `on_train_begin`.
+        if stood_aside(self, callback_list.move_to_front(self)):
+            return
+        self._guard = Guard.of(model)
+        self._on_workers = None
+        if is_scheduled(model.distribute_strategy):
+            self._on_workers = LeftOutOnWorkers(model)
+            return
+        self._has_guard = True
+        self._guard.want(self.max_score)
+
+    def set_params(self, params: Mapping[str, Any]) -> None:
+        super().set_params(params)
+        self._executions = Executions(self.model, params.get("steps"))
+
+    def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        self._guard.unwant()
+
+    def on_predict_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        self._guard.unwant()
+
+    def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        others = callback_list.move_to_front(self)
+        self._keeper = keeper_among(others)
+        self._role = agreement.role_under(self.model.distribute_strategy)
+        self._agreement = agreement.among(self._role)
+        self._replicas = (
+            self.model.distribute_strategy.num_replicas_in_sync if self._on_workers is None else 0
+        )
+        self._where = f"{self._role.name} on {socket.gethostname()}"
+        self._in_a_row = self._rollbacks = 0
+        self._guard.set_windows({})
+        self._incidents = Incidents(self._guard, self._keeper, self.max_incidents)
+        self._is_new = self._on_workers is None
+        if self._on_workers is not None:
+            announce(
+                "NaNWatchdog: workers leave out what is not finite and count it; whose it was, "
+                "`max_score` and `max_incidents` do not apply where they train each for itself"
+            )
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        self._epoch = epoch
+        self._has_trained = None
+        self._trained = self._left_out = 0
+
+    def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        self._batch = batch
+        self._executions.begin()
+        self._updates: int | None = None
+        if self._on_workers is not None:
+            return
+        optimizer = self.model.optimizer
+        # A `LossScaleOptimizer` does not count what it leaves out itself.
+        counts = not isinstance(optimizer, keras.optimizers.LossScaleOptimizer | None)
+        if counts and self.model.steps_per_execution > 1:
+            self._updates = int(optimizer.iterations.numpy())
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        trained = self._executions.end()
+        if self._on_workers is not None:
+            self._trained += trained
+            self._hear_of_workers(self._on_workers, at_once=False)
+            return
+        if self._is_new:
+            self._say_what_is_not_seen()
+        self._incidents.look_after()
+        steps = self._of_steps(self._guard.faults())
+        if not steps:
+            self._in_a_row, self._has_trained = 0, True
+            return
+        self._look_at(steps, trained, logs)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._on_workers is not None:
+            self._hear_of_workers(self._on_workers, at_once=True)
+            self._has_trained = self._left_out < self._trained if self._trained else None
+        if self._has_trained is False and logs is not None:
+            # Metrics of no batch are 0, which would be the best loss that there ever was.
+            logs.update(
+                {name: math.nan for name in self.model.get_metrics_result() if name in logs}
+            )
+
+    def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
+        self._incidents.end()
+
+    # How
+
+    def _say_what_is_not_seen(self) -> None:
+        self._is_new = False
+        if not self._guard.sees_updates and self._role.is_chief:
+            warnings.warn(
+                "NaNWatchdog sees no update of this model: its `train_step` calls neither "
+                "`optimizer.apply` nor `optimizer.apply_gradients` of an optimizer that the model "
+                "was compiled with or has as an attribute. What is not finite is not kept out.",
+                stacklevel=2,
+            )
+
+    def _hear_of_workers(self, workers: LeftOutOnWorkers, *, at_once: bool) -> None:
+        news = workers.news(at_once=at_once)
+        if not news or not news[0]:
+            return
+        new, in_a_row = news
+        self._left_out += new
+        for later in reversed(range(new)):
+            self._in_a_row = max(1, in_a_row - later)
+            self._tell(None, (), None)
+        self._in_a_row = in_a_row
+        if self._in_a_row > self.max_skips:
+            self._climb()
+            workers.begin_anew()
+
+    def _look_at(self, steps: list[list[Fault]], trained: int, logs: dict[str, Any] | None) -> None:
+        self._has_trained = bool(self._has_trained)
+        places = self._places(steps)
+        own = [self._looked_into(*each) for each in zip(steps, places, strict=True)]
+        said = self._agreement.gather(
+            "left out", json.dumps([[asdict(each) for each in step] for step in own])
+        )
+        of_workers = [json.loads(text) for text in said]
+        expected = 0
+        for number, place in enumerate(places):
+            if place is not None and place != expected:
+                self._in_a_row = 0
+            self._in_a_row += 1
+            expected = self._in_a_row if place is None else place + 1
+            replicas = [
+                OfReplica(**{**each, "variables": tuple(each["variables"])})
+                for worker in of_workers
+                for each in worker[number]
+            ]
+            first = steps[number][0]
+            # Only the sum has overflowed, where no score says more.
+            is_of_sum = first.score is None and all(each.is_finite for each in replicas)
+            culprits = () if is_of_sum else culprits_of(replicas)
+            self._keep_finite(steps[number], place, culprits)
+            self._tell(place, culprits, first)
+        if places[-1] not in (None, trained - 1):
+            self._in_a_row, self._has_trained = 0, True
+        if self._in_a_row > self.max_skips:
+            self._climb()
+        if self._has_trained and logs is not None:
+            # Taken before the metrics were put back.
+            results = self.model.get_metrics_result()
+            logs.update({name: results[name] for name in logs if name in results})
+
+    def _looked_into(self, step: list[Fault], place: int | None) -> list[OfReplica]:
+        """What the replicas of this process had in a step."""
+        looked_into = []
+        # Of several updates of an optimizer in one step, the first tells most.
+        firsts = {(each.replica, each.optimizer): each for each in reversed(step)}
+        for fault in sorted(firsts.values(), key=lambda each: each.replica):
+            looks = not fault.is_finite and self._incidents.takes(fault)
+            diagnosis = self._incidents.diagnosis(fault) if looks else None
+            replica = OfReplica(
+                fault.replica,
+                self._where,
+                fault.loss,
+                fault.norm,
+                fault.variables,
+                origin=None if diagnosis is None else diagnosis.origin,
+                is_transient=diagnosis is not None and diagnosis.is_finite,
+            )
+            looked_into.append(replica)
+            if looks:
+                self._keep(fault, place, replica)
+        return looked_into
+
+    def _keep_finite(
+        self, step: list[Fault], place: int | None, culprits: Sequence[OfReplica]
+    ) -> None:
+        """Those with finite gradients: who they came from takes all workers to know."""
+        named = {each.replica: each for each in culprits}
+        for fault in step:
+            if fault.is_finite and fault.replica in named and self._incidents.takes(fault):
+                self._keep(fault, place, named[fault.replica])
+
+    def _keep(self, fault: Fault, place: int | None, replica: OfReplica) -> None:
+        self._incidents.keep(fault, self._epoch, self._batch + (place or 0), str(replica))
+
+    def _of_steps(self, faults: list[Fault]) -> list[list[Fault]]:
+        """Those of the same step together, in the order of the steps."""
+        if self.model.steps_per_execution == 1:
+            return [faults] if faults else []
+        steps: dict[int, list[Fault]] = {}
+        before: dict[tuple[int, str], tuple[int, int]] = {}  # a fault's step and call
+        for fault in faults:
+            step, call = before.get((fault.replica, fault.optimizer), (-1, 0))
+            step += fault.call <= call or step < 0
+            before[fault.replica, fault.optimizer] = step, fault.call
+            steps.setdefault(step, []).append(fault)
+        return list(steps.values())
+
+    def _places(self, steps: list[list[Fault]]) -> list[int | None]:
+        """Which steps of an execution they are."""
+        if self.model.steps_per_execution == 1:
+            return [0]
+        places: list[int | None] = []
+        left_out = 0  # updates of the first replica that faults
+        for first, *others in steps:
+            calls = self._guard.calls[first.optimizer]
+            is_counted = self._updates is not None and first.optimizer == "optimizer"
+            tried = first.updates - (self._updates or 0) + left_out
+            places.append(tried // calls if is_counted else None)
+            mine = (first.replica, first.optimizer)
+            left_out += 1 + sum((each.replica, each.optimizer) == mine for each in others)
+        return places
+
+    def _tell(
+        self, place: int | None, culprits: tuple[OfReplica, ...], first: Fault | None
+    ) -> None:
+        fault = LeftOut(
+            self._epoch,
+            None if place is None else self._batch + place,
+            culprits,
+            self._replicas,
+            None if first is None else first.score,
+            None if first is None else first.loss_score,
+            self._in_a_row,
+        )
+        if self._role.is_chief:
+            report(_as_event(fault))
+            announce(f"an update is left out, {self._in_a_row} in a row now. {fault}")
+        if self.on_fault is not None:
+            self.on_fault(fault)
+
+    def _climb(self) -> None:
+        trouble = f"{self._in_a_row} updates in a row were not finite, or far from others"
+        if self._rollbacks >= self.max_rollbacks:
+            again = f", after {self._rollbacks} times of going back" if self._rollbacks else ""
+            raise self._end(f"{trouble}{again}")
+        if self._keeper is None:
+            raise self._end(
+                f"{trouble}, and there is no keras_distplug.BackupAndRestore among the callbacks "
+                "to go back with"
+            )
+        try:
+            step = self._keeper.roll_back()
+        except CheckpointError as error:
+            raise self._end(f"{trouble}, and going back failed: {error}") from error
+        if step is None:
+            raise self._end(f"{trouble}, and there is no checkpoint yet to go back to")
+        self._in_a_row = 0
+        self._rollbacks += 1
+        if self._role.is_chief:
+            report(RolledBack(step, self._rollbacks, trouble))
+            announce(
+                f"{trouble}: the model is as it was at step {step} again, and what came since is "
+                f"left out ({self._rollbacks} of {self.max_rollbacks} times that this is done)"
+            )
+
+    def _end(self, why: str) -> NonFiniteError:
+        self._incidents.end()
+        # Who ends takes the service with it by which others still hear of it.
+        with contextlib.suppress(AgreementError):
+            self._agreement.barrier("end for NaN", within_s=_ENDING_S)
+        report(Raised(f"{NonFiniteError.__name__}: {why}"))
+        return NonFiniteError(f"{why}. {_REMEDY}")
+
+
+def _as_event(fault: LeftOut) -> UpdateLeftOut:
+    variables = [each.variables[0] for each in fault.culprits if each.variables]
+    origins = [each.origin for each in fault.culprits if each.origin is not None]
+    return UpdateLeftOut(
+        epoch=fault.epoch,
+        batch=fault.batch,
+        in_a_row=fault.in_a_row,
+        replicas=tuple(each.replica for each in fault.culprits),
+        where=tuple(dict.fromkeys(each.where for each in fault.culprits)),
+        variable=next(iter(variables), None),
+        origin=next(iter(origins), None),
+        is_transient=any(each.is_transient for each in fault.culprits),
+        score=fault.score,
+        what=str(fault),
+    )
+
+
+_REMEDY = (
+    "The lines above name the replicas and variables. Look at the data of these batches; a smaller "
+    "learning rate, `clipnorm` or a warm-up help where it is the training that diverges."
+)

@@ -1,0 +1,1 @@
+"""`PreemptionHandler`: a checkpoint, and the end, when the machine is about to go."""

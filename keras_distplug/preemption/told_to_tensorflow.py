@@ -1,0 +1,63 @@
+"""TensorFlow's own notice that a worker has to go, which may come where nobody else looks: before
+`fit`, or to a worker whose signals are not watched.
+
+The service keeps each question that it has not answered, so it is asked once, by one worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from keras_distplug.backend.tensorflow.runtime.preemption_notice import NOTICE_KEY, task_name
+from keras_distplug.cluster.mailbox import close_at_exit, in_background
+
+_CLOSED = "keras_distplug: closed"
+_CLOSING_S = 5.0
+
+
+class Store(Protocol):
+    """What all workers see."""
+
+    def put_first(self, key: str, value: str) -> bool: ...
+
+    def get(self, key: str, timeout_s: float | None) -> str: ...
+
+    def delete(self, key: str) -> None: ...
+
+
+class NoticeToTensorFlow:
+    """Waits for the notice, in a thread, until it is closed. What comes later is for the next one.
+
+    Args:
+        store: The coordination service's.
+        tell: Called from the thread, with the name of the worker that has to go.
+    """
+
+    def __init__(self, store: Store, tell: Callable[[str], object]) -> None:
+        self._store = store
+        self._tell = tell
+        self._closed = threading.Event()
+        self._thread = in_background(self._listen)
+        close_at_exit(self)
+
+    def close(self) -> None:
+        if not self._closed.is_set():
+            self._closed.set()
+            in_background(self._end_listening).join(_CLOSING_S)
+
+    def _listen(self) -> None:
+        # Where the words are lost, a worker is, which ends `fit`, and that tells.
+        with contextlib.suppress(ConnectionError):
+            notice = self._store.get(NOTICE_KEY, None)
+            if notice != _CLOSED and not self._closed.is_set():
+                self._tell(task_name(notice))
+                self._store.delete(NOTICE_KEY)
+
+    def _end_listening(self) -> None:
+        with contextlib.suppress(ConnectionError):
+            if self._thread.is_alive() and self._store.put_first(NOTICE_KEY, _CLOSED):
+                self._thread.join(_CLOSING_S)
+                self._store.delete(NOTICE_KEY)

@@ -1,0 +1,235 @@
+"""What changes in an object of the user's while it is read, as JSON, and back."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from keras_distplug.python_state import json_values, random_states
+
+_MOST_BYTES = 16 * 2**20  # of an array that is kept
+_SMALL_BYTES = 2**20  # kept whether it has changed or not
+_SAMPLED_BYTES = 64 * 2**20  # of larger ones only parts are looked at
+_PARTS, _PART_BYTES = 1024, 4096
+_MOST_ENTRIES, _SAMPLE = 100_000, 100  # of lists and dicts
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+# What stands for generators.
+_NUMPY, _PYTHON, _TORCH = "__numpy_random__", "__python_random__", "__torch_random__"
+_UNCHANGED = "__unchanged__"  # what stands for text, and lists of it, that has not changed
+_CHANGED = object()
+
+
+class Attributes:
+    """The attributes of an object that decide what it gives next: numbers, text, arrays of numbers,
+    lists and dicts of numbers and text, and random generators. Arrays and lists of more than 1 MB
+    are kept if they have changed. Tensors of torch are treated as arrays.
+
+    Another thread may be changing them.
+
+    Args:
+        owner: The object.
+        others: Names of attributes that are not its own.
+        only_generators: Leave out arrays, lists and dicts, of an object that does not change them.
+    """
+
+    def __init__(
+        self, owner: object, others: Collection[str] = (), *, only_generators: bool = False
+    ) -> None:
+        self._owner = owner
+        self._others = frozenset(others)
+        self._only_generators = only_generators
+        self._marks = {
+            name: _mark(value) for name, value in self._own() if _bytes_of(value) > _SMALL_BYTES
+        }
+        self._texts = {
+            name: encode(value)
+            for name, value in self._own()
+            if name not in self._marks and any(_texts_in(value))
+        }
+
+    def read(self) -> dict[str, Any]:
+        """Their values, JSON-able."""
+        values = {
+            name: encode(value)
+            for name, value in self._own()
+            if _bytes_of(value) <= _MOST_BYTES
+            and (name not in self._marks or _mark(value) != self._marks[name])
+        }
+        # Text may be a path, which is another one in another process.
+        return {
+            name: {_UNCHANGED: value} if value == self._texts.get(name, _CHANGED) else value
+            for name, value in values.items()
+            if not isinstance(value, str) or value != self._texts.get(name)
+        }
+
+    def assign(self, values: Mapping[str, Any], *, in_pass: bool = False) -> None:
+        """Puts back what `read` gave; in place, where others may refer to it."""
+        for name, value in values.items():
+            there = getattr(self._owner, name, None)
+            made = put(there, value)
+            if made is not there:
+                setattr(self._owner, name, made)
+
+    def names(self) -> set[str]:
+        """Names of those, and of the attributes that are not its own."""
+        return {name for name, _ in self._own()} | self._others
+
+    def generators(self) -> list[Any]:
+        """The states of those that are random generators."""
+        return [encode(value) for _, value in self._own() if is_generator(value)]
+
+    def too_large(self) -> list[str]:
+        """Names of arrays and lists that have changed, and are larger than what is kept."""
+        return [
+            name
+            for name, value in self._own()
+            if _bytes_of(value) > _MOST_BYTES and _mark(value) != self._marks.get(name)
+        ]
+
+    def _own(self) -> list[tuple[str, Any]]:
+        own = sorted(vars(self._owner).items())
+        return [
+            (name, value)
+            for name, value in ((name, _of_torch(value)) for name, value in own)
+            if name not in self._others
+            and (
+                is_generator(value)
+                or (isinstance(value, bool | int | float | str) and json_values.is_kept(value))
+                or (not self._only_generators and _may_change(value))
+            )
+        ]
+
+
+def _of_torch(value: Any) -> Any:
+    """The memory of a tensor as an array; anything else as it is."""
+    torch = random_states.imported_torch()
+    if torch is None or not isinstance(value, torch.Tensor):
+        return value
+    try:
+        return value.numpy()
+    except (TypeError, RuntimeError):  # of another device, of a type that NumPy has not, ...
+        return value
+
+
+def is_generator(value: Any) -> bool:
+    """Returns whether a value is a random generator of Python, NumPy or torch."""
+    kinds = (np.random.Generator, np.random.RandomState, random.Random)
+    return isinstance(value, kinds) or _is_of_torch(value)
+
+
+def _is_of_torch(value: Any) -> bool:
+    torch = random_states.imported_torch()
+    return torch is not None and isinstance(value, torch.Generator)
+
+
+def _may_change(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "biuf" and value.flags.writeable
+    if isinstance(value, dict):
+        return len(value) <= _MOST_ENTRIES and _is_plain(value.copy())
+    return isinstance(value, list) and (len(value) > _MOST_ENTRIES or _is_plain(value.copy()))
+
+
+def _is_plain(value: list[Any] | dict[Any, Any]) -> bool:
+    """Numbers and text, and lists and tuples of these: no arrays, whose size nobody knows here."""
+    parts = list(value.values()) if isinstance(value, dict) else value
+    if set(map(type, parts)) <= _PLAIN:
+        return json_values.is_kept(value) if isinstance(value, dict) else True
+    nested = [each for each in parts if isinstance(each, list | tuple)]
+    return json_values.is_kept(value) and all(set(map(type, each)) <= _PLAIN for each in nested)
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """The text in a value, and in lists and dicts of it."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from _texts_in(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts_in(each)
+
+
+def _bytes_of(value: Any) -> int:
+    """Of an array; of a list about as many as its JSON has."""
+    if isinstance(value, np.ndarray):
+        return int(value.nbytes)
+    if not isinstance(value, list) or not value:
+        return 0
+    some = value[:_SAMPLE]
+    return len(json.dumps(some, default=str)) * len(value) // len(some)
+
+
+def _mark(value: np.ndarray | list[Any]) -> int:
+    """Tells whether an array or a list has changed. Of a large one, whether it was shuffled."""
+    return hash(tuple(map(id, value))) if isinstance(value, list) else mark_of_array(value)
+
+
+def mark_of_array(array: np.ndarray) -> int:
+    """Tells whether an array has changed; of a large one, only parts are looked at."""
+    in_one_piece = array.flags.c_contiguous or array.flags.f_contiguous
+    if array.nbytes > _SAMPLED_BYTES and not in_one_piece:
+        return 0  # to look at it would copy it
+    flat = array.ravel(order="K").view(np.uint8)
+    if flat.nbytes <= _SAMPLED_BYTES:
+        return xxhash.xxh3_64_intdigest(flat.data)
+    digest = xxhash.xxh3_64()
+    for start in np.linspace(0, flat.nbytes - _PART_BYTES, _PARTS).astype(int):
+        digest.update(flat[start : start + _PART_BYTES].data)
+    return digest.intdigest()
+
+
+def encode(value: Any) -> Any:
+    """The state of a random generator, or another value, as JSON."""
+    if isinstance(value, random.Random):
+        return {_PYTHON: random_states.packed(value.getstate())}
+    if _is_of_torch(value):
+        return {_TORCH: random_states.packed_of_torch(value)}
+    if isinstance(value, np.random.RandomState):
+        return {_NUMPY: json_values.encode(value.get_state(legacy=False))}
+    if isinstance(value, np.random.Generator):
+        return {_NUMPY: json_values.encode(value.bit_generator.state)}
+    return json_values.encode(value)
+
+
+def put(there: Any, value: Any) -> Any:
+    """`value` as it was before `encode`; `there` itself, if it can be made equal. What has not
+    changed is put into the same order, and left alone if it holds other text."""
+    if isinstance(value, dict) and _UNCHANGED in value:
+        value = value[_UNCHANGED]
+        if sorted(_texts_in(json_values.decode(value))) != sorted(_texts_in(there)):
+            return there
+    if isinstance(value, dict) and isinstance(there, random.Random):
+        there.setstate(random_states.unpacked(value[_PYTHON]))
+    elif isinstance(value, dict) and _is_of_torch(there):
+        random_states.unpack_of_torch(there, value[_TORCH])
+    elif isinstance(value, dict) and isinstance(there, np.random.RandomState):
+        there.set_state(json_values.decode(value[_NUMPY]))
+    elif isinstance(value, dict) and isinstance(there, np.random.Generator):
+        there.bit_generator.state = json_values.decode(value[_NUMPY])
+    else:
+        decoded = json_values.decode(value)
+        array = _of_torch(there)
+        if isinstance(array, np.ndarray) and _is_like(array, decoded):
+            array[...] = decoded
+        elif isinstance(there, list) and isinstance(decoded, list):
+            there[:] = decoded
+        elif isinstance(there, dict) and isinstance(decoded, dict):
+            there.clear()
+            there.update(decoded)
+        else:
+            return decoded
+    return there
+
+
+def _is_like(there: np.ndarray, value: Any) -> bool:
+    return (
+        isinstance(value, np.ndarray)
+        and (there.shape, there.dtype) == (value.shape, value.dtype)
+        and there.flags.writeable
+    )

@@ -1,0 +1,109 @@
+"""The random generators of a process, as JSON, and back.
+
+Keras' own are variables; these are the ones that callbacks, data in Python and operations outside
+of the model draw from.
+"""
+
+from __future__ import annotations
+
+import base64
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_distplug.backend.tensorflow.runtime import context, process_generators
+
+
+def capture() -> dict[str, Any]:
+    """The states of Python's, NumPy's, torch's and TensorFlow's global generators."""
+    taken = {**capture_of_python(), "seed": context.global_seed()}
+    if (seeds := process_generators.operation_seeds()) is not None:
+        taken["operation_seeds"] = packed(seeds.getstate())
+    if (generator := process_generators.global_generator()) is not None:
+        state = [int(word) for word in generator.state.numpy()]
+        taken["tensorflow"] = [state, int(generator.algorithm)]
+    return taken
+
+
+def restore(taken: Mapping[str, Any]) -> None:
+    """Puts back what `capture` took."""
+    restore_of_python(taken)
+    seed = taken.get("seed")
+    if seed is not None and seed != context.global_seed():
+        tf.random.set_seed(seed)  # of operations that are not traced yet
+    seeds = process_generators.operation_seeds()
+    if seeds is not None and "operation_seeds" in taken:
+        seeds.setstate(unpacked(taken["operation_seeds"]))
+    if "tensorflow" in taken:
+        state, algorithm = taken["tensorflow"]
+        process_generators.set_global_generator(tf.constant(state, tf.int64), algorithm)
+
+
+def capture_of_python() -> dict[str, Any]:
+    """The states of the global generators of Python, NumPy and, if the script imports it, torch."""
+    name, key, place, has_gauss, cached_gaussian = np.random.get_state()
+    taken: dict[str, Any] = {
+        "python": packed(random.getstate()),
+        "numpy": [name, _text(np.asarray(key)), int(place), int(has_gauss), float(cached_gaussian)],
+    }
+    if (torch := imported_torch()) is not None:
+        taken["torch"] = packed_of_torch(torch.default_generator)
+    return taken
+
+
+def python_generator(taken: Mapping[str, Any]) -> random.Random:
+    """A generator that draws what Python's global one would after `restore_of_python`."""
+    made = random.Random()
+    made.setstate(unpacked(taken["python"]))
+    return made
+
+
+def restore_of_python(taken: Mapping[str, Any]) -> None:
+    """Puts back what `capture_of_python` took."""
+    random.setstate(unpacked(taken["python"]))
+    name, key, *rest = taken["numpy"]
+    np.random.set_state((name, _words(key), *rest))
+    torch = imported_torch()
+    if torch is not None and "torch" in taken:
+        unpack_of_torch(torch.default_generator, taken["torch"])
+
+
+def imported_torch() -> Any:
+    """torch, if the script has imported all of it."""
+    torch = sys.modules.get("torch")
+    return torch if hasattr(torch, "default_generator") else None
+
+
+def packed_of_torch(generator: Any) -> str:
+    """JSON of the state of a `torch.Generator`."""
+    return base64.b64encode(generator.get_state().numpy().tobytes()).decode()
+
+
+def unpack_of_torch(generator: Any, stored: str) -> None:
+    """Gives a `torch.Generator` the state that `packed_of_torch` took."""
+    state = np.frombuffer(base64.b64decode(stored), np.uint8).copy()
+    generator.set_state(imported_torch().from_numpy(state))
+
+
+def packed(state: tuple[Any, ...]) -> list[Any]:
+    """JSON of what `random.Random.getstate` gives."""
+    version, words, gauss = state
+    return [version, _text(np.array(words, np.uint32)), gauss]
+
+
+def unpacked(stored: list[Any]) -> tuple[Any, ...]:
+    """The inverse of `packed`."""
+    version, words, gauss = stored
+    return version, tuple(_words(words).tolist()), gauss
+
+
+def _text(words: np.ndarray) -> str:
+    return base64.b64encode(words.astype("<u4").tobytes()).decode()
+
+
+def _words(text: str) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), "<u4").astype(np.uint32)

@@ -1,0 +1,1 @@
+"""`ReplicaMetrics` and `StragglerWatchdog`: how replicas differ from each other."""

@@ -1,0 +1,110 @@
+"""What replicas and workers have, as curves for TensorBoard."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from keras_distplug.runlog.event_files import EventFiles
+from keras_distplug.step.step_reports import ReplicaReport, StepReport
+from keras_distplug.storage.files import Files
+
+_MOST_RUNS = 64
+
+OF_REPLICAS: Mapping[str, Callable[[ReplicaReport, StepReport], float | None]] = {
+    "loss": lambda replica, worker: replica.loss,
+    "gradient_norm": lambda replica, worker: replica.gradient_norm,
+    "samples_per_s": lambda replica, worker: (
+        None if replica.samples is None else replica.samples / worker.step_s
+    ),
+    "compute_ms": lambda replica, worker: 1000 * replica.compute_s,
+    "sync_ms": lambda replica, worker: None if replica.sync_s is None else 1000 * replica.sync_s,
+}
+OF_WORKERS: Mapping[str, Callable[[StepReport], float | None]] = {
+    "step_ms": lambda worker: 1000 * worker.step_s,
+    "input_ms": lambda worker: None if worker.input_s is None else 1000 * worker.input_s,
+    "memory_mb": lambda worker: None if worker.memory_bytes is None else worker.memory_bytes / 1e6,
+}
+SPREAD: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "min": min,
+    "median": statistics.median,
+    "p95": lambda values: float(np.percentile(values, 95)),
+    "max": max,
+    "spread": lambda values: max(values) - min(values),
+}
+_CURVES = ("min", "median", "p95", "max")
+_CURVES = ("min", "median", "p95", "max")
+
+
+class ReplicaCurves:
+    """A chart for each of the values, with one of TensorBoard's runs for each replica and worker.
+
+    Args:
+        files: The folder of all of them; None writes nothing.
+    """
+
+    def __init__(self, files: Files | None) -> None:
+        self._files = files
+        self._runs: dict[str, EventFiles] = {}
+
+    def add(self, reports: Sequence[StepReport]) -> None:
+        """Of one window.
+
+        Raises:
+            OSError: If a file cannot be written. In a store, it is kept and tried again.
+        """
+        if self._files is None:
+            return
+        step = reports[0].step
+        for name, values in values_of(reports).items():
+            kind = "replica" if name in OF_REPLICAS else "worker"
+            if len(values) <= _MOST_RUNS:
+                for number, value in values:
+                    self._add(self._files, f"{kind}-{number}", name, value, step)
+            if len(values) > 1:
+                for how in _CURVES:
+                    spread = SPREAD[how]([value for _, value in values])
+                    self._add(self._files, how, name, spread, step)
+        for run in self._runs.values():
+            run.look_after()
+
+    def close(self) -> None:
+        """Raises OSError if a file cannot be written."""
+        runs, self._runs = self._runs, {}
+        errors = []
+        for run in runs.values():
+            try:
+                run.close()
+            except OSError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _add(self, files: Files, run: str, name: str, value: float, step: int) -> None:
+        if run not in self._runs:
+            self._runs[run] = EventFiles(files, run)
+        self._runs[run].add_scalar(f"distplug/{name}", value, step)
+
+
+def values_of(reports: Sequence[StepReport]) -> dict[str, list[tuple[int, float]]]:
+    """What is known, of each replica or worker by its number."""
+    found: dict[str, list[tuple[int, float | None]]] = {
+        **{
+            name: [
+                (each.replica, value(each, worker))
+                for worker in reports
+                for each in worker.replicas
+            ]
+            for name, value in OF_REPLICAS.items()
+        },
+        **{
+            name: [(worker.worker, value(worker)) for worker in reports]
+            for name, value in OF_WORKERS.items()
+        },
+    }
+    return {
+        name: [(number, value) for number, value in each if value is not None]
+        for name, each in found.items()
+    }

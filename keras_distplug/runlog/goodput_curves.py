@@ -1,0 +1,219 @@
+"""Goodput as curves, and what happens to a run as text, for TensorBoard."""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from tensorboard.compat.proto import event_pb2, summary_pb2
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.custom_scalar import metadata as custom_scalars
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.util import tensor_util
+
+from keras_distplug.core import events
+from keras_distplug.core.events import Entry, Event, Window
+from keras_distplug.core.ledger import Category
+from keras_distplug.core.log import announce
+from keras_distplug.runlog import goodput_totals, summary
+from keras_distplug.runlog.event_files import EventFiles
+from keras_distplug.runlog.goodput_totals import Fit, Span, Timeline
+
+_MINUTES = (1, 5, 15)
+_LAST_SECS = 5.0
+_THREAD = "keras_distplug-goodput"
+
+
+class GoodputCurves:
+    """Writes `goodput/...` behind each window of the chief's, and `distplug/events` when there are
+    any, in a thread.
+
+    TensorBoard's step is the number of seconds since the first attempt began, for what is trained
+    again has the number of a step that was there before. No two events have the same: TensorBoard
+    would keep one of them.
+
+    Args:
+        files: For TensorBoard.
+        earlier: Gives what the attempts before this one have told.
+        begins_at: When this one began, in seconds since 1970.
+        resumes: Whether it may go on with what these have trained.
+    """
+
+    def __init__(
+        self,
+        files: EventFiles,
+        earlier: Callable[[], tuple[list[Fit], list[Entry]]],
+        begins_at: float,
+        *,
+        resumes: bool = True,
+    ) -> None:
+        self._files = files
+        self._earlier = earlier
+        self._begins_at = begins_at
+        self._resumes = resumes
+        self._step = 0
+        self._totals = dict.fromkeys(Category, 0.0)
+        self._lately: deque[Span] = deque()
+        self._told_at = 0  # TensorBoard's step of the last event
+        self._given: queue.SimpleQueue[tuple[float, Event] | None] = queue.SimpleQueue()
+        self._has_failed = False
+        self._thread = threading.Thread(target=self._run, name=_THREAD, daemon=True)
+        self._thread.start()
+
+    def hear(self, at: float, event: Event) -> None:
+        self._given.put((at, event))
+
+    def close(self) -> None:
+        self._given.put(None)
+        self._thread.join(_LAST_SECS)
+
+    # How, in the thread
+
+    def _run(self) -> None:
+        try:
+            self._write_all()
+        except Exception as error:  # noqa: BLE001 (TensorFlow's own; and the log has all of it)
+            announce(f"goodput is not shown in TensorBoard's charts: {error}")
+
+    def _write_all(self) -> None:
+        fits, supervised = self._earlier()
+        made = self._after(fits, supervised)
+        _write_layout(self._files.path)
+        self._tell_of_earlier(goodput_totals.chiefs(fits), supervised)
+        while (given := self._given.get()) is not None:
+            at, event = given
+            if not isinstance(event, Window):
+                made.hear(event)
+                self._tell(at, event)
+                continue
+            self._take(made.take(at, event))
+            self._write(at)
+            try:
+                self._files.look_after()
+            except OSError as error:
+                if not self._has_failed:
+                    announce(f"goodput does not reach TensorBoard, and is tried again: {error}")
+                self._has_failed = True
+        self._files.close()
+
+    def _after(self, fits: Sequence[Fit], supervised: Sequence[Entry]) -> Timeline:
+        if chiefs := goodput_totals.chiefs(fits):
+            made, spans = goodput_totals.timeline(chiefs, supervised)
+            self._first_at = spans[0].begin if spans else self._begins_at
+            self._take(spans)
+        else:
+            starts = [entry.at for entry in supervised]
+            self._first_at = min([self._begins_at, *starts])
+            made = Timeline(self._first_at)
+        self._take(made.begin(self._begins_at, resumes=self._resumes))
+        self._step = round(max((span.end for span in self._lately), default=0) - self._first_at)
+        return made
+
+    def _tell_of_earlier(self, chiefs: Sequence[Fit], supervised: Sequence[Entry]) -> None:
+        """What supervisors have told since the last attempt; that one wrote the rest."""
+        heard_at = max((fit.ends_at for fit in chiefs), default=-math.inf)
+        entries = [*(entry for fit in chiefs for entry in fit.entries), *supervised]
+        for entry in sorted(entries, key=lambda each: each.at):
+            self._tell(entry.at, entry.event, is_new=entry.at > heard_at)
+
+    def _tell(self, at: float, event: Event, *, is_new: bool = True) -> None:
+        if (what := _in_words(event)) is None:
+            return
+        self._told_at = max(self._told_at + 1, round(at - self._first_at))
+        if is_new:
+            self._files.add_text("distplug/events", what, self._told_at, at)
+
+    def _take(self, spans: Iterable[Span]) -> None:
+        for span in spans:
+            for category, secs in span.secs.items():
+                self._totals[category] += secs
+            self._lately.append(span)
+
+    def _write(self, at: float) -> None:
+        # TensorBoard drops what came before a step that goes back, as where a clock was set.
+        step = self._step = max(self._step, round(at - self._first_at))
+        whole_s = sum(self._totals.values())
+        while self._lately and self._lately[0].end < at - 60 * max(_MINUTES):
+            self._lately.popleft()
+        shares: dict[str, float | None] = {
+            f"time/{category}": secs / whole_s
+            for category, secs in self._totals.items()
+            if secs and whole_s
+        }
+        shares["goodput/whole_run"] = goodput_totals.goodput(self._totals)
+        for minutes in _MINUTES:
+            if at - self._first_at > 60 * minutes:
+                secs = goodput_totals.totals(self._lately, at - 60 * minutes)
+                shares[f"goodput/last_{minutes}_min"] = goodput_totals.goodput(secs)
+        for name, share in shares.items():
+            if share is not None:
+                self._files.add_scalar(name, share, step)
+
+
+def _in_words(event: Event) -> str | None:
+    match event:
+        case events.Began():
+            return f"training begins, by {event.workers} workers, {event.replicas} replicas"
+        case events.Restored():
+            return f"it goes on behind step {event.step}, from {event.checkpoint}"
+        case events.Saved(is_local=False):
+            return f"checkpoint of step {event.step}"
+        case events.Finished():
+            return f"the end, behind step {event.step}"
+        case _:
+            what = summary.told(event)
+            return None if what is None else f"**{what}**"
+
+
+_LAYOUT = {
+    "Distplug": {
+        "goodput": "goodput/.*",
+        "where the time went": "time/.*",
+    },
+    "Distplug: replicas and workers, of ReplicaMetrics": {
+        name: f"distplug/{name}"
+        for name in (
+            "loss",
+            "gradient_norm",
+            "samples_per_s",
+            "compute_ms",
+            "sync_ms",
+            "input_ms",
+            "step_ms",
+            "memory_mb",
+        )
+    },
+}
+
+
+def _write_layout(folder: Path) -> None:
+    """The charts of TensorBoard's tab "Custom Scalars": each has the curves of all runs."""
+    layout = layout_pb2.Layout(
+        category=[
+            layout_pb2.Category(
+                title=title,
+                chart=[
+                    layout_pb2.Chart(
+                        title=name, multiline=layout_pb2.MultilineChartContent(tag=[f"^{tags}$"])
+                    )
+                    for name, tags in charts.items()
+                ],
+            )
+            for title, charts in _LAYOUT.items()
+        ]
+    )
+    value = summary_pb2.Summary.Value(
+        tag=custom_scalars.CONFIG_SUMMARY_TAG,
+        metadata=custom_scalars.create_summary_metadata(),
+        tensor=tensor_util.make_tensor_proto(layout.SerializeToString()),
+    )
+    # A file of its own, which is whole before the next one begins.
+    writer = EventFileWriter(str(folder))
+    layout_alone = summary_pb2.Summary(value=[value])
+    writer.add_event(event_pb2.Event(wall_time=time.time(), step=0, summary=layout_alone))
+    writer.close()

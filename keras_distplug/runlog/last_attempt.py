@@ -1,0 +1,88 @@
+"""What the log of a run tells of the attempts before, read in a moment however long it is."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from keras_distplug.core.events import (
+    Began,
+    Entry,
+    Finished,
+    PeerLost,
+    Preempted,
+    Raised,
+    Window,
+    from_line,
+)
+from keras_distplug.runlog.log_files import FOLDER, newest
+from keras_distplug.storage import layout
+from keras_distplug.storage.files import Files
+
+_STEM = re.compile(r"\d{8}T\d{6}Z-(?P<worker>.+)-(?P<session>[0-9a-f]{8})")
+_LAST_BYTES = 2**18  # of a file
+_LAST_WORDS = Finished | Preempted | PeerLost | Raised
+
+
+@dataclass(frozen=True)
+class Before:
+    """The attempts of a run until now.
+
+    Args:
+        attempts: How many have left a log.
+        last_step: With which the last of them ended, as far as it has told.
+        has_told_all: Whether it has told of its end; one that is killed has trained some more steps
+            than it could tell of.
+    """
+
+    attempts: int
+    last_step: int
+    has_told_all: bool
+
+    def loss(self, step: int) -> str:
+        """Returns how many of its steps are lost if the next attempt starts at a checkpoint of
+        this one, as a sentence; "" if that is not known."""
+        lost = max(0, self.last_step - step)
+        if not lost:
+            return "no steps were lost" if self.has_told_all else ""
+        least = "" if self.has_told_all else "at least "
+        steps, were = ("step", "was") if lost == 1 else ("steps", "were")
+        return f"{least}{lost} {steps} since that checkpoint {were} lost"
+
+
+def look_back(files: Files, run: str, worker: str) -> Before | None:
+    """What is known before an attempt has told anything; None if nothing is.
+
+    Args:
+        files: The directory.
+        run: The name of the run's folder in it.
+        worker: The name of the chief.
+
+    Raises:
+        CheckpointError: If the folder cannot be listed.
+        OSError: If a file cannot be read.
+    """
+    folder = f"{run}/{FOLDER}"
+    parts = newest(layout.names(files, folder))
+    stems = {stem: match for stem, _ in parts if (match := _STEM.fullmatch(stem))}
+    own = [stem for stem, match in stems.items() if match["worker"] == worker]
+    if not own:
+        return None
+    last = max(own)
+    entries: list[Entry] = []
+    for part in sorted((part for stem, part in parts if stem == last), reverse=True):
+        entries = [*_entries(files, f"{folder}/{parts[last, part]}"), *entries]
+        steps = [entry.event.step for entry in entries if isinstance(entry.event, Window | Began)]
+        if steps:
+            attempts = len({match["session"] for match in stems.values()})
+            return Before(attempts, max(steps), isinstance(entries[-1].event, _LAST_WORDS))
+    return None
+
+
+def _entries(files: Files, path: str) -> list[Entry]:
+    size = files.size(path)
+    begin = max(0, size - _LAST_BYTES)
+    buffer = bytearray(size - begin)
+    filled = files.read_into(path, begin, memoryview(buffer)) if buffer else 0
+    found = map(from_line, bytes(buffer[:filled]).splitlines())  # none for a line that is cut
+    return [entry for entry in found if entry is not None]

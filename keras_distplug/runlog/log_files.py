@@ -1,0 +1,476 @@
+"""The log of a run: files of lines, one for each worker and `fit`, and one for each supervisor.
+
+    <directory>/run-0001/log/
+      20261122T101112Z-worker-0-3f0c9a1b.jsonl                a worker's, on a disk
+      20261122T101112Z-worker-1-3f0c9a1b.0002-000017.jsonl    in a store: the second part
+      supervisor-8d1e....jsonl
+
+A store has no appending. So what is written is divided into parts, of which the last one, while it
+grows, is written anew under a higher number, and then the file before it is deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from keras_distplug.core.errors import CheckpointError, NoCheckpointError
+from keras_distplug.core.events import SUPERVISOR, Began, Entry, from_line
+from keras_distplug.core.threads import before_threads_end
+from keras_distplug.runlog.goodput_totals import Fit
+from keras_distplug.storage import layout
+from keras_distplug.storage.files import Files, LocalFiles, open_files
+
+FOLDER = "log"
+_SUFFIX = ".jsonl"
+_VERSION = re.compile(r"(?P<stem>.+)\.(?P<part>\d{4,})-(?P<version>\d{6,})")
+_PART_BYTES = 2**18
+_KEPT_BYTES = 2**20  # of what cannot be written
+_AGAIN_SECS = 5.0  # after a failure
+_EVERY_SECS, _LONGEST_SECS, _SHARE = 10.0, 60.0, 0.01  # of uploads
+_LAST_SECS = 10.0
+_BEAT_SECS = 60.0  # without a line
+_LOOKS = 5  # for the newer name of a file that is not there any more
+_LEVELS = 3  # of folders in which runs are looked for
+
+
+class Sink(Protocol):
+    """Where lines go."""
+
+    @property
+    def every_secs(self) -> float:
+        """Pause between writes."""
+        ...
+
+    def write(self, lines: bytes) -> None:
+        """Raises OSError, and has written nothing then that counts."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class _Appended:
+    """A file on a disk."""
+
+    every_secs = 0.0
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: int | None = None
+        self._bytes = 0  # that count
+        self._is_torn = False
+
+    def write(self, lines: bytes) -> None:
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            self._bytes = os.fstat(self._file).st_size
+        if self._is_torn:
+            self._mend(self._file)
+        self._is_torn = True
+        if (taken := os.write(self._file, lines)) < len(lines):
+            self._mend(self._file)
+            raise OSError(f"{self._path} took {taken} of {len(lines)} bytes only")
+        self._is_torn = False
+        self._bytes += len(lines)
+
+    def _mend(self, file: int) -> None:
+        """Takes back what a full disk has taken, for all of it is written again. Nobody else writes
+        to this file."""
+        os.ftruncate(file, self._bytes)
+        self._is_torn = False
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+class _Uploaded:
+    """Files in a store."""
+
+    def __init__(self, files: Files, stem: str) -> None:
+        self._files = files
+        self._stem = stem
+        self._begun_s = time.monotonic()
+        self._part = b""
+        self._number, self._version = 1, 0
+        self._before: str | None = None
+
+    @property
+    def every_secs(self) -> float:
+        return min(max(_EVERY_SECS, _SHARE * (time.monotonic() - self._begun_s)), _LONGEST_SECS)
+
+    def write(self, lines: bytes) -> None:
+        part = self._part + lines
+        self._version += 1
+        name = f"{self._stem}.{self._number:04d}-{self._version:06d}{_SUFFIX}"
+        self._files.create(name, [part])
+        before, self._before, self._part = self._before, name, part
+        if len(part) >= _PART_BYTES:
+            self._number, self._version, self._part, self._before = self._number + 1, 0, b"", None
+        if before is not None:
+            with contextlib.suppress(OSError):  # it does not count any more
+                self._files.delete(before)
+
+    def close(self) -> None:
+        pass
+
+
+def sink_for(files: Files, stem: str) -> Sink:
+    """Where the file `stem` goes, from the folder of `files`."""
+    if isinstance(files, LocalFiles):
+        return _Appended(Path(files.where(f"{stem}{_SUFFIX}")))
+    return _Uploaded(files, stem)
+
+
+@dataclass(frozen=True)
+class _Line:
+    text: bytes
+    is_minor: bool
+    is_first: bool
+
+
+class Log:
+    """Writes lines in a thread, so that whoever has something to tell waits for no storage.
+
+    What cannot be written is tried again, and told once. Where that takes so long that not all can
+    be kept, lines of minor weight go first, the oldest of them before others, and the first line of
+    all never. When the process ends, it waits for the last lines, but not for ever.
+
+    Args:
+        sink: Where they go.
+        on_failure: Called, from the thread, with what keeps lines from being written; once, until
+            some are written again.
+        lost: Makes the line that says how many were lost; it stands before those that are kept.
+        beat: Makes a line that is written where there is no other one for a minute, or None.
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        on_failure: Callable[[OSError], None],
+        lost: Callable[[int], bytes | None] = lambda lines: None,
+        beat: Callable[[], bytes | None] = lambda: None,
+    ) -> None:
+        self._sink = sink
+        self._on_failure = on_failure
+        self._lost = lost
+        self._beat = beat
+        self._waiting: deque[_Line] = deque()
+        self._waiting_bytes = 0
+        self._has_first = False
+        self._dropped = 0  # and not told of
+        self._changed = threading.Condition()
+        self._is_hurried = self._is_closed = self._is_writing = False
+        self._thread = threading.Thread(target=self._run, name="keras_distplug-log", daemon=True)
+        self._thread.start()
+        _close_at_exit()
+        _logs.add(self)
+
+    def append(self, line: bytes, *, is_minor: bool = False) -> None:
+        """From any thread.
+
+        Args:
+            line: With its end.
+            is_minor: Whether others are to be kept rather than this one.
+        """
+        with self._changed:
+            self._waiting.append(_Line(line, is_minor, is_first=not self._has_first))
+            self._has_first = True
+            self._waiting_bytes += len(line)
+            self._drop_some()
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float = _LAST_SECS) -> bool:
+        """Whether all is written, for which it waits so long."""
+        with self._changed:
+            self._is_hurried = True
+            self._changed.notify_all()
+            done = self._changed.wait_for(
+                lambda: not self._waiting and not self._is_writing, timeout_s
+            )
+            self._is_hurried = False
+        return done
+
+    def close(self, timeout_s: float = _LAST_SECS) -> None:
+        """As `flush`; nothing more is written then."""
+        with self._changed:
+            self._is_hurried = self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+
+    # How, in the thread
+
+    def _run(self) -> None:
+        has_failed, pause_s = False, 0.0
+        while (taken := self._next(pause_s)) is not None:
+            lines, dropped = taken
+            told = [line] if dropped and (line := self._lost(dropped)) is not None else []
+            texts = [each.text for each in lines]
+            # What the log begins with stays its first line.
+            place = 1 if lines[0].is_first else 0
+            try:
+                self._sink.write(b"".join([*texts[:place], *told, *texts[place:]]))
+                has_failed, pause_s = False, self._sink.every_secs
+            except OSError as error:
+                if not has_failed:
+                    self._on_failure(error)
+                has_failed, pause_s = True, _AGAIN_SECS
+                with self._changed:
+                    if self._is_closed:
+                        break
+                    self._waiting.extendleft(reversed(lines))
+                    self._waiting_bytes += sum(len(each.text) for each in lines)
+                    self._dropped += dropped
+                    self._drop_some()
+            finally:
+                with self._changed:
+                    self._is_writing = False
+                    self._changed.notify_all()
+        self._sink.close()
+
+    def _drop_some(self) -> None:
+        """Some more than has to be, so that it is not each line that asks for it."""
+        if self._waiting_bytes <= _KEPT_BYTES:
+            return
+        for is_minor in (True, False):
+            kept: deque[_Line] = deque()
+            for line in self._waiting:
+                may_go = line.is_minor is is_minor and not line.is_first
+                if may_go and self._waiting_bytes > 0.75 * _KEPT_BYTES:
+                    self._waiting_bytes -= len(line.text)
+                    self._dropped += 1
+                else:
+                    kept.append(line)
+            self._waiting = kept
+            if self._waiting_bytes <= _KEPT_BYTES:
+                return
+
+    def _next(self, pause_s: float) -> tuple[list[_Line], int] | None:
+        """What waits to be written, once there is some, and how many lines were lost; None at the
+        end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_hurried, pause_s)
+            while not self._changed.wait_for(lambda: self._waiting or self._is_closed, _BEAT_SECS):
+                if self._has_first and (line := self._beat()) is not None:
+                    self._waiting.append(_Line(line, is_minor=True, is_first=False))
+                    self._waiting_bytes += len(line)
+            if not self._waiting:
+                return None
+            taken = list(self._waiting), self._dropped
+            self._waiting.clear()
+            self._waiting_bytes = self._dropped = 0
+            self._is_writing = True
+        return taken
+
+
+def open_beside(
+    url: str,
+    folder: str,
+    storage_options: Mapping[str, Any],
+    stem: str,
+    on_failure: Callable[[OSError], None],
+) -> Log:
+    """Opens a file beside others.
+
+    Args:
+        url: The directory of a run.
+        folder: That of its log, in there.
+        storage_options: For `url`.
+        stem: The name of the file, without its end.
+        on_failure: As in `Log`.
+
+    Raises:
+        ConfigurationError: If `url` cannot be used here.
+    """
+    files = open_files(url, storage_options)
+    return Log(sink_for(files, f"{folder}/{stem}"), on_failure)
+
+
+_logs: weakref.WeakSet[Log] = weakref.WeakSet()
+
+
+@functools.cache
+def _close_at_exit() -> None:
+    before_threads_end(_close_all)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_logs.clear)  # whose threads the child has not
+
+
+def _close_all() -> None:
+    for log in list(_logs):
+        log.close()
+
+
+def runs(files: Files, only: str | None = None) -> list[str]:
+    """The names of runs that have a log, the oldest first; `""` for a log beside no run.
+
+    Args:
+        files: The directory.
+        only: The one that is asked for, if not all are.
+
+    Raises:
+        NoCheckpointError: If there is none.
+        CheckpointError: If the directory cannot be listed.
+    """
+    names = ["", *(name for _, name in layout.runs(files))]
+    found = [name for name in names if FOLDER in layout.names(files, name)]
+    found = [name for name in found if only is None or name == only]
+    if not found:
+        raise NoCheckpointError(
+            f"There is no log in {files.where(only or '')}. It is kept by the callback RunLog, "
+            "which is among `keras_distplug.defaults()`, in the folder of each run."
+        )
+    return found
+
+
+def find(
+    url: str, on_failure: Callable[[str, CheckpointError], None]
+) -> Iterator[tuple[Files, str]]:
+    """The folders of all runs that have a log, in a folder and those in it, some levels down.
+
+    Args:
+        url: The folder.
+        on_failure: Called with each folder in there that cannot be listed, and why. What is in it
+            is left out, and what is beside it is not.
+
+    Raises:
+        ConfigurationError: If `url` names no folder.
+    """
+    files = open_files(url)
+    yield from ((files, folder) for folder in _with_log(files, "", _LEVELS, on_failure))
+
+
+def _with_log(
+    files: Files, folder: str, levels: int, on_failure: Callable[[str, CheckpointError], None]
+) -> Iterator[str]:
+    path = f"{folder}/" if folder else ""
+    try:
+        names = layout.names(files, folder)
+        has_log = FOLDER in names and bool(newest(layout.names(files, f"{path}{FOLDER}")))
+    except CheckpointError as error:
+        on_failure(folder, error)
+        return
+    if has_log:
+        yield folder
+    if levels and layout.RECORD not in names:  # a run's other folders are checkpoints
+        for name in names:
+            if name != FOLDER and not name.startswith("."):
+                yield from _with_log(files, f"{path}{name}", levels - 1, on_failure)
+
+
+class Reader:
+    """Reads the log of one run again and again: each time what is new.
+
+    Args:
+        files: The directory.
+        run: The name of the run's folder in it.
+    """
+
+    def __init__(self, files: Files, run: str) -> None:
+        self._files = files
+        self._folder = f"{run}/{FOLDER}" if run else FOLDER
+        self._known: dict[tuple[str, int], _File] = {}
+        self._fits: dict[str, Fit] = {}
+        self._reading = threading.Lock()
+
+    def read(self) -> tuple[list[Fit], list[Entry]]:
+        """What the workers have told, and what supervisors have, in the order of time.
+
+        Raises:
+            CheckpointError: If the folder cannot be listed.
+            OSError: If a file cannot be read.
+        """
+        with self._reading:
+            return self._read()
+
+    def _read(self) -> tuple[list[Fit], list[Entry]]:
+        changed: set[str] = set()
+        for _ in range(_LOOKS):
+            keys, is_whole = self._read_files(changed)
+            if is_whole:
+                break
+        stems: dict[str, list[_File]] = {}
+        for key in keys:
+            if (known := self._known.get(key)) is not None:
+                stems.setdefault(key[0], []).append(known)
+        supervised = []
+        for stem, parts in stems.items():
+            if stem.startswith(f"{SUPERVISOR}-"):
+                supervised += [entry for part in parts for entry in part.entries]
+            elif stem in changed:
+                entries = tuple(entry for part in parts for entry in part.entries)
+                if entries and isinstance(began := entries[0].event, Began):
+                    self._fits[stem] = Fit(began, entries)
+        fits = [self._fits[stem] for stem in stems if stem in self._fits]
+        return (
+            sorted(fits, key=lambda fit: fit.begins_at),
+            sorted(supervised, key=lambda entry: entry.at),
+        )
+
+    def _read_files(self, changed: set[str]) -> tuple[list[tuple[str, int]], bool]:
+        """Which there are, and whether each was still there."""
+        listed, is_whole = sorted(newest(layout.names(self._files, self._folder)).items()), True
+        for key, name in listed:
+            file = self._known.get(key)
+            if file is None or file.name != name:
+                file = _File(name)
+            try:
+                if file.read_on(self._files, f"{self._folder}/{name}"):
+                    changed.add(key[0])
+            except FileNotFoundError:  # a newer one has just taken its place
+                is_whole = False
+            else:
+                self._known[key] = file
+        return [key for key, _ in listed], is_whole
+
+
+class _File:
+    """What is known of a file that may grow."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.entries: list[Entry] = []
+        self._read_bytes = 0
+
+    def read_on(self, files: Files, path: str) -> bool:
+        """Whether there was something new."""
+        if self._read_bytes and _VERSION.fullmatch(self.name.removesuffix(_SUFFIX)):
+            return False  # in a store no file grows: what is new has another name
+        buffer = bytearray(max(0, files.size(path) - self._read_bytes))
+        filled = files.read_into(path, self._read_bytes, memoryview(buffer)) if buffer else 0
+        # A line may be under way.
+        whole = buffer.rfind(b"\n", 0, filled) + 1
+        self._read_bytes += whole
+        found = [from_line(line) for line in bytes(buffer[:whole]).splitlines()]
+        self.entries += [entry for entry in found if entry is not None]
+        return bool(whole)
+
+
+def read(files: Files, run: str) -> tuple[list[Fit], list[Entry]]:
+    """As `Reader.read`, once."""
+    return Reader(files, run).read()
+
+
+def newest(names: list[str]) -> dict[tuple[str, int], str]:
+    """Of each part of each file, the one that counts."""
+    found: dict[tuple[str, int], tuple[int, str]] = {}
+    for name in names:
+        if not name.endswith(_SUFFIX):
+            continue
+        stem, part, version = name.removesuffix(_SUFFIX), 0, 0
+        if match := _VERSION.fullmatch(stem):
+            stem, part, version = match["stem"], int(match["part"]), int(match["version"])
+        found[stem, part] = max(found.get((stem, part), (-1, "")), (version, name))
+    return {key: name for key, (_, name) in found.items()}

@@ -1,0 +1,195 @@
+"""The replicas of a run as a page shows them: over time, and who is slow."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keras_distplug.core import events
+from keras_distplug.core.events import Window
+from keras_distplug.runlog.goodput_totals import Fit
+
+BINS = 240  # of time
+_NOTHING = -1.0
+_MOST_ROWS = 96  # of replicas; of more, these are shown:
+_SLOWEST = 64
+_SHARES = (  # and of all, in each stretch of time
+    (1.0, "the slowest of {}"),
+    (0.9, "9 of 10 take less"),
+    (0.5, "the median of {}"),
+    (0.0, "the fastest of {}"),
+)
+_RECENT = 20  # windows
+
+
+def heat(fits: Sequence[Fit], begin: float, end: float) -> dict[str, Any]:
+    """What each replica had in each stretch of time: of several windows, the largest."""
+    width = (end - begin) / BINS or 1.0
+    found: dict[str, dict[int, list[float]]] = {"compute": {}, "sync": {}, "input": {}}
+    where: dict[int, str] = {}
+    for fit in fits:
+        worker = f"{fit.source} on {fit.began.host}"
+        for entry in fit.entries:
+            window = entry.event
+            if not isinstance(window, Window) or not window.replicas:
+                continue
+            last = min(int((entry.at - begin) / width), BINS - 1)
+            first = max(int((entry.at - sum(window.secs.values()) - begin) / width), 0)
+            for each in window.replicas:
+                where[each.replica] = worker
+                for what, value in (
+                    ("compute", each.compute_s),
+                    ("sync", each.sync_s),
+                    ("input", window.input_s),
+                ):
+                    if value is None:
+                        continue
+                    cells = found[what].get(each.replica)
+                    if cells is None:
+                        cells = found[what][each.replica] = [_NOTHING] * BINS
+                    for number in range(first, last + 1):
+                        if cells[number] < value:
+                            cells[number] = value
+    rows: Sequence[int] = sorted(where)
+    named: list[dict[str, Any]] = [{"replica": row, "where": where[row]} for row in rows]
+    shares: tuple[tuple[float, str], ...] = ()
+    if len(rows) > _MOST_ROWS:
+        rows = sorted(rows, key=lambda row: _own(found, row), reverse=True)[:_SLOWEST]
+        shares = _SHARES
+        named = [
+            *({"replica": None, "where": label.format(len(where))} for _, label in shares),
+            *({"replica": row, "where": where[row]} for row in rows),
+        ]
+    nothing = [_NOTHING] * BINS
+    return {
+        "width": width,
+        "replicas": len(where),
+        "rows": named,
+        "milliseconds": {
+            what: [
+                [None if cell == _NOTHING else _milliseconds(cell) for cell in cells]
+                for cells in (
+                    *_of_all(list(of.values()), [share for share, _ in shares]),
+                    *(of.get(row, nothing) for row in rows),
+                )
+            ]
+            for what, of in found.items()
+            if of
+        },
+    }
+
+
+def _own(found: Mapping[str, Mapping[int, Sequence[float]]], replica: int) -> float:
+    """What others wait for, of a replica: the mean over the time in which that is known."""
+    means = []
+    for what in ("compute", "input"):
+        known = [cell for cell in found[what].get(replica, ()) if cell != _NOTHING]
+        means.append(sum(known) / len(known) if known else 0.0)
+    return sum(means)
+
+
+def _of_all(rows: Sequence[Sequence[float]], shares: Sequence[float]) -> Iterator[list[float]]:
+    """Of all rows, in each column, the values that such a share of them does not exceed."""
+    if not shares:
+        return
+    columns = [
+        sorted(cell for cell in column if cell != _NOTHING) for column in zip(*rows, strict=True)
+    ]
+    for share in shares:
+        yield [
+            column[round(share * (len(column) - 1))] if column else _NOTHING for column in columns
+        ]
+
+
+def _milliseconds(secs: float) -> float:
+    """Three digits, which is what a colour can tell, for the page is full of these."""
+    return round(1000 * secs) if secs >= 0.1 else float(f"{1000 * secs:.3g}")
+
+
+def ranking(fits: Sequence[Fit]) -> list[dict[str, Any]]:
+    """Replicas of the last attempt by what others wait for of them lately, the slowest first."""
+    if not fits:
+        return []
+    session = max(fits, key=lambda fit: fit.begins_at).began.session
+    group = [fit for fit in fits if fit.began.session == session]
+    recent: dict[int, list[_Taken]] = {}
+    where: dict[int, tuple[int, str]] = {}
+    for fit in group:
+        windows = [
+            entry.event
+            for entry in fit.entries
+            if isinstance(entry.event, Window) and entry.event.replicas
+        ]
+        for window in windows[-_RECENT:]:
+            for each in window.replicas:
+                where[each.replica] = fit.began.rank, f"{fit.source} on {fit.began.host}"
+                taken = _Taken(window.steps, each.compute_s, window.input_s, each.sync_s)
+                recent.setdefault(each.replica, []).append(taken)
+    means = {replica: _mean(taken) for replica, taken in recent.items()}
+    own = {replica: mean.compute_s + (mean.input_s or 0.0) for replica, mean in means.items()}
+    told = _told_slow(group)
+    found: list[dict[str, Any]] = []
+    for replica, mean in means.items():
+        others = [s for other, s in own.items() if other != replica]
+        rank, name = where[replica]
+        causes = told.get(("replica", replica), set()) | told.get(("worker", rank), set())
+        found.append(
+            {
+                "replica": replica,
+                "where": name,
+                "compute_ms": round(1000 * mean.compute_s, 3),
+                "input_ms": None if mean.input_s is None else round(1000 * mean.input_s, 3),
+                "sync_ms": None if mean.sync_s is None else round(1000 * mean.sync_s, 3),
+                "score": round(statistics.median(others) / own[replica], 3)
+                if others and own[replica]
+                else 1.0,
+                "told": sorted(causes),
+            }
+        )
+    return sorted(found, key=lambda each: own[each["replica"]], reverse=True)[:_MOST_ROWS]
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """What a replica had in each of some steps."""
+
+    steps: int
+    compute_s: float
+    input_s: float | None
+    sync_s: float | None
+
+
+def _mean(windows: Sequence[_Taken]) -> _Taken:
+    def of(values: Sequence[float | None]) -> float | None:
+        known = [
+            (each.steps, value)
+            for each, value in zip(windows, values, strict=True)
+            if value is not None
+        ]
+        steps = sum(count for count, _ in known)
+        return sum(count * value for count, value in known) / steps if steps else None
+
+    return _Taken(
+        sum(each.steps for each in windows),
+        of([each.compute_s for each in windows]) or 0.0,
+        of([each.input_s for each in windows]),
+        of([each.sync_s for each in windows]),
+    )
+
+
+def _told_slow(fits: Sequence[Fit]) -> dict[tuple[str, int], set[str]]:
+    """For what replicas, and workers, were told to be stragglers, which they still are."""
+    found: dict[tuple[str, int], set[str]] = {}
+    told = [
+        (entry.at, entry.event)
+        for fit in fits
+        for entry in fit.entries
+        if isinstance(entry.event, events.SlowReplica)
+    ]
+    for _, event in sorted(told, key=lambda each: each[0]):
+        key = ("worker", event.rank) if event.replica is None else ("replica", event.replica)
+        causes = found.setdefault(key, set())
+        (causes.discard if event.is_over else causes.add)(event.cause)
+    return found

@@ -1,0 +1,491 @@
+"""What happens to a run, and where its time goes, in files beside its checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from types import TracebackType
+from typing import Any
+
+import keras
+
+from keras_distplug.backend.tensorflow import trainer
+from keras_distplug.backend.tensorflow.runtime import callback_list
+from keras_distplug.callbacks.as_call import as_call
+from keras_distplug.callbacks.one_of_a_kind import stood_aside
+from keras_distplug.callbacks.run_keeper import keeper_among
+from keras_distplug.cluster import agreement
+from keras_distplug.core import events, reporting
+from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.core.events import Entry, Event, OfReplica, Window
+from keras_distplug.core.interactive import is_interactive
+from keras_distplug.core.ledger import Category, Ledger, split
+from keras_distplug.core.log import announce
+from keras_distplug.core.supervised import Supervised
+from keras_distplug.python_state import json_values
+from keras_distplug.runlog.event_files import EventFiles
+from keras_distplug.runlog.goodput_curves import GoodputCurves
+from keras_distplug.runlog.goodput_totals import Fit
+from keras_distplug.runlog.log_files import FOLDER, Log, read, sink_for
+from keras_distplug.runlog.process import started_at
+from keras_distplug.step.executions import Executions
+from keras_distplug.step.step_reports import StepReport
+from keras_distplug.step.step_windows import OwnWindows
+from keras_distplug.storage.commit import Writer
+from keras_distplug.storage.files import open_files
+
+_LEAST_SECS, _MOST_SECS, _SHARE = 1.0, 30.0, 0.01  # between windows
+_PACKAGES = ("keras_distplug", "keras", "tensorflow")
+
+
+class RunLog(keras.callbacks.Callback):  # type: ignore[misc]
+    """Keeps a log of what happens to a run, of all its attempts, and of where its time goes.
+
+    Each worker appends lines of JSON to a file of its own, in the folder `log` of the run: what
+    other callbacks of this package do and find (checkpoints, stragglers, updates left out, hangs),
+    and, for each stretch of time, what it went to. `keras-distplug goodput` reads them. They stay
+    when training has reached its end.
+
+    Example:
+
+    ```python
+    backup = kd.BackupAndRestore("runs/mnist", delete_checkpoint=False)
+    model.fit(ds, epochs=10, callbacks=[backup, kd.RunLog()])
+    ```
+
+    - It is among `defaults()`; one of your own takes its place.
+    - Lines are written in a thread. Those that cannot be written are tried again, which is told
+      once; training goes on.
+    - A stretch is a second at first, and half a minute later on. What was trained since the last
+      line of a process that is killed counts as lost time, not as steps.
+    - Waiting for data, and for other replicas, is known where the step's times are, as in
+      `StragglerWatchdog`. What XLA compiles is not looked into (`jit_compile=True`, and Keras'
+      `"auto"` on a single GPU), and in one process it is not known how long the steps of an
+      execution of several waited for data: all of these counts as productive, and `keras-distplug
+      goodput` says of how much time it is not known.
+
+    Args:
+        log_dir: A folder for the files, or a URL, shared by all workers. Defaults to that of the
+            run of the `BackupAndRestore` among the callbacks.
+        storage_options: As in `BackupAndRestore`, for `log_dir`.
+
+    Raises:
+        ConfigurationError: For an argument that is not usable; in `fit`, without `log_dir` where
+            no `BackupAndRestore` is there, or one that deletes its folder at the end.
+    """
+
+    def __init__(
+        self,
+        log_dir: str | os.PathLike[str] | None = None,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if log_dir is None and storage_options:
+            raise ConfigurationError(
+                "`storage_options` is for `log_dir`, which is not given. Without it the log goes "
+                "to the directory of the BackupAndRestore, by its own options."
+            )
+        self.log_dir = log_dir
+        self._storage_options = dict(storage_options or {})
+        self._files = None if log_dir is None else open_files(log_dir, storage_options)
+        self._windows: OwnWindows | None = None  # not where another one does the work
+        self._writes: _Writes | None = None
+
+    # Keras' hooks, in the order in which they come
+
+    __repr__ = as_call
+
+    def set_model(self, model: keras.Model) -> None:
+        super().set_model(model)
+        trainer.adapt(model)
+        self.close()
+        # Here, because Keras makes the step before `on_train_begin`.
+        if stood_aside(self, callback_list.move_to_front(self)):
+            return
+        self._windows = OwnWindows(model, syncs=True)
+        # What is reported before the run is known waits.
+        self._writes = _Writes(self._windows, callback_list.Calling.now())
+
+    def set_params(self, params: Mapping[str, Any]) -> None:
+        super().set_params(params)
+        if self._windows is not None:
+            self._executions = Executions(self.model, params.get("steps"))
+
+    def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        if self._writes is None or self._windows is None:
+            return
+        if self._writes.is_training:
+            self._writes.switch(Category.EVALUATION)
+        else:
+            self._windows.unwant()
+            self.close()
+
+    def on_predict_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        self.on_test_begin(logs)
+
+    def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        others = callback_list.move_to_front(self)
+        if self._windows is None or self._writes is None:
+            return
+        self._keeper = keeper_among(others)
+        complaint = self._complaint()
+        if complaint is not None:
+            self.close()
+            raise ConfigurationError(complaint)
+        self._windows.begin()
+        self._writes.is_training = True
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        if self._writes is None or self._windows is None:
+            return
+        if not self._writes.was_open:
+            self._open(self._writes)
+        self._writes.epoch = epoch
+        self._windows.begin_epoch()
+
+    def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        if self._writes is not None and self._windows is not None:
+            self._writes.begin_step()
+            self._windows.begin_step()
+            self._executions.begin()
+
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        if self._writes is None or self._windows is None:
+            return
+        self._windows.end_step()
+        self._writes.end_step(self._executions.end())
+
+    def on_test_end(self, logs: Mapping[str, Any] | None = None) -> None:
+        if self._writes is not None:
+            self._writes.switch(Category.OTHER)
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        if self._writes is not None:
+            self._writes.end_epoch(epoch, logs)
+
+    def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
+        if self._writes is None:
+            return
+        self._writes.end_window()
+        if self._keeper is None:
+            step, epochs = self._writes.step, self.params.get("epochs", 1)
+            reporting.report(events.Finished(step, epochs, bool(self.model.stop_training)))
+
+    def close(self) -> None:
+        """Ends the log."""
+        if self._writes is not None:
+            self._writes.close()
+            self._writes = None
+        if self._windows is not None:
+            self._windows.close()
+            self._windows = None
+
+    # How
+
+    def _complaint(self) -> str | None:
+        if self._files is not None:
+            return None
+        if self._keeper is None:
+            return (
+                "RunLog needs a folder: give it `log_dir`, or a keras_distplug.BackupAndRestore "
+                "among the callbacks, whose directory it takes."
+            )
+        if self._keeper.delete_checkpoint:
+            return (
+                "RunLog would lose its files with those of the BackupAndRestore, which is to "
+                "delete its directory at the end. Give RunLog a `log_dir`, or BackupAndRestore "
+                "delete_checkpoint=False."
+            )
+        return None
+
+    def _open(self, writes: _Writes) -> None:
+        assert self._windows is not None
+        role = self._windows.role
+        words = agreement.among(role)
+        session = words.from_chief("log", Writer.new_attempt() if role.is_chief else None)
+        if self._files is not None:
+            files, folder, place = self._files, FOLDER, self.log_dir
+            options: Mapping[str, Any] = self._storage_options
+        else:
+            assert self._keeper is not None
+            run = self._keeper.context
+            files, folder = run.files, f"{run.name}/{FOLDER}"
+            place, options = run.directory, run.storage_options
+        if self._keeper is None:
+            writes.step = self._windows.updates  # it may go on with a model that was trained before
+        stem = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}-{role.name}-{session[:8]}"
+        began = events.Began(
+            session=session,
+            rank=role.rank,
+            workers=role.world_size,
+            replicas=self.model.distribute_strategy.num_replicas_in_sync,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            strategy=type(self.model.distribute_strategy).__name__,
+            epochs=self.params.get("epochs", 1),
+            step=writes.step,
+            versions=_versions(),
+            resumes=self._keeper is not None,
+        )
+        where = files.where(folder)
+
+        def tell_failure(error: OSError) -> None:
+            announce(
+                f"the log of this run, in {where}, cannot be written, and is tried again: {error}"
+            )
+
+        log = Log(
+            sink_for(files, f"{folder}/{stem}"),
+            tell_failure,
+            _while_there(writes.lost),
+            _while_there(writes.beat),
+        )
+        curves = None
+        if role.is_chief:
+            run_folder = folder.removesuffix(FOLDER).rstrip("/")
+
+            def earlier() -> tuple[list[Fit], list[Entry]]:
+                fits, supervised = read(files, run_folder)
+                return [fit for fit in fits if fit.began.session != session], supervised
+
+            event_files = EventFiles(files, f"{folder}/goodput")
+            curves = GoodputCurves(event_files, earlier, writes.begins_at, resumes=began.resumes)
+        writes.open(role.name, began, log, curves)
+        supervised = Supervised.from_env()
+        if role.is_chief and supervised is not None and place is not None:
+            supervised.logs_to(
+                os.path.abspath(place) if _is_path(place) else os.fspath(place), folder, options
+            )
+
+
+class _Writes:
+    """One worker's log of one `fit`; hears what all report."""
+
+    def __init__(self, windows: OwnWindows, fit: callback_list.Calling | None) -> None:
+        for each in reporting.listeners():
+            if isinstance(each, _Writes):
+                each.close_if_over()
+        self._fit = fit
+        self.is_training = False
+        self.is_open = self.was_open = False
+        self.epoch = 0
+        self.step = 0  # batches since the run began
+        self._windows = windows
+        self._steps = 0  # of this window
+        self._is_first = True
+        self._log: Log | None = None
+        self._waiting: list[tuple[float, Event]] = []
+        self._trains = threading.get_ident()
+        self._begun_s = time.monotonic()
+        begun_s = _begun_s()
+        self._begun_at, self._at_s = time.time(), _clock_s()
+        self.begins_at = self._begun_at - (time.monotonic() - begun_s)
+        _hear_of_errors()
+        self._curves: GoodputCurves | None = None
+        self._ledger = Ledger(begun_s, Category.START_UP)
+        self._flushed_s = self._begun_s
+        reporting.listen(self)
+
+    def open(
+        self, source: str, began: events.Began, log: Log, curves: GoodputCurves | None
+    ) -> None:
+        self._source, self._log, self._curves = source, log, curves
+        for each in (log, curves):
+            if each is not None:  # whose threads would stay where an error has ended `fit`
+                weakref.finalize(self, each.close).atexit = False
+        supervised = Supervised.from_env()
+        self._job = None if supervised is None else supervised.job
+        self._attempt = None if supervised is None else supervised.attempt
+        self.is_open = self.was_open = True
+        for at, event in [(self._now(), began), *self._waiting]:
+            self._write(at, event)
+        self._waiting.clear()
+
+    # As a listener
+
+    def hear(self, event: Event) -> None:
+        if isinstance(event, events.Restored):
+            self.step = event.step
+        is_last = isinstance(
+            event, events.Finished | events.Preempted | events.PeerLost | events.Raised
+        )
+        if is_last or isinstance(event, events.RolledBack):
+            self.end_window()  # with the steps by then
+        now = self._now()
+        if self.is_open:
+            self._write(now, event)
+        else:
+            self._waiting.append((now, event))
+        if is_last:
+            self.close()
+        elif isinstance(event, events.Hung) and self._log is not None:
+            self._log.flush()
+
+    def spent(self, category: Category, secs: float) -> None:
+        self._ledger.spent(category, secs, time.monotonic())
+
+    # As training goes on
+
+    def switch(self, category: Category) -> None:
+        self._ledger.switch(category, time.monotonic())
+
+    def begin_step(self) -> None:
+        if not self._is_first:
+            self.switch(Category.STEP)
+
+    def end_step(self, batches: int) -> None:
+        self._is_first = False
+        now_s = time.monotonic()
+        self._ledger.switch(Category.OTHER, now_s)
+        self.step += batches
+        self._steps += batches
+        pause_s = min(max(_LEAST_SECS, _SHARE * (now_s - self._begun_s)), _MOST_SECS)
+        if now_s - self._flushed_s >= pause_s:
+            self.end_window()
+
+    def end_epoch(self, epoch: int, logs: Mapping[str, Any] | None) -> None:
+        numbers = json_values.numbers(logs or {})
+        self.end_window()
+        reporting.report(events.EpochEnded(epoch, self.step, numbers))
+
+    def end_window(self) -> None:
+        """Writes what time went to by now."""
+        if not self.is_open:
+            return
+        self._flushed_s = time.monotonic()
+        secs, steps, self._steps = self._ledger.take(self._flushed_s), self._steps, 0
+        report = self._windows.end_window()
+        if report is not None:
+            secs = split(secs, Category.STEP, _waits(report))
+        self._write(self._now(), _window(self.step, steps, self.epoch, secs, report))
+
+    def close_if_over(self) -> None:
+        """An error may have ended its `fit`."""
+        if self._fit is None or not self._fit.is_above(sys._getframe()):
+            self.close()
+
+    def close(self) -> None:
+        reporting.listen_no_more(self)
+        self.is_open = False
+        if self._curves is not None:
+            self._curves.close()
+            self._curves = None
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def _write(self, at: float, event: Event) -> None:
+        if self._log is not None:
+            entry = Entry(at, self._source, event, self._job, self._attempt)
+            is_minor = isinstance(event, Window | events.Beat)
+            self._log.append(events.to_line(entry), is_minor=is_minor)
+        if self._curves is not None:
+            self._curves.hear(at, event)
+
+    def _now(self) -> float:
+        """Seconds since 1970. In one `fit` they go on where somebody sets the clock."""
+        return self._begun_at + (_clock_s() - self._at_s)
+
+    # From the log's thread
+
+    def lost(self, lines: int) -> bytes:
+        return self._line(events.LinesLost(lines))
+
+    def beat(self) -> bytes | None:
+        trains = sys._current_frames().get(self._trains)
+        is_there = self._fit is not None and self._fit.is_above(trains)
+        return self._line(events.Beat()) if is_there else None
+
+    def _line(self, event: Event) -> bytes:
+        entry = Entry(self._now(), self._source, event, self._job, self._attempt)
+        return events.to_line(entry)
+
+
+def _waits(report: StepReport) -> dict[Category, float]:
+    """Of the steps of a window, what went to waiting, as far as that is known."""
+    return {
+        Category.INPUT: report.input_total_s or 0.0,
+        Category.SYNC: report.sync_total_s or 0.0,
+    }
+
+
+def _window(
+    step: int, steps: int, epoch: int, secs: Mapping[Category, float], report: StepReport | None
+) -> Window:
+    spent = {str(category): round(each_s, 6) for category, each_s in secs.items() if each_s}
+    if report is None:
+        return Window(step, steps, epoch, spent)
+    return Window(
+        step,
+        steps,
+        epoch,
+        spent,
+        report.step_s,
+        report.input_s,
+        report.memory_bytes,
+        tuple(OfReplica(each.replica, each.compute_s, each.sync_s) for each in report.replicas),
+    )
+
+
+def _while_there(method: Callable[..., bytes | None]) -> Callable[..., bytes | None]:
+    """A log's thread keeps nobody alive."""
+    there = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> bytes | None:
+        found = there()
+        return None if found is None else found(*args)
+
+    return call
+
+
+def _clock_s() -> float:
+    """Nobody sets it; where there is such a one, it goes on while the machine sleeps."""
+    clock = getattr(time, "CLOCK_BOOTTIME", None)
+    return time.monotonic() if clock is None else time.clock_gettime(clock)
+
+
+@functools.cache
+def _hear_of_errors() -> None:
+    """An error that ends the process is told of by the log of the `fit` that it has ended."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        for listener in reporting.listeners():
+            if isinstance(listener, _Writes):
+                listener.hear(events.Raised(f"{kind.__name__}: {error}"))
+
+    sys.excepthook = hook
+
+
+_has_begun = False  # a `fit` of this process
+
+
+def _begun_s() -> float:
+    """By `time.monotonic`: when the process was started, for its first `fit`; now, for others."""
+    global _has_begun
+    is_first, _has_begun = not _has_begun, True
+    is_of_process = is_first and not is_interactive()
+    return time.monotonic() - (time.time() - started_at() if is_of_process else 0.0)
+
+
+def _is_path(place: str | os.PathLike[str]) -> bool:
+    return "://" not in os.fspath(place)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found

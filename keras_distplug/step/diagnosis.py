@@ -1,0 +1,151 @@
+"""Computes a batch once more, layer by layer, to find where it ceases to be finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_distplug.backend.tensorflow.replicas import probe
+from keras_distplug.step import batches
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What a step of one batch gives, computed by itself.
+
+    Args:
+        origin: What is not finite first, on the way from the data to the gradients; None if loss
+            and gradients are finite.
+        loss: None if the step does not take it from `compute_loss`.
+        variables: Paths of those whose gradients are not finite.
+    """
+
+    origin: str | None
+    loss: float | None
+    variables: tuple[str, ...]
+
+    @property
+    def is_finite(self) -> bool:
+        return self.origin is None
+
+
+def diagnose(
+    model: keras.Model, batch: Any, train_step: Callable[[Any], Any] | None = None
+) -> Diagnosis:
+    """Computes a step of `batch`, and leaves the model as it is.
+
+    It runs operation by operation, and random layers draw what they would draw in the next step.
+    No other replica takes part. What the step does to anything but Keras' variables stays done.
+
+    Args:
+        model: A compiled and built model.
+        batch: What its `train_step` takes, as arrays.
+        train_step: The step. Defaults to that of `model`.
+    """
+    step = _Step(model)
+    with probe.apart(model), probe.listening(model, step.on_call, step.on_loss, step.on_gradients):
+        (train_step or model.train_step)(tf.nest.map_structure(_as_tensor, batch))
+    is_finite = all(map(math.isfinite, step.losses)) and not step.variables
+    return Diagnosis(
+        None if is_finite else _origin(model, batch, step),
+        sum(step.losses) if step.losses else None,
+        tuple(dict.fromkeys(step.variables)),
+    )
+
+
+@dataclass
+class _Step:
+    """What was seen of a step."""
+
+    model: keras.Model
+    layer: str | None = None  # the first one that comes to something that is not finite
+    losses: list[float] = field(default_factory=list)
+    variables: list[str] = field(default_factory=list)
+
+    def on_call(self, layer: keras.Layer, given: Any, made: Any) -> None:
+        if self.layer is not None or _is_finite(made):
+            return
+        # A name says more than a path that begins with that of the model.
+        name = f"layer `{layer.name}` ({type(layer).__name__})"
+        if _is_finite(given):
+            self.layer = f"what {name} makes of finite inputs"
+        else:
+            self.layer = f"what {name} is given, behind layers whose outputs are finite"
+
+    def on_loss(self, loss: Any) -> None:
+        if loss is not None:
+            self.losses.append(float(loss))
+
+    def on_gradients(
+        self, optimizer: str, gradients: Sequence[Any], variables: Sequence[keras.Variable]
+    ) -> None:
+        # Where a loss is scaled, gradients overflow for that alone.
+        of_model = getattr(self.model, optimizer)
+        if isinstance(of_model, keras.optimizers.LossScaleOptimizer) and self._is_loss_finite():
+            return
+        self.variables += [
+            variable.path
+            for variable, gradient in zip(variables, gradients, strict=True)
+            if gradient is not None and not _is_finite(gradient)
+        ]
+
+    def _is_loss_finite(self) -> bool:
+        return all(map(math.isfinite, self.losses))
+
+
+def _origin(model: keras.Model, batch: Any, step: _Step) -> str:
+    for name, value in _named(batch).items():
+        if not _is_finite(value):
+            return f"the batch: {_told(name, np.asarray(value))}"
+    for variable in model.variables:
+        if not _is_finite(variable.value):
+            return f"the variable `{variable.path}`"
+    if step.layer is not None:
+        return step.layer
+    if not all(map(math.isfinite, step.losses)):
+        return "the loss, of outputs that are finite"
+    return f"the gradient of `{step.variables[0]}`, of a loss that is finite"
+
+
+def _named(batch: Any) -> dict[str, Any]:
+    try:
+        return batches.taken_apart(batch)[1]
+    except TypeError:
+        flat = tf.nest.flatten(batch)
+        return {f"array {i}": value for i, value in enumerate(flat) if value is not None}
+
+
+def _told(name: str, value: np.ndarray) -> str:
+    bad = ~np.isfinite(value)
+    first = np.argwhere(bad)[0]
+    sample = f", first in sample {first[0] + 1} of {len(value)}" if value.ndim else ""
+    return f"{np.count_nonzero(bad)} of {value.size} values in `{name}` are not finite{sample}"
+
+
+def _as_tensor(value: Any) -> Any:
+    return None if value is None else tf.convert_to_tensor(value)
+
+
+def _is_finite(values: Any) -> bool:
+    flat = tf.nest.flatten(values, expand_composites=True)
+    tensors = [tf.convert_to_tensor(each) for each in flat if _is_inexact(each)]
+    return all(bool(tf.reduce_all(_are_finite(each))) for each in tensors)
+
+
+def _is_inexact(value: Any) -> bool:
+    if not (isinstance(value, np.ndarray | np.generic) or tf.is_tensor(value)):
+        return isinstance(value, float | complex)
+    dtype = tf.as_dtype(value.dtype)
+    return bool(dtype.is_floating or dtype.is_complex)
+
+
+def _are_finite(value: tf.Tensor) -> tf.Tensor:
+    if value.dtype.is_complex:
+        return tf.math.is_finite(tf.math.real(value)) & tf.math.is_finite(tf.math.imag(value))
+    return tf.math.is_finite(value)

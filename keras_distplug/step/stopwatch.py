@@ -1,0 +1,225 @@
+"""Times within a step, taken by each replica before it waits for the others."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import xxhash
+
+from keras_distplug.step.gradients import dense, size_of
+
+_KEPT = 10_000  # of what nobody takes
+
+
+@dataclass(frozen=True)
+class Lap:
+    """What one replica did in a step.
+
+    Args:
+        replica: Its number among all replicas.
+        begun_s: When its part of the batch was there, by `time.perf_counter`.
+        compute_s: How long it took from there to its own gradients, before those of all are summed.
+        reading: What else is wanted of it.
+        fingerprint: Of its part of the batch, if that is wanted.
+    """
+
+    replica: int
+    begun_s: float
+    compute_s: float
+    reading: Reading | None = None
+    fingerprint: str | None = None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a replica's own samples gave, before gradients are summed over replicas.
+
+    Args:
+        samples: How many.
+        loss: The mean over them; NaN if the step does not take it from `compute_loss`.
+        gradient_norm: Of that loss.
+    """
+
+    samples: float
+    loss: float
+    gradient_norm: float
+
+
+@dataclass(frozen=True)
+class Sync:
+    """How long a replica waited, from its own gradients to the sum of those of all."""
+
+    replica: int
+    sync_s: float
+
+
+@dataclass
+class Heard:
+    """Where times come to stand, of all replicas of a process; of each, the last ones.
+
+    Args:
+        laps: Of each replica in each step.
+        syncs: The same.
+        traces: How often a step was traced, which takes its time before any replica begins.
+    """
+
+    laps: deque[Lap] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    syncs: deque[Sync] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    traces: int = 0
+
+
+class Stopwatch:
+    """Takes times within a step.
+
+    TensorFlow's own clock will not do: operations with a state wait for each other across the
+    replicas of a process. A function of Python's without one is called when its inputs are there,
+    and must give something that is needed, or it is left out.
+    """
+
+    def __init__(self) -> None:
+        self._listeners: list[Heard] = []
+
+    def listen(self) -> Heard:
+        """From now on."""
+        heard = Heard()
+        self._listeners.append(heard)
+        return heard
+
+    def forget_listeners(self) -> None:
+        self._listeners = []
+
+    def begun(self, data: Any) -> tuple[Any, tf.Tensor]:
+        """`data`, not before the time that is given beside it."""
+        if tf.inside_function():
+            for heard in self._listeners:
+                heard.traces += 1
+        flat = [each for each in tf.nest.flatten(data, expand_composites=True) if _is_tensor(each)]
+        begun = _called(_now, flat, _part_of(flat[0]))
+        with tf.control_dependencies([begun]):
+            return tf.nest.map_structure(_identity, data, expand_composites=True), begun
+
+    def computed(
+        self,
+        begun: tf.Tensor,
+        own: Sequence[Any],
+        reading: Sequence[tf.Tensor] = (),
+        fingerprinted: Sequence[tf.Tensor] = (),
+    ) -> tuple[list[Any], tf.Tensor]:
+        """Notes a lap when the gradients `own` of this replica are all there.
+
+        Args:
+            begun: From `begun`.
+            own: Gradients; None where a variable has none.
+            reading: What a `Reading` consists of.
+            fingerprinted: The arrays that make the fingerprint.
+
+        Returns:
+            The same gradients, of which one waits for that; and the time.
+        """
+
+        def note(part: Any, replica: Any, begun_s: Any, *others: Any) -> np.ndarray:
+            read, arrays = others[: len(reading)], others[len(reading) :]
+            return self._note(replica, begun_s, read, arrays)
+
+        return _behind(note, own, _number(), begun, *reading, *fingerprinted)
+
+    def summed(self, computed: tf.Tensor, summed: Sequence[Any]) -> list[Any]:
+        """As `computed`, for the sums over all replicas: how long they came behind that."""
+
+        def note(part: Any, replica: Any, computed_s: Any) -> np.ndarray:
+            return self._note_sync(replica, computed_s)
+
+        gradients, _ = _behind(note, summed, _number(), computed)
+        return gradients
+
+    def _note(
+        self, replica: Any, begun_s: Any, reading: Sequence[Any], fingerprinted: Sequence[Any]
+    ) -> np.ndarray:
+        now_s = time.perf_counter()
+        lap = Lap(
+            int(replica),
+            float(begun_s),
+            now_s - float(begun_s),
+            Reading(*(float(each) for each in reading)) if reading else None,
+            fingerprint_of(fingerprinted) if fingerprinted else None,
+        )
+        for heard in self._listeners:
+            heard.laps.append(lap)
+        return np.array(now_s)
+
+    def _note_sync(self, replica: Any, computed_s: Any) -> np.ndarray:
+        now_s = time.perf_counter()
+        sync = Sync(int(replica), now_s - float(computed_s))
+        for heard in self._listeners:
+            heard.syncs.append(sync)
+        return np.array(now_s)
+
+
+def fingerprint_of(arrays: Sequence[Any]) -> str:
+    """Of their bytes; text as a pipeline has it, too."""
+    found = xxhash.xxh3_64()
+    for each in arrays:
+        array = np.ascontiguousarray(each)
+        if array.dtype == object:
+            for text in array.ravel():
+                found.update(text)
+        else:
+            found.update(array.reshape(-1).view(np.uint8).data)
+    digest: str = found.hexdigest()
+    return digest
+
+
+def _number() -> Any:
+    return tf.distribute.get_replica_context().replica_id_in_sync_group
+
+
+def _behind(
+    note: Callable[..., np.ndarray], gradients: Sequence[Any], *arguments: Any
+) -> tuple[list[Any], tf.Tensor]:
+    """Has `note` called with a part of a gradient and `arguments` when all gradients are there."""
+    present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+    place = min(present, key=lambda i: size_of(gradients[i]))
+    every = [dense(gradients[i]) for i in present]
+    noted = _called(note, every, _part_of(dense(gradients[place])), *arguments)
+    waiting = _only_behind(noted, gradients[place])
+    return [*gradients[:place], waiting, *gradients[place + 1 :]], noted
+
+
+def _only_behind(stamp: tf.Tensor, gradient: Any) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        values = _only_behind(stamp, gradient.values)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    # A control edge to what is an identity would be taken away with the call.
+    return tf.where(stamp >= 0, gradient, tf.zeros_like(gradient))
+
+
+def _called(
+    function: Callable[..., np.ndarray], after: Sequence[tf.Tensor], *arguments: tf.Tensor
+) -> tf.Tensor:
+    with tf.control_dependencies(after):
+        given = tf.numpy_function(function, arguments, tf.float64, stateful=False)
+    return tf.reshape(given, [])
+
+
+def _now(_: Any) -> np.ndarray:
+    return np.array(time.perf_counter())
+
+
+def _part_of(tensor: tf.Tensor) -> tf.Tensor:
+    """Something small that is made of `tensor`: what has only constants to begin with would be
+    called once, when the graph is made."""
+    return tf.reshape(tensor, [-1])[:1]
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, tf.Tensor)
+
+
+def _identity(value: Any) -> Any:
+    return tf.identity(value) if _is_tensor(value) else value

@@ -1,1 +1,0 @@
-"""What a run is: its input, and its state at one instant."""
