@@ -43,7 +43,10 @@ GROUND = set(MAY_IMPORT) - {"backend"}
 MAY_IMPORT |= {
     "runlog": GROUND,
     "checkpoint": GROUND | {"runlog"},
-    **{feature: GROUND | {"checkpoint", "runlog"} for feature in FEATURES - {"runlog", "checkpoint"}},
+    **{
+        feature: GROUND | {"checkpoint", "runlog"}
+        for feature in FEATURES - {"runlog", "checkpoint"}
+    },
     "startup": GROUND,
     "default_callbacks": GROUND | FEATURES,
     "fit": GROUND | FEATURES | {"startup", "default_callbacks"},

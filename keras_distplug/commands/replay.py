@@ -24,7 +24,7 @@ def run(parsed: argparse.Namespace) -> int:
     modules.load(parsed.modules)
 
     from keras_distplug.checkpoint.model_export import rebuilt
-    from keras_distplug.step.diagnosis import diagnose
+    from keras_distplug.nonfinite.diagnosis import diagnose
 
     with rebuilt(made.model, stored.manifest, stored.values) as model:
         found = diagnose(model, batch)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError
-from keras_distplug.step import batches
+from keras_distplug.nonfinite import batches
 from keras_distplug.storage import codec, layout
 from keras_distplug.storage.files import Files
 from keras_distplug.storage.manifest import VariableSpec

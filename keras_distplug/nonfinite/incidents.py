@@ -10,8 +10,9 @@ from keras_distplug.callbacks.run_keeper import RunKeeper
 from keras_distplug.core.log import announce
 from keras_distplug.core.threads import in_daemon
 from keras_distplug.nonfinite import incident_files
-from keras_distplug.step.diagnosis import Diagnosis
-from keras_distplug.step.guard import Fault, Guard
+from keras_distplug.nonfinite.diagnosis import Diagnosis, diagnose
+from keras_distplug.nonfinite.gate import Fault
+from keras_distplug.step.instrumentation import StepInstrumentation
 from keras_distplug.storage import layout
 
 _ENDING_S = 60.0
@@ -21,13 +22,15 @@ class Incidents:
     """Those of one worker, in one training.
 
     Args:
-        guard: That of the model.
+        instrumentation: That of the model.
         keeper: Whose directory they are kept in; None where there is none.
         limit: So many are looked into.
     """
 
-    def __init__(self, guard: Guard, keeper: RunKeeper | None, limit: int) -> None:
-        self._guard = guard
+    def __init__(
+        self, instrumentation: StepInstrumentation, keeper: RunKeeper | None, limit: int
+    ) -> None:
+        self._instrumentation = instrumentation
         self._keeper = keeper
         self._left = limit
         self._writing: list[tuple[str, Future[str]]] = []
@@ -42,7 +45,8 @@ class Incidents:
     def diagnosis(self, fault: Fault) -> Diagnosis | None:
         """What its batch gives once more; None, with a warning, if that cannot be computed."""
         try:
-            return self._guard.diagnose(fault.batch)
+            of_model = self._instrumentation
+            return diagnose(of_model.model, fault.batch, of_model.stock["train_step"])
         except Exception as error:  # noqa: BLE001 (the step may be the user's)
             warnings.warn(
                 f"The batch of replica {fault.replica}, whose update was left out, could not be "

@@ -30,10 +30,11 @@ from keras_distplug.core.errors import (
 from keras_distplug.core.events import Raised, RolledBack, UpdateLeftOut
 from keras_distplug.core.log import announce
 from keras_distplug.core.reporting import report
+from keras_distplug.nonfinite.gate import Fault, NaNGate
 from keras_distplug.nonfinite.incidents import Incidents
 from keras_distplug.nonfinite.left_out import LeftOutOnWorkers
 from keras_distplug.step.executions import Executions
-from keras_distplug.step.guard import Fault, Guard
+from keras_distplug.step.instrumentation import StepInstrumentation
 
 _ENDING_S = 60.0
 
@@ -230,7 +231,7 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         self._rollbacks = 0
         self._has_trained: bool | None = None  # in this epoch, as far as anything is known of it
         self._trained = self._left_out = 0
-        self._has_guard = False  # not where another one does the work
+        self._has_gate = False  # not where another one does the work
         self._on_workers: LeftOutOnWorkers | None = None
 
     __repr__ = as_call
@@ -240,7 +241,7 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
             "in_a_row": self._in_a_row,
             "rollbacks": self._rollbacks,
             "of_epoch": [self._has_trained, self._trained, self._left_out],
-            "windows": self._guard.windows() if self._has_guard else {},
+            "windows": self._gate.windows() if self._has_gate else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -248,8 +249,8 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         # An epoch may be gone into that has no batch left.
         of_epoch = state.get("of_epoch", (None, 0, 0))
         self._has_trained, self._trained, self._left_out = of_epoch
-        if self._has_guard:
-            self._guard.set_windows(state["windows"])
+        if self._has_gate:
+            self._gate.set_windows(state["windows"])
 
     # Keras' hooks, in the order in which they come
 
@@ -259,23 +260,25 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         # Here, because Keras makes the step before `on_train_begin`.
         if stood_aside(self, callback_list.move_to_front(self)):
             return
-        self._guard = Guard.of(model)
+        self._instrumentation = StepInstrumentation.of(model)
+        self._gate = self._instrumentation.shared(NaNGate)
         self._on_workers = None
         if is_scheduled(model.distribute_strategy):
             self._on_workers = LeftOutOnWorkers(model)
             return
-        self._has_guard = True
-        self._guard.want(self.max_score)
+        self._has_gate = True
+        self._gate.set_up(self.max_score)
+        self._instrumentation.use(self._gate)
 
     def set_params(self, params: Mapping[str, Any]) -> None:
         super().set_params(params)
         self._executions = Executions(self.model, params.get("steps"))
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        self._guard.unwant()
+        self._instrumentation.use_none()
 
     def on_predict_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        self._guard.unwant()
+        self._instrumentation.use_none()
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         others = callback_list.move_to_front(self)
@@ -287,8 +290,8 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         )
         self._where = f"{self._role.name} on {socket.gethostname()}"
         self._in_a_row = self._rollbacks = 0
-        self._guard.set_windows({})
-        self._incidents = Incidents(self._guard, self._keeper, self.max_incidents)
+        self._gate.set_windows({})
+        self._incidents = Incidents(self._instrumentation, self._keeper, self.max_incidents)
         self._is_new = self._on_workers is None
         if self._on_workers is not None:
             announce(
@@ -322,7 +325,7 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         if self._is_new:
             self._say_what_is_not_seen()
         self._incidents.look_after()
-        steps = self._of_steps(self._guard.faults())
+        steps = self._of_steps(self._gate.faults())
         if not steps:
             self._in_a_row, self._has_trained = 0, True
             return
@@ -345,7 +348,7 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _say_what_is_not_seen(self) -> None:
         self._is_new = False
-        if not self._guard.sees_updates and self._role.is_chief:
+        if not self._gate.sees_updates and self._role.is_chief:
             warnings.warn(
                 "NaNWatchdog sees no update of this model: its `train_step` calls neither "
                 "`optimizer.apply` nor `optimizer.apply_gradients` of an optimizer that the model "
@@ -455,7 +458,7 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         places: list[int | None] = []
         left_out = 0  # updates of the first replica that faults
         for first, *others in steps:
-            calls = self._guard.calls[first.optimizer]
+            calls = self._gate.calls[first.optimizer]
             is_counted = self._updates is not None and first.optimizer == "optimizer"
             tried = first.updates - (self._updates or 0) + left_out
             places.append(tried // calls if is_counted else None)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import keras
 
 from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled
-from keras_distplug.step.guard import Guard
+from keras_distplug.step.instrumentation import StepInstrumentation
+from keras_distplug.step.step_counter import StepCounter
 
 
 class Executions:
@@ -19,29 +20,28 @@ class Executions:
 
     def __init__(self, model: keras.Model, steps: int | None) -> None:
         self._model = model
-        self._guard: Guard | None = None
+        self._counter: StepCounter | None = None
         # Of so many steps an epoch, Keras takes more where the data have no end.
         is_sure = steps is not None and steps % model.steps_per_execution == 0
-        if not is_sure and model.steps_per_execution > 1:
-            # Workers read data without an end.
-            self._guard = None if is_scheduled(model.distribute_strategy) else Guard.of(model)
-        if self._guard is not None:
-            self._guard.want_steps()
+        # Workers read data without an end.
+        is_here = not is_scheduled(model.distribute_strategy)
+        if is_here and not is_sure and model.steps_per_execution > 1:
+            self._counter = StepInstrumentation.of(model).use_shared(StepCounter)
         self._before = 0
 
     def begin(self) -> None:
         """To be called from `on_train_batch_begin`."""
-        if self._guard is not None:
-            self._before = self._guard.steps
+        if self._counter is not None:
+            self._before = self._counter.steps
 
     def end(self) -> int:
         """How many batches were trained since, from `on_train_batch_end`."""
-        if self._guard is not None:
-            return self._guard.steps - self._before
+        if self._counter is not None:
+            return self._counter.steps - self._before
         trained: int = self._model.steps_per_execution
         return trained
 
     def unwant(self) -> None:
         """To be called where it was not `fit` that called `set_params`."""
-        if self._guard is not None:
-            self._guard.unwant()
+        if self._counter is not None:
+            StepInstrumentation.of(self._model).use_none()

@@ -19,9 +19,9 @@ from keras_distplug.cluster.reports import Reports
 from keras_distplug.cluster.roles import Role
 from keras_distplug.core.errors import AgreementError
 from keras_distplug.core.log import announce
-from keras_distplug.step.guard import Guard
+from keras_distplug.step.instrumentation import StepInstrumentation
 from keras_distplug.step.step_reports import ReplicaReport, StepReport, as_text, from_text
-from keras_distplug.step.stopwatch import Heard, Lap, Sync
+from keras_distplug.step.stopwatch import Lap, Sync, listen
 from keras_distplug.storage.commit import Writer
 
 _STATM = "/proc/self/statm"
@@ -47,10 +47,7 @@ class OwnWindows:
         fingerprints: bool = False,
     ) -> None:
         self._model = model
-        self._guard = Guard.of(model)
-        self._heard: Heard = self._guard.want_times(
-            syncs=syncs, readings=readings, fingerprints=fingerprints
-        )
+        self._heard = listen(model, syncs=syncs, readings=readings, fingerprints=fingerprints)
         self.role: Role = agreement.role_under(model.distribute_strategy)
         self.where = f"{self.role.name} on {socket.gethostname()}"
         self.seen = 0  # steps of this window
@@ -74,7 +71,7 @@ class OwnWindows:
 
     def unwant(self) -> None:
         """To be called where it was not `fit` that called `set_model`."""
-        self._guard.unwant()
+        StepInstrumentation.of(self._model).use_none()
 
     def begin(self) -> None:
         """To be called from `on_train_begin`."""

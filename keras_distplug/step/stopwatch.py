@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 import xxhash
 
+from keras_distplug.backend.tensorflow.replicas import gates, share
+from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled
 from keras_distplug.step.gradients import dense, size_of
+from keras_distplug.step.instrumentation import StepInstrument, StepInstrumentation
+from keras_distplug.step.replica_step import ReplicaStep, scales_loss
 
 _KEPT = 10_000  # of what nobody takes
+_BEGUN, _COMPUTED = "begun", "computed"
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,48 @@ class Heard:
     traces: int = 0
 
 
-class Stopwatch:
+@dataclass(frozen=True)
+class _Wanted:
+    """What listeners want to hear."""
+
+    syncs: bool = False
+    readings: bool = False
+    fingerprints: bool = False
+
+    def __or__(self, other: _Wanted) -> _Wanted:
+        return _Wanted(
+            self.syncs or other.syncs,
+            self.readings or other.readings,
+            self.fingerprints or other.fingerprints,
+        )
+
+
+def listen(
+    model: keras.Model,
+    *,
+    syncs: bool = False,
+    readings: bool = False,
+    fingerprints: bool = False,
+) -> Heard:
+    """Has the times of replicas taken in the `fit` that begins; from a callback's `set_model`.
+
+    Args:
+        model: The model.
+        syncs: Whether those are wanted, too, from their own gradients to the sum of all.
+        readings: Whether laps have a `Reading`.
+        fingerprints: Whether they have a fingerprint of the replica's part of the batch.
+    """
+    instrumentation = StepInstrumentation.of(model)
+    stopwatch = instrumentation.shared(Stopwatch)
+    if not instrumentation.is_used(stopwatch):
+        stopwatch.forget_listeners()  # of an earlier `fit`
+    heard = stopwatch.listen(_Wanted(syncs, readings, fingerprints))
+    if not is_scheduled(model.distribute_strategy):  # whose workers cannot call Python here
+        instrumentation.use(stopwatch)
+    return heard
+
+
+class Stopwatch(StepInstrument):
     """Takes times within a step.
 
     TensorFlow's own clock will not do: operations with a state wait for each other across the
@@ -82,17 +130,76 @@ class Stopwatch:
     and must give something that is needed, or it is left out.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: keras.Model) -> None:
         self._listeners: list[Heard] = []
+        self._wanted = _Wanted()
 
-    def listen(self) -> Heard:
+    def forget_listeners(self) -> None:
+        self._listeners, self._wanted = [], _Wanted()
+
+    def listen(self, wanted: _Wanted) -> Heard:
         """From now on."""
         heard = Heard()
         self._listeners.append(heard)
+        self._wanted |= wanted
         return heard
 
-    def forget_listeners(self) -> None:
-        self._listeners = []
+    # The hooks of an instrument
+
+    def signature(self) -> Hashable:
+        return self._wanted
+
+    def before(self, step: ReplicaStep, batch: Any) -> Any:
+        if step.is_compiled:
+            return batch
+        batch, step.notes[_BEGUN] = self.begun(batch)
+        return batch
+
+    def after_gradients(
+        self,
+        step: ReplicaStep,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: Sequence[Any],
+    ) -> Sequence[Any]:
+        begun = step.notes.get(_BEGUN)
+        if begun is None or not gates.is_here(begun):
+            return gradients
+        del step.notes[_BEGUN]  # the first optimizer's gradients are the ones
+        reading = self._reading(step, optimizer, gradients) if self._wanted.readings else ()
+        fingerprinted = step.plain_data() if self._wanted.fingerprints else ()
+        gradients, computed = self.computed(begun, gradients, reading, fingerprinted)
+        if self._wanted.syncs and step.is_one_of_several:
+            step.notes[_COMPUTED, id(optimizer)] = computed
+        return gradients
+
+    def after_sum(
+        self,
+        step: ReplicaStep,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: Sequence[Any],
+    ) -> Sequence[Any]:
+        computed = step.notes.pop((_COMPUTED, id(optimizer)), None)
+        if computed is None or not gates.is_here(computed):
+            return gradients
+        return self.summed(computed, gradients)
+
+    # How
+
+    @staticmethod
+    def _reading(
+        step: ReplicaStep, optimizer: keras.optimizers.Optimizer, own: Sequence[Any]
+    ) -> tuple[tf.Tensor, ...]:
+        together = share.current()
+        factor = tf.ones([])
+        if together is not None:  # from this one's part in the mean over all samples to its own
+            factor *= together.replicas
+            if id(optimizer) in together.in_loss:
+                factor = tf.math.divide_no_nan(factor, together.weight)
+        if scales_loss(optimizer) and optimizer.built:
+            factor /= tf.cast(optimizer.dynamic_scale, tf.float32)
+        norm = factor * step.norm(own)
+        loss = step.loss() if step.losses else tf.constant(math.nan)
+        return step.samples(), loss, norm
 
     def begun(self, data: Any) -> tuple[Any, tf.Tensor]:
         """`data`, not before the time that is given beside it."""

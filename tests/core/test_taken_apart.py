@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keras_distplug.step.batches import put_together, taken_apart
+from keras_distplug.nonfinite.batches import put_together, taken_apart
 
 A, B, C = (np.array(value) for value in (1, 2, 3))
 

@@ -262,8 +262,8 @@ def test_own_comes_first_or_last(is_first: bool, tmp_path: Path) -> None:
     made = model()
     many = data().repeat(5)
     made.fit(many, verbose=0, callbacks=[own, *ours] if is_first else [*ours, own])
-    assert own._guard.max_score == 1e-9
-    assert len(own._guard.windows()["optimizer, norms"]) < 50
+    assert own._gate.max_score == 1e-9
+    assert len(own._gate.windows()["optimizer, norms"]) < 50
 
 
 def test_evaluate() -> None:

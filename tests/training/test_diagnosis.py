@@ -17,7 +17,7 @@ import tensorflow as tf  # noqa: E402
 from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
-from keras_distplug.step.diagnosis import diagnose  # noqa: E402
+from keras_distplug.nonfinite.diagnosis import diagnose  # noqa: E402
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(8, 4)).astype("float32")

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.tf, pytest.mark.timeout(60)]
 
 import tensorflow as tf  # noqa: E402
 
-from keras_distplug.step.spikes import WINDOW, Window  # noqa: E402
+from keras_distplug.nonfinite.spikes import WINDOW, Window  # noqa: E402
 
 
 def learned(values: list[float], *, by_logarithm: bool = True) -> Window:

@@ -13,7 +13,8 @@ import pytest
 import tensorflow as tf
 
 from keras_distplug.backend.tensorflow import trainer
-from keras_distplug.step.guard import Fault, Guard
+from keras_distplug.nonfinite.gate import Fault, NaNGate
+from keras_distplug.step.instrumentation import StepInstrumentation
 
 pytestmark = [pytest.mark.tf, pytest.mark.timeout(240)]
 
@@ -23,7 +24,7 @@ Optimizer = Callable[[], keras.optimizers.Optimizer]
 
 
 class Guarded(keras.callbacks.Callback):
-    """Puts a guard there, and keeps what it tells, by the batch behind which it was told."""
+    """Has a gate in the step, and keeps its faults with the batches after which they came."""
 
     def __init__(self, max_score: float | None = None) -> None:
         super().__init__()
@@ -33,11 +34,11 @@ class Guarded(keras.callbacks.Callback):
     def set_model(self, model):
         super().set_model(model)
         trainer.adapt(model)
-        self.guard = Guard.of(model)
-        self.guard.want(self.max_score)
+        self.gate = StepInstrumentation.of(model).use_shared(NaNGate)
+        self.gate.set_up(self.max_score)
 
     def on_train_batch_end(self, batch, logs=None):
-        self.faults += [(batch, fault) for fault in self.guard.faults()]
+        self.faults += [(batch, fault) for fault in self.gate.faults()]
 
 
 def strategy_of(name: str) -> tf.distribute.Strategy:
@@ -327,7 +328,7 @@ def test_own_step() -> None:
     assert [w.tobytes() for w in made.get_weights()] == [w.tobytes() for w in plain.get_weights()]
     assert len(guarded.faults) == 2
     assert {fault.optimizer for _, fault in guarded.faults} == {"optimizer", "second"}
-    assert guarded.guard.sees_updates
+    assert guarded.gate.sees_updates
 
 
 @pytest.mark.parametrize("traced", ["step", "update"])
@@ -388,7 +389,7 @@ def test_nothing_to_see() -> None:
     model, guarded = Past(), Guarded()
     model.compile("sgd")
     model.fit(data(), verbose=0, callbacks=[guarded])
-    assert not guarded.guard.sees_updates
+    assert not guarded.gate.sees_updates
 
 
 def test_for_one_fit() -> None:
@@ -460,7 +461,7 @@ def test_far_from_others() -> None:
         assert {batch for batch, _ in guarded.faults} == {50}
         assert all(fault.score > 10 and fault.is_finite for _, fault in guarded.faults)
         assert all(fault.loss_score > 10 for _, fault in guarded.faults)
-        known = guarded.guard.windows()
+        known = guarded.gate.windows()
         assert {what: len(each) for what, each in known.items()} == {
             "optimizer, norms": 59,
             "optimizer, losses": 59,
@@ -490,7 +491,7 @@ def test_loss_of_all(strategy: str) -> None:
         model = model_under(each, lambda: keras.optimizers.SGD(0.01))
         model.layers[1].trainable = False  # else it takes the statistics of each replica's part
         model.fit(samples(batch=7), verbose=0, callbacks=[guarded])
-        windows.append(guarded.guard.windows())
+        windows.append(guarded.gate.windows())
     for what, values in windows[0].items():
         assert len(values) == 69
         assert windows[1][what] == pytest.approx(values, rel=1e-4), what

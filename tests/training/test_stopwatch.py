@@ -17,8 +17,10 @@ from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.backend.tensorflow import trainer  # noqa: E402
-from keras_distplug.step.guard import Guard  # noqa: E402
-from keras_distplug.step.stopwatch import Lap  # noqa: E402
+from keras_distplug.step.stopwatch import (  # noqa: E402
+    Lap,
+    listen,
+)
 
 STRATEGIES = ("one", "mirrored", "central")
 BATCHES = 6
@@ -51,7 +53,7 @@ class Watches(keras.callbacks.Callback):
     def set_model(self, model):
         super().set_model(model)
         trainer.adapt(model)
-        self.laps = Guard.of(model).want_times().laps
+        self.laps = listen(model).laps
 
 
 def strategy_of(name: str) -> tf.distribute.Strategy:

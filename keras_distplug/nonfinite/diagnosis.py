@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_distplug.backend.tensorflow.replicas import probe
-from keras_distplug.step import batches
+from keras_distplug.nonfinite import batches
 
 
 @dataclass(frozen=True)

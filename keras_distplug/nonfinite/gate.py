@@ -1,0 +1,294 @@
+"""A step that leaves the model as it is where its gradients or loss are not finite."""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_distplug.backend.tensorflow.replicas import gates, share
+from keras_distplug.backend.tensorflow.runtime import models
+from keras_distplug.backend.tensorflow.runtime.workers import replicas_here
+from keras_distplug.nonfinite.spikes import Window
+from keras_distplug.step.gradients import dense, size_of
+from keras_distplug.step.instrumentation import StepInstrument
+from keras_distplug.step.replica_step import ReplicaStep, scales_loss
+
+_Seen = tuple[tf.Tensor, ...]  # updates, loss, norm, both scores, and which gradients are finite
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What one replica had in a step whose update was not applied.
+
+    Args:
+        replica: Its number among all replicas of all workers.
+        optimizer: That whose update it was, as the model's attribute.
+        updates: How many that one had applied before.
+        call: Which one it was of those that the optimizer applies in a step, from 0.
+        loss: Its own; None where the step does not take it from `compute_loss`.
+        norm: Of its own gradients.
+        score: How far the norm of the sum of all replicas' gradients is from those before it, by
+            `Window`; None where that is not finite, or not asked for.
+        loss_score: The same for the mean of all samples' losses.
+        variables: Paths of those whose gradients, of this replica alone, are not finite.
+        batch: Its part of the batch, as the step got it; None where a function within the step
+            applies the update, or where it has sparse or ragged tensors.
+    """
+
+    replica: int
+    optimizer: str
+    updates: int
+    call: int
+    loss: float | None
+    norm: float
+    score: float | None
+    loss_score: float | None
+    variables: tuple[str, ...]
+    batch: Any
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether what this replica has itself is."""
+        return not self.variables and (self.loss is None or math.isfinite(self.loss))
+
+
+class NaNGate(StepInstrument):
+    """Allows no update whose gradients, summed over all replicas, or whose loss on any replica, are
+    not finite.
+
+    That is decided in the step, with no collective of its own: a replica whose loss is not finite
+    sends NaN as one of its gradients.
+
+    A `LossScaleOptimizer` leaves out by itself what its scale makes overflow; there, the loss
+    decides, or data that are not finite.
+    """
+
+    decides = True
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+        self.max_score: float | None = None
+        self._windows: dict[str, list[Window]] = {}  # of what, for each replica of this process
+        self._faults: list[Fault] = []
+        self.sees_updates = False  # once traced: whether an optimizer has been asked to apply
+        self.calls: dict[str, int] = {}  # by optimizer: how many updates a step has
+        self._traced: dict[str, _Traced] = {}
+
+    def set_up(self, max_score: float | None = None) -> None:
+        """To be called before each `fit`.
+
+        Args:
+            max_score: An update whose loss, or gradients' norm, is farther above those before, by
+                the score of `Window`, is not applied either.
+        """
+        self._faults = []
+        self.max_score = max_score
+        here = replicas_here(self._model.distribute_strategy)
+        for name in models.optimizers_of(self._model) if max_score is not None else ():
+            for what, by_logarithm in ((_norms_of(name), True), (_losses_of(name), False)):
+                if what not in self._windows:
+                    self._windows[what] = [Window(by_logarithm=by_logarithm) for _ in range(here)]
+
+    def faults(self) -> list[Fault]:
+        """Those of this process's replicas since the last call."""
+        found, self._faults = self._faults, []
+        return found
+
+    def windows(self) -> dict[str, list[float]]:
+        """What is known of the losses and the norms of each optimizer's gradients."""
+        return {what: replicas[0].state() for what, replicas in self._windows.items()}
+
+    def set_windows(self, known: Mapping[str, Sequence[float]]) -> None:
+        for what, replicas in self._windows.items():
+            for window in replicas:
+                window.set_state(known.get(what, []))
+
+    def _window_of(self, what: str, step: ReplicaStep) -> Window:
+        """That of this replica: each keeps its own, which are the same."""
+        replicas = self._windows[what]
+        return replicas[int(tf.get_static_value(step.replica)) % len(replicas)]
+
+    def _name_of(self, optimizer: keras.optimizers.Optimizer) -> str:
+        named = models.optimizers_of(self._model)
+        return next(name for name, each in named.items() if each is optimizer)
+
+    # The hooks of an instrument
+
+    def signature(self) -> Hashable:
+        return self.max_score
+
+    def after_gradients(
+        self,
+        step: ReplicaStep,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: Sequence[Any],
+    ) -> Sequence[Any]:
+        if not step.losses or scales_loss(optimizer):
+            return gradients
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        place = min(present, key=lambda i: size_of(gradients[i]))
+        spoiled = _spoiled_unless(_has_sound_loss(step), gradients[place])
+        return [*gradients[:place], spoiled, *gradients[place + 1 :]]
+
+    def allows(
+        self,
+        step: ReplicaStep,
+        optimizer: keras.optimizers.Optimizer,
+        own: Sequence[Any],
+        summed: Sequence[Any],
+        variables: Sequence[keras.Variable],
+    ) -> tf.Tensor | None:
+        norm = step.norm_of_sum(summed)
+        name = self._name_of(optimizer)
+        score = loss_score = tf.constant(math.nan)
+        if scales_loss(optimizer):
+            # A finite loss whose gradients are not is mostly due to the scale. But some kernels
+            # make numbers of the NaN they are given.
+            due_to_data = ~_has_sound_data(step) & ~tf.math.is_finite(norm)
+            ok = _on_all(_has_sound_loss(step) & ~due_to_data)
+        else:
+            ok = tf.math.is_finite(norm)
+        if self.max_score is not None and not scales_loss(optimizer):
+            norms = self._window_of(_norms_of(name), step)
+            score = norms.score(norm)
+            ok &= score <= self.max_score
+            if step.losses:
+                losses, mean = self._window_of(_losses_of(name), step), step.loss_of_all()
+                loss_score = losses.score(mean)
+                ok &= loss_score <= self.max_score
+                losses.learn_if(ok, mean)
+            norms.learn_if(ok, norm)
+        self.sees_updates = True
+        calls: Counter[str] = step.notes.setdefault(NaNGate, Counter())
+        call = calls[name]
+        calls[name] += 1
+        self.calls[name] = call + 1
+        pairs = [(v, g) for v, g in zip(variables, own, strict=True) if g is not None]
+        paths = tuple(variable.path for variable, _ in pairs)
+        traced = self._traced[f"{name}, update {call}"] = _Traced(
+            name, call, paths, bool(step.losses)
+        )
+        updates, loss = tf.identity(optimizer.iterations), step.loss()
+
+        def seen() -> _Seen:
+            own_norm = step.norm(own)
+            soundness = tf.stack([_is_sound(gradient) for _, gradient in pairs])
+            return updates, loss, own_norm, score, loss_score, soundness
+
+        if step.is_compiled:
+            step.carried[f"{name}, update {call}"] = (ok, seen())
+        else:
+            self._note_unless(ok, traced, seen, step)
+        return ok
+
+    def after(self, step: ReplicaStep, logs: Any) -> None:
+        if step.is_compiled:
+            for name in step.carried.keys() & self._traced.keys():
+                ok, seen = step.carried[name]
+                self._note_unless(ok, self._traced[name], functools.partial(tuple, seen), step)
+
+    def _note_unless(
+        self, ok: tf.Tensor, traced: _Traced, seen: Callable[[], _Seen], step: ReplicaStep
+    ) -> None:
+        """Has a fault noted, with what this replica has, unless all is well."""
+        batch, number = step.batch, step.replica
+        if not all(
+            each is None or (isinstance(each, tf.Tensor) and gates.is_here(each))
+            for each in tf.nest.flatten(batch)
+        ):
+            batch = None
+
+        gate = weakref.ref(self)  # TensorFlow keeps what it calls, and its graphs, for good
+
+        def note(number: Any, updates: Any, *noted: Any) -> np.ndarray:
+            loss, norm, score, loss_score, soundness, *flat = noted
+            if (notes := gate()) is None:
+                return np.zeros([], np.int32)
+            notes._faults.append(
+                Fault(
+                    int(number),
+                    traced.optimizer,
+                    int(updates),
+                    traced.call,
+                    float(loss) if traced.has_loss else None,
+                    float(norm),
+                    float(score) if np.isfinite(score) else None,
+                    float(loss_score) if np.isfinite(loss_score) else None,
+                    tuple(v for v, ok in zip(traced.variables, soundness, strict=True) if not ok),
+                    _packed(batch, flat),
+                )
+            )
+            return np.zeros([], np.int32)
+
+        def noted() -> tf.Tensor:
+            flat = tf.nest.flatten(batch)
+            given = [number, *seen(), *(each for each in flat if each is not None)]
+            return tf.reshape(tf.numpy_function(note, given, tf.int32), [])
+
+        tf.cond(ok, lambda: tf.zeros([], tf.int32), noted)
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """What is known of an optimizer's update when a step is traced."""
+
+    optimizer: str
+    call: int
+    variables: tuple[str, ...]
+    has_loss: bool
+
+
+def _norms_of(optimizer: str) -> str:
+    return f"{optimizer}, norms"
+
+
+def _losses_of(optimizer: str) -> str:
+    return f"{optimizer}, losses"
+
+
+def _has_sound_data(step: ReplicaStep) -> tf.Tensor:
+    flat = tf.nest.flatten(step.batch, expand_composites=True)
+    floats = [each for each in flat if each is not None and each.dtype.is_floating]
+    return tf.reduce_all([_is_sound(each) for each in floats] or [True])
+
+
+def _has_sound_loss(step: ReplicaStep) -> tf.Tensor:
+    sound = tf.math.is_finite(step.loss())
+    together = share.current()
+    return sound if together is None else sound | ~together.has_samples
+
+
+def _is_sound(gradient: Any) -> tf.Tensor:
+    return tf.reduce_all(tf.math.is_finite(dense(gradient)))
+
+
+def _spoiled_unless(sound: tf.Tensor, gradient: Any) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        values = _spoiled_unless(sound, gradient.values)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return tf.where(sound, gradient, tf.cast(math.nan, gradient.dtype))
+
+
+def _on_all(sound: tf.Tensor) -> tf.Tensor:
+    """Whether it is so on all replicas."""
+    context = tf.distribute.get_replica_context()
+    if context.num_replicas_in_sync == 1:
+        return sound
+    unsound = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(~sound, tf.float32))
+    return tf.equal(unsound, 0)
+
+
+def _packed(batch: Any, flat: Sequence[Any]) -> Any:
+    """The values of a batch, in its structure."""
+    values = iter(flat)
+    filled = [None if each is None else next(values) for each in tf.nest.flatten(batch)]
+    return tf.nest.pack_sequence_as(batch, filled)

@@ -1,0 +1,346 @@
+"""Instruments in the training step of a model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import keras
+import tensorflow as tf
+
+from keras_distplug.backend.tensorflow.replicas import gates, optimizers, share
+from keras_distplug.backend.tensorflow.replicas.touched import Touched
+from keras_distplug.backend.tensorflow.runtime import models
+from keras_distplug.backend.tensorflow.runtime.override import override
+from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled
+from keras_distplug.backend.tensorflow.trainer import adapt
+from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.step import replica_step
+from keras_distplug.step.replica_step import ReplicaStep
+
+_INSTRUMENTATION = "_distplug_instrumentation"
+
+
+class StepInstrument:
+    """Measures, or decides, something in every training step of a model.
+
+    Derive from it, override the hooks you need, and give it to `instrument_step` in a callback's
+    `set_model`. The hooks are called while Keras traces the step, once in each replica: build
+    TensorFlow operations there. To hear of a value in Python, call `tf.py_function` or
+    `tf.numpy_function` in `before` or `after`.
+
+    Example:
+
+    ```python
+    class LargestGradient(kd.StepInstrument):
+        def __init__(self):
+            self.largest = 0.0
+
+        def after_gradients(self, step, optimizer, gradients):
+            step.carried["largest gradient"] = step.norm(gradients)
+            return gradients
+
+        def after(self, step, logs):
+            tf.py_function(self._note, [step.carried["largest gradient"]], [])
+
+        def _note(self, norm):
+            self.largest = max(self.largest, float(norm))
+    ```
+    """
+
+    decides = False  # whether it has an `allows`; such instruments come after the others
+
+    def signature(self) -> Hashable:
+        """Returns what the traced operations depend on; the step is traced again if it changes."""
+        return ()
+
+    def before(self, step: ReplicaStep, batch: Any) -> Any:
+        """Returns the batch that the step is given, usually `batch`."""
+        return batch
+
+    def after_gradients(
+        self,
+        step: ReplicaStep,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: Sequence[Any],
+    ) -> Sequence[Any]:
+        """Returns the replica's own gradients, one or None for each variable, as the all-reduce
+        gets them. With `jit_compile=True`, XLA compiles what it does."""
+        return gradients
+
+    def after_sum(
+        self,
+        step: ReplicaStep,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: Sequence[Any],
+    ) -> Sequence[Any]:
+        """Returns the sum of all replicas' gradients as the optimizer gets it."""
+        return gradients
+
+    def allows(
+        self,
+        step: ReplicaStep,
+        optimizer: keras.optimizers.Optimizer,
+        own: Sequence[Any],
+        summed: Sequence[Any],
+        variables: Sequence[keras.Variable],
+    ) -> tf.Tensor | None:
+        """Returns whether the update is applied, the same on all replicas; None for no opinion. If
+        it is not, the rest of what the step has assigned is undone, too."""
+        return None
+
+    def after(self, step: ReplicaStep, logs: Any) -> None:
+        """Called at the end of the step, with what it returns."""
+
+
+Kind = TypeVar("Kind", bound=StepInstrument)
+
+
+def instrument_step(model: keras.Model, instrument: StepInstrument) -> None:
+    """Has an instrument in every training step of the `fit` that begins.
+
+    To be called from a callback's `set_model`, because Keras makes the step before
+    `on_train_begin`. The next `fit` is without it, unless it is called again.
+
+    Example:
+
+    ```python
+    class Measures(keras.callbacks.Callback):
+        def set_model(self, model):
+            super().set_model(model)
+            self.instrument = LargestGradient()
+            kd.instrument_step(model, self.instrument)
+    ```
+
+    Not available under ParameterServerStrategy, whose workers cannot call this process's Python.
+
+    Args:
+        model: A compiled model.
+        instrument: A `StepInstrument`.
+
+    Raises:
+        ConfigurationError: If it is none, or under ParameterServerStrategy.
+    """
+    if not isinstance(instrument, StepInstrument):
+        raise ConfigurationError(
+            "Expected `instrument` to be a keras_distplug.StepInstrument. Received: "
+            f"{instrument!r}. Derive its class from StepInstrument."
+        )
+    if is_scheduled(model.distribute_strategy):
+        raise ConfigurationError(
+            "Expected a model whose steps are taken in this process. Received: one under "
+            "ParameterServerStrategy, whose workers cannot call this process's Python. Leave the "
+            "instrument out there."
+        )
+    StepInstrumentation.of(model).use(instrument)
+
+
+class StepInstrumentation:
+    """The instruments in the step of one model, while it is trained by `fit`.
+
+    An update that an instrument does not allow is not applied on any replica; what else such a step
+    assigned (metrics, the statistics of BatchNormalization) is put back, in the step itself. The
+    draws of random layers, and the batch, are used up.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self.model = model
+        self._shared: dict[Callable[..., StepInstrument], StepInstrument] = {}
+        self._wanted: list[StepInstrument] = []  # for the `fit` that begins
+        self._there: list[StepInstrument] = []
+        self._traced: list[tuple[int, Hashable]] = []  # the signatures of those
+        self._is_in_place = False
+        self._history: Any = None  # of the `fit` that is under way
+        self.stock: dict[str, Any] = {}  # the model's own methods, by name
+
+    @classmethod
+    def of(cls, model: keras.Model) -> StepInstrumentation:
+        """That of `model`, which is adapted."""
+        found: StepInstrumentation | None = vars(adapt(model)).get(_INSTRUMENTATION)
+        if found is None:
+            found = cls(model)
+            override(model, _INSTRUMENTATION, found)
+        return found
+
+    def shared(self, make: Callable[[keras.Model], Kind]) -> Kind:
+        """The instrument that all callbacks share, which `make` makes for the first one."""
+        if make not in self._shared:
+            self._shared[make] = make(self.model)
+        return self._shared[make]  # type: ignore[return-value]
+
+    def use_shared(self, make: Callable[[keras.Model], Kind]) -> Kind:
+        self.use(instrument := self.shared(make))
+        return instrument
+
+    def is_used(self, instrument: StepInstrument) -> bool:
+        """Whether it will be in the `fit` that begins."""
+        return instrument in self._wanted
+
+    def use(self, instrument: StepInstrument) -> None:
+        """Has it in the `fit` that begins; to be called from a callback's `set_model`."""
+        if instrument not in self._wanted:
+            self._wanted = sorted([*self._wanted, instrument], key=lambda each: each.decides)
+        self._put_in_place()
+
+    def use_none(self) -> None:
+        """To be called where it was not `fit` that called `set_model`."""
+        self._wanted = []
+
+    def trace_again(self) -> None:
+        self.model.train_function = None
+        Touched.of(self.model).draws.keep()
+
+    # Being in place, for one `fit`
+
+    def _put_in_place(self) -> None:
+        model = self.model
+        if any(each.decides for each in (*self._wanted, *self._there)):
+            gates.never_note_assignments(models.seeds_of(model))
+            gates.note_assignments([*model.non_trainable_variables, *model.metrics_variables])
+        for optimizer in models.optimizers_of(model).values():
+            optimizers.give_gate(optimizer)
+            gates.put_before(optimizer, self)
+        own = self._own()
+        if self._is_in_place:
+            # The script may have given the model another step since.
+            own = {name: each for name, each in own.items() if vars(model).get(name) != each}
+            if not own:
+                return
+        for name, each in own.items():
+            self.stock[name] = getattr(model, name)
+            override(model, name, each)
+        self.trace_again()
+        self._is_in_place = True
+
+    def _own(self) -> dict[str, Any]:
+        """Methods that take the place of the model's."""
+        return {
+            "train_step": self._train_step,
+            "compute_loss": self._compute_loss,
+            "make_train_function": self._make_train_function,
+        }
+
+    def _take_away(self) -> None:
+        for name, own in self._own().items():
+            if vars(self.model).get(name) == own:
+                override(self.model, name, self.stock[name])
+        for optimizer in models.optimizers_of(self.model).values():
+            gates.put_before(optimizer, None)
+        self.trace_again()
+        self._is_in_place = False
+        self._there, self._traced = [], []
+
+    def _make_train_function(self, force: bool = False) -> Any:
+        """Keras calls it in each `fit`, after the callbacks' `set_model`."""
+        wanted, self._wanted = self._wanted, []
+        history = getattr(self.model, "history", None)
+        if not wanted and history is self._history and models.is_in_fit(self.model):
+            wanted = self._there  # a callback calls it, in the same `fit`
+        self._history = history
+        if not wanted:
+            self._take_away()
+            return self.model.make_train_function(force)
+        self._put_in_place()  # of new optimizers
+        signatures = [(id(each), each.signature()) for each in wanted]
+        if signatures != self._traced:
+            self._there, self._traced, force = wanted, signatures, True
+            self.trace_again()
+        with _not_compiled(self.model):
+            return self.stock["make_train_function"](force)
+
+    # The step
+
+    def _train_step(self, batch: Any) -> Any:
+        is_compiled = self.model.jit_compile
+        step = ReplicaStep(batch, is_compiled)
+        for each in self._there:
+            step.batch = each.before(step, step.batch)
+        if not is_compiled:
+            found = self._taken(step)
+        else:
+            # XLA cannot call Python. So it compiles what is inside of a step that can.
+            compiled = tf.function(
+                self._taken_inside, jit_compile=True, reduce_retracing=True, autograph=False
+            )
+            found, step.carried = compiled(step.batch)
+        for name in [name for name, each in step.carried.items() if not _are_here(each)]:
+            del step.carried[name]  # of a function within the step
+        for each in self._there:
+            each.after(step, found)
+        return found
+
+    def _taken_inside(self, batch: Any) -> tuple[Any, Any]:
+        step = ReplicaStep(batch, is_compiled=True)
+        return self._taken(step), step.carried
+
+    def _taken(self, step: ReplicaStep) -> Any:
+        with replica_step.traced(step), gates.assignments_noted() as assigned:
+            found = self.stock["train_step"](step.batch)
+            allowed = [each for each in step.allowed if gates.is_here(each)]
+            if allowed:
+                finish = functools.partial(assigned.keep_if, tf.reduce_all(tf.stack(allowed)))
+                together = share.current()
+                if together is None:
+                    finish()
+                else:
+                    together.at_end.append(finish)
+        return found
+
+    def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = self.stock["compute_loss"](*args, **kwargs)
+        step = replica_step.current()
+        if step is not None and loss is not None:
+            step.note_loss(loss)
+        return loss
+
+    # The gate of optimizers
+
+    def mark(self, optimizer: keras.optimizers.Optimizer, own: Sequence[Any]) -> Sequence[Any]:
+        step = replica_step.current()
+        if step is not None and any(gradient is not None for gradient in own):
+            for each in self._there:
+                own = each.after_gradients(step, optimizer, own)
+        return own
+
+    def received(
+        self, optimizer: keras.optimizers.Optimizer, summed: Sequence[Any]
+    ) -> Sequence[Any]:
+        step = replica_step.current()
+        if step is not None and any(gradient is not None for gradient in summed):
+            for each in self._there:
+                summed = each.after_sum(step, optimizer, summed)
+        return summed
+
+    def opens(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        own: Sequence[Any],
+        summed: Sequence[Any],
+        variables: Sequence[keras.Variable],
+    ) -> tf.Tensor | None:
+        step = replica_step.current()
+        if step is None or all(gradient is None for gradient in summed):
+            return None
+        said = [each.allows(step, optimizer, own, summed, variables) for each in self._there]
+        allowed = [each for each in said if each is not None]
+        if not allowed:
+            return None
+        allows = allowed[0] if len(allowed) == 1 else tf.reduce_all(tf.stack(allowed))
+        step.allowed.append(allows)
+        return allows
+
+
+def _are_here(values: Any) -> bool:
+    return all(map(gates.is_here, tf.nest.flatten(values)))
+
+
+@contextmanager
+def _not_compiled(model: keras.Model) -> Iterator[None]:
+    before = model.jit_compile
+    model.jit_compile = False
+    try:
+        yield
+    finally:
+        model.jit_compile = before
