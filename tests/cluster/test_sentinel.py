@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(60)
 
 SCRIPT = """
 import ctypes, os, signal, sys, threading, time
-from keras_distplug.cluster.sentinel import Sentinel
+from keras_distplug.hang.sentinel import Sentinel
 
 sentinel = Sentinel("worker-1", 1.0)
 over = threading.Event()

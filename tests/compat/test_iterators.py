@@ -142,7 +142,7 @@ def test_fork() -> None:
 
 SLOW = """
 import time
-from keras_distplug.compat import iterators
+from keras_distplug.backend.tensorflow.input import iterators
 
 class Resource:
     def __del__(self):

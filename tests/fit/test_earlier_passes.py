@@ -94,7 +94,7 @@ finders = len(sys.meta_path)
 import {first}
 import {second}
 import tensorflow as tf
-from keras_distplug.compat import earlier_passes
+from keras_distplug.backend.tensorflow.input import earlier_passes
 data = tf.data.Dataset.range(3).shuffle(3).map(lambda x: x)
 assert earlier_passes.of_shuffles(data) == [(0, 0)]
 list(data), next(iter(data.batch(2)))

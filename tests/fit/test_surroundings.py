@@ -29,7 +29,7 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 import keras
 import numpy as np
 import keras_distplug as kd
-from keras_distplug.storage import saver
+from keras_distplug.checkpoint import saver
 
 
 class Own(keras.callbacks.Callback):

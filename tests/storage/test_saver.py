@@ -128,7 +128,7 @@ import numpy as np
 from pathlib import Path
 from checkpoints import Checkpoints
 from keras_distplug.core.state import Cursor, TrainState
-from keras_distplug.storage.saver import Saver
+from keras_distplug.checkpoint.saver import Saver
 
 checkpoints = Checkpoints(Path(sys.argv[1]))
 x = np.arange(5 * 2**20)

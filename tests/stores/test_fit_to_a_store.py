@@ -57,7 +57,7 @@ import numpy as np
 from keras_distplug.core.state import Cursor, TrainState
 from keras_distplug.storage import files, runs
 from keras_distplug.storage.commit import Team, Writer
-from keras_distplug.storage.saver import Saver
+from keras_distplug.checkpoint.saver import Saver
 from keras_distplug.storage.store import CheckpointStore
 
 url, options = json.loads(sys.argv[1])

@@ -142,8 +142,11 @@ complete()
     assert "0 restarts, 1 restart of workers alone\n" in printed
     assert "stopping all" not in printed
     events = logged(job)
-    assert [each["event"] for each in events] == ["started", "training", "started_again", "ended"]
-    again = events[2]
+    names = [each["event"] for each in events]
+    # The last worker may be seen to train only when this one has died.
+    assert names[0] == "started" and names[-1] == "ended"
+    assert sorted(names[1:-1]) == ["started_again", "training"]
+    again = events[names.index("started_again")]
     assert (again["worker"], again["exit_code"], again["times"]) == ("worker-1", exit_code, 1)
     assert again["what"].startswith(f"worker-1 {told}; restart 1 of a worker alone")
 
