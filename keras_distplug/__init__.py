@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from keras_distplug.replicas.straggler_watchdog import StragglerWatchdog
     from keras_distplug.runlog.run_log import RunLog
     from keras_distplug.startup import global_batch, init, scaled_learning_rate
+    from keras_distplug.step.instrumentation import StepInstrument, instrument_step
 
 __all__ = [
     "BackupAndRestore",
@@ -39,6 +40,7 @@ __all__ = [
     "PreemptionHandler",
     "ReplicaMetrics",
     "RunLog",
+    "StepInstrument",
     "StragglerWatchdog",
     "__version__",
     "adapt",
@@ -48,6 +50,7 @@ __all__ = [
     "errors",
     "global_batch",
     "init",
+    "instrument_step",
     "resumable",
     "scaled_learning_rate",
 ]
@@ -61,6 +64,7 @@ _HOMES = {
     "PreemptionHandler": "keras_distplug.preemption.preemption_handler",
     "ReplicaMetrics": "keras_distplug.replicas.replica_metrics",
     "RunLog": "keras_distplug.runlog.run_log",
+    "StepInstrument": "keras_distplug.step.instrumentation",
     "StragglerWatchdog": "keras_distplug.replicas.straggler_watchdog",
     "adapt": "keras_distplug.backend.tensorflow.trainer",
     "chief_only": "keras_distplug.callbacks.chief_only",
@@ -69,6 +73,7 @@ _HOMES = {
     "errors": "keras_distplug.core.errors",
     "global_batch": "keras_distplug.startup",
     "init": "keras_distplug.startup",
+    "instrument_step": "keras_distplug.step.instrumentation",
     "resumable": "keras_distplug.data.feed",
     "scaled_learning_rate": "keras_distplug.startup",
 }

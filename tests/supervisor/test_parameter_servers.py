@@ -144,7 +144,7 @@ complete()
     events = logged(job)
     names = [each["event"] for each in events]
     # The last worker may be seen to train only when this one has died.
-    assert names[0] == "started" and names[-1] == "ended"
+    assert [names[0], names[-1]] == ["started", "ended"]
     assert sorted(names[1:-1]) == ["started_again", "training"]
     again = events[names.index("started_again")]
     assert (again["worker"], again["exit_code"], again["times"]) == ("worker-1", exit_code, 1)
