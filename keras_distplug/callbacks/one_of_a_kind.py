@@ -8,15 +8,18 @@ from typing import TypeVar
 import keras
 
 from keras_distplug.backend.tensorflow.runtime import callback_list
+from keras_distplug.backend.tensorflow.runtime.attached import attach, attached
 
 Kind = TypeVar("Kind", bound=keras.callbacks.Callback)
 
-_YIELDS = "_distplug_yields"
+
+class _Yields:
+    """That a callback yields."""
 
 
 def yielding(callback: Kind) -> Kind:
     """Lets one that the user gives himself take the place of this one."""
-    setattr(callback, _YIELDS, True)
+    attach(callback, _Yields())
     return callback
 
 
@@ -34,4 +37,4 @@ def stood_aside(
 
 def yields(callback: keras.callbacks.Callback) -> bool:
     """Whether one of the user's takes its place."""
-    return hasattr(callback, _YIELDS)
+    return attached(callback, _Yields) is not None

@@ -13,14 +13,13 @@ import tensorflow as tf
 from keras_distplug.backend.tensorflow.replicas import gates, optimizers, share
 from keras_distplug.backend.tensorflow.replicas.touched import Touched
 from keras_distplug.backend.tensorflow.runtime import models
-from keras_distplug.backend.tensorflow.runtime.override import override
+from keras_distplug.backend.tensorflow.runtime.attached import attach, attached
+from keras_distplug.backend.tensorflow.runtime.patching import override
 from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled
 from keras_distplug.backend.tensorflow.trainer import adapt
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.step import replica_step
 from keras_distplug.step.replica_step import ReplicaStep
-
-_INSTRUMENTATION = "_distplug_instrumentation"
 
 
 class StepInstrument:
@@ -158,10 +157,9 @@ class StepInstrumentation:
     @classmethod
     def of(cls, model: keras.Model) -> StepInstrumentation:
         """That of `model`, which is adapted."""
-        found: StepInstrumentation | None = vars(adapt(model)).get(_INSTRUMENTATION)
+        found = attached(adapt(model), cls)
         if found is None:
-            found = cls(model)
-            override(model, _INSTRUMENTATION, found)
+            attach(model, found := cls(model))
         return found
 
     def shared(self, make: Callable[[keras.Model], Kind]) -> Kind:

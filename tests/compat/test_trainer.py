@@ -19,7 +19,7 @@ from keras.src.losses import loss as keras_loss  # noqa: E402
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.backend.tensorflow import trainer  # noqa: E402
 from keras_distplug.backend.tensorflow.replicas import empty_batches  # noqa: E402
-from keras_distplug.backend.tensorflow.runtime.override import is_marked  # noqa: E402
+from keras_distplug.backend.tensorflow.runtime.attached import is_marked  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

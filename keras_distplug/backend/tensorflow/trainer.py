@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -51,12 +52,13 @@ from keras_distplug.backend.tensorflow.replicas import (
     steps,
 )
 from keras_distplug.backend.tensorflow.replicas.touched import Touched
+from keras_distplug.backend.tensorflow.runtime.attached import attach, attached, is_marked, mark
 from keras_distplug.backend.tensorflow.runtime.models import (
     drop_functions,
     layers_of,
     optimizers_of,
 )
-from keras_distplug.backend.tensorflow.runtime.override import is_marked, mark, override
+from keras_distplug.backend.tensorflow.runtime.patching import Upstream
 from keras_distplug.backend.tensorflow.runtime.workers import (
     has_several_replicas,
     is_multi_worker,
@@ -64,9 +66,27 @@ from keras_distplug.backend.tensorflow.runtime.workers import (
 )
 from keras_distplug.core.errors import ModelError
 
-_WARNED = "_distplug_warned_of_uneven_batches"
-_BATCH = "_distplug_batch"
-_STOCK_BUILD = "_distplug_stock_maybe_symbolic_build"
+_UPSTREAM = Upstream(
+    keras="3.10 to 3.15", tensorflow="2.18 to 2.21", issue="keras-team/keras#20585"
+)
+
+
+@dataclass(frozen=True)
+class _BatchSpec:
+    """What a batch of a model looks like."""
+
+    spec: Any
+
+
+class _Warned:
+    """That it was warned of batches that do not divide."""
+
+
+@dataclass(frozen=True)
+class _Stock:
+    """Keras' method that a function of ours stands for."""
+
+    method: Callable[..., Any]
 
 
 def adapt(model: keras.Model) -> keras.Model:
@@ -129,18 +149,18 @@ def adapt(model: keras.Model) -> keras.Model:
     else:
         collectives.separate(model.distribute_strategy)
         logged = logs.Logged()
-        override(model, "_maybe_symbolic_build", _symbolic_build(model))
-        override(model, "_make_function", steps.maker(model, logged))
-        override(model, "_aggregate_additional_loss", _additional_loss(model))
-        override(model, "compute_loss", losses.noting(model.compute_loss))
-        override(model, "_get_metrics_result_or_logs", logs.of_all_replicas(model, logged))
+        _UPSTREAM.patch(model, "_maybe_symbolic_build", _symbolic_build(model))
+        _UPSTREAM.patch(model, "_make_function", steps.maker(model, logged))
+        _UPSTREAM.patch(model, "_aggregate_additional_loss", _additional_loss(model))
+        _UPSTREAM.patch(model, "compute_loss", losses.noting(model.compute_loss))
+        _UPSTREAM.patch(model, "_get_metrics_result_or_logs", logs.of_all_replicas(model, logged))
         if is_multi_worker(model.distribute_strategy):
-            override(model, "predict", _ordered_predict(model))
-        override(model, "make_predict_function", steps.predict_maker(model))
-        override(model, "predict_on_batch", _split_predict_on_batch(model))
+            _UPSTREAM.patch(model, "predict", _ordered_predict(model))
+        _UPSTREAM.patch(model, "make_predict_function", steps.predict_maker(model))
+        _UPSTREAM.patch(model, "predict_on_batch", _split_predict_on_batch(model))
         _adapt_parts(model)
     for part in ("train", "test"):
-        override(model, f"make_{part}_function", _function_maker(model, part))
+        _UPSTREAM.patch(model, f"make_{part}_function", _function_maker(model, part))
     drop_functions(model)
     return model
 
@@ -156,9 +176,9 @@ def _adapt_steps(model: keras.Model) -> None:
         noted = Touched.of(model).noting(
             name, step, lambda: _has_twins(model), lambda: bool(model.run_eagerly)
         )
-        override(model, name, noted)
+        _UPSTREAM.patch(model, name, noted)
         if is_single and name == "train_step":
-            override(model, name, steps.only_with_data(model))
+            _UPSTREAM.patch(model, name, steps.only_with_data(model))
 
 
 def _function_maker(model: keras.Model, part: str) -> Callable[..., Any]:
@@ -208,9 +228,9 @@ def install_dispatch() -> None:
     and on `resumable` data. `remove_dispatch` restores Keras' own method.
     """
     trainer = keras_trainer.TensorFlowTrainer
-    if hasattr(trainer, _STOCK_BUILD):
-        return
     stock = trainer._maybe_symbolic_build
+    if attached(stock, _Stock) is not None:
+        return
 
     def _maybe_symbolic_build(
         self: keras.Model, iterator: Any = None, data_batch: Any = None
@@ -226,19 +246,18 @@ def install_dispatch() -> None:
             tell_strategy(iterator, self.distribute_strategy)
             if self._distribute_strategy is not None:  # otherwise, Keras looks at no batch
                 iterator, data_batch = None, _looked_at(iterator, strategy)
-                override(self, _BATCH, keras.tree.map_structure(_spec_of, data_batch))
+                attach(self, _BatchSpec(keras.tree.map_structure(_spec_of, data_batch)))
         stock(self, iterator=iterator, data_batch=data_batch)
 
-    setattr(trainer, _STOCK_BUILD, stock)
-    trainer._maybe_symbolic_build = _maybe_symbolic_build
+    attach(_maybe_symbolic_build, _Stock(stock))
+    _UPSTREAM.patch(trainer, "_maybe_symbolic_build", _maybe_symbolic_build)
 
 
 def remove_dispatch() -> None:
     """Undoes `install_dispatch`. Models that were adapted stay adapted."""
     trainer = keras_trainer.TensorFlowTrainer
-    if hasattr(trainer, _STOCK_BUILD):
-        trainer._maybe_symbolic_build = getattr(trainer, _STOCK_BUILD)
-        delattr(trainer, _STOCK_BUILD)
+    if (ours := attached(trainer._maybe_symbolic_build, _Stock)) is not None:
+        _UPSTREAM.patch(trainer, "_maybe_symbolic_build", ours.method)
 
 
 def _adapt_parts(model: keras.Model) -> None:
@@ -252,7 +271,7 @@ def _adapt_parts(model: keras.Model) -> None:
     losses.keep_apart(model)
     for metric in model.metrics:
         if "result" not in vars(metric):
-            override(metric, "result", logs.noted(metric))
+            _UPSTREAM.patch(metric, "result", logs.noted(metric))
         losses.average_over_batches(metric)
     replica_state.share_state(model)
 
@@ -285,7 +304,7 @@ def _symbolic_build(model: keras.Model) -> Callable[..., None]:
             data_batch = _spec_of_first(iterator)
             if data_batch is None:
                 data_batch = _peeked(iterator, strategy) or _first_batch(iterator, strategy)
-        override(model, _BATCH, keras.tree.map_structure(_spec_of, data_batch))
+        attach(model, _BatchSpec(keras.tree.map_structure(_spec_of, data_batch)))
         _build_again(model)
 
     return _maybe_symbolic_build
@@ -294,9 +313,9 @@ def _symbolic_build(model: keras.Model) -> Callable[..., None]:
 def _build_again(model: keras.Model) -> None:
     """Makes what a step of `model` needs, once its data has been seen. A step that makes variables
     cannot run on replicas."""
-    if _BATCH in vars(model):
+    if (batch := attached(model, _BatchSpec)) is not None:
         with model.distribute_strategy.scope():
-            model._symbolic_build(data_batch=vars(model)[_BATCH])
+            model._symbolic_build(data_batch=batch.spec)
     _adapt_parts(model)
 
 
@@ -315,9 +334,9 @@ def _warn_of_uneven_batches(model: keras.Model, iterator: Any) -> None:
     if batch is None and isinstance(dataset, tf.data.Dataset):
         batch = batch_size(dataset)
     first_worker = not getattr(strategy.cluster_resolver, "task_id", 0)
-    if batch is None or batch % replicas == 0 or not first_worker or vars(model).get(_WARNED):
+    if batch is None or batch % replicas == 0 or not first_worker or attached(model, _Warned):
         return
-    override(model, _WARNED, True)
+    attach(model, _Warned())
     fewer, more = batch // replicas, batch // replicas + 1
     evenly = " or ".join(str(each * replicas) for each in (fewer, more) if each)
     warnings.warn(

@@ -19,8 +19,12 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from keras_distplug.backend.tensorflow.runtime.attached import is_marked, mark
+from keras_distplug.backend.tensorflow.runtime.patching import Upstream
+
+_UPSTREAM = Upstream(tensorflow="2.18 to 2.21")
+
 _DATASETS = "tensorflow.python.data.ops.dataset_ops"
-_MARK = "_distplug_counts"
 _MOST_DATASETS = 10_000
 _paused = threading.local()
 _counts: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
@@ -97,7 +101,7 @@ def _is_shuffle(dataset: Any) -> bool:
 def _count_iterators(module: ModuleType) -> None:
     kind = module.DatasetV2
     stock = kind.__iter__
-    if hasattr(stock, _MARK):
+    if is_marked(stock):
         return
 
     def __iter__(self: Any) -> Any:
@@ -105,8 +109,8 @@ def _count_iterators(module: ModuleType) -> None:
             add(self, made=1, read=1)
         return stock(self)
 
-    setattr(__iter__, _MARK, True)
-    kind.__iter__ = __iter__
+    mark(__iter__)
+    _UPSTREAM.patch(kind, "__iter__", __iter__)
 
 
 class _Finder(MetaPathFinder):

@@ -22,7 +22,9 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 from keras_distplug.backend.tensorflow.input.readers import LoaderReader
 from keras_distplug.backend.tensorflow.runtime import frames
 from keras_distplug.backend.tensorflow.runtime.context import global_seed
-from keras_distplug.backend.tensorflow.runtime.override import override
+from keras_distplug.backend.tensorflow.runtime.patching import Upstream
+
+_UPSTREAM = Upstream(keras="3.10 to 3.15")
 
 
 def of_fit() -> Loop | None:
@@ -46,7 +48,7 @@ def before_reading(model: keras.Model, act: Callable[[Loop], None]) -> None:
             act(loop)
         stock(iterator=iterator, data_batch=data_batch)
 
-    override(model, "_maybe_symbolic_build", _maybe_symbolic_build)
+    _UPSTREAM.patch(model, "_maybe_symbolic_build", _maybe_symbolic_build)
 
 
 def of_validation(model: keras.Model) -> Loop | None:
@@ -63,11 +65,11 @@ def before_validation(model: keras.Model, act: Callable[[], None]) -> None:
     def _should_eval(epoch: int, validation_freq: int | list[int]) -> bool:
         decision: bool = stock(epoch, validation_freq)
         if decision:
-            override(model, "_should_eval", stock)
+            _UPSTREAM.patch(model, "_should_eval", stock)
             act()
         return decision
 
-    override(model, "_should_eval", _should_eval)
+    _UPSTREAM.patch(model, "_should_eval", _should_eval)
 
 
 class Loop:
@@ -218,7 +220,7 @@ class Loop:
                 # Keras counts, and draws a batch behind each of these only.
                 yield from (item for item in stock() if item[0] >= batch)
 
-        override(self._epochs, "_enumerate_iterator", remaining)
+        _UPSTREAM.patch(self._epochs, "_enumerate_iterator", remaining)
 
 
 def _in_floatx(array: np.ndarray) -> np.ndarray:
@@ -234,7 +236,7 @@ def begin_with_logs(model: keras.Model, logs: Mapping[str, Any]) -> Callable[[],
     stock = model._get_metrics_result_or_logs
 
     def undo() -> None:
-        override(model, "_get_metrics_result_or_logs", stock)
+        _UPSTREAM.patch(model, "_get_metrics_result_or_logs", stock)
 
     def with_logs(found: Any) -> Any:
         undo()
@@ -243,5 +245,5 @@ def begin_with_logs(model: keras.Model, logs: Mapping[str, Any]) -> Callable[[],
             return dict(logs)  # they have no result before the first step
         return stock(found or dict(logs))
 
-    override(model, "_get_metrics_result_or_logs", with_logs)
+    _UPSTREAM.patch(model, "_get_metrics_result_or_logs", with_logs)
     return undo

@@ -18,7 +18,6 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import keras
 import tensorflow as tf
@@ -29,10 +28,12 @@ from keras_distplug.backend.tensorflow.runtime.embedding_tables import (
     wholes,
 )
 from keras_distplug.backend.tensorflow.runtime.models import layers_of, optimizers_of
-from keras_distplug.backend.tensorflow.runtime.override import override
+from keras_distplug.backend.tensorflow.runtime.patching import Upstream, override
 from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled, resolver_of
 from keras_distplug.core.errors import ModelError
 from keras_distplug.core.log import announce
+
+_UPSTREAM = Upstream(keras="3.10 to 3.15", tensorflow="2.18 to 2.21")
 
 _TABLE = "_embeddings"
 _SUMMED = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
@@ -57,7 +58,7 @@ def split(min_shard_bytes: int | None) -> Iterator[None]:
         else:
             _build(layer, count)
 
-    with mock.patch.object(keras.layers.Embedding, "build", build):
+    with _UPSTREAM.patched(keras.layers.Embedding, "build", build):
         yield
 
 
@@ -83,15 +84,15 @@ def adapt(model: keras.Model) -> None:
     layers = layers_of(model)
     for layer in layers:
         if type(layer) is keras.layers.Embedding and layer.built and "call" not in vars(layer):
-            override(layer, "call", _lookup(layer, [layer._embeddings]))
+            _UPSTREAM.patch(layer, "call", _lookup(layer, [layer._embeddings]))
     if not any(map(_is_split, layers)):
         return
     for each in (model, *layers):
         _see_wholes(each)
     for optimizer in optimizers_of(model).values():
         if "save_own_variables" not in vars(optimizer):
-            override(optimizer, "save_own_variables", _saving(_variables_of(optimizer)))
-            override(optimizer, "load_own_variables", _loading(optimizer))
+            _UPSTREAM.patch(optimizer, "save_own_variables", _saving(_variables_of(optimizer)))
+            _UPSTREAM.patch(optimizer, "load_own_variables", _loading(optimizer))
 
 
 def refuse_what_stays_wrong(model: keras.Model, refuse: Callable[[str, str, str], None]) -> None:
@@ -176,9 +177,9 @@ def _build(layer: keras.layers.Embedding, count: int) -> None:
     initial.cache_clear()
     [table] = wholes(parts)
     override(layer, _TABLE, table)
-    override(layer, "call", _lookup(layer, parts))
-    override(layer, "save_own_variables", _saving(lambda: [table]))
-    override(layer, "load_own_variables", lambda store: table.assign(store["0"]))
+    _UPSTREAM.patch(layer, "call", _lookup(layer, parts))
+    _UPSTREAM.patch(layer, "save_own_variables", _saving(lambda: [table]))
+    _UPSTREAM.patch(layer, "load_own_variables", lambda store: table.assign(store["0"]))
     _see_wholes(layer)
     layer.built = True
     announce(f"the table of layer {layer.name!r} is split over {count} parameter servers")
@@ -216,8 +217,8 @@ def _see_wholes(owner: keras.Layer) -> None:
         for variable, value in zip(variables, weights, strict=True):
             variable.assign(value)
 
-    override(owner, "get_weights", lambda: [each.numpy() for each in wholes(owner.weights)])
-    override(owner, "set_weights", set_weights)
+    _UPSTREAM.patch(owner, "get_weights", lambda: [each.numpy() for each in wholes(owner.weights)])
+    _UPSTREAM.patch(owner, "set_weights", set_weights)
 
 
 def _variables_of(optimizer: keras.optimizers.Optimizer) -> Callable[[], list[Any]]:

@@ -27,12 +27,14 @@ import tensorflow as tf
 from keras_distplug.backend.tensorflow.input.readers import LateDistributedDataset
 from keras_distplug.backend.tensorflow.parameter_server import embeddings, shared_state
 from keras_distplug.backend.tensorflow.replicas import gates, optimizers, touched
+from keras_distplug.backend.tensorflow.runtime.attached import attach, attached
 from keras_distplug.backend.tensorflow.runtime.models import all_variables, layers_of, optimizers_of
-from keras_distplug.backend.tensorflow.runtime.override import override
+from keras_distplug.backend.tensorflow.runtime.patching import Upstream
 from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled, resolver_of
 from keras_distplug.core.errors import DataError, ModelError
 
-_SCHEDULE = "_distplug_schedule"
+_UPSTREAM = Upstream(keras="3.10 to 3.15", tensorflow="2.18 to 2.21")
+
 _LOOK_S = 0.5
 _ON_CHIEF = ("evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
@@ -41,12 +43,18 @@ def adapt(model: keras.Model) -> None:
     """Makes the methods of a model under ParameterServerStrategy work; once for each model."""
     _refuse_what_stays_wrong(model)
     schedule = _Schedule(model)
-    override(model, _SCHEDULE, schedule)
-    override(model, "_maybe_symbolic_build", schedule.build)
-    override(model, "make_train_function", schedule.make_train_function)
-    override(model, "_get_metrics_result_or_logs", _logs(model, schedule))
+    attach(model, schedule)
+    _UPSTREAM.patch(model, "_maybe_symbolic_build", schedule.build)
+    _UPSTREAM.patch(model, "make_train_function", schedule.make_train_function)
+    _UPSTREAM.patch(model, "_get_metrics_result_or_logs", _logs(model, schedule))
     for name in _ON_CHIEF:
-        override(model, name, _on_chief(model, schedule, getattr(model, name)))
+        _UPSTREAM.patch(model, name, _on_chief(model, schedule, getattr(model, name)))
+
+
+def _schedule_of(model: keras.Model) -> _Schedule:
+    schedule = attached(model, _Schedule)
+    assert schedule is not None, "the model is not adapted"
+    return schedule
 
 
 def settle(model: keras.Model) -> None:
@@ -55,25 +63,25 @@ def settle(model: keras.Model) -> None:
     Raises:
         Exception: What one of them has failed with.
     """
-    schedule: _Schedule | None = vars(model).get(_SCHEDULE)
+    schedule = attached(model, _Schedule)
     if schedule is not None:
         schedule.settle()
 
 
 def leave_out_non_finite(model: keras.Model) -> None:
     """Has steps whose gradients or loss are not finite change nothing but the count of them."""
-    schedule: _Schedule = vars(model)[_SCHEDULE]
+    schedule = _schedule_of(model)
     schedule.leave_out_non_finite()
 
 
 def forget_left_out(model: keras.Model) -> None:
-    schedule: _Schedule = vars(model)[_SCHEDULE]
+    schedule = _schedule_of(model)
     schedule.forget_left_out()
 
 
 def left_out(model: keras.Model) -> tuple[int, int]:
     """How many steps were left out since the begin of this `fit`, and in a row by now."""
-    schedule: _Schedule = vars(model)[_SCHEDULE]
+    schedule = _schedule_of(model)
     return schedule.left_out()
 
 
@@ -274,7 +282,7 @@ def _on_chief(
 def _without_strategy(model: keras.Model) -> Iterator[None]:
     """Lets Keras read data, and take steps, as in a single process."""
     strategy = model._distribute_strategy
-    override(model, "_distribute_strategy", None)
+    _UPSTREAM.patch(model, "_distribute_strategy", None)
     try:
         validation = getattr(model, "_eval_epoch_iterator", None)
         if validation is not None and is_scheduled(validation._distribute_strategy):
@@ -283,7 +291,7 @@ def _without_strategy(model: keras.Model) -> Iterator[None]:
             validation._distributed_dataset = validation.data_adapter.get_tf_dataset()
         yield
     finally:
-        override(model, "_distribute_strategy", strategy)
+        _UPSTREAM.patch(model, "_distribute_strategy", strategy)
 
 
 def _refuse_what_stays_wrong(model: keras.Model) -> None:

@@ -22,10 +22,11 @@ import keras
 import tensorflow as tf
 
 from keras_distplug.backend.tensorflow.replicas import gates, touched
+from keras_distplug.backend.tensorflow.runtime.attached import attach, attached, mark
 from keras_distplug.backend.tensorflow.runtime.models import layers_of, optimizers_of
-from keras_distplug.backend.tensorflow.runtime.override import mark, override
+from keras_distplug.backend.tensorflow.runtime.patching import Upstream
 
-_NOTES_LOSSES = "_distplug_notes_losses"
+_UPSTREAM = Upstream(keras="3.10 to 3.15")
 
 
 class _Kind(Enum):
@@ -39,14 +40,14 @@ def share(model: keras.Model) -> None:
     variables."""
     for variable, _ in _held(model):
         if mark(variable):
-            override(variable, "_direct_assign", _in_step(variable))
+            _UPSTREAM.patch(variable, "_direct_assign", _in_step(variable))
     for optimizer in optimizers_of(model).values():
         if mark(optimizer.iterations):
-            override(optimizer.iterations, "assign_add", _natively(optimizer.iterations))
+            _UPSTREAM.patch(optimizer.iterations, "assign_add", _natively(optimizer.iterations))
     for layer in (model, *layers_of(model)):
         for generator in layer._seed_generators:
             if mark(generator):
-                override(generator, "next", _seed_of_step(generator))
+                _UPSTREAM.patch(generator, "next", _seed_of_step(generator))
 
 
 def begin_averages(model: keras.Model) -> None:
@@ -77,7 +78,7 @@ def step(model: keras.Model, number: tf.Tensor, left_out: LeftOut | None) -> Ite
         zero = kind is _Kind.SUM
         value = tf.zeros(variable.shape, variable.dtype) if zero else native.read_value()
         begun.append(value)
-        override(variable, "_value", value)
+        _UPSTREAM.patch(variable, "_value", value)
     before = _current.step
     _current.step = found = _Step({id(v): native for v, _, native in natives}, number)
     try:
@@ -85,7 +86,7 @@ def step(model: keras.Model, number: tf.Tensor, left_out: LeftOut | None) -> Ite
     finally:
         ended = [variable._value for variable, _, _ in natives]
         for variable, _, native in natives:
-            override(variable, "_value", native)
+            _UPSTREAM.patch(variable, "_value", native)
         _current.step = before
     ok = left_out.count(found) if left_out is not None else None
     for (_, kind, native), first, last in zip(natives, begun, ended, strict=True):
@@ -98,11 +99,15 @@ def step(model: keras.Model, number: tf.Tensor, left_out: LeftOut | None) -> Ite
             native.assign_add(change if ok is None else tf.where(ok, change, 0))
 
 
+class _NotesLosses:
+    """That the losses of a model are noted."""
+
+
 def note_losses(model: keras.Model) -> None:
     """Lets a `LeftOut` see the losses of `model`."""
-    if vars(model).get(_NOTES_LOSSES):
+    if attached(model, _NotesLosses) is not None:
         return
-    override(model, _NOTES_LOSSES, True)
+    attach(model, _NotesLosses())
     stock = model.compute_loss
 
     def compute_loss(*args: Any, **kwargs: Any) -> Any:
@@ -111,7 +116,7 @@ def note_losses(model: keras.Model) -> None:
             _current.step.finite.append(tf.reduce_all(tf.math.is_finite(loss)))
         return loss
 
-    override(model, "compute_loss", compute_loss)
+    _UPSTREAM.patch(model, "compute_loss", compute_loss)
 
 
 class LeftOut:
@@ -221,7 +226,7 @@ def _in_step(variable: keras.Variable) -> Callable[[Any], None]:
             return
         value = tf.cast(value, native.dtype)
         if gates.is_here(variable._value) or tf.executing_eagerly():
-            override(variable, "_value", value)
+            _UPSTREAM.patch(variable, "_value", value)
         else:  # within a condition or a loop of the step, out of which no tensor leads
             native.assign_add(value - variable._value)
 

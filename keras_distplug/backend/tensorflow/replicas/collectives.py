@@ -11,7 +11,7 @@ import itertools
 
 import tensorflow as tf
 
-from keras_distplug.backend.tensorflow.runtime.override import mark
+from keras_distplug.backend.tensorflow.runtime.attached import mark
 
 _NUMBERS_A_STRATEGY = 2**24  # a step takes about five
 _STRATEGIES = 100  # numbers are 32 bits wide

@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, wraps
 from typing import Any
-from unittest import mock
 
 import tensorflow as tf
 from keras.src import backend
 
 from keras_distplug.backend.tensorflow.replicas.share import current
+from keras_distplug.backend.tensorflow.runtime.patching import Upstream
+
+_UPSTREAM = Upstream(tensorflow="2.18 to 2.21")
 
 _OPERATIONS = ("conv", "depthwise_conv", "separable_conv", "conv_transpose", "max_pool")
 
@@ -34,7 +36,7 @@ def computed_right(strategy: tf.distribute.Strategy) -> Iterator[None]:
     with ExitStack() as stack:
         for name in _OPERATIONS if go_wrong(strategy) else ():
             stock = getattr(backend.nn, name)
-            stack.enter_context(mock.patch.object(backend.nn, name, _of_any_batch(stock)))
+            stack.enter_context(_UPSTREAM.patched(backend.nn, name, _of_any_batch(stock)))
         yield
 
 

@@ -11,8 +11,8 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
-from unittest import mock
 
 import keras
 import tensorflow as tf
@@ -20,11 +20,11 @@ from keras.src import backend
 
 from keras_distplug.backend.tensorflow.replicas import masked
 from keras_distplug.backend.tensorflow.replicas.share import current as current_share
-from keras_distplug.backend.tensorflow.runtime.override import override
+from keras_distplug.backend.tensorflow.runtime.attached import attach, attached
+from keras_distplug.backend.tensorflow.runtime.patching import Upstream
 from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled
 
-_GATE = "_distplug_gate"
-_NOTES = "_distplug_notes_assignments"
+_UPSTREAM = Upstream(keras="3.10 to 3.15")
 
 
 class Gate(Protocol):
@@ -52,14 +52,33 @@ class Gate(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class _Gate:
+    """That of an optimizer."""
+
+    gate: Gate | None
+
+
+@dataclass(frozen=True)
+class _IsNoted:
+    """Whether the assignments to a variable are noted."""
+
+    value: bool
+
+
+def _gate_of(optimizer: keras.optimizers.Optimizer) -> Gate | None:
+    found = attached(optimizer, _Gate)
+    return None if found is None else found.gate
+
+
 def put_before(optimizer: keras.optimizers.Optimizer, gate: Gate | None) -> None:
     """Makes `gate` that of an optimizer, or takes it away."""
-    override(optimizer, _GATE, gate)
+    attach(optimizer, _Gate(gate))
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def marked(optimizer: keras.optimizers.Optimizer, own: Sequence[Any]) -> Sequence[Any]:
-    gate: Gate | None = vars(optimizer).get(_GATE)
+    gate = _gate_of(optimizer)
     return own if gate is None else gate.mark(optimizer, own)
 
 
@@ -72,7 +91,7 @@ def apply(
     variables: Any,
 ) -> Any:
     """`stock(summed, variables)` if the gate of `optimizer` opens. No replica applies alone."""
-    gate: Gate | None = vars(optimizer).get(_GATE)
+    gate = _gate_of(optimizer)
     context = tf.distribute.get_replica_context()
     if gate is None or context is None:
         return stock(summed, variables)
@@ -207,19 +226,20 @@ def _not_noting() -> Iterator[None]:
 def note_assignments(variables: Sequence[keras.Variable]) -> None:
     """Makes the assignments to `variables` such as are noted."""
     for variable in variables:
-        if _NOTES not in vars(variable):
-            override(variable, _NOTES, True)
-            override(variable, "_direct_assign", _noting(variable, variable._direct_assign))
+        if attached(variable, _IsNoted) is None:
+            attach(variable, _IsNoted(True))
+            _UPSTREAM.patch(variable, "_direct_assign", _noting(variable, variable._direct_assign))
 
 
 def never_note_assignments(variables: Sequence[keras.Variable]) -> None:
     for variable in variables:
-        override(variable, _NOTES, False)
+        attach(variable, _IsNoted(False))
 
 
 def _noting(variable: keras.Variable, stock: Callable[[Any], None]) -> Callable[[Any], None]:
     def _direct_assign(value: Any) -> None:
-        if _current.assigned is not None and vars(variable).get(_NOTES, True):
+        noted = attached(variable, _IsNoted)
+        if _current.assigned is not None and (noted is None or noted.value):
             _current.assigned.note(variable)
         stock(value)
 
@@ -234,7 +254,7 @@ def _new_variables_noted() -> Iterator[None]:
     def _direct_assign(variable: keras.Variable, value: Any) -> None:
         _noting(variable, functools.partial(stock, variable))(value)
 
-    with mock.patch.object(backend.Variable, "_direct_assign", _direct_assign):
+    with _UPSTREAM.patched(backend.Variable, "_direct_assign", _direct_assign):
         yield
 
 

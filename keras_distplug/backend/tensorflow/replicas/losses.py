@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Iterator, MutableSequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
-from unittest import mock
 
 import keras
 import tensorflow as tf
@@ -32,9 +31,12 @@ from keras.src.losses import loss as keras_loss
 from keras.src.trainers.compile_utils import CompileLoss
 
 from keras_distplug.backend.tensorflow.replicas.share import current
+from keras_distplug.backend.tensorflow.runtime.attached import mark
 from keras_distplug.backend.tensorflow.runtime.models import layers_of
-from keras_distplug.backend.tensorflow.runtime.override import mark, override
+from keras_distplug.backend.tensorflow.runtime.patching import Upstream
 from keras_distplug.core.errors import ModelError
+
+_UPSTREAM = Upstream(keras="3.10 to 3.15")
 
 
 def of_global_batch(compiled: CompileLoss) -> None:
@@ -47,7 +49,7 @@ def of_global_batch(compiled: CompileLoss) -> None:
         stock(y_true, y_pred)
         _replace(compiled)
 
-    override(compiled, "build", build)
+    _UPSTREAM.patch(compiled, "build", build)
     if compiled.built:
         _replace(compiled)
 
@@ -61,7 +63,9 @@ def of_samples(loss: tf.Tensor) -> tf.Tensor:
 def count_by_samples(tracker: keras.metrics.Metric) -> None:
     """Makes a tracker of losses the mean over samples, where it is not told how many there are."""
     if mark(tracker):
-        override(tracker, "update_state", _weighted_update(tracker.update_state, unscaled=False))
+        _UPSTREAM.patch(
+            tracker, "update_state", _weighted_update(tracker.update_state, unscaled=False)
+        )
 
 
 def average_over_batches(metric: keras.metrics.Metric) -> None:
@@ -78,7 +82,7 @@ def average_over_batches(metric: keras.metrics.Metric) -> None:
             return stock(values * tf.cast(share.replicas, values.dtype), sample_weight)
         return stock(of_all_replicas(values), 1 / share.replicas)
 
-    override(metric, "update_state", update_state)
+    _UPSTREAM.patch(metric, "update_state", update_state)
 
 
 def of_all_replicas(value: Any) -> Any:
@@ -102,7 +106,7 @@ def noted() -> Iterator[None]:
     def scale_loss_for_distribution(value: Any) -> Any:
         return _note(stock(value))
 
-    with mock.patch.object(
+    with _UPSTREAM.patched(
         keras_loss, scale_loss_for_distribution.__name__, scale_loss_for_distribution
     ):
         yield
@@ -126,7 +130,7 @@ def keep_apart(model: keras.Model) -> None:
     """Keeps what the layers of `model` add to the loss with the replica that adds it."""
     for layer in (model, *layers_of(model)):
         if not isinstance(layer._losses, _AddedLosses):
-            override(layer, "_losses", _AddedLosses(layer._losses))
+            _UPSTREAM.patch(layer, "_losses", _AddedLosses(layer._losses))
 
 
 class _AddedLosses(MutableSequence[Any]):
@@ -160,7 +164,9 @@ def _replace(compiled: CompileLoss) -> None:
         entry._replace(loss=_GlobalLoss(entry.loss, entry.name)) for entry in compiled._flat_losses
     ]
     for metric in compiled.metrics:
-        override(metric, "update_state", _weighted_update(metric.update_state, unscaled=True))
+        _UPSTREAM.patch(
+            metric, "update_state", _weighted_update(metric.update_state, unscaled=True)
+        )
 
 
 def _weighted_update(stock: Callable[..., Any], *, unscaled: bool) -> Callable[..., Any]:
@@ -268,12 +274,12 @@ def sums_over_samples(model: keras.Model) -> Iterator[None]:
         if layer.activity_regularizer is not None and not _activities_are_averaged()
     }
     for layer, regularizer in stock.items():
-        override(layer, "activity_regularizer", _undivided(regularizer))
+        _UPSTREAM.patch(layer, "activity_regularizer", _undivided(regularizer))
     try:
         yield
     finally:
         for layer, regularizer in stock.items():
-            override(layer, "activity_regularizer", regularizer)
+            _UPSTREAM.patch(layer, "activity_regularizer", regularizer)
 
 
 @cache

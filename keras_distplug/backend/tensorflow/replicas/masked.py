@@ -14,7 +14,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_distplug.backend.tensorflow.runtime.override import override
+from keras_distplug.backend.tensorflow.runtime.patching import Upstream
+
+_UPSTREAM = Upstream(tensorflow="2.18 to 2.21")
 
 _METHODS = ("assign", "assign_add", "assign_sub", "scatter_update", "scatter_add", "scatter_sub")
 
@@ -34,7 +36,7 @@ def changed_only_if(ok: tf.Tensor, variables: Sequence[keras.Variable]) -> Itera
     natives = [value for value in held if isinstance(value, tf.Variable)]
     for native in natives:
         for name in _METHODS:
-            override(native, name, _masked(native, name, ok))
+            _UPSTREAM.patch(native, name, _masked(native, name, ok))
     try:
         yield
     finally:

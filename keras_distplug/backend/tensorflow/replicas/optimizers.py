@@ -20,7 +20,10 @@ import tensorflow as tf
 from keras_distplug.backend.tensorflow.replicas import gates
 from keras_distplug.backend.tensorflow.replicas.gates import cond_over_replicas
 from keras_distplug.backend.tensorflow.replicas.share import current
-from keras_distplug.backend.tensorflow.runtime.override import mark, override
+from keras_distplug.backend.tensorflow.runtime.attached import mark
+from keras_distplug.backend.tensorflow.runtime.patching import Upstream
+
+_UPSTREAM = Upstream(keras="3.10 to 3.15")
 
 
 def see_global_gradients(optimizer: keras.optimizers.Optimizer) -> None:
@@ -59,8 +62,8 @@ def see_global_gradients(optimizer: keras.optimizers.Optimizer) -> None:
         (optimizer, apply),
         (inner, _all_reduce_sum_gradients),
     ):
-        override(target, method.__name__, types.MethodType(method, target))
-    override(inner, "_backend_apply_gradients", _apply_over_replicas(inner))
+        _UPSTREAM.patch(target, method.__name__, types.MethodType(method, target))
+    _UPSTREAM.patch(inner, "_backend_apply_gradients", _apply_over_replicas(inner))
 
 
 def give_gate(optimizer: keras.optimizers.Optimizer) -> None:
@@ -74,7 +77,7 @@ def give_gate(optimizer: keras.optimizers.Optimizer) -> None:
         marked = gates.marked(self, own)
         return gates.apply(self, stock, own, marked, trainable_variables)
 
-    override(optimizer, "apply", types.MethodType(apply, optimizer))
+    _UPSTREAM.patch(optimizer, "apply", types.MethodType(apply, optimizer))
 
 
 def _apply_over_replicas(optimizer: Any) -> Callable[..., None]:

@@ -17,7 +17,9 @@ import tensorflow as tf
 
 from keras_distplug.backend.tensorflow.replicas.touched import Touched
 from keras_distplug.backend.tensorflow.runtime.models import all_variables, layers_of, optimizers_of
-from keras_distplug.backend.tensorflow.runtime.override import override
+from keras_distplug.backend.tensorflow.runtime.patching import Upstream
+
+_UPSTREAM = Upstream(keras="3.10 to 3.15")
 
 OnCall = Callable[[keras.Layer, Any, Any], None]
 OnGradients = Callable[[str, Sequence[Any], Sequence[keras.Variable]], None]
@@ -111,14 +113,14 @@ def _instead_of_apply(
 def _replaced(target: object, name: str, value: Any) -> Iterator[None]:
     absent = object()
     before = vars(target).get(name, absent)
-    override(target, name, value)
+    _UPSTREAM.patch(target, name, value)
     try:
         yield
     finally:
         if before is absent:
             object.__delattr__(target, name)
         else:
-            override(target, name, before)
+            _UPSTREAM.patch(target, name, before)
 
 
 def _is_of_all_replicas(variable: keras.Variable) -> bool:

@@ -26,10 +26,14 @@ from tensorflow.python.eager.context import Context
 from tensorflow.python.ops import control_flow_v2_func_graphs, gen_random_ops
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
+from keras_distplug.backend.tensorflow.runtime.attached import is_marked, mark
+from keras_distplug.backend.tensorflow.runtime.patching import Upstream
+
+_UPSTREAM = Upstream(tensorflow="2.18 to 2.21")
+
 _NUMBERS_APART = 256  # how far a kernel moves its counter for one number
 _PHILOX = 1
 _VECTORIZED = "tensorflow/python/ops/parallel_for/"
-_STOCK = "_distplug_stock"
 _WITHIN = tuple(
     getattr(control_flow_v2_func_graphs, f"{name}FuncGraph")
     for name in ("CondBranch", "WhileCond", "WhileBody")
@@ -161,16 +165,16 @@ _states_in: weakref.WeakKeyDictionary[tf.Graph, list[ResourceVariable]] = (
 
 def install() -> None:
     """Puts the twins into TensorFlow's module. They are stock ops outside of `counted`."""
-    if hasattr(gen_random_ops.random_uniform_int, _STOCK):
+    if is_marked(gen_random_ops.random_uniform_int):
         return
     twins = {name: _of_floats(getattr(gen_random_ops, name), _FLOATS[name]) for name in _FLOATS}
     twins["random_uniform_int"] = _of_integers(gen_random_ops.random_uniform_int)
     for name, twin in twins.items():
-        setattr(twin, _STOCK, getattr(gen_random_ops, name))
-        setattr(gen_random_ops, name, twin)
+        mark(twin)
+        _UPSTREAM.patch(gen_random_ops, name, twin)
     # `set_random_seed` and `clear_session` make TensorFlow forget its kernels.
     for name in ("_set_global_seed", "clear_kernel_cache"):
-        setattr(Context, name, _forgetting(getattr(Context, name)))
+        _UPSTREAM.patch(Context, name, _forgetting(getattr(Context, name)))
 
 
 def _forgetting(stock: Callable[..., Any]) -> Callable[..., Any]:

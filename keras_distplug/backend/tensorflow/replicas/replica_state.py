@@ -18,8 +18,11 @@ import keras
 import tensorflow as tf
 
 from keras_distplug.backend.tensorflow.replicas.share import Share, current
+from keras_distplug.backend.tensorflow.runtime.attached import mark
 from keras_distplug.backend.tensorflow.runtime.models import all_variables, layers_of, optimizers_of
-from keras_distplug.backend.tensorflow.runtime.override import mark, override
+from keras_distplug.backend.tensorflow.runtime.patching import Upstream
+
+_UPSTREAM = Upstream(keras="3.10 to 3.15", tensorflow="2.18 to 2.21")
 
 
 def share_state(model: keras.Model) -> None:
@@ -46,9 +49,9 @@ def share_state(model: keras.Model) -> None:
     for layer in (model, *layers_of(model)):
         for generator in layer._seed_generators:
             if mark(generator):
-                override(generator, "next", _seed_of_replica(generator))
+                _UPSTREAM.patch(generator, "next", _seed_of_replica(generator))
         if isinstance(layer, keras.layers.BatchNormalization) and mark(layer):
-            override(layer, "_moments", _moments_of(layer))
+            _UPSTREAM.patch(layer, "_moments", _moments_of(layer))
 
 
 def bring_together(share: Share) -> None:
@@ -121,7 +124,7 @@ def _note_when_assigned(variable: keras.Variable) -> None:
         if (share := current()) is not None:
             share.touched[id(variable)] = variable
 
-    override(variable, "_direct_assign", _direct_assign)
+    _UPSTREAM.patch(variable, "_direct_assign", _direct_assign)
 
 
 def _average_centrally(variable: keras.Variable) -> None:
@@ -132,7 +135,7 @@ def _average_centrally(variable: keras.Variable) -> None:
         share = current()
         stock(value if share is None else share.summed(_part(value, share)))
 
-    override(variable, "_direct_assign", _direct_assign)
+    _UPSTREAM.patch(variable, "_direct_assign", _direct_assign)
 
 
 def _add_centrally(variable: keras.Variable) -> None:
@@ -146,7 +149,7 @@ def _add_centrally(variable: keras.Variable) -> None:
         else:
             central.assign_add(tf.cast(value, central.dtype) - central)
 
-    override(variable, "_direct_assign", _direct_assign)
+    _UPSTREAM.patch(variable, "_direct_assign", _direct_assign)
 
 
 def _assign_centrally(variable: keras.Variable, *, at_once: bool) -> None:
@@ -165,7 +168,7 @@ def _assign_centrally(variable: keras.Variable, *, at_once: bool) -> None:
         elif tf.get_static_value(context.replica_id_in_sync_group) == 0:
             central.get().assign(tf.cast(value, central.dtype))
 
-    override(variable, "_direct_assign", _direct_assign)
+    _UPSTREAM.patch(variable, "_direct_assign", _direct_assign)
 
 
 def _seed_of_replica(generator: keras.random.SeedGenerator) -> Callable[..., Any]:

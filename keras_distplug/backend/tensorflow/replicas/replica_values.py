@@ -19,7 +19,9 @@ from keras_distplug.backend.tensorflow.runtime.models import (
     compile_arguments,
     random_state_kept,
 )
-from keras_distplug.backend.tensorflow.runtime.override import override
+from keras_distplug.backend.tensorflow.runtime.patching import Upstream
+
+_UPSTREAM = Upstream(keras="3.10 to 3.15", tensorflow="2.18 to 2.21")
 
 
 def own_of_replicas(model: keras.Model) -> list[keras.Variable]:
@@ -80,7 +82,7 @@ def when_built(model: keras.Model, then: Callable[[], None]) -> bool:
                 with tf.init_scope():  # a step that is being traced runs afterwards
                     then()
 
-        override(part, "build", build)
+        _UPSTREAM.patch(part, "build", build)
 
     for part in list(waiting):
         hook(part)

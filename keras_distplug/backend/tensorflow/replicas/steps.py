@@ -22,12 +22,10 @@ from tensorflow.python.distribute import input_lib
 
 from keras_distplug.backend.tensorflow.replicas import empty_batches, logs, losses, replica_state
 from keras_distplug.backend.tensorflow.replicas.share import first_of, samples_of, share_of
-from keras_distplug.backend.tensorflow.runtime.override import override
+from keras_distplug.backend.tensorflow.runtime.attached import attach, attached
 from keras_distplug.backend.tensorflow.runtime.workers import is_multi_worker
 
 OnData = Callable[[Any], Any]
-
-_ON_FETCH = "_distplug_on_fetch"
 
 
 def maker(model: keras.Model, logged: logs.Logged) -> Callable[[OnData], OnData]:
@@ -211,18 +209,21 @@ def _spec_of_any_size(value: Any) -> Any:
     return NotImplemented
 
 
+class _FetchListeners(list[Callable[[float], None]]):
+    """Those of a model."""
+
+
 def hear_of_fetches(model: keras.Model, on_fetch: Callable[[float], None]) -> None:
     """Has `on_fetch` called with how many seconds this worker has waited for its own data, where
     the workers of `model` then wait for each other to have some."""
-    listeners = vars(model).get(_ON_FETCH)
-    if listeners is None:
-        listeners = []
-        override(model, _ON_FETCH, listeners)
+    listeners = attached(model, _FetchListeners) or _FetchListeners()
     listeners.append(on_fetch)
+    attach(model, listeners)
 
 
 def hear_no_more_of_fetches(model: keras.Model, on_fetch: Callable[[float], None]) -> None:
-    vars(model)[_ON_FETCH].remove(on_fetch)
+    if (listeners := attached(model, _FetchListeners)) is not None:
+        listeners.remove(on_fetch)
 
 
 def _fetched(
@@ -236,7 +237,7 @@ def _fetched(
     begun_s = time.perf_counter()
     optionals = [own.get_next_as_optional_list() for own in iterator._iterators]
     taken_s = time.perf_counter() - begun_s
-    for on_fetch in list(vars(model).get(_ON_FETCH, ())):
+    for on_fetch in list(attached(model, _FetchListeners) or ()):
         on_fetch(taken_s)
     there = [bool(each.has_value()) for of_device in optionals for each in of_device]
     parts = input_lib._get_value_or_dummy(

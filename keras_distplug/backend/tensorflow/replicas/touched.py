@@ -23,13 +23,12 @@ import tensorflow as tf
 from tensorflow.python.framework import op_callbacks
 
 from keras_distplug.backend.tensorflow.replicas import python_draws, random_ops
-from keras_distplug.backend.tensorflow.runtime.override import override
+from keras_distplug.backend.tensorflow.runtime.attached import attach, attached
 from keras_distplug.backend.tensorflow.runtime.workers import has_several_replicas
 
 OnData = Callable[[Any], Any]
 _Handles = dict[int, tuple[tf.Tensor, str | None]]  # by `id`, each with the place of its use
 
-_TOUCHED = "_distplug_touched"
 _left_out: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _PACKAGE = str(Path(__file__).parents[1])
 _NOT_THE_USERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
@@ -82,10 +81,10 @@ class Touched:
 
     @classmethod
     def of(cls, model: keras.Model) -> Touched:
-        touched: Touched | None = vars(model).get(_TOUCHED)
+        touched = attached(model, cls)
         if touched is None:
             touched = cls(has_replicas=has_several_replicas(model.distribute_strategy))
-            override(model, _TOUCHED, touched)
+            attach(model, touched)
         return touched
 
     @property

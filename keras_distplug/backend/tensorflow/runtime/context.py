@@ -17,11 +17,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import tensorflow as tf
 from tensorflow.python.distribute import collective_all_reduce_strategy
 from tensorflow.python.eager import context
+
+from keras_distplug.backend.tensorflow.runtime.patching import Upstream
+
+_UPSTREAM = Upstream(tensorflow="2.18 to 2.21", issue="tensorflow/tensorflow#35297")
 
 _HEARTBEAT_S = 10.0  # TensorFlow's own time-out
 _ANSWER_S = 1.0  # for the service, which may be frozen
@@ -226,7 +229,7 @@ def heartbeat_timeout(secs: float) -> Iterator[None]:
     configures the service unless somebody has, but then that has to know who keeps it, too.
     """
     own = context.context()
-    with mock.patch.object(
+    with _UPSTREAM.patched(
         own,
         "configure_coordination_service",
         functools.partial(
@@ -262,5 +265,5 @@ def cpu_devices_per_worker(count: int) -> Iterator[None]:
         return tuple(f"{worker_device}/device:CPU:{i}" for i in range(count)), "CPU"
 
     extended = collective_all_reduce_strategy.CollectiveAllReduceExtended
-    with mock.patch.object(extended, "_initialize_local_devices", local_devices):
+    with _UPSTREAM.patched(extended, "_initialize_local_devices", local_devices):
         yield

@@ -11,6 +11,11 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as keras_trainer
 
+from keras_distplug.backend.tensorflow.runtime.attached import is_marked, mark
+from keras_distplug.backend.tensorflow.runtime.patching import Upstream
+
+_UPSTREAM = Upstream(keras="3.10 to 3.15")
+
 Explain = Callable[[Exception, tf.distribute.Strategy], Exception | None]
 
 # What TensorFlow 2.18 to 2.21 raises in a collective, or from the coordination service, when a
@@ -23,7 +28,6 @@ _OF_A_CONNECTION = (
     tf.errors.InternalError,
 )
 _SERVER = re.compile(r"/job:ps/replica:0/task:(\d+)")
-_MARK = "_distplug_explained"
 
 
 def explain_with(explain: Explain) -> None:
@@ -31,8 +35,8 @@ def explain_with(explain: Explain) -> None:
     trainer = keras_trainer.TensorFlowTrainer
     for name in ("fit", "evaluate", "predict"):
         stock = getattr(trainer, name)
-        if not hasattr(stock, _MARK):
-            setattr(trainer, name, _explained(stock, explain))
+        if not is_marked(stock):
+            _UPSTREAM.patch(trainer, name, _explained(stock, explain))
 
 
 def _explained(stock: Callable[..., Any], explain: Explain) -> Callable[..., Any]:
@@ -46,7 +50,7 @@ def _explained(stock: Callable[..., Any], explain: Explain) -> Callable[..., Any
                 raise
             raise told from error
 
-    setattr(explained, _MARK, True)
+    mark(explained)
     return explained
 
 

@@ -1,0 +1,51 @@
+"""What the package knows of a model, an optimizer or a variable, kept on the object itself.
+
+In a weak dictionary, it would live for ever: what is known of a model refers to the model, by its
+own methods, and the dictionary to that.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+_ATTACHED = "_distplug"
+
+Kind = TypeVar("Kind")
+
+
+def attach(owner: object, value: object) -> None:
+    """Keeps `value`, one of its class, past Keras' tracking of attributes."""
+    _all(owner)[type(value)] = value
+
+
+def attached(owner: object, kind: type[Kind]) -> Kind | None:
+    """What was attached of this class."""
+    found: Kind | None = vars(owner).get(_ATTACHED, {}).get(kind)
+    return found
+
+
+def detach(owner: object, kind: type) -> None:
+    _all(owner).pop(kind, None)
+
+
+class _Adapted:
+    """That an object was adapted."""
+
+
+def mark(target: object) -> bool:
+    """Marks `target` as adapted. False if it was."""
+    if is_marked(target):
+        return False
+    attach(target, _Adapted())
+    return True
+
+
+def is_marked(target: object) -> bool:
+    return attached(target, _Adapted) is not None
+
+
+def _all(owner: object) -> dict[type, Any]:
+    if _ATTACHED not in vars(owner):
+        object.__setattr__(owner, _ATTACHED, {})
+    found: dict[type, Any] = vars(owner)[_ATTACHED]
+    return found

@@ -1,0 +1,91 @@
+"""Replaces methods of Keras and TensorFlow: the only place that does so.
+
+Every module that needs it says with an `Upstream` which versions that is for, and where upstream
+knows of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from types import ModuleType
+from typing import Any
+
+from keras_distplug.core.errors import VersionError
+
+_MISSING = object()
+
+
+def override(target: object, name: str, value: Any) -> None:
+    """Replaces a public method of one object, past Keras' tracking of attributes."""
+    object.__setattr__(target, name, value)
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """What a module replaces, and why.
+
+    Args:
+        keras: The versions of Keras that it was written for, if it depends on them.
+        tensorflow: Those of TensorFlow.
+        issue: Where upstream knows of the reason; None if it does not, or if there is nothing
+            wrong, only nothing public.
+    """
+
+    keras: str | None = None
+    tensorflow: str | None = None
+    issue: str | None = None
+
+    def patch(self, target: Any, name: str, value: Any) -> None:
+        """Replaces what `target`, an object, class or module, has under a name.
+
+        Raises:
+            VersionError: If it has nothing there, so that upstream has changed.
+        """
+        self._require(target, name)
+        if isinstance(target, type | ModuleType):
+            setattr(target, name, value)
+        else:
+            override(target, name, value)
+
+    @contextmanager
+    def patched(self, target: Any, name: str, value: Any) -> Iterator[None]:
+        """As `patch`, and undoes it."""
+        before = vars(target).get(name, _MISSING)
+        self.patch(target, name, value)
+        try:
+            yield
+        finally:
+            if before is not _MISSING:
+                self.patch(target, name, before)
+            elif isinstance(target, type | ModuleType):
+                delattr(target, name)
+            else:
+                object.__delattr__(target, name)
+
+    def _require(self, target: Any, name: str) -> None:
+        if name in vars(target) or hasattr(type(target), name) or hasattr(target, name):
+            return
+        kind = target if isinstance(target, type | ModuleType) else type(target)
+        raise VersionError(
+            f"Expected {kind.__module__}.{kind.__name__} to have `{name}`, as in {self}. Received: "
+            f"none, with {_installed('keras')} and {_installed('tensorflow', 'tensorflow-cpu')}. "
+            f"Install one of those versions, and report it, with this line, where "
+            f"keras_distplug {_installed('keras-distplug').partition(' ')[2]} came from."
+        )
+
+    def __str__(self) -> str:
+        named = {"Keras": self.keras, "TensorFlow": self.tensorflow}
+        versions = [f"{name} {range_}" for name, range_ in named.items() if range_ is not None]
+        return " and ".join(versions) + (f" ({self.issue})" if self.issue else "")
+
+
+def _installed(*distributions: str) -> str:
+    for each in distributions:
+        try:
+            return f"{each} {metadata.version(each)}"
+        except metadata.PackageNotFoundError:
+            continue
+    return f"{distributions[0]} of an unknown version"
