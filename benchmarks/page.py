@@ -22,7 +22,8 @@ from measured import parser, report, show, spread, told
 from rich.table import Table
 
 from keras_distplug.core import events
-from keras_distplug.core.events import Entry, OfReplica, to_line
+from keras_distplug.core.event_lines import to_line
+from keras_distplug.core.events import Entry, OfReplica
 from keras_distplug.storage.files import open_files
 from keras_distplug.tensorboard_plugin.watched import Watched, answer
 

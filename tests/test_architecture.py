@@ -161,6 +161,7 @@ def test_private_names_stay_in_the_backend(path: Path) -> None:
     ]
     if not room(name_of(path)).startswith("backend"):
         assert not private
+    assert not any(name.startswith("unittest") for name in imports(path))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import random
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
@@ -17,16 +16,16 @@ from keras_distplug.backend.tensorflow.runtime.callback_list import move_to_end
 from keras_distplug.callbacks.as_call import as_call
 from keras_distplug.callbacks.one_of_a_kind import stood_aside, yields
 from keras_distplug.callbacks.run_keeper import RunContext, RunKeeper
-from keras_distplug.checkpoint import capture, exports, resuming, saver
+from keras_distplug.checkpoint import capture, exports, opening, resuming, saver
 from keras_distplug.checkpoint.cadence import Cadence, Pace, SaveFreq, cadence_of
 from keras_distplug.checkpoint.candidates import Candidates, Found
 from keras_distplug.checkpoint.fit_state import FitState
 from keras_distplug.checkpoint.local_tier import LocalTier
 from keras_distplug.checkpoint.saves import Saves, Writes
-from keras_distplug.cluster import agreement, roles
-from keras_distplug.cluster.roles import Role, single_process
-from keras_distplug.core.errors import ConfigurationError, CorruptCheckpointError
-from keras_distplug.core.events import Finished, Restored
+from keras_distplug.cluster import agreement
+from keras_distplug.cluster.roles import single_process
+from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.core.events import Finished
 from keras_distplug.core.ledger import Category
 from keras_distplug.core.log import announce
 from keras_distplug.core.reporting import report, time_spent
@@ -37,7 +36,7 @@ from keras_distplug.step.executions import Executions
 from keras_distplug.storage import runs
 from keras_distplug.storage.commit import Team, Writer
 from keras_distplug.storage.export_file import Export, Format
-from keras_distplug.storage.files import Files, open_files
+from keras_distplug.storage.files import open_files
 from keras_distplug.storage.retention import Mode, Retention, require_count
 from keras_distplug.storage.store import CheckpointStore
 
@@ -170,7 +169,7 @@ class BackupAndRestore(RunKeeper):
         self.local_tier = local_tier
         self.local_freq = local_freq
         self._cadence = cadence_of(save_freq, max_overhead)
-        self._local_place = _local_place(local_tier, local_freq, max_overhead)
+        self._local_place = opening.local_place(local_tier, local_freq, max_overhead)
         self._retention = Retention(
             keep_last + bool(double_checkpoint), keep_every_steps, keep_best
         )
@@ -247,30 +246,14 @@ class BackupAndRestore(RunKeeper):
         """
         saver.wait_for_all()
         self._role = agreement.role_under(strategy)
-        _require_one_model(self._role, strategy)
+        opening.require_one_model(self._role, strategy)
         self._agreement = agreement.among(self._role)
         name = None
         if self._role.is_chief:
-            name = self._find_or_begin_run().name
+            job = self._supervised.job if self._supervised else None
+            name = opening.find_or_begin_run(self._files, resume=self.resume, job=job).name
         self._run = runs.read_run(self._files, self._agreement.from_chief("run", name))
         return self._run
-
-    def _find_or_begin_run(self) -> runs.Run:
-        job = self._supervised.job if self._supervised else None
-        try:
-            newest = runs.newest_run(self._files)
-        except CorruptCheckpointError:
-            if self.resume:
-                raise
-            newest = None
-        # A supervisor starts the same script again: `resume=False` is meant for its first start.
-        own = newest is not None and job is not None and newest.record.job == job
-        if newest is not None and (self.resume or own):
-            return newest
-        # From a copy: a run that is begun draws no more than one that goes on.
-        draws = random.Random()
-        draws.setstate(random.getstate())
-        return runs.begin_run(self._files, job=job, seed=draws.randrange(2**31))
 
     # Keras' hooks, in the order in which they come
 
@@ -313,9 +296,11 @@ class BackupAndRestore(RunKeeper):
         )
         made = exports.architecture_of(self.model) if self._role.is_chief else None
         with time_spent(Category.RESTORE):
-            is_new = not self._take_up_newest(run)
+            is_new = not resuming.take_up_newest(
+                self._state, self._candidates(), self._make_ready_for, self._go_on_from
+            )
         if is_new and self._role.is_chief:
-            announce(f"new run {self._where(run.name)}")
+            announce(f"new run {self._files.where(run.name)}")
         exports.remember(self._files, run.name, made, self._state.cursor.step)
         for logger in self._spared:
             if logger not in self._state.restored:
@@ -422,7 +407,7 @@ class BackupAndRestore(RunKeeper):
         if self.delete_checkpoint and self._role.is_chief:
             self._store.delete_run()
         if self._run is not None:
-            _finished_here.add(self._run.record.run_id)
+            resuming.finished_here.add(self._run.record.run_id)
         self._run = None
 
     def save_before_leaving(
@@ -463,33 +448,11 @@ class BackupAndRestore(RunKeeper):
         return RunContext(self._files, self._run.name, self.backup_dir, self._storage_options)
 
     def _all_saves(self) -> list[Saves]:
-        return [self._saves, *([self._local_saves] if self._local_saves is not None else [])]
+        return [each for each in (self._saves, self._local_saves) if each is not None]
 
     def _finish_saves(self) -> None:
         for saves in self._all_saves():
             saves.finish()
-
-    def _take_up_newest(self, run: runs.Run) -> bool:
-        """Takes up the newest checkpoint whose bytes are what was committed, if there is one.
-
-        A checkpoint is read once: what is not yet verified goes into the model. What was there is
-        kept, by reference, and put back if the checkpoint turns out to be damaged.
-        """
-        candidates, begun_s = self._candidates(), time.monotonic()
-        while (found := candidates.newest()) is not None:
-            self._make_ready_for(found, run)
-            damage = self._state.read(found)
-            if damage is None:
-                self._take_up(found, run)
-                cursor, secs = self._state.cursor, time.monotonic() - begun_s
-                report(
-                    Restored(
-                        cursor.step, cursor.epoch, cursor.batch, found.where, found.is_local, secs
-                    )
-                )
-                return True
-            candidates.reject(found, damage)
-        return False
 
     def _candidates(self) -> Candidates:
         return Candidates(
@@ -500,25 +463,23 @@ class BackupAndRestore(RunKeeper):
             epochs=self._epochs,
         )
 
-    def _make_ready_for(self, found: Found, run: runs.Run) -> None:
-        if found.ends and run.record.run_id in _finished_here:
-            raise ConfigurationError(
-                f"This process has finished the run in {self._where(run.name)} already, so `fit` "
-                "would train nothing. Give each training a directory of its own, more epochs to go "
-                "on, or resume=False to begin a new run."
-            )
+    def _make_ready_for(self, found: Found) -> None:
+        assert self._run is not None
+        where = self._files.where(self._run.name)
+        resuming.require_unfinished(found, self._run.record.run_id, where)
         self._state.make_ready_for(
             found.stored.manifest,
-            self._where(run.name),
+            where,
             ends=found.ends,
             other_data=self.allow_data_change,
             other_batch=self.allow_batch_change,
         )
 
-    def _take_up(self, found: Found, run: runs.Run) -> None:
+    def _go_on_from(self, found: Found) -> None:
         manifest = found.stored.manifest
-        if self._role.is_chief:
-            self._tell(found, run)
+        if self._role.is_chief and self._run is not None:
+            chief, epochs = self._role.name, self._epochs
+            announce(resuming.line(found, self._files, self._run.name, chief=chief, epochs=epochs))
         if not found.ends:
             self._state.go_on(manifest)
             return
@@ -526,63 +487,16 @@ class BackupAndRestore(RunKeeper):
         if manifest.completion is not None:
             self._finished = capture.capture(self.model)
 
-    def _tell(self, found: Found, run: runs.Run) -> None:
-        announce(
-            resuming.line(found, self._files, run.name, chief=self._role.name, epochs=self._epochs)
-        )
-
-    def _where(self, run: str) -> str:
-        return self._files.where(run)
-
     def _on_saved(self, step: int) -> None:
         """From a thread."""
         if self._supervised is not None and self._role.is_chief and self._run is not None:
-            self._supervised.saved(self._where(self._run.name), step)
+            self._supervised.saved(self._files.where(self._run.name), step)
 
     def _report(self, phase: Phase) -> None:
         if self._supervised is not None:
             self._supervised.report(self._role.name, phase)
 
 
-_finished_here: set[str] = set()  # ids of runs that this process has brought to their end
-
-
-def _local_place(
-    local_tier: str | os.PathLike[str] | None, local_freq: SaveFreq | None, max_overhead: float
-) -> tuple[Files, Cadence] | None:
-    """Where local checkpoints go, and how often one is made."""
-    if local_tier is None:
-        if local_freq is not None:
-            raise ConfigurationError(
-                "`local_freq` says how often a checkpoint goes to the folder `local_tier`, which "
-                f"is not given. Received: local_freq={local_freq!r}"
-            )
-        return None
-    if not (files := open_files(local_tier)).traits.is_near:
-        raise ConfigurationError(
-            "Expected `local_tier` to be a folder of each worker's own machine, such as "
-            f"/dev/shm/mnist. Received: {os.fspath(local_tier)!r}"
-        )
-    freq = "auto" if local_freq is None else local_freq
-    return files, cadence_of(freq, max_overhead, "local_freq")
-
-
 def _is_finite(logs: Mapping[str, Any] | None) -> bool:
     loss = (logs or {}).get("loss")
     return loss is None or math.isfinite(float(loss))
-
-
-def _require_one_model(role: Role, strategy: Any) -> None:
-    """Checks that workers of a cluster do not train separate models into one directory."""
-    if role.world_size > 1 or "TF_CONFIG" not in os.environ:
-        return
-    described = roles.from_environment(os.environ)
-    if described.world_size > 1:
-        name = type(strategy).__name__
-        under = "without a strategy" if name.startswith("_Default") else f"under {name}"
-        raise ConfigurationError(
-            "Expected a model under a multi-worker strategy, because TF_CONFIG has "
-            f"{described.world_size} workers. Received: a model {under}, so "
-            "that every worker would train a separate model into the same directory. Call "
-            "`kd.distributed_fit`, or make and compile the model within `kd.init().scope()`."
-        )

@@ -21,22 +21,22 @@ from keras_distplug.checkpoint import (
     callback_states,
     capture,
     compilation,
-    fingerprint,
     outside,
     own_states,
+    same_run,
 )
 from keras_distplug.checkpoint.candidates import Found
 from keras_distplug.checkpoint.progress_line import shown
 from keras_distplug.cluster.agreement import Workers
 from keras_distplug.cluster.roles import Role
-from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, OtherRunError
+from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError
 from keras_distplug.core.log import announce
 from keras_distplug.core.state import Completion, Cursor, TrainState
 from keras_distplug.data import progress
 from keras_distplug.data.position import Positioned
-from keras_distplug.data.sources import BATCH_SIZE, SEEDS
+from keras_distplug.data.sources import SEEDS
 from keras_distplug.python_state import json_values, random_states
-from keras_distplug.storage.manifest import Manifest, first_difference
+from keras_distplug.storage.manifest import Manifest
 from keras_distplug.storage.meter import Meter
 
 
@@ -213,7 +213,7 @@ class FitState:
             how_built={
                 **capture.how_built(self._model, self._unbuilt, self._outside.trainable()),
                 **self._compilation.take(),
-                "made_of": fingerprint.of_model(self._model),
+                "made_of": same_run.of_model(self._model),
             },
             callbacks=callbacks,
             random=own.random,
@@ -276,69 +276,31 @@ class FitState:
         """
         capture.build(self._model, manifest.how_built)
         self._take_up_compilation(manifest, where)
-        difference = first_difference(
-            capture.specs_of_model(manifest.variables), capture.specs_of(self._model)
-        )
-        difference = difference or fingerprint.first_difference(
-            manifest.how_built["made_of"], fingerprint.of_model(self._model)
-        )
-        if difference is not None and self._compilation.is_of_this_script(manifest.how_built):
-            raise OtherRunError(
-                f"{where} holds the run of another model, or a callback has changed this one in "
-                f"mid-run. The first difference: {difference}. Give another model a directory of "
-                "its own, or resume=False to begin a new run beside the old one. What a callback "
-                "adds to a model has to be there before `fit`. Nothing was changed."
-            )
-        if difference is not None:
-            raise OtherRunError(
-                f"{where} holds the run of another model. The first difference: {difference}. Give "
-                "this model a directory of its own, or resume=False to begin a new run beside the "
-                "old one; nothing was changed."
-            )
+        same_run.require_model(manifest, where, self._model, self._compilation.is_of_this_script)
         self._has_other_data = False
         if ends or self._progress is None or "fingerprint" not in manifest.data:
             return
         there = dict(manifest.data["fingerprint"])
         here = json.loads(json.dumps(self._progress.fingerprint()))
         seeds_there, seeds_here = there.pop(SEEDS, None), here.pop(SEEDS, None)
-        if other_batch and _batch_differs(there, here):
-            is_within = "read" in manifest.data["train"]
-            why_not = self._progress.data.source.why_not_by_samples if is_within else None
-            if why_not is not None and not other_data:
-                raise OtherRunError(
-                    f"{where} was trained on global batches of {there[BATCH_SIZE]} samples, and "
-                    f"cannot go on with {here[BATCH_SIZE]} behind the last of them: {why_not}. "
-                    "Give the same global batch, or allow_data_change=True to begin the epoch "
-                    "again; nothing was changed."
-                )
-            if why_not is None:
-                del there[BATCH_SIZE], here[BATCH_SIZE]
-        difference = fingerprint.first_difference(there, here)
-        self._has_other_data = difference is not None
-        if difference is not None and not other_data:
-            raise OtherRunError(
-                f"{where} was trained on other data. The first difference: {difference}. Give the "
-                f"same data, {_BATCH_REMEDY if _batch_differs(there, here) else ''}"
-                "allow_data_change=True to go on with these from the beginning of the epoch, or "
-                "resume=False to begin a new run; nothing was changed."
-            )
-        if difference is None and seeds_there != seeds_here:
+        is_within = "read" in (manifest.data.get("train") or {})
+        why_not = self._progress.data.source.why_not_by_samples if is_within else None
+        self._has_other_data = same_run.is_other_data(
+            there,
+            here,
+            where,
+            why_not_by_samples=why_not,
+            other_data=other_data,
+            other_batch=other_batch,
+        )
+        if not self._has_other_data and seeds_there != seeds_here:
             self._use_seeds(seeds_there)
 
     def _use_seeds(self, seeds: str | None) -> None:
         assert self._progress is not None
-        if seeds is not None and self._progress.data.source.use_seeds(seeds):
-            said = (
-                "the seeds of the data have changed since the checkpoint; the checkpoint's are "
-                "used, so every epoch sees its samples in the order the run started with"
-            )
-        else:
-            said = (
-                "the seeds of the data have changed since the checkpoint, so samples come in "
-                "another order: the interrupted epoch sees some of them twice and others not at all"
-            )
+        is_used = seeds is not None and self._progress.data.source.use_seeds(seeds)
         if self._role.is_chief:
-            announce(said)
+            announce(same_run.OLD_SEEDS if is_used else same_run.NEW_SEEDS)
 
     def read(self, found: Found) -> CheckpointError | None:
         """Reads the values into the model and the callbacks. Tells what keeps any worker from that;
@@ -534,12 +496,3 @@ class FitState:
         if self._role.rank < len(manifest.random):
             draws = manifest.random[self._role.rank].get(own_states.DRAWS, {})
             touched.Touched.of(self._model).draws.go_on_from(draws)
-
-
-_BATCH_REMEDY = "allow_batch_change=True to go on with the next sample in batches of this size, "
-
-
-def _batch_differs(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
-    """Whether both are known."""
-    sizes = {each.get(BATCH_SIZE) for each in (there, here)}
-    return len(sizes) == 2 and None not in sizes

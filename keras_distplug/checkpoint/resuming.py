@@ -1,11 +1,61 @@
-"""What a person is told when a run goes on."""
+"""How a run goes on from its newest checkpoint, and what a person is told then."""
 
 from __future__ import annotations
 
-from keras_distplug.checkpoint.candidates import Found
-from keras_distplug.core.errors import CheckpointError
+import time
+from collections.abc import Callable
+
+from keras_distplug.checkpoint.candidates import Candidates, Found
+from keras_distplug.checkpoint.fit_state import FitState
+from keras_distplug.core.errors import CheckpointError, ConfigurationError
+from keras_distplug.core.events import Restored
+from keras_distplug.core.reporting import report
 from keras_distplug.runlog.last_attempt import look_back
 from keras_distplug.storage.files import Files
+
+finished_here: set[str] = set()  # ids of runs that this process has brought to their end
+
+
+def take_up_newest(
+    state: FitState,
+    candidates: Candidates,
+    make_ready_for: Callable[[Found], None],
+    go_on_from: Callable[[Found], None],
+) -> bool:
+    """Takes up the newest checkpoint whose bytes are what was committed, if there is one.
+
+    A checkpoint is read once: what is not yet verified goes into the model. What was there is kept,
+    by reference, and put back if the checkpoint turns out to be damaged.
+
+    Args:
+        state: That of the `fit`.
+        candidates: The checkpoints.
+        make_ready_for: Makes the model ready for the values of one, or raises.
+        go_on_from: Makes `fit` go on from one whose values are in the model.
+    """
+    begun_s = time.monotonic()
+    while (found := candidates.newest()) is not None:
+        make_ready_for(found)
+        damage = state.read(found)
+        if damage is None:
+            go_on_from(found)
+            cursor, secs = state.cursor, time.monotonic() - begun_s
+            report(
+                Restored(cursor.step, cursor.epoch, cursor.batch, found.where, found.is_local, secs)
+            )
+            return True
+        candidates.reject(found, damage)
+    return False
+
+
+def require_unfinished(found: Found, run_id: str, where: str) -> None:
+    """Checks that this process has not trained the run to its end already."""
+    if found.ends and run_id in finished_here:
+        raise ConfigurationError(
+            f"This process has finished the run in {where} already, so `fit` "
+            "would train nothing. Give each training a directory of its own, more epochs to go "
+            "on, or resume=False to begin a new run."
+        )
 
 
 def line(found: Found, files: Files, run: str, *, chief: str, epochs: int) -> str:

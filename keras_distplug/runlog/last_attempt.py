@@ -5,16 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from keras_distplug.core.events import (
-    Began,
-    Entry,
-    Finished,
-    PeerLost,
-    Preempted,
-    Raised,
-    Window,
-    from_line,
-)
+from keras_distplug.core.event_lines import from_line
+from keras_distplug.core.events import Began, Entry, Finished, PeerLost, Preempted, Raised, Window
 from keras_distplug.runlog.log_files import FOLDER, newest
 from keras_distplug.storage import layout
 from keras_distplug.storage.files import Files

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from keras_distplug.core.errors import CheckpointError, NoCheckpointError
-from keras_distplug.core.events import SUPERVISOR, Began, Entry, from_line
+from keras_distplug.core.event_lines import from_line
+from keras_distplug.core.events import SUPERVISOR, Began, Entry
 from keras_distplug.core.threads import before_threads_end
 from keras_distplug.runlog.goodput_totals import Fit
 from keras_distplug.storage import layout

@@ -26,6 +26,7 @@ from keras_distplug.callbacks.run_keeper import keeper_among
 from keras_distplug.cluster import agreement
 from keras_distplug.core import events, reporting
 from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.core.event_lines import to_line
 from keras_distplug.core.events import Entry, Event, OfReplica, Window
 from keras_distplug.core.interactive import is_interactive
 from keras_distplug.core.ledger import Category, Ledger, split
@@ -388,7 +389,7 @@ class _Writes:
         if self._log is not None:
             entry = Entry(at, self._source, event, self._job, self._attempt)
             is_minor = isinstance(event, Window | events.Beat)
-            self._log.append(events.to_line(entry), is_minor=is_minor)
+            self._log.append(to_line(entry), is_minor=is_minor)
         if self._curves is not None:
             self._curves.hear(at, event)
 
@@ -408,7 +409,7 @@ class _Writes:
 
     def _line(self, event: Event) -> bytes:
         entry = Entry(self._now(), self._source, event, self._job, self._attempt)
-        return events.to_line(entry)
+        return to_line(entry)
 
 
 def _waits(report: StepReport) -> dict[Category, float]:

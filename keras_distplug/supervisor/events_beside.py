@@ -11,7 +11,8 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from keras_distplug.core.errors import ConfigurationError
-from keras_distplug.core.events import SUPERVISOR, Entry, Event, to_line
+from keras_distplug.core.event_lines import to_line
+from keras_distplug.core.events import SUPERVISOR, Entry, Event
 
 _LAST_SECS = 10.0
 

@@ -10,7 +10,8 @@ import pytest
 
 from keras_distplug.cli import main
 from keras_distplug.core import events
-from keras_distplug.core.events import SUPERVISOR, Entry, Event, to_line
+from keras_distplug.core.event_lines import to_line
+from keras_distplug.core.events import SUPERVISOR, Entry, Event
 
 
 def write(folder: Path, stem: str, *entries: tuple[float, Event]) -> None:

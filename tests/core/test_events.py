@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from keras_distplug.core import events
-from keras_distplug.core.events import Entry, Event, OfReplica, from_line, to_line
+from keras_distplug.core.event_lines import from_line, to_line
+from keras_distplug.core.events import Entry, Event, OfReplica
 
 SAMPLES: dict[str, Any] = {
     "str": "a",

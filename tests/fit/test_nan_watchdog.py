@@ -20,7 +20,7 @@ from support import small  # noqa: E402
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.core.errors import ConfigurationError, NonFiniteError  # noqa: E402
 from keras_distplug.nonfinite import incident_files  # noqa: E402
-from keras_distplug.nonfinite.nan_watchdog import LeftOut, OfReplica, culprits_of  # noqa: E402
+from keras_distplug.nonfinite.skipped_updates import LeftOut, OfReplica, culprits_of  # noqa: E402
 from keras_distplug.storage.files import open_files  # noqa: E402
 
 BATCHES = 10

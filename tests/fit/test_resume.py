@@ -23,7 +23,7 @@ from support import small  # noqa: E402
 import keras_distplug as kd  # noqa: E402
 from keras_distplug import default_callbacks  # noqa: E402
 from keras_distplug.backend.tensorflow.input import epochs as compat_epochs  # noqa: E402
-from keras_distplug.checkpoint import backup_and_restore, saver  # noqa: E402
+from keras_distplug.checkpoint import resuming, saver  # noqa: E402
 from keras_distplug.core import log  # noqa: E402
 from keras_distplug.core.errors import ConfigurationError, OtherRunError  # noqa: E402
 from keras_distplug.core.events import Window  # noqa: E402
@@ -34,7 +34,7 @@ from keras_distplug.storage.files import open_files  # noqa: E402
 @pytest.fixture(autouse=True)
 def as_if_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that forgets which runs it has finished, for tests that stand for several."""
-    monkeypatch.setattr(backup_and_restore, "_finished_here", Forgetful())
+    monkeypatch.setattr(resuming, "finished_here", Forgetful())
 
 
 @pytest.fixture(autouse=True)
@@ -516,7 +516,7 @@ def test_name_of_the_script(script: str, name: str, monkeypatch: pytest.MonkeyPa
 
 def test_second_training_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second training into the directory of a finished one is an error, not a silent nothing."""
-    monkeypatch.setattr(backup_and_restore, "_finished_here", set())
+    monkeypatch.setattr(resuming, "finished_here", set())
     train(tmp_path, epochs=1)
     with pytest.raises(ConfigurationError, match="Give each training a directory of its own"):
         train(tmp_path, epochs=1)

@@ -30,6 +30,7 @@ from support.curves import curves_in, texts_in  # noqa: E402
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.checkpoint import saver  # noqa: E402
 from keras_distplug.core import events, reporting  # noqa: E402
+from keras_distplug.core.event_lines import to_line  # noqa: E402
 from keras_distplug.core.events import Event, Window  # noqa: E402
 from keras_distplug.core.ledger import Category  # noqa: E402
 from keras_distplug.replicas.stragglers import Straggler  # noqa: E402
@@ -279,7 +280,7 @@ def test_texts(tmp_path: Path) -> None:
     failed = events.Failed("worker-0", "error", 1, "worker-0 exited with code 1")
     entry = events.Entry(first.ends_at + 0.001, "supervisor", failed, "job", 1)
     log = tmp_path / "run-0001" / "log"
-    (log / "supervisor-job.jsonl").write_bytes(events.to_line(entry))
+    (log / "supervisor-job.jsonl").write_bytes(to_line(entry))
     fit(kd.defaults(tmp_path))
     steps, texts = zip(*texts_in(log / "goodput", "distplug/events"), strict=True)
     assert len(set(steps)) == len(steps)
@@ -331,9 +332,9 @@ def _threads() -> list[str]:
 def test_finished_already(tmp_path: Path) -> None:
     """A run that is started again when it is finished trains nothing, and says nothing."""
     fit(kd.defaults(tmp_path))
-    from keras_distplug.checkpoint import backup_and_restore
+    from keras_distplug.checkpoint import resuming
 
-    backup_and_restore._finished_here.clear()
+    resuming.finished_here.clear()
     fit(kd.defaults(tmp_path))
     assert len(logged(tmp_path)) == 1
 

@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from keras_distplug.core import events
-from keras_distplug.core.events import Entry, OfReplica, from_line, to_line
+from keras_distplug.core.event_lines import from_line, to_line
+from keras_distplug.core.events import Entry, OfReplica
 from keras_distplug.runlog import goodput_totals
 from keras_distplug.runlog.log_files import Reader
 from keras_distplug.runlog.summary import summary

@@ -13,7 +13,8 @@ from support.browser import Shown, browsed
 
 from keras_distplug import page
 from keras_distplug.cli import main
-from keras_distplug.core.events import Window, to_line
+from keras_distplug.core.event_lines import to_line
+from keras_distplug.core.events import Window
 from keras_distplug.runlog.goodput_totals import Fit
 from keras_distplug.runlog.summary import summary
 from keras_distplug.storage.survey import Looked

@@ -16,7 +16,7 @@ from werkzeug.test import Client
 
 import keras_distplug as kd
 from keras_distplug.cli import main
-from keras_distplug.core.events import to_line
+from keras_distplug.core.event_lines import to_line
 from keras_distplug.runlog import log_files
 from keras_distplug.storage.files import LocalFiles, open_files
 from keras_distplug.tensorboard_plugin import plugin as plugin_module

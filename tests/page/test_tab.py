@@ -19,7 +19,7 @@ from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 from werkzeug.serving import make_server
 
-from keras_distplug.core.events import to_line
+from keras_distplug.core.event_lines import to_line
 from keras_distplug.tensorboard_plugin import plugin as plugin_module
 from keras_distplug.tensorboard_plugin.plugin import Loader
 

@@ -23,7 +23,8 @@ from support.curves import curves_in
 
 from keras_distplug.cli import main
 from keras_distplug.core import events
-from keras_distplug.core.events import Entry, from_line
+from keras_distplug.core.event_lines import from_line
+from keras_distplug.core.events import Entry
 from keras_distplug.core.ledger import Category
 from keras_distplug.runlog import goodput_totals, log_files
 from keras_distplug.runlog.goodput_totals import Fit

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from keras_distplug.core import events
-from keras_distplug.core.events import Entry, Event, from_line
+from keras_distplug.core.event_lines import from_line, to_line
+from keras_distplug.core.events import Entry, Event
 from keras_distplug.runlog import last_attempt, log_files
 from keras_distplug.runlog.last_attempt import Before, look_back
 from keras_distplug.runlog.log_files import Log, Reader, newest, open_beside, read, sink_for
@@ -29,7 +30,7 @@ def began(session: str = "a") -> events.Began:
 
 
 def line(event: Event, at: float = 1.0) -> bytes:
-    return events.to_line(Entry(at, "worker-0", event))
+    return to_line(Entry(at, "worker-0", event))
 
 
 def no_failure(error: OSError) -> None:

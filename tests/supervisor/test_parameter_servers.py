@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from supervision import Supervision, await_until, is_dead
 
-from keras_distplug.core.events import from_line
+from keras_distplug.core.event_lines import from_line
 from keras_distplug.runlog.summary import summary
 
 Start = Callable[..., Supervision]

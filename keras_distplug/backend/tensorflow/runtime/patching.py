@@ -68,9 +68,11 @@ class Upstream:
     def _require(self, target: Any, name: str) -> None:
         if name in vars(target) or hasattr(type(target), name) or hasattr(target, name):
             return
-        kind = target if isinstance(target, type | ModuleType) else type(target)
+        kind = target if isinstance(target, type) else type(target)
+        place = f"{kind.__module__}.{kind.__name__}"
+        place = target.__name__ if isinstance(target, ModuleType) else place
         raise VersionError(
-            f"Expected {kind.__module__}.{kind.__name__} to have `{name}`, as in {self}. Received: "
+            f"Expected {place} to have `{name}`, as in {self}. Received: "
             f"none, with {_installed('keras')} and {_installed('tensorflow', 'tensorflow-cpu')}. "
             f"Install one of those versions, and report it, with this line, where "
             f"keras_distplug {_installed('keras-distplug').partition(' ')[2]} came from."

@@ -1,0 +1,77 @@
+"""Events as lines of JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from keras_distplug.core.events import VERSION, Entry, Event, OfReplica, Window, name_of
+from keras_distplug.core.hints import require_types
+
+
+def to_line(entry: Entry) -> bytes:
+    said = {
+        "v": VERSION,
+        "at": entry.at,
+        "event": name_of(type(entry.event)),
+        "source": entry.source,
+        "job": entry.job,
+        "attempt": entry.attempt,
+        **dataclasses.asdict(entry.event),
+    }
+    return json.dumps(_finite(said), separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+
+def from_line(line: bytes | str) -> Entry | None:
+    """The inverse of `to_line`; None for what was cut off, or is not known here."""
+    try:
+        said = json.loads(line)
+        kind = Event.kinds[said["event"]]
+        if said["v"] > VERSION:
+            return None
+        values = _known(kind, said)
+        if kind is Window:
+            values["replicas"] = tuple(map(_of_replica, said.get("replicas", ())))
+        event = kind(**values)
+        require_types(event)
+        entry = Entry(said["at"], said["source"], event, said["job"], said["attempt"])
+        require_types(entry)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return entry
+
+
+def _of_replica(said: Mapping[str, Any]) -> OfReplica:
+    found = OfReplica(**_known(OfReplica, said))
+    require_types(found)
+    return found
+
+
+def _known(kind: type, said: Mapping[str, Any]) -> dict[str, Any]:
+    """What a class has of the fields of a line."""
+    names = _names_of_fields(kind)
+    return {name: _frozen(value) for name, value in said.items() if name in names}
+
+
+@functools.cache
+def _names_of_fields(kind: type) -> frozenset[str]:
+    return frozenset(each.name for each in dataclasses.fields(kind))
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    if isinstance(value, Mapping):
+        return {str(key): _finite(each) for key, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_finite(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
