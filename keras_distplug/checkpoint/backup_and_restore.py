@@ -435,8 +435,6 @@ class BackupAndRestore(RunKeeper):
             candidates.reject(found, damage)
         return None
 
-    # How
-
     def keep_file(self, name: str, parts: Iterable[bytes | memoryview]) -> str:
         self._files.create(name, parts)
         return self._files.where(name)

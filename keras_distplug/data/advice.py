@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from keras_distplug.backend.tensorflow.input import pipeline
+from keras_distplug.backend.tensorflow.input.pipeline_steps import Step
 
 # One element of theirs is one that they read, or none.
 _ONE_TO_ONE = re.compile(
@@ -150,7 +151,7 @@ def _few_files(parts: pipeline.Pipeline, workers: int) -> Iterator[str]:
 
 def _at_batch(
     parts: pipeline.Pipeline,
-) -> tuple[list[pipeline.Step], pipeline.Step | None, list[pipeline.Step]]:
+) -> tuple[list[Step], Step | None, list[Step]]:
     """What is behind the transformation that makes global batches, itself, and what is before."""
     chain = list(parts.chain)
     above = list(itertools.takewhile(_is_one_to_one, chain))
@@ -174,9 +175,9 @@ def _bytes_of(parts: pipeline.Pipeline, dataset: tf.data.Dataset) -> int | None:
     return batches * batch.numbers["batch_size"] * total
 
 
-def _is_one_to_one(step: pipeline.Step) -> bool:
+def _is_one_to_one(step: Step) -> bool:
     return _ONE_TO_ONE.fullmatch(step.op) is not None
 
 
-def _shuffles(step: pipeline.Step) -> bool:
+def _shuffles(step: Step) -> bool:
     return _SHUFFLES.fullmatch(step.op) is not None

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import tensorflow as tf
 
 from keras_distplug.backend.tensorflow.input import pipeline
+from keras_distplug.backend.tensorflow.input.pipeline_steps import FROM_GENERATOR, Step
 
 # Arguments that change which samples come, or in which order.
 _TELLING = (
@@ -61,7 +62,7 @@ def of_pipeline(parts: pipeline.Pipeline, *, is_resumed_mid_pass: bool = True) -
     ]
 
 
-def _named(step: pipeline.Step) -> str:
+def _named(step: Step) -> str:
     return step.title if step.where is None else f"{step.title} {step.where}"
 
 
@@ -75,7 +76,7 @@ _STATELESS = (
 )
 
 
-def _of_step(step: pipeline.Step, is_resumed_mid_pass: bool) -> Iterator[str]:
+def _of_step(step: Step, is_resumed_mid_pass: bool) -> Iterator[str]:
     if not step.deterministic:
         yield (
             "deterministic=False changes the order of elements. Leave it out; TensorFlow Datasets "
@@ -103,7 +104,7 @@ def _of_step(step: pipeline.Step, is_resumed_mid_pass: bool) -> Iterator[str]:
             "tf.config.experimental.enable_op_determinism()"
         )
     if step.python_ops and is_resumed_mid_pass:
-        if step.title == pipeline.FROM_GENERATOR:
+        if step.title == FROM_GENERATOR:
             yield (
                 "to resume, the generator is run again for all earlier batches of the pass, and "
                 "must yield the same as before. A keras.utils.PyDataset continues at any batch "
@@ -133,12 +134,12 @@ def seeds(parts: pipeline.Pipeline) -> str:
     return "; ".join(f"{step.numbers['seed']}, {step.numbers['seed2']}" for step in seeded(parts))
 
 
-def seeded(parts: pipeline.Pipeline) -> list[pipeline.Step]:
+def seeded(parts: pipeline.Pipeline) -> list[Step]:
     """The transformations that have seeds."""
     return [step for step in parts.steps if step.is_seeded and "seed" in step.numbers]
 
 
-def _told(step: pipeline.Step, more: Sequence[str]) -> str:
+def _told(step: Step, more: Sequence[str]) -> str:
     names = sorted((*_TELLING, *more))
     numbers = {name: step.numbers[name] for name in names if name in step.numbers}
     if step.samples is not None:

@@ -14,6 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_distplug.backend.tensorflow.input import earlier_passes, pipeline, readers
+from keras_distplug.backend.tensorflow.input.pipeline_steps import Step
+from keras_distplug.backend.tensorflow.input.pipeline_variables import Variable
 from keras_distplug.backend.tensorflow.runtime import host_memory
 from keras_distplug.data import advice, audit
 from keras_distplug.python_state import json_values
@@ -162,7 +164,7 @@ class Arrays:
 class _Stored:
     """A variable of a pipeline as JSON."""
 
-    variable: pipeline.Variable
+    variable: Variable
 
     def read(self) -> Any:
         return json_values.encode(self.variable.read())
@@ -441,7 +443,7 @@ class _Orders:
         return self._pipeline.reseeded(self.nodes, tf.bitwise.bitwise_xor(ours, drawn))
 
 
-def _seeds_of(step: pipeline.Step, seed: int, number: int) -> tuple[int, int]:
+def _seeds_of(step: Step, seed: int, number: int) -> tuple[int, int]:
     if step.is_seeded:
         return step.numbers["seed"], step.numbers["seed2"]
     first, second = np.random.SeedSequence([seed, number]).generate_state(2)

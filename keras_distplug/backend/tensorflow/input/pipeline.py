@@ -11,36 +11,39 @@ ops, and a dataset's inputs are not.
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-from types import CodeType
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 import xxhash
 from tensorflow.core.framework import graph_pb2
 from tensorflow.python.data.ops import dataset_ops
-from tensorflow.python.framework import config, op_def_registry
+from tensorflow.python.framework import config
+
+from keras_distplug.backend.tensorflow.input.pipeline_steps import (
+    RESHUFFLING,
+    Step,
+    element_types_of,
+    inputs_of,
+    node_of,
+    steps_of,
+)
+from keras_distplug.backend.tensorflow.input.pipeline_variables import (
+    Variable,
+    is_variable,
+    resources_of,
+)
 
 _MOST_BYTES = 512 * 2**20  # of tensors in the pipeline: taking it apart copies them
 _LARGE_BYTES = 1024  # of one tensor
 
-# They draw seeds for each iterator if the attribute says so.
-_RESHUFFLING = {
-    "ShuffleDatasetV3": "reshuffle_each_iteration",
-    "ShuffleAndRepeatDatasetV2": "reshuffle_each_iteration",
-    "RandomDatasetV2": "rerandomize_each_iteration",
-}
 # What makes the iterator of its input together with its own, once.
 _EAGER = re.compile(
     r"(Parallel)?(Batch|PaddedBatch|Map|MapAndBatch|Filter|Prefetch|Options|Take|Skip|Zip|Shard"
@@ -48,102 +51,16 @@ _EAGER = re.compile(
     r"|DirectedInterleave|SlidingWindow)Dataset(V\d)?"
 )
 _SHUFFLES = re.compile(r"ShuffleDataset(V\d)?")  # makes it when its first element is read
-_RANDOM_OPS = re.compile(r"Random.*|.*TruncatedNormal|Multinomial")
-_NOT_RANDOM = re.compile(r"StatefulPartitionedCall|Random(Dataset|IndexShuffle).*")
-_PYTHON_OPS = re.compile(r"PyFunc|PyFuncStateless|EagerPyFunc")
-# Stateful by name only; what the first ones call is looked at by itself.
-_HARMLESS_OPS = re.compile(
-    r"(Stateful)?PartitionedCall|If|Case|While|Assert|LookupTable(Find|Size)V2"
-)
 _MAPS = re.compile(r"(Parallel)?MapDataset(V\d)?")
 _BATCHES = re.compile(r"BatchDatasetV2|ParallelBatchDataset")
 _BESIDE = re.compile(r"(Prefetch|Options)Dataset")
 _ORDERING = re.compile(r"ShuffleDatasetV3|RepeatDataset")
 _RESOURCES = re.compile(r"VarHandleOp|.*HashTable.*")
-_CHANGES = re.compile(r"Assign.*Variable.*|Resource(Scatter|Apply).*|Rng.*|Stateful(?!Part).*")
-FROM_GENERATOR = "from_generator"
 _COUNT = "distplug_batches_to_leave_out"
-# Where functions are that no user has written.
-_PACKAGES = tuple(str(Path(package.__file__).parent) + os.sep for package in (tf, keras))
 
 
 class UnreadableError(Exception):
     """The pipeline cannot be taken apart; says why."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One transformation of a pipeline.
-
-    Args:
-        node: Its name in the graph.
-        op: The name of its op, such as `ShuffleDatasetV3`.
-        title: What a user writes for it, such as `shuffle`.
-        inputs: Nodes of the datasets that it reads.
-        numbers: Its arguments that are single integers or booleans.
-        samples: Of the tensors that it holds, if it slices them.
-        reshuffles: It draws new seeds for each iterator.
-        deterministic: False if it may give its elements in another order each time.
-        parallel: It runs functions at the same time.
-        random_ops: In its functions, with whether they have a seed.
-        python_ops: In its functions.
-        where: The function that it was given and its place in the script, if known.
-        calls: Ops in its functions.
-        pure: Its functions give the same for the same element, whatever they were called for.
-        changes_variables: Its functions do, as random layers of Keras and a `tf.random.Generator`.
-        unseeded_inside: Titles of unseeded shuffles of datasets that its functions make.
-    """
-
-    node: str
-    op: str
-    title: str
-    inputs: tuple[str, ...]
-    numbers: Mapping[str, int]
-    samples: int | None
-    reshuffles: bool
-    deterministic: bool
-    parallel: bool
-    random_ops: tuple[tuple[str, bool], ...]
-    python_ops: tuple[str, ...]
-    where: str | None
-    calls: frozenset[str]
-    pure: bool
-    changes_variables: bool
-    unseeded_inside: tuple[str, ...]
-
-    @property
-    def is_seeded(self) -> bool:
-        return self.numbers.get("seed", 1) != 0 or self.numbers.get("seed2", 1) != 0
-
-
-@dataclass(frozen=True)
-class Variable:
-    """A variable that functions of a pipeline refer to, whoever has made it."""
-
-    handle: tf.Tensor
-
-    @property
-    def dtype(self) -> tf.DType:
-        return tf.as_dtype(self._told.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        elements: int = tf.TensorShape(self._told.shape).num_elements() or 0
-        return elements * int(self.dtype.size)
-
-    @property
-    def _told(self) -> Any:
-        return self.handle._handle_data.shape_and_type[0]
-
-    def read(self) -> np.ndarray:
-        with tf.device(self.handle.device):
-            value = tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype)
-        return np.asarray(value)
-
-    def assign(self, value: Any) -> None:
-        with tf.device(self.handle.device):
-            given = tf.constant(np.asarray(value), self.dtype)
-            tf.raw_ops.AssignVariableOp(resource=self.handle, value=given)
 
 
 @dataclass(frozen=True)
@@ -193,7 +110,7 @@ class Pipeline:
             self._resources.get(step.node, {}).values() for step in steps
         )
         by_id = {id(each): each for each in handles}
-        return [Variable(each) for each in by_id.values() if _is_variable(each)]
+        return [Variable(each) for each in by_id.values() if is_variable(each)]
 
     @property
     def options(self) -> tf.data.Options:
@@ -331,12 +248,12 @@ class Pipeline:
         fresh: list[str] = []
         for name in nodes:
             node = by_name[name]
-            inputs = _inputs_of(node)
+            inputs = inputs_of(node)
             seeds_of[name] = (inputs["seed"], inputs["seed2"])
             if "seed_generator" in inputs:
                 fresh.append(inputs["seed_generator"])
             if name in fixed:
-                node.attr[_RESHUFFLING[node.op]].b = False
+                node.attr[RESHUFFLING[node.op]].b = False
         held = {name: value for name, value in self._held.items() if name in by_name}
         given = {each for pair in seeds_of.values() for each in pair} | set(fresh) | set(held)
         for node in list(graph.node):
@@ -422,7 +339,7 @@ def _is_value_of(value: Any, content: bytes, tensor: tf.Tensor) -> bool:
 def _leave_out(graph: graph_pb2.GraphDef, cut: _Cut) -> str:
     """Makes a place for a number of elements to leave out at the cut. Returns the new output."""
     by_name = {node.name: node for node in graph.node}
-    types, shapes = _elements_of(by_name[cut.at.node])
+    types, shapes = element_types_of(by_name[cut.at.node])
     leaving_out = graph.node.add(name="distplug_leave_out", op="SkipDataset")
     leaving_out.input.extend(["", _COUNT])
     for node in [leaving_out, *(by_name[each.node] for each in cut.ordering)]:
@@ -461,16 +378,16 @@ def read(dataset: tf.data.Dataset) -> Pipeline:
     graph.CopyFrom(whole)  # without the memory of what was taken
     del whole
     [returned] = [node for node in graph.node if node.op == "_Retval"]
-    output = _name_of(returned.input[0])
+    output = node_of(returned.input[0])
     graph.node.remove(returned)
     functions = _functions_of(dataset)
-    resources = _resources(graph, functions)
+    resources = resources_of(graph, functions)
     read_ = graph_pb2.GraphDef()
     read_.CopyFrom(graph)
     _keep_what_is_read(read_, output, _merged(resources))
     if copied := sorted({node.op for node in read_.node if _RESOURCES.fullmatch(node.op)}):
         raise UnreadableError(f"what its functions refer to cannot be found ({', '.join(copied)})")
-    steps = tuple(_steps(graph, functions))
+    steps = tuple(steps_of(graph, functions))
     return Pipeline(steps, dataset, graph, output, large, resources)
 
 
@@ -481,66 +398,8 @@ def _functions_of(dataset: tf.data.Dataset) -> dict[str, Any]:
     }
 
 
-def _place_of(function: Any) -> str | None:
-    """Where a user's function is, such as `of augment (train.py, line 14)`; None for one of
-    TensorFlow or Keras."""
-    try:
-        given = inspect.unwrap(getattr(function, "func", function))  # also of a `functools.partial`
-        code = getattr(given, "__code__", None)
-    except (AttributeError, TypeError, ValueError):  # of a callable with attributes of any kind
-        return None
-    if not isinstance(code, CodeType) or code.co_filename.startswith(_PACKAGES):
-        return None
-    name = "" if code.co_name == "<lambda>" else f"of {code.co_name} "
-    return f"{name}({Path(code.co_filename).name}, line {code.co_firstlineno})"
-
-
-def _given_to_from_generator(function: Any) -> Any:
-    """The generator function of `Dataset.from_generator`, which maps `function`; None if it is not
-    that."""
-    if not str(getattr(function, "__module__", "")).endswith(".from_generator_op"):
-        return None
-    finalize = inspect.getclosurevars(function).nonlocals.get("finalize_fn")
-    state = finalize and inspect.getclosurevars(finalize).nonlocals.get("generator_state")
-    return getattr(state, "_generator", None)
-
-
-def _resources(
-    graph: graph_pb2.GraphDef, functions: Mapping[str, Any]
-) -> dict[str, dict[str, tf.Tensor]]:
-    """Variables, tables and the like that `functions` refer to: for each op of the graph, by the
-    nodes that make copies of them. TensorFlow writes down their values, not whose they are."""
-    captured = {name: each.function.captured_inputs for name, each in functions.items()}
-    found: dict[str, dict[str, tf.Tensor]] = {}
-    for node in graph.node:
-        called = {name: value.func.name for name, value in node.attr.items() if value.func.name}
-        for attribute, function in called.items() if _is_dataset(node) else ():
-            if function in captured:
-                given = _arguments_of(node, attribute if len(called) > 1 else "")
-                pairs = zip(given, captured[function], strict=True)
-                own = {name: tensor for name, tensor in pairs if tensor.dtype == tf.resource}
-                found.setdefault(node.name, {}).update(own)
-    return found
-
-
 def _merged(resources: Mapping[str, Mapping[str, tf.Tensor]]) -> dict[str, tf.Tensor]:
     return {name: tensor for own in resources.values() for name, tensor in own.items()}
-
-
-def _is_variable(handle: tf.Tensor) -> bool:
-    told = getattr(handle, "_handle_data", None)
-    return told is not None and len(told.shape_and_type) == 1
-
-
-def _arguments_of(node: Any, function: str) -> list[str]:
-    """Nodes that an op gives on to its function with this attribute; "" for its only one."""
-    given = iter(node.input)
-    found: list[str] = []
-    for argument in op_def_registry.get(node.op).input_arg:
-        names = [_name_of(next(given)) for _ in range(_count_of(node, argument))]
-        if re.fullmatch(rf"{function or '.*'}_?other_arg(ument)?s", argument.name):
-            found += names
-    return found
 
 
 def _keep_what_is_read(graph: graph_pb2.GraphDef, output: str, given: Collection[str]) -> None:
@@ -551,7 +410,7 @@ def _keep_what_is_read(graph: graph_pb2.GraphDef, output: str, given: Collection
         name = waiting.pop()
         if name not in read and name not in given:
             read.add(name)
-            waiting += map(_name_of, by_name[name].input)
+            waiting += map(node_of, by_name[name].input)
     for node in list(graph.node):
         if node.name not in read:
             graph.node.remove(node)
@@ -616,139 +475,3 @@ def _bytes_of(tensor: tf.Tensor) -> int:
     """Without what its elements refer to: strings, and parts of ragged and sparse tensors."""
     elements: int = tensor.shape.num_elements() or 0
     return elements * int(tensor.dtype.size)
-
-
-def _steps(graph: graph_pb2.GraphDef, functions: Mapping[str, Any]) -> Iterator[Step]:
-    by_name = {node.name: node for node in graph.node}
-    library = {function.signature.name: function for function in graph.library.function}
-    datasets = [node for node in graph.node if _is_dataset(node)]
-    names = {node.name for node in datasets}
-    for node in datasets:
-        inputs = _inputs_of(node)
-        constants = {
-            name: by_name[given].attr["value"].tensor
-            for name, given in inputs.items()
-            if given in by_name and by_name[given].op == "Const"
-        }
-        numbers = {
-            name: int(tf.make_ndarray(value))
-            for name, value in constants.items()
-            if value.dtype in (tf.int64.as_datatype_enum, tf.bool.as_datatype_enum)
-            and not value.tensor_shape.dim
-        }
-        given = [functions[name]._func for name in _called_by(node) if name in functions]
-        generators = [g for f in given if (g := _given_to_from_generator(f)) is not None]
-        called = list(_functions(node, library))
-        inner = [each for function in called for each in function.node_def]
-        randoms = [
-            (each.op, any(name in each.attr and each.attr[name].i for name in ("seed", "seed2")))
-            for each in inner
-            if _RANDOM_OPS.fullmatch(each.op) and not _NOT_RANDOM.fullmatch(each.op)
-        ]
-        yield Step(
-            node=node.name,
-            op=node.op,
-            title=FROM_GENERATOR if generators else _title(node.op),
-            inputs=tuple(each for each in map(_name_of, node.input) if each in names),
-            numbers=numbers,
-            samples=_samples(node, by_name),
-            reshuffles=node.op in _RESHUFFLING and node.attr[_RESHUFFLING[node.op]].b,
-            deterministic="deterministic" not in node.attr
-            or node.attr["deterministic"].s != b"false",
-            parallel="Parallel" in node.op or node.op.startswith("MapAndBatch"),
-            random_ops=tuple(sorted(set(randoms))),
-            python_ops=tuple(sorted({e.op for e in inner if _PYTHON_OPS.fullmatch(e.op)})),
-            where=next(filter(None, map(_place_of, [*given, *generators])), None),
-            calls=frozenset(each.op for each in inner),
-            pure=not any(_keeps_state(each.op) for each in inner),
-            changes_variables=any(_CHANGES.fullmatch(each.op) for each in inner),
-            unseeded_inside=tuple(
-                sorted({_title(op) for function in called for op in _unseeded(function)})
-            ),
-        )
-
-
-def _keeps_state(op: str) -> bool:
-    known = op_def_registry.get(op)
-    return (known is None or known.is_stateful) and not _HARMLESS_OPS.fullmatch(op)
-
-
-def _inputs_of(node: Any) -> dict[str, str]:
-    """Nodes that an op reads, by the names of its arguments; lists are left out."""
-    names: dict[str, str] = {}
-    given = iter(node.input)
-    for argument in op_def_registry.get(node.op).input_arg:
-        read = [_name_of(next(given)) for _ in range(_count_of(node, argument))]
-        if not (argument.number_attr or argument.type_list_attr):
-            [names[argument.name]] = read
-    return names
-
-
-def _count_of(node: Any, argument: Any) -> int:
-    """How many inputs of an op are one argument."""
-    if argument.number_attr:
-        return int(node.attr[argument.number_attr].i)
-    if argument.type_list_attr:
-        return len(node.attr[argument.type_list_attr].list.type)
-    return 1
-
-
-def _is_dataset(node: Any) -> bool:
-    return re.search(r"Dataset(V\d)?$", node.op) is not None
-
-
-def _name_of(given: str) -> str:
-    return given.lstrip("^").partition(":")[0]
-
-
-def _elements_of(node: Any) -> tuple[Any, Any]:
-    """The attributes that tell types and shapes of a dataset's elements."""
-    types = "output_types" if "output_types" in node.attr else "Toutput_types"
-    return node.attr[types], node.attr["output_shapes"]
-
-
-def _samples(node: Any, by_name: Mapping[str, Any]) -> int | None:
-    if node.op != "TensorSliceDataset":
-        return None
-    shape = by_name[_name_of(node.input[0])].attr["value"].tensor.tensor_shape
-    return int(shape.dim[0].size) if shape.dim else None
-
-
-def _functions(node: Any, library: Mapping[str, Any]) -> Iterator[Any]:
-    """Functions that an op calls, and those that these call."""
-    waiting = list(_called_by(node))
-    seen: set[str] = set()
-    while waiting:
-        name = waiting.pop()
-        if name in seen or name not in library:
-            continue
-        seen.add(name)
-        yield library[name]
-        for inner in library[name].node_def:
-            waiting.extend(_called_by(inner))
-
-
-def _called_by(node: Any) -> Iterator[str]:
-    for value in node.attr.values():
-        if value.HasField("func"):
-            yield value.func.name
-        yield from (each.name for each in value.list.func)
-
-
-def _unseeded(function: Any) -> Iterator[str]:
-    """Ops in `function` that make a dataset with the seeds 0 and 0, as TensorFlow spells `None`."""
-    constants = {
-        node.name: node.attr["value"].tensor for node in function.node_def if node.op == "Const"
-    }
-    for node in function.node_def:
-        if node.op in ("ShuffleDatasetV3", "RandomDatasetV2", "RandomDataset"):
-            inputs = _inputs_of(node)
-            seeds = [constants.get(inputs[name]) for name in ("seed", "seed2")]
-            if all(seed is not None and not tf.make_ndarray(seed) for seed in seeds):
-                yield node.op
-
-
-def _title(op: str) -> str:
-    """`ParallelMapDatasetV2` -> `map`."""
-    bare = re.sub(r"Dataset(V\d)?$", "", op).removeprefix("Parallel")
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", bare).lower()

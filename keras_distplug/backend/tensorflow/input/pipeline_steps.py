@@ -1,0 +1,240 @@
+"""The transformations of a tf.data pipeline, read from its graph. TensorFlow 2.18 to 2.21."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2
+from tensorflow.python.framework import op_def_registry
+
+# They draw seeds for each iterator if the attribute says so.
+RESHUFFLING = {
+    "ShuffleDatasetV3": "reshuffle_each_iteration",
+    "ShuffleAndRepeatDatasetV2": "reshuffle_each_iteration",
+    "RandomDatasetV2": "rerandomize_each_iteration",
+}
+_RANDOM_OPS = re.compile(r"Random.*|.*TruncatedNormal|Multinomial")
+_NOT_RANDOM = re.compile(r"StatefulPartitionedCall|Random(Dataset|IndexShuffle).*")
+_PYTHON_OPS = re.compile(r"PyFunc|PyFuncStateless|EagerPyFunc")
+# Stateful by name only; what the first ones call is looked at by itself.
+_HARMLESS_OPS = re.compile(
+    r"(Stateful)?PartitionedCall|If|Case|While|Assert|LookupTable(Find|Size)V2"
+)
+_CHANGES = re.compile(r"Assign.*Variable.*|Resource(Scatter|Apply).*|Rng.*|Stateful(?!Part).*")
+FROM_GENERATOR = "from_generator"
+# Where functions are that no user has written.
+_PACKAGES = tuple(str(Path(package.__file__).parent) + os.sep for package in (tf, keras))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One transformation of a pipeline.
+
+    Args:
+        node: Its name in the graph.
+        op: The name of its op, such as `ShuffleDatasetV3`.
+        title: What a user writes for it, such as `shuffle`.
+        inputs: Nodes of the datasets that it reads.
+        numbers: Its arguments that are single integers or booleans.
+        samples: Of the tensors that it holds, if it slices them.
+        reshuffles: It draws new seeds for each iterator.
+        deterministic: False if it may give its elements in another order each time.
+        parallel: It runs functions at the same time.
+        random_ops: In its functions, with whether they have a seed.
+        python_ops: In its functions.
+        where: The function that it was given and its place in the script, if known.
+        calls: Ops in its functions.
+        pure: Its functions give the same for the same element, whatever they were called for.
+        changes_variables: Its functions do, as random layers of Keras and a `tf.random.Generator`.
+        unseeded_inside: Titles of unseeded shuffles of datasets that its functions make.
+    """
+
+    node: str
+    op: str
+    title: str
+    inputs: tuple[str, ...]
+    numbers: Mapping[str, int]
+    samples: int | None
+    reshuffles: bool
+    deterministic: bool
+    parallel: bool
+    random_ops: tuple[tuple[str, bool], ...]
+    python_ops: tuple[str, ...]
+    where: str | None
+    calls: frozenset[str]
+    pure: bool
+    changes_variables: bool
+    unseeded_inside: tuple[str, ...]
+
+    @property
+    def is_seeded(self) -> bool:
+        return self.numbers.get("seed", 1) != 0 or self.numbers.get("seed2", 1) != 0
+
+
+def _place_of(function: Any) -> str | None:
+    """Where a user's function is, such as `of augment (train.py, line 14)`; None for one of
+    TensorFlow or Keras."""
+    try:
+        given = inspect.unwrap(getattr(function, "func", function))  # also of a `functools.partial`
+        code = getattr(given, "__code__", None)
+    except (AttributeError, TypeError, ValueError):  # of a callable with attributes of any kind
+        return None
+    if not isinstance(code, CodeType) or code.co_filename.startswith(_PACKAGES):
+        return None
+    name = "" if code.co_name == "<lambda>" else f"of {code.co_name} "
+    return f"{name}({Path(code.co_filename).name}, line {code.co_firstlineno})"
+
+
+def _given_to_from_generator(function: Any) -> Any:
+    """The generator function of `Dataset.from_generator`, which maps `function`; None if it is not
+    that."""
+    if not str(getattr(function, "__module__", "")).endswith(".from_generator_op"):
+        return None
+    finalize = inspect.getclosurevars(function).nonlocals.get("finalize_fn")
+    state = finalize and inspect.getclosurevars(finalize).nonlocals.get("generator_state")
+    return getattr(state, "_generator", None)
+
+
+def steps_of(graph: graph_pb2.GraphDef, functions: Mapping[str, Any]) -> Iterator[Step]:
+    by_name = {node.name: node for node in graph.node}
+    library = {function.signature.name: function for function in graph.library.function}
+    datasets = [node for node in graph.node if is_dataset(node)]
+    names = {node.name for node in datasets}
+    for node in datasets:
+        inputs = inputs_of(node)
+        constants = {
+            name: by_name[given].attr["value"].tensor
+            for name, given in inputs.items()
+            if given in by_name and by_name[given].op == "Const"
+        }
+        numbers = {
+            name: int(tf.make_ndarray(value))
+            for name, value in constants.items()
+            if value.dtype in (tf.int64.as_datatype_enum, tf.bool.as_datatype_enum)
+            and not value.tensor_shape.dim
+        }
+        given = [functions[name]._func for name in _called_by(node) if name in functions]
+        generators = [g for f in given if (g := _given_to_from_generator(f)) is not None]
+        called = list(_functions(node, library))
+        inner = [each for function in called for each in function.node_def]
+        randoms = [
+            (each.op, any(name in each.attr and each.attr[name].i for name in ("seed", "seed2")))
+            for each in inner
+            if _RANDOM_OPS.fullmatch(each.op) and not _NOT_RANDOM.fullmatch(each.op)
+        ]
+        yield Step(
+            node=node.name,
+            op=node.op,
+            title=FROM_GENERATOR if generators else _title(node.op),
+            inputs=tuple(each for each in map(node_of, node.input) if each in names),
+            numbers=numbers,
+            samples=_samples(node, by_name),
+            reshuffles=node.op in RESHUFFLING and node.attr[RESHUFFLING[node.op]].b,
+            deterministic="deterministic" not in node.attr
+            or node.attr["deterministic"].s != b"false",
+            parallel="Parallel" in node.op or node.op.startswith("MapAndBatch"),
+            random_ops=tuple(sorted(set(randoms))),
+            python_ops=tuple(sorted({e.op for e in inner if _PYTHON_OPS.fullmatch(e.op)})),
+            where=next(filter(None, map(_place_of, [*given, *generators])), None),
+            calls=frozenset(each.op for each in inner),
+            pure=not any(_keeps_state(each.op) for each in inner),
+            changes_variables=any(_CHANGES.fullmatch(each.op) for each in inner),
+            unseeded_inside=tuple(
+                sorted({_title(op) for function in called for op in _unseeded(function)})
+            ),
+        )
+
+
+def _keeps_state(op: str) -> bool:
+    known = op_def_registry.get(op)
+    return (known is None or known.is_stateful) and not _HARMLESS_OPS.fullmatch(op)
+
+
+def inputs_of(node: Any) -> dict[str, str]:
+    """Nodes that an op reads, by the names of its arguments; lists are left out."""
+    names: dict[str, str] = {}
+    given = iter(node.input)
+    for argument in op_def_registry.get(node.op).input_arg:
+        read = [node_of(next(given)) for _ in range(count_of(node, argument))]
+        if not (argument.number_attr or argument.type_list_attr):
+            [names[argument.name]] = read
+    return names
+
+
+def count_of(node: Any, argument: Any) -> int:
+    """How many inputs of an op are one argument."""
+    if argument.number_attr:
+        return int(node.attr[argument.number_attr].i)
+    if argument.type_list_attr:
+        return len(node.attr[argument.type_list_attr].list.type)
+    return 1
+
+
+def is_dataset(node: Any) -> bool:
+    return re.search(r"Dataset(V\d)?$", node.op) is not None
+
+
+def node_of(given: str) -> str:
+    return given.lstrip("^").partition(":")[0]
+
+
+def element_types_of(node: Any) -> tuple[Any, Any]:
+    """The attributes that tell types and shapes of a dataset's elements."""
+    types = "output_types" if "output_types" in node.attr else "Toutput_types"
+    return node.attr[types], node.attr["output_shapes"]
+
+
+def _samples(node: Any, by_name: Mapping[str, Any]) -> int | None:
+    if node.op != "TensorSliceDataset":
+        return None
+    shape = by_name[node_of(node.input[0])].attr["value"].tensor.tensor_shape
+    return int(shape.dim[0].size) if shape.dim else None
+
+
+def _functions(node: Any, library: Mapping[str, Any]) -> Iterator[Any]:
+    """Functions that an op calls, and those that these call."""
+    waiting = list(_called_by(node))
+    seen: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen or name not in library:
+            continue
+        seen.add(name)
+        yield library[name]
+        for inner in library[name].node_def:
+            waiting.extend(_called_by(inner))
+
+
+def _called_by(node: Any) -> Iterator[str]:
+    for value in node.attr.values():
+        if value.HasField("func"):
+            yield value.func.name
+        yield from (each.name for each in value.list.func)
+
+
+def _unseeded(function: Any) -> Iterator[str]:
+    """Ops in `function` that make a dataset with the seeds 0 and 0, as TensorFlow spells `None`."""
+    constants = {
+        node.name: node.attr["value"].tensor for node in function.node_def if node.op == "Const"
+    }
+    for node in function.node_def:
+        if node.op in ("ShuffleDatasetV3", "RandomDatasetV2", "RandomDataset"):
+            inputs = inputs_of(node)
+            seeds = [constants.get(inputs[name]) for name in ("seed", "seed2")]
+            if all(seed is not None and not tf.make_ndarray(seed) for seed in seeds):
+                yield node.op
+
+
+def _title(op: str) -> str:
+    """`ParallelMapDatasetV2` -> `map`."""
+    bare = re.sub(r"Dataset(V\d)?$", "", op).removeprefix("Parallel")
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", bare).lower()

@@ -1,0 +1,83 @@
+"""Variables and tables that the functions of a tf.data pipeline refer to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2
+from tensorflow.python.framework import op_def_registry
+
+from keras_distplug.backend.tensorflow.input.pipeline_steps import (
+    count_of,
+    is_dataset,
+    node_of,
+)
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable that functions of a pipeline refer to, whoever has made it."""
+
+    handle: tf.Tensor
+
+    @property
+    def dtype(self) -> tf.DType:
+        return tf.as_dtype(self._told.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        elements: int = tf.TensorShape(self._told.shape).num_elements() or 0
+        return elements * int(self.dtype.size)
+
+    @property
+    def _told(self) -> Any:
+        return self.handle._handle_data.shape_and_type[0]
+
+    def read(self) -> np.ndarray:
+        with tf.device(self.handle.device):
+            value = tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype)
+        return np.asarray(value)
+
+    def assign(self, value: Any) -> None:
+        with tf.device(self.handle.device):
+            given = tf.constant(np.asarray(value), self.dtype)
+            tf.raw_ops.AssignVariableOp(resource=self.handle, value=given)
+
+
+def resources_of(
+    graph: graph_pb2.GraphDef, functions: Mapping[str, Any]
+) -> dict[str, dict[str, tf.Tensor]]:
+    """Variables, tables and the like that `functions` refer to: for each op of the graph, by the
+    nodes that make copies of them. TensorFlow writes down their values, not whose they are."""
+    captured = {name: each.function.captured_inputs for name, each in functions.items()}
+    found: dict[str, dict[str, tf.Tensor]] = {}
+    for node in graph.node:
+        called = {name: value.func.name for name, value in node.attr.items() if value.func.name}
+        for attribute, function in called.items() if is_dataset(node) else ():
+            if function in captured:
+                given = _arguments_of(node, attribute if len(called) > 1 else "")
+                pairs = zip(given, captured[function], strict=True)
+                own = {name: tensor for name, tensor in pairs if tensor.dtype == tf.resource}
+                found.setdefault(node.name, {}).update(own)
+    return found
+
+
+def is_variable(handle: tf.Tensor) -> bool:
+    told = getattr(handle, "_handle_data", None)
+    return told is not None and len(told.shape_and_type) == 1
+
+
+def _arguments_of(node: Any, function: str) -> list[str]:
+    """Nodes that an op gives on to its function with this attribute; "" for its only one."""
+    given = iter(node.input)
+    found: list[str] = []
+    for argument in op_def_registry.get(node.op).input_arg:
+        names = [node_of(next(given)) for _ in range(count_of(node, argument))]
+        if re.fullmatch(rf"{function or '.*'}_?other_arg(ument)?s", argument.name):
+            found += names
+    return found
