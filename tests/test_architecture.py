@@ -218,7 +218,9 @@ def test_hints_of_public_names() -> None:
         functions = [value]
         if isinstance(value, type):
             own = [each for key, each in vars(value).items() if not key.startswith("_")]
-            functions = [value.__init__, *filter(inspect.isfunction, own)]
+            functions = list(filter(inspect.isfunction, own))
+            if value.__init__ is not object.__init__:
+                functions.append(value.__init__)
         for function in functions:
             hints = typing.get_type_hints(function)
             named = {*inspect.signature(function).parameters, "return"} - {"self"}
