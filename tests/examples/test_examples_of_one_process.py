@@ -120,6 +120,16 @@ def test_custom_step(env: dict[str, str], tmp_path: Path) -> None:
     assert float(difference[1]) < 1e-4  # 0.46 without the division by the number of replicas
 
 
+def test_gradient_norms(env: dict[str, str], tmp_path: Path) -> None:
+    """Norms of both replicas after every epoch, which differ, as their parts of a batch do."""
+    printed = run(env, tmp_path, "gradient_norms.py", "--epochs", "3")
+    lines = re.findall(r"epoch (\d), replica (\d): largest gradient norm ([\d.]+)", printed)
+    assert [each[:2] for each in lines] == [(e, r) for e in "123" for r in "01"]
+    norms = [float(norm) for _, _, norm in lines]
+    assert min(norms) > 0
+    assert len(set(norms)) == len(norms)
+
+
 def test_mixed_precision(env: dict[str, str], tmp_path: Path) -> None:
     """What is left out for the scale is not told as a fault, a damaged picture is."""
     printed = run(env, tmp_path, "mixed_precision.py")

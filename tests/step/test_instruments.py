@@ -62,6 +62,9 @@ def model(strategy: str = "one", **compiled: Any) -> keras.Model:
     scope = {
         "one": tf.distribute.get_strategy,
         "mirrored": lambda: tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]),
+        "central": lambda: tf.distribute.experimental.CentralStorageStrategy(
+            ["CPU:0", "CPU:1"], "CPU:0"
+        ),
     }
     with scope[strategy]().scope():
         keras.utils.set_random_seed(1)
@@ -76,7 +79,13 @@ def fit(trained: keras.Model, *callbacks: Any) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "compiled"),
-    [("one", {}), ("one", {"jit_compile": True}), ("mirrored", {}), ("one", {"run_eagerly": True})],
+    [
+        ("one", {}),
+        ("one", {"jit_compile": True}),
+        ("one", {"run_eagerly": True}),
+        ("mirrored", {}),
+        ("central", {}),
+    ],
 )
 def test_measured(strategy: str, compiled: dict[str, Any]) -> None:
     """It hears of every step of every replica; the weights are those without it."""
@@ -84,7 +93,7 @@ def test_measured(strategy: str, compiled: dict[str, Any]) -> None:
     kd.adapt(plain)
     fit(plain)
     fit(measured, Uses(norms))
-    replicas = 2 if strategy == "mirrored" else 1
+    replicas = 1 if strategy == "one" else 2
     assert sorted(replica for replica, _ in norms.norms) == sorted([*range(replicas)] * BATCHES)
     assert all(norm > 0 for _, norm in norms.norms)
     for one, other in zip(plain.get_weights(), measured.get_weights(), strict=True):
