@@ -51,7 +51,7 @@ from rich.table import Table
 
 import keras_distplug as kd
 from keras_distplug.checkpoint import capture, saver
-from keras_distplug.cluster.agreement import Alone
+from keras_distplug.cluster.agreement import alone
 from keras_distplug.core.state import Cursor, TrainState
 from keras_distplug.storage import codec
 from keras_distplug.storage.commit import Team, Writer
@@ -377,7 +377,7 @@ def measure_bandwidth(host: Host, size_mb: float, rounds: int, folder: Path) -> 
     size = sum(part.nbytes for part in parts)
     files = open_files(folder)
     store = CheckpointStore(files, RUN, Retention(keep_last=10**6))
-    writer = Writer(files, store, Team(0, 1, Alone()))
+    writer = Writer(files, store, Team(0, 1, alone()))
     raw = folder / RAW
     model.save_weights(folder / WEIGHTS)
 

@@ -35,7 +35,7 @@ from rich.table import Table
 import keras_distplug as kd
 from keras_distplug.checkpoint import capture
 from keras_distplug.checkpoint.fit_state import FitState
-from keras_distplug.cluster.agreement import Alone
+from keras_distplug.cluster.agreement import alone
 from keras_distplug.cluster.roles import single_process
 
 BATCH_SIZE, FEATURES, BUFFER = 32, 32, 10_000
@@ -142,7 +142,7 @@ class Place(keras.callbacks.Callback):  # type: ignore[misc]
         self.taken: list[tuple[float, float, float]] = []
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self.state = FitState(self.model, [], single_process(), Alone(), seed=1)
+        self.state = FitState(self.model, [], single_process(), alone(), seed=1)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.state.on_epoch_begin(epoch)

@@ -180,7 +180,7 @@ class BackupAndRestore(RunKeeper):
         self._finished: Mapping[str, Any] | None = None
         self._trained_here = False
         self._role = single_process()
-        self._agreement: agreement.Workers = agreement.Alone()
+        self._agreement = agreement.alone()
         trainer.install_dispatch()  # before `fit` looks at the data
 
     __repr__ = as_call
@@ -313,7 +313,7 @@ class BackupAndRestore(RunKeeper):
         if self._local is not None and self._local_place is not None:
             session = Writer.new_attempt() if self._role.is_chief else None
             session = self._agreement.from_chief("session", session)
-            writer = self._local.writer(session, self._role.rank, agreement.Alone())
+            writer = self._local.writer(session, self._role.rank, agreement.alone())
             self._local_saves = self._saves_to(writer, self._local_place[1], None)
         self._state.build()
         self._report(Phase.FITTING)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras_distplug.checkpoint.local_tier import Copy, LocalTier
+from keras_distplug.cluster.channel import Channel
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError
 from keras_distplug.core.events import Quarantined
-from keras_distplug.core.protocols import Agreement
 from keras_distplug.core.reporting import report
 from keras_distplug.core.state import Completion
 from keras_distplug.storage.store import CheckpointStore, Stored
@@ -48,7 +48,7 @@ class Candidates:
         self,
         store: CheckpointStore,
         local: LocalTier | None,
-        agreement: Agreement,
+        agreement: Channel,
         *,
         is_chief: bool,
         epochs: int,

@@ -27,7 +27,7 @@ from keras_distplug.checkpoint import (
 )
 from keras_distplug.checkpoint.candidates import Found
 from keras_distplug.checkpoint.progress_line import shown
-from keras_distplug.cluster.agreement import Workers
+from keras_distplug.cluster.channel import Channel
 from keras_distplug.cluster.roles import Role
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError
 from keras_distplug.core.log import announce
@@ -60,7 +60,7 @@ class FitState:
         model: keras.Model,
         others: Sequence[keras.callbacks.Callback],
         role: Role,
-        agreement: Workers,
+        agreement: Channel,
         seed: int,
         *,
         keeps_copies: bool = False,

@@ -14,7 +14,7 @@ import numpy as np
 from keras_distplug.backend.tensorflow.replicas import touched
 from keras_distplug.backend.tensorflow.runtime import models
 from keras_distplug.checkpoint import callback_states, own_states, reachable
-from keras_distplug.core.protocols import Agreement
+from keras_distplug.cluster.channel import Channel
 
 PREFIX = "outside/"
 _OF_ALL = "all"  # replicas
@@ -83,7 +83,7 @@ class Outside:
         """The one with that path, if it exists."""
         return reachable.resolve(self._roots, path)
 
-    def capture(self, agreement: Agreement, world_size: int) -> dict[str, Any]:
+    def capture(self, agreement: Channel, world_size: int) -> dict[str, Any]:
         """Their values by key, as references. All workers call this together."""
         variables = self._variables()
         own = {path: each for path, each in variables.items() if touched.is_of_replicas(each)}

@@ -14,7 +14,7 @@ import numpy as np
 
 from keras_distplug.backend.tensorflow.replicas import replica_values
 from keras_distplug.backend.tensorflow.replicas.touched import Touched
-from keras_distplug.core.protocols import Agreement
+from keras_distplug.cluster.channel import Channel
 from keras_distplug.python_state import random_states
 
 PREFIX = "replicas/"
@@ -36,7 +36,7 @@ class OwnStates:
 
 def capture(
     model: keras.Model,
-    agreement: Agreement,
+    agreement: Channel,
     world_size: int,
     *,
     in_epoch: bool,
@@ -64,7 +64,7 @@ def capture(
 
 
 def gather(
-    variables: Sequence[Any], agreement: Agreement, world_size: int
+    variables: Sequence[Any], agreement: Channel, world_size: int
 ) -> Sequence[Sequence[Any]]:
     """The values that the replicas of all workers have of each variable."""
     mine = [replica_values.parts(variable) for variable in variables]

@@ -13,10 +13,10 @@ from typing import Protocol
 from keras_distplug.checkpoint.cadence import Pace, Plan
 from keras_distplug.checkpoint.progress_line import shown
 from keras_distplug.checkpoint.saver import Saver
+from keras_distplug.cluster.channel import Channel
 from keras_distplug.core.errors import SaveError
 from keras_distplug.core.events import Saved, SaveFailed
 from keras_distplug.core.log import announce
-from keras_distplug.core.protocols import Agreement
 from keras_distplug.core.reporting import report
 from keras_distplug.core.state import TrainState
 from keras_distplug.storage import codec
@@ -53,7 +53,7 @@ class Saves:
     def __init__(
         self,
         writer: Writes,
-        agreement: Agreement,
+        agreement: Channel,
         pace: Pace,
         *,
         is_chief: bool,

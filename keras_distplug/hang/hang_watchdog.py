@@ -27,7 +27,7 @@ from keras_distplug.callbacks.as_call import as_call
 from keras_distplug.callbacks.one_of_a_kind import stood_aside
 from keras_distplug.callbacks.run_keeper import keeper_among
 from keras_distplug.cluster import agreement
-from keras_distplug.cluster.mailbox import close_at_exit
+from keras_distplug.cluster.listeners import close_at_exit
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.events import Hung
 from keras_distplug.core.exit_codes import ExitCode
@@ -36,8 +36,7 @@ from keras_distplug.core.reporting import report
 from keras_distplug.core.supervised import Phase, Supervised
 from keras_distplug.hang.patience import Patience, Stage
 from keras_distplug.hang.sentinel import Sentinel
-from keras_distplug.hang.verdict import Inquiry, InquiryAlone, InquiryTogether, Report
-from keras_distplug.storage.commit import Writer
+from keras_distplug.hang.verdict import Inquiry, InquiryTogether, Report
 
 Limit = Literal["auto"] | float
 
@@ -224,10 +223,8 @@ class HangWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _make_inquiry(self) -> Inquiry:
         if self._role.world_size == 1:
-            return InquiryAlone(self._role.name, self._report)
-        session = Writer.new_attempt() if self._role.is_chief else None
-        session = self._agreement.from_chief("watch", session)
-        return InquiryTogether(session, self._role, self._agreement, self._report, self._end)
+            return Inquiry(self._role.name, self._report)
+        return InquiryTogether(self._agreement.session("watch"), self._report, self._end)
 
     def _got_on(self, stage: Stage, where: str) -> None:
         if not self._undo:

@@ -10,20 +10,18 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import Literal
 
-from keras_distplug.cluster.mailbox import Mailbox, Words
-from keras_distplug.cluster.roles import Role
+from keras_distplug.cluster.channel import Channel
+from keras_distplug.cluster.listeners import Mailbox
 from keras_distplug.core.errors import AgreementError
+from keras_distplug.core.threads import in_daemon
 
 _ANSWER_S = 1.5  # that a worker has to answer in, whose Python runs
 _LOOK_AGAIN_S = 10.0
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -111,71 +109,48 @@ def judge(
     return Verdict(told)
 
 
-class Inquiry(Protocol):
-    def ask(self) -> Verdict:
-        """Asks everybody. Takes a few seconds at most."""
-        ...
-
-    def tell(self, hang: str) -> None:
-        """Makes all workers that can hear end for this."""
-        ...
-
-    def leave(self) -> None:
-        """Waits, a little, if others cannot end in good order without this worker."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class InquiryAlone:
-    """Of one process."""
+class Inquiry:
+    """Asks how far all workers have come: a process alone, itself."""
 
     def __init__(self, worker: str, report: Callable[[], Report]) -> None:
         self._worker = worker
         self._report = report
 
     def ask(self) -> Verdict:
+        """Asks everybody. Takes a few seconds at most."""
         return judge({self._worker: self._report()})
 
     def tell(self, hang: str) -> None:
-        return
+        """Makes all workers that can hear end for this."""
 
     def leave(self) -> None:
-        return
+        """Waits, a little, if others cannot end in good order without this worker."""
 
     def close(self) -> None:
         return
 
 
-class InquiryTogether:
+class InquiryTogether(Inquiry):
     """Of the workers of a cluster.
 
     Args:
-        session: The same on all workers, and no other one's.
-        role: This worker's place.
-        words: Between the workers.
+        channel: To the other workers, of this session.
         report: What this worker says of itself, from any thread.
         on_hang: Called, from a thread, with what another worker has found.
     """
 
     def __init__(
-        self,
-        session: str,
-        role: Role,
-        words: Words,
-        report: Callable[[], Report],
-        on_hang: Callable[[str], None],
+        self, channel: Channel, report: Callable[[], Report], on_hang: Callable[[str], None]
     ) -> None:
-        self._session = session
-        self._role = role
-        self._words = words
-        self._report = report
+        super().__init__(channel.role.name, report)
+        self._role = channel.role
+        self._channel = channel
         self._on_hang = on_hang
         self._silent: list[str] = []
         self._heard_s: dict[str, float] = {}
         self._rounds = itertools.count()
         # A worker that is lost ends this training by itself.
-        self._mailbox = Mailbox(session, role, words, self._on_letter, lambda error: None)
+        self._mailbox = Mailbox(channel, self._on_letter, lambda error: None)
 
     def ask(self) -> Verdict:
         round_ = f"{self._role.rank}-{next(self._rounds)}"
@@ -194,7 +169,7 @@ class InquiryTogether:
                 for worker, answer in zip(self._role.workers, answers, strict=True)
                 if answer is not None
             }
-        except TimeoutError:  # of the chief, which keeps the words
+        except TimeoutError:  # of the chief, which keeps the messages
             answers = [None] + [self._report()] * (self._role.world_size - 1)
         except AgreementError as error:
             report = self._report()
@@ -218,13 +193,12 @@ class InquiryTogether:
         if not self._can_be_heard():
             return
         try:
-            _within(_ANSWER_S, lambda: self._words.tell_first(self._topic_of("left"), ""))
+            _within(_ANSWER_S, lambda: self._channel.tell_first(f"left/{self._role.rank}", ""))
             if self._role.is_chief:
                 end_s = time.monotonic() + _ANSWER_S
                 for rank, name in enumerate(self._role.workers):
                     if name not in self._silent:
-                        left_s = max(end_s - time.monotonic(), 0.1)
-                        self._words.hear(f"{self._session}/left/{rank}", left_s)
+                        self._channel.hear(f"left/{rank}", max(end_s - time.monotonic(), 0.1))
         except (TimeoutError, AgreementError):
             return
 
@@ -237,16 +211,15 @@ class InquiryTogether:
             self._silent = said["silent"]
             self._on_hang(said["hang"])
             return
+        topic = f"report/{said['ask']}/{self._role.rank}"
         try:
-            self._words.tell_first(
-                self._topic_of(f"report/{said['ask']}"), json.dumps(asdict(self._report()))
-            )
+            self._channel.tell_first(topic, json.dumps(asdict(self._report())))
         except AgreementError:
             return  # as if it had not heard
 
     def _answer(self, round_: str, rank: int, timeout_s: float) -> Report | None:
         try:
-            answer = self._words.hear(f"{self._session}/report/{round_}/{rank}", timeout_s)
+            answer = self._channel.hear(f"report/{round_}/{rank}", timeout_s)
         except AgreementError as error:
             if isinstance(error.__cause__, TimeoutError):
                 return None
@@ -259,37 +232,18 @@ class InquiryTogether:
     def _send(self, letter: Mapping[str, object]) -> None:
         _within(_ANSWER_S, lambda: self._mailbox.send(json.dumps(letter)))
 
-    def _topic_of(self, what: str) -> str:
-        return f"{self._session}/{what}/{self._role.rank}"
-
 
 def _only(reports: Mapping[str, Report], awaits: str | None) -> dict[str, Report]:
     return {worker: report for worker, report in reports.items() if report.awaits == awaits}
 
 
-def _within(timeout_s: float, act: Callable[[], Result]) -> Result:
+def _within(timeout_s: float, act: Callable[[], object]) -> None:
     """TensorFlow waits for ever for a frozen chief.
 
     Raises:
         TimeoutError: If it takes longer.
     """
-    results: list[Result] = []
-    errors: list[Exception] = []
-
-    def run() -> None:
-        try:
-            results.append(act())
-        except AgreementError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="keras_distplug-letters", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise TimeoutError
-    return results[0]
+    in_daemon(act, "keras_distplug-letters").result(timeout_s)
 
 
 def _and(names: list[str]) -> str:

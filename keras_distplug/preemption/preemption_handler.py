@@ -34,9 +34,8 @@ from keras_distplug.preemption.notices.notice import Notice
 from keras_distplug.preemption.notices.watcher import Watcher
 from keras_distplug.preemption.requeue import Requeue
 from keras_distplug.preemption.signal_watch import SignalWatch
-from keras_distplug.preemption.stopping import Cause, Stop, StopAlone, StopTogether
+from keras_distplug.preemption.stopping import Cause, Stop, StopTogether
 from keras_distplug.preemption.told_to_tensorflow import NoticeToTensorFlow
-from keras_distplug.storage.commit import Writer
 
 _LEAVING_S = 60.0  # for others whose save has failed in another way
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -172,10 +171,8 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _make_stop(self) -> Stop:
         if self._role.world_size == 1:
-            return StopAlone()
-        session = Writer.new_attempt() if self._role.is_chief else None
-        session = self._agreement.from_chief("stop", session)
-        return StopTogether(session, self._role, self._agreement, self._on_lost)
+            return Stop()
+        return StopTogether(self._agreement.session("stop"), self._on_lost)
 
     def _watch_signals(self) -> SignalWatch | None:
         if not _in_main_thread():

@@ -12,17 +12,10 @@ import json
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Protocol, TypeVar
 
-from keras_distplug.cluster.mailbox import Mailbox, Words, close_at_exit, in_background
-from keras_distplug.cluster.roles import Role
+from keras_distplug.cluster.channel import Channel
+from keras_distplug.cluster.listeners import Mailbox
 from keras_distplug.core.errors import AgreementError
-
-_PATIENCE_S = 5.0  # for a word that is due; then it is asked for again
-_PAUSE_S = 1.0  # before what has failed is tried again
-_TRIES = 5
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -42,82 +35,51 @@ class Cause:
     is_user: bool = False
 
 
-class Stop(Protocol):
-    """Told from any thread, asked by the one that trains."""
-
-    def tell(self, cause: Cause) -> None:
-        """Makes all workers stop soon. Whatever is told after the first time has no effect. Never
-        waits."""
-        ...
-
-    def is_due(self) -> Cause | None:
-        """To be asked by all workers at the same moments, each of which it counts. The same answer
-        for all of them."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class StopAlone:
-    """The only worker stops at once."""
+class Stop:
+    """Told from any thread, asked by the one that trains. The only worker stops at once."""
 
     def __init__(self) -> None:
         self._cause: Cause | None = None
 
     def tell(self, cause: Cause) -> None:
+        """Makes all workers stop soon. Whatever is told after the first time has no effect. Never
+        waits."""
         self._cause = self._cause or cause
 
     def is_due(self) -> Cause | None:
+        """To be asked by all workers at the same moments, each of which it counts. The same answer
+        for all of them."""
         return self._cause
 
     def close(self) -> None:
         return
 
 
-class StopTogether:
+class StopTogether(Stop):
     """The workers of a cluster stop at the same moment.
 
     A worker that does not answer may be frozen, and come back: the others wait for it. Where the
-    words themselves are lost, training goes on, to end as it does when a worker is lost.
+    messages themselves are lost, training goes on, to end as it does when a worker is lost.
 
     Args:
-        session: The same on all workers, and no other one's.
-        role: This worker's place.
-        words: Between the workers.
+        channel: To the other workers, of this session.
         on_lost: Called, from a thread, with what keeps the workers from agreeing.
     """
 
-    def __init__(
-        self, session: str, role: Role, words: Words, on_lost: Callable[[AgreementError], None]
-    ) -> None:
-        self._session = session
-        self._role = role
-        self._words = words
+    def __init__(self, channel: Channel, on_lost: Callable[[AgreementError], None]) -> None:
+        super().__init__()
+        self._role = channel.role
         self._on_lost = on_lost
         self._lock = threading.Lock()
         self._moment = 0
         self._said: int | None = None  # the moment up to which this worker had come
         self._agreed = threading.Event()
-        self._cause: Cause | None = None
         self._stop_at = 0
-        self._closed = threading.Event()
-        self._mailbox = Mailbox(session, role, words, self._agree, on_lost)
-        close_at_exit(self)
+        self._mailbox = Mailbox(channel, self._agree, on_lost)
 
     def tell(self, cause: Cause) -> None:
-        text = json.dumps(asdict(cause))
-
-        def tell() -> None:
-            # A scheduler may tell all workers at once, and one letter to each is enough.
-            topic, me = self._topic("told", None), self._role.name
-            try:
-                is_first = self._persist(lambda: self._words.tell_first(topic, me))
-                if is_first or self._hear("told", None) == me:
-                    self._persist(lambda: self._mailbox.send(text))
-            except AgreementError as error:
-                self._on_lost(error)
-
-        in_background(tell)
+        # A scheduler may tell all workers at once, and one letter to each is enough.
+        self._mailbox.send_first(json.dumps(asdict(cause)))
 
     def is_due(self) -> Cause | None:
         with self._lock:
@@ -129,7 +91,6 @@ class StopTogether:
         return self._cause if self._moment >= self._stop_at else None
 
     def close(self) -> None:
-        self._closed.set()
         self._mailbox.close()
 
     def _agree(self, text: str) -> None:
@@ -137,39 +98,18 @@ class StopTogether:
             if self._said is not None:
                 return
             self._said = self._moment
+        tell, hear = self._mailbox.tell, self._mailbox.hear
         try:
-            self._say("moment", self._role.rank, str(self._said))
+            tell(f"moment/{self._role.rank}", str(self._said))
             if self._role.is_chief:
                 everybody = range(self._role.world_size)
-                moments = [int(self._hear("moment", rank)) for rank in everybody]
+                moments = [int(hear(f"moment/{rank}")) for rank in everybody]
                 # The chief's cause is everybody's: two may have been told different ones.
-                self._say("stop", None, json.dumps([max(moments) + 1, text]))
-            stop_at, text = json.loads(self._hear("stop", None))
+                tell("stop", json.dumps([max(moments) + 1, text]))
+            stop_at, text = json.loads(hear("stop"))
             self._stop_at, self._cause = stop_at, Cause(**json.loads(text))
         except AgreementError as error:
-            if not self._closed.is_set():
+            if not self._mailbox.is_closed:
                 self._on_lost(error)
         finally:
             self._agreed.set()
-
-    def _say(self, what: str, rank: int | None, text: str) -> None:
-        self._persist(lambda: self._words.tell_first(self._topic(what, rank), text))
-
-    def _hear(self, what: str, rank: int | None) -> str:
-        topic = self._topic(what, rank)
-        return self._persist(lambda: self._words.hear(topic, _PATIENCE_S))
-
-    def _persist(self, ask: Callable[[], Result]) -> Result:
-        """Asks again for what is not told yet, and a few times for what fails."""
-        tries = 0
-        while True:
-            try:
-                return ask()
-            except AgreementError as error:
-                tries += not isinstance(error.__cause__, TimeoutError)
-                if tries == _TRIES or self._closed.is_set():
-                    raise
-                self._closed.wait(_PAUSE_S if tries else 0)
-
-    def _topic(self, what: str, rank: int | None) -> str:
-        return f"{self._session}/{what}" + ("" if rank is None else f"/{rank}")

@@ -9,23 +9,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 from keras_distplug.backend.tensorflow.runtime.preemption_notice import NOTICE_KEY, task_name
-from keras_distplug.cluster.mailbox import close_at_exit, in_background
+from keras_distplug.cluster.channel import KeyValues
+from keras_distplug.cluster.listeners import close_at_exit, in_background
 
 _CLOSED = "keras_distplug: closed"
 _CLOSING_S = 5.0
-
-
-class Store(Protocol):
-    """What all workers see."""
-
-    def put_first(self, key: str, value: str) -> bool: ...
-
-    def get(self, key: str, timeout_s: float | None) -> str: ...
-
-    def delete(self, key: str) -> None: ...
 
 
 class NoticeToTensorFlow:
@@ -36,7 +26,7 @@ class NoticeToTensorFlow:
         tell: Called from the thread, with the name of the worker that has to go.
     """
 
-    def __init__(self, store: Store, tell: Callable[[str], object]) -> None:
+    def __init__(self, store: KeyValues, tell: Callable[[str], object]) -> None:
         self._store = store
         self._tell = tell
         self._closed = threading.Event()

@@ -17,7 +17,7 @@ from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled, repl
 from keras_distplug.callbacks.as_call import as_call
 from keras_distplug.callbacks.one_of_a_kind import stood_aside
 from keras_distplug.cluster import agreement
-from keras_distplug.cluster.reports import Reports
+from keras_distplug.cluster.listeners import Reports
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.events import Diverged
 from keras_distplug.core.log import announce
@@ -184,7 +184,7 @@ class ReplicaMetrics(keras.callbacks.Callback):  # type: ignore[misc]
         session = self._windows.begin("replica metrics", self._take, on_lost)
         if self._checks is not None:
             self._checks.close()
-        self._checks = Reports(f"{session}/weights", role, self._agreement, self._compare, on_lost)
+        self._checks = Reports(session.below("weights"), self._compare, on_lost)
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         self._of_epoch: list[StepReport] = []

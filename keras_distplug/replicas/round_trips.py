@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from keras_distplug.cluster.reports import Words
+from keras_distplug.core.protocols import Exchange
 
 PAYLOAD_BYTES = 2**18  # more than what a slow line may let pass at once
 _TRIES = 3
@@ -20,7 +20,7 @@ class RoundTrips:
 
     Args:
         topic: That nobody else has.
-        words: Between the workers.
+        exchange: Between the workers.
         every_secs: What is known is taken again for so long.
         now_s: A clock.
     """
@@ -28,12 +28,12 @@ class RoundTrips:
     def __init__(
         self,
         topic: str,
-        words: Words,
+        exchange: Exchange,
         every_secs: float,
         now_s: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._topic = topic
-        self._words = words
+        self._exchange = exchange
         self._every_secs = every_secs
         self._now_s = now_s
         self._number = 0
@@ -58,8 +58,8 @@ class RoundTrips:
         topic = f"{self._topic}/{self._number}"
         self._number += 1
         begun_s = self._now_s()
-        self._words.tell_first(topic, "-" * message_bytes)
-        self._words.hear(topic, _ANSWER_S)
+        self._exchange.tell(topic, "-" * message_bytes)
+        self._exchange.hear(topic, _ANSWER_S)
         taken_s = self._now_s() - begun_s
-        self._words.forget(topic)
+        self._exchange.forget(topic)
         return taken_s

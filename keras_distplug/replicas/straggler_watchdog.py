@@ -17,7 +17,6 @@ from keras_distplug.backend.tensorflow.runtime import callback_list
 from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled
 from keras_distplug.callbacks.as_call import as_call
 from keras_distplug.callbacks.one_of_a_kind import stood_aside
-from keras_distplug.cluster import agreement
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.events import SlowReplica
 from keras_distplug.core.log import announce
@@ -135,8 +134,7 @@ class StragglerWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
                 for each in self.model.trainable_variables
             )
             every_secs = max(_EVERY_SECS, _EACH_SECS * (role.world_size - 1))
-            topic = f"{session}/round/{role.rank}"
-            self._round_trips = RoundTrips(topic, agreement.among(role), every_secs)
+            self._round_trips = RoundTrips(f"round/{role.rank}", session, every_secs)
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         if self._windows is not None:

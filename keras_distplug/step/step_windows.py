@@ -15,14 +15,14 @@ import keras
 from keras_distplug.backend.tensorflow.replicas import steps
 from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled, replicas_here
 from keras_distplug.cluster import agreement
-from keras_distplug.cluster.reports import Reports
+from keras_distplug.cluster.channel import Channel
+from keras_distplug.cluster.listeners import Reports
 from keras_distplug.cluster.roles import Role
 from keras_distplug.core.errors import AgreementError
 from keras_distplug.core.log import announce
 from keras_distplug.step.instrumentation import StepInstrumentation
 from keras_distplug.step.step_reports import ReplicaReport, StepReport, as_text, from_text
 from keras_distplug.step.stopwatch import Lap, Sync, listen
-from keras_distplug.storage.commit import Writer
 
 _STATM = "/proc/self/statm"
 
@@ -214,7 +214,7 @@ class StepWindows:
         on_all: Callable[[list[StepReport]], None],
         on_lost: Callable[[AgreementError], None],
         completed: Callable[[StepReport], StepReport] = lambda report: report,
-    ) -> str:
+    ) -> Channel:
         """To be called from `on_train_begin`, on all workers.
 
         Args:
@@ -225,18 +225,14 @@ class StepWindows:
             completed: Adds what takes time, from a thread where there are several workers.
 
         Returns:
-            A word that is the same on all workers, and no other training's.
+            A channel to the other workers, which is no other training's.
         """
         self.close()
         self._on_all = on_all
         self._completed = completed
-        words = agreement.among(self.role)
-        session = Writer.new_attempt() if self.role.is_chief else None
-        session = words.from_chief(topic, session)
+        session = agreement.among(self.role).session(topic)
         if self.role.world_size > 1:
-            self._reports = Reports(
-                session, self.role, words, lambda said: on_all([*map(from_text, said)]), on_lost
-            )
+            self._reports = Reports(session, lambda said: on_all([*map(from_text, said)]), on_lost)
         self._own.begin()
         return session
 

@@ -10,7 +10,8 @@ pytestmark = pytest.mark.tf
 
 from cluster.key_values import Memory  # noqa: E402
 
-from keras_distplug.cluster import agreement  # noqa: E402
+from keras_distplug.cluster import agreement, channel  # noqa: E402
+from keras_distplug.cluster.channel import Channel  # noqa: E402
 from keras_distplug.cluster.roles import Role  # noqa: E402
 from keras_distplug.core.errors import AgreementError  # noqa: E402
 
@@ -21,13 +22,13 @@ CHIEF, OTHER = (Role("worker", index, CLUSTER, "a test") for index in range(2))
 @pytest.fixture(autouse=True)
 def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two workers in one process would share the count of questions; here all ask the first."""
-    monkeypatch.setattr(agreement, "_questions", itertools.repeat(1))
+    monkeypatch.setattr(channel, "_questions", itertools.repeat(1))
 
 
 def test_from_chief() -> None:
     """Every worker returns the chief's value, even if it asks first and has a value itself."""
     store = Memory()
-    chief, other = (agreement.ThroughKeyValues(role, store) for role in (CHIEF, OTHER))
+    chief, other = (Channel(role, store) for role in (CHIEF, OTHER))
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(other.from_chief, "run", "run-0009")
         assert chief.from_chief("run", "run-0001") == "run-0001"
@@ -41,7 +42,7 @@ def test_from_chief() -> None:
 def test_first_complaint(said: tuple[str | None, str | None], first: str | None) -> None:
     """All hear the complaint of the first worker that has one, also who has none."""
     store = Memory()
-    workers = [agreement.ThroughKeyValues(role, store) for role in (CHIEF, OTHER)]
+    workers = [Channel(role, store) for role in (CHIEF, OTHER)]
     with ThreadPoolExecutor() as pool:
         heard = [
             pool.submit(worker.first_complaint, "restored", complaint)
@@ -53,7 +54,7 @@ def test_first_complaint(said: tuple[str | None, str | None], first: str | None)
 def test_gather() -> None:
     """Everyone returns what all have said, in their order; what was said before is forgotten."""
     store = Memory()
-    workers = [agreement.ThroughKeyValues(role, store) for role in (CHIEF, OTHER)]
+    workers = [Channel(role, store) for role in (CHIEF, OTHER)]
     with ThreadPoolExecutor() as pool:
         for topic in ("first", "second", "third"):
             asked = [pool.submit(w.gather, topic, str(n)) for n, w in enumerate(workers)]
@@ -65,7 +66,7 @@ def test_gather() -> None:
 def test_to_chief() -> None:
     """The chief alone hears what all say, nobody waits for it, and nothing of it stays."""
     store = Memory()
-    chief, other = (agreement.ThroughKeyValues(role, store) for role in (CHIEF, OTHER))
+    chief, other = (Channel(role, store) for role in (CHIEF, OTHER))
     assert other.to_chief("random", "b") is None
     assert chief.to_chief("random", "a") == ["a", "b"]
     assert store.values == {}
@@ -73,14 +74,14 @@ def test_to_chief() -> None:
 
 def test_time_out() -> None:
     """A chief that does not answer is an error that names who waited, how long, for what."""
-    other = agreement.ThroughKeyValues(OTHER, Memory(), timeout_s=0.01)
+    other = Channel(OTHER, Memory(), timeout_s=0.01)
     with pytest.raises(AgreementError, match="worker-1 waited 0 s for the chief's word on 'run'"):
         other.from_chief("run", None)
 
 
 def test_lost_worker() -> None:
     """A lost worker is told from a slow one."""
-    other = agreement.ThroughKeyValues(OTHER, Memory())
+    other = Channel(OTHER, Memory())
     with pytest.raises(AgreementError, match="all workers at 'finished' and lost another worker"):
         other.barrier("finished")
 
@@ -88,7 +89,7 @@ def test_lost_worker() -> None:
 def test_chief_without_a_value() -> None:
     """A chief that has nothing to say is an error there, instead of a time-out elsewhere."""
     with pytest.raises(AgreementError, match="the chief gave no value"):
-        agreement.ThroughKeyValues(CHIEF, Memory()).from_chief("run", None)
+        Channel(CHIEF, Memory()).from_chief("run", None)
 
 
 def test_alone() -> None:

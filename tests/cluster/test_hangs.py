@@ -14,10 +14,10 @@ pytestmark = [pytest.mark.tf, pytest.mark.timeout(120)]
 
 from cluster.key_values import Memory  # noqa: E402
 
-from keras_distplug.cluster import agreement  # noqa: E402
+from keras_distplug.cluster.channel import Channel  # noqa: E402
 from keras_distplug.cluster.roles import Role  # noqa: E402
 from keras_distplug.hang import verdict as hangs  # noqa: E402
-from keras_distplug.hang.verdict import InquiryAlone, InquiryTogether, Report, judge  # noqa: E402
+from keras_distplug.hang.verdict import Inquiry, InquiryTogether, Report, judge  # noqa: E402
 
 LATE = Report(7, "is in batch 3", awaits=None, for_s=30.0, limit_s=30.0, silence_s=30.0)
 IN_TIME = replace(LATE, for_s=20.0)
@@ -79,8 +79,8 @@ def test_nobody_is_behind() -> None:
 
 def test_alone() -> None:
     """One process is late by itself."""
-    assert InquiryAlone("a", lambda: LATE).ask().hang == "a is in batch 3, for 30.0 s"
-    assert InquiryAlone("a", lambda: IN_TIME).ask().hang is None
+    assert Inquiry("a", lambda: LATE).ask().hang == "a is in batch 3, for 30.0 s"
+    assert Inquiry("a", lambda: IN_TIME).ask().hang is None
 
 
 class Cluster:
@@ -106,8 +106,8 @@ class Cluster:
             self.heard[role.rank] = hang
             self.all_heard.release()
 
-        words = agreement.ThroughKeyValues(role, self.memory)
-        return InquiryTogether("session", role, words, lambda: report, hear)
+        channel = Channel(role, self.memory, "session/")
+        return InquiryTogether(channel, lambda: report, hear)
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 from cluster.key_values import Memory
 
-from keras_distplug.cluster.agreement import ThroughKeyValues
-from keras_distplug.cluster.reports import Reports
+from keras_distplug.cluster.channel import Channel
+from keras_distplug.cluster.listeners import Reports
 from keras_distplug.cluster.roles import Role
 from keras_distplug.core.errors import AgreementError
 
@@ -55,8 +55,8 @@ class Workers:
         for rank in range(WORKERS):
             role = Role("worker", rank, CLUSTER, source="a test")
             heard = self.others if rank else self.heard
-            words = ThroughKeyValues(role, self.store)
-            self.all.append(Reports("a session", role, words, heard.note, heard.note_loss))
+            channel = Channel(role, self.store, "a session/")
+            self.all.append(Reports(channel, heard.note, heard.note_loss))
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ pytestmark = [pytest.mark.tf, pytest.mark.timeout(120)]
 
 from cluster.key_values import Memory  # noqa: E402
 
-from keras_distplug.cluster import agreement  # noqa: E402
+from keras_distplug.cluster import listeners  # noqa: E402
+from keras_distplug.cluster.channel import Channel  # noqa: E402
 from keras_distplug.cluster.roles import Role  # noqa: E402
 from keras_distplug.core.errors import AgreementError  # noqa: E402
-from keras_distplug.preemption import stopping  # noqa: E402
-from keras_distplug.preemption.stopping import Cause, StopAlone, StopTogether  # noqa: E402
+from keras_distplug.preemption.stopping import Cause, Stop, StopTogether  # noqa: E402
 
 MOMENTS = 3000  # more than pass until a word has come
 
@@ -31,10 +31,7 @@ class Cluster:
         self.lost: list[AgreementError] = []
         roles = [Role("worker", n, addresses, "a test") for n in range(workers)]
         self.stops = [
-            StopTogether(
-                "session", role, agreement.ThroughKeyValues(role, self.memory), self.lost.append
-            )
-            for role in roles
+            StopTogether(Channel(role, self.memory, "session/"), self.lost.append) for role in roles
         ]
         self.told = told or {}
         self.all_reduce = threading.Barrier(workers)
@@ -108,7 +105,7 @@ def test_waits_for_a_frozen_worker(
     clusters: list[Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that does not answer for longer than one waits for a word is waited for."""
-    monkeypatch.setattr(stopping, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(listeners, "_PATIENCE_S", 0.05)
     cluster = Cluster(2)
     clusters.append(cluster)
     frozen = cluster.stops[1]
@@ -134,7 +131,7 @@ def test_lost_words(clusters: list[Cluster]) -> None:
 
 def test_alone() -> None:
     """One process stops at the next moment, for the first cause."""
-    stop = StopAlone()
+    stop = Stop()
     assert stop.is_due() is None
     stop.tell(cause(0))
     stop.tell(cause(1))

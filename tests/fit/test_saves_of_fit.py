@@ -22,7 +22,7 @@ from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.checkpoint import capture, saver  # noqa: E402
-from keras_distplug.cluster import agreement  # noqa: E402
+from keras_distplug.cluster.channel import Channel  # noqa: E402
 from keras_distplug.core.errors import CorruptCheckpointError, SaveError  # noqa: E402
 from keras_distplug.storage import files  # noqa: E402
 from keras_distplug.storage.files import LocalFiles  # noqa: E402
@@ -355,7 +355,7 @@ def test_damage_that_another_worker_finds(
         asked.append(complaint)
         return complaints.pop(0)
 
-    monkeypatch.setattr(agreement.Alone, "first_complaint", first_complaint)
+    monkeypatch.setattr(Channel, "first_complaint", first_complaint)
     with pytest.warns(UserWarning, match="step-00000008 is set aside: worker-1: a.safetensors"):
         found = fit(tmp_path)
     assert asked == [None, None]

@@ -19,7 +19,7 @@ from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.checkpoint import saver  # noqa: E402
-from keras_distplug.cluster import agreement  # noqa: E402
+from keras_distplug.cluster.channel import Channel  # noqa: E402
 from keras_distplug.core.errors import ConfigurationError, CorruptCheckpointError  # noqa: E402
 from keras_distplug.storage.files import LocalFiles  # noqa: E402
 
@@ -179,12 +179,12 @@ def test_another_worker_has_none(
     come after it."""
     asked = []
 
-    def gather(self: agreement.Alone, topic: str, value: str) -> list[str]:
+    def gather(self: Channel, topic: str, value: str) -> list[str]:
         asked.append(value)
         return [value, "{}"]
 
     with monkeypatch.context() as with_other:
-        with_other.setattr(agreement.Alone, "gather", gather)
+        with_other.setattr(Channel, "gather", gather)
         with pytest.raises(small.Interrupted):
             fit(folder, small.Stop(1, 3), local_freq=1)
     saver.wait_for_all()

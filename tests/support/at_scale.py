@@ -15,9 +15,8 @@ import numpy as np
 from support.simulated import Bucket, Clock, Costs, FilesOfWorker, Service, StoreCosts, simulation
 
 from keras_distplug.checkpoint.candidates import Candidates
-from keras_distplug.cluster.agreement import ThroughKeyValues
-from keras_distplug.cluster.mailbox import Mailbox
-from keras_distplug.cluster.reports import Reports
+from keras_distplug.cluster.channel import Channel
+from keras_distplug.cluster.listeners import Mailbox, Reports
 from keras_distplug.cluster.roles import Role
 from keras_distplug.core.state import Cursor, TrainState
 from keras_distplug.preemption.stopping import Cause, StopTogether
@@ -70,7 +69,7 @@ class Cluster:
         self.roles = [Role("worker", rank, addresses, "a simulation") for rank in range(count)]
         self.service = Service(clock, count, costs)
         self.bucket = Bucket(clock, store_costs, _STAND_FOR, {MANIFEST: manifest_bytes(count)})
-        self.agreements = [ThroughKeyValues(role, self.service) for role in self.roles]
+        self.agreements = [Channel(role, self.service) for role in self.roles]
 
     def all_do(self, act: Callable[[int], object]) -> float:
         """Returns how long that took."""
@@ -140,7 +139,7 @@ def stop(of: Cluster) -> Cost:
     stops = []
 
     def watch(rank: int) -> None:
-        stops.append(StopTogether("a session", of.roles[rank], of.agreements[rank], print))
+        stops.append(StopTogether(of.agreements[rank].below("a session"), print))
 
     of.all_do(watch)
     of.count_anew()  # of an open question each, which has been there since the training began
@@ -171,12 +170,11 @@ def statistics(of: Cluster) -> Cost:
     together: list[list[str]] = []
 
     def report(rank: int) -> None:
-        each = Reports("a session", of.roles[rank], of.agreements[rank], together.append, print)
+        each = Reports(of.agreements[rank].below("a session"), together.append, print)
         each.send(lambda: as_text(step_report(rank)))
         each.close(3600.0)
 
-    with mock.patch("keras_distplug.cluster.reports.close_at_exit"):
-        seconds = of.all_do(report)
+    seconds = of.all_do(report)
     assert len(together[0]) == len(of.roles)
     return of.cost("statistics of a window", seconds, 0.0)
 

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-from keras_distplug.cluster import agreement, mailbox, reports
-from keras_distplug.preemption import stopping
+from keras_distplug.cluster import channel, listeners
 from keras_distplug.storage import store as checkpoint_store
 from keras_distplug.storage.files import Traits
 
@@ -415,11 +414,9 @@ def simulation() -> Iterator[Clock]:
         return clock.start(clock.running.worker, act)
 
     with ExitStack() as patched:
-        for room in (mailbox, reports, stopping):
-            patched.enter_context(mock.patch.object(room, "in_background", in_background))
-            if room is not mailbox:
-                patched.enter_context(mock.patch.object(room, "close_at_exit"))
-        patched.enter_context(mock.patch.object(agreement, "_questions", _Questions(clock)))
+        patched.enter_context(mock.patch.object(listeners, "in_background", in_background))
+        patched.enter_context(mock.patch.object(listeners, "close_at_exit"))
+        patched.enter_context(mock.patch.object(channel, "_questions", _Questions(clock)))
         # One after the other, in the thread that asks.
         patched.enter_context(mock.patch.object(checkpoint_store, "_READERS", 1))
         try:

@@ -14,7 +14,7 @@ import tensorflow as tf  # noqa: E402
 
 from keras_distplug.backend.tensorflow.replicas import replica_values  # noqa: E402
 from keras_distplug.checkpoint import own_states  # noqa: E402
-from keras_distplug.cluster.agreement import Alone  # noqa: E402
+from keras_distplug.cluster.agreement import alone  # noqa: E402
 
 AGGREGATIONS = ("sum", "mean", "only_first_replica")
 
@@ -54,7 +54,7 @@ def values(of: keras.Model) -> dict[str, list[list[float]]]:
 
 def moved(found: keras.Model, replicas: int) -> keras.Model:
     """A model of so many replicas that took over what `found` has."""
-    stored = own_states.capture(found, Alone(), 1, in_epoch=False)
+    stored = own_states.capture(found, alone(), 1, in_epoch=False)
     arrays = {key: array.numpy() for key, array in stored.arrays.items()}
     made = model(replicas)
     assert own_states.restore(made, arrays, 0, 1, in_epoch=False) is None

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(60)
 
 SCRIPT = """
 import multiprocessing, os
-from keras_distplug.cluster.mailbox import close_at_exit
+from keras_distplug.cluster.listeners import close_at_exit
 
 class Each:
     def close(self):
