@@ -49,6 +49,7 @@ class Listener:
         return self._closed.is_set()
 
     def close(self) -> None:
+        """End the thread, and wait a few seconds for that."""
         if self._closed.is_set():
             return
         self._closed.set()

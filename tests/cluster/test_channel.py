@@ -86,6 +86,39 @@ def test_lost_worker() -> None:
         other.barrier("finished")
 
 
+def test_lost_chief() -> None:
+    """A worker that cannot even send its value has lost another one, too."""
+    store = Memory()
+    store.breaks_at = "keras_distplug/1/random/1"
+    with pytest.raises(AgreementError, match="telling 'random' and lost another worker"):
+        Channel(OTHER, store).to_chief("random", "b")
+
+
+def test_told_once() -> None:
+    """A topic is told once in a session, and anew in the next one."""
+    store = Memory()
+    chief, other = (Channel(role, store).below("a session") for role in (CHIEF, OTHER))
+    assert chief.tell_first("who", "chief")
+    assert not other.tell_first("who", "other")
+    with pytest.raises(AgreementError, match="'a session/who' has been told before"):
+        other.tell("who", "other")
+    assert other.hear("who", 10) == "chief"
+    assert Channel(OTHER, store).below("another session").tell_first("who", "other")
+    chief.forget("who")
+    assert list(store.values) == ["keras_distplug/told/another session/who"]
+
+
+def test_sessions() -> None:
+    """All workers get a channel of the same topics, which no other session has."""
+    store = Memory()
+    chief, other = (Channel(role, store) for role in (CHIEF, OTHER))
+    for number in range(2):
+        name = f"training {number}"
+        of_chief, of_other = chief.session(name), other.session(name)
+        of_chief.tell("greeting", name)
+        assert of_other.hear("greeting", 10) == name
+
+
 def test_chief_without_a_value() -> None:
     """A chief that has nothing to say is an error there, instead of a time-out elsewhere."""
     with pytest.raises(AgreementError, match="the chief gave no value"):
