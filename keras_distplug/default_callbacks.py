@@ -13,7 +13,7 @@ import keras
 
 from keras_distplug.backend.tensorflow import trainer
 from keras_distplug.backend.tensorflow.runtime import versions
-from keras_distplug.callbacks.one_of_a_kind import yielding
+from keras_distplug.callbacks.watchdog import deferring
 from keras_distplug.checkpoint.backup_and_restore import BackupAndRestore
 from keras_distplug.checkpoint.cadence import SaveFreq
 from keras_distplug.cluster import peers
@@ -68,7 +68,7 @@ def defaults(
     trainer.install_dispatch()
     peers.watch()
     return [
-        yielding(
+        deferring(
             BackupAndRestore(
                 default_directory() if directory is None else directory,
                 save_freq=save_freq,
@@ -77,11 +77,11 @@ def defaults(
                 resume=resume,
             )
         ),
-        yielding(PreemptionHandler()),
-        yielding(HangWatchdog()),
-        yielding(NaNWatchdog()),
-        yielding(StragglerWatchdog()),
-        yielding(RunLog()),
+        deferring(PreemptionHandler()),
+        deferring(HangWatchdog()),
+        deferring(NaNWatchdog()),
+        deferring(StragglerWatchdog()),
+        deferring(RunLog()),
     ]
 
 

@@ -16,7 +16,6 @@ from keras_distplug.backend.tensorflow import trainer
 from keras_distplug.backend.tensorflow.parameter_server import embeddings
 from keras_distplug.backend.tensorflow.runtime import context, models, versions
 from keras_distplug.callbacks import chief_only
-from keras_distplug.callbacks.one_of_a_kind import yields
 from keras_distplug.checkpoint.backup_and_restore import BackupAndRestore
 from keras_distplug.cluster import agreement, peers
 from keras_distplug.core.errors import ConfigurationError
@@ -204,7 +203,7 @@ def distributed_fit(
         for each in callbacks
     ]
     backups = [each for each in callbacks if isinstance(each, BackupAndRestore)]
-    backup = min(backups, key=yields)  # the user's own
+    backup = min(backups, key=lambda each: each.defers)  # the user's own
     run = backup.open_run(strategy)
     is_quiet = verbose == "auto" and not role.is_chief
     arguments = {

@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 
+from keras_distplug.callbacks.watchdog import Watchdog
 from keras_distplug.storage.files import Files
 
 
@@ -29,7 +30,7 @@ class RunContext:
     storage_options: Mapping[str, Any]
 
 
-class RunKeeper(keras.callbacks.Callback, abc.ABC):  # type: ignore[misc]
+class RunKeeper(Watchdog, abc.ABC):
     """`BackupAndRestore`, as other features see it: they import nothing of the checkpoints."""
 
     delete_checkpoint: bool  # whether nothing of the run is left when it has ended

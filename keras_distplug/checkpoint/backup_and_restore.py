@@ -13,8 +13,6 @@ import keras
 from keras_distplug.backend.tensorflow import trainer
 from keras_distplug.backend.tensorflow.runtime import keras_callbacks, models
 from keras_distplug.backend.tensorflow.runtime.callback_list import move_to_end
-from keras_distplug.callbacks.as_call import as_call
-from keras_distplug.callbacks.one_of_a_kind import stood_aside, yields
 from keras_distplug.callbacks.run_keeper import RunContext, RunKeeper
 from keras_distplug.checkpoint import capture, exports, opening, resuming, saver
 from keras_distplug.checkpoint.cadence import Cadence, Pace, SaveFreq, cadence_of
@@ -183,8 +181,6 @@ class BackupAndRestore(RunKeeper):
         self._agreement = agreement.alone()
         trainer.install_dispatch()  # before `fit` looks at the data
 
-    __repr__ = as_call
-
     def export(
         self,
         path: str | os.PathLike[str],
@@ -261,9 +257,9 @@ class BackupAndRestore(RunKeeper):
         super().set_model(model)
         trainer.adapt(model)
         self._others = move_to_end(self)
-        if stood_aside(self, self._others):
+        if self.stands_aside(self._others):
             given = [each for each in self._others if isinstance(each, BackupAndRestore)]
-            if not yields(self):
+            if not self.defers:
                 raise ConfigurationError(
                     "Expected one BackupAndRestore in a fit. Received: two, of "
                     f"{self._files.where()} and {given[-1]._files.where()}. Remove one of them."

@@ -23,9 +23,8 @@ from keras_distplug.backend.tensorflow.runtime.whereabouts import (
     stacks,
     whereabouts,
 )
-from keras_distplug.callbacks.as_call import as_call
-from keras_distplug.callbacks.one_of_a_kind import stood_aside
 from keras_distplug.callbacks.run_keeper import keeper_among
+from keras_distplug.callbacks.watchdog import Watchdog
 from keras_distplug.cluster import agreement
 from keras_distplug.cluster.listeners import close_at_exit
 from keras_distplug.core.errors import ConfigurationError
@@ -58,7 +57,7 @@ class _Moment:
     at_s: float
 
 
-class HangWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
+class HangWatchdog(Watchdog):
     """Ends the process when training hangs, and says which worker the others wait for.
 
     A training of several workers stands still when one of them does: its process is stopped, its
@@ -134,8 +133,6 @@ class HangWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
 
     # Keras' hooks, in the order in which they come
 
-    __repr__ = as_call
-
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         callback_list.move_to_front(self)  # for what others do in `on_train_begin`
@@ -143,7 +140,7 @@ class HangWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         self.close()
         others = callback_list.move_to_front(self)
-        if stood_aside(self, others):
+        if self.stands_aside(others):
             return
         self._keeper = keeper_among(others)
         self._role = agreement.role_under(self.model.distribute_strategy)

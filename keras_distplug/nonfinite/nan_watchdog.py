@@ -16,9 +16,8 @@ import keras
 from keras_distplug.backend.tensorflow import trainer
 from keras_distplug.backend.tensorflow.runtime import callback_list
 from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled
-from keras_distplug.callbacks.as_call import as_call
-from keras_distplug.callbacks.one_of_a_kind import stood_aside
 from keras_distplug.callbacks.run_keeper import keeper_among
+from keras_distplug.callbacks.watchdog import Watchdog, require_ints
 from keras_distplug.cluster import agreement
 from keras_distplug.core.errors import (
     AgreementError,
@@ -39,7 +38,7 @@ from keras_distplug.step.instrumentation import StepInstrumentation
 _ENDING_S = 60.0
 
 
-class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
+class NaNWatchdog(Watchdog):
     """Keeps updates that are not finite out of the model, and says which replica they came from.
 
     One NaN in the data of one replica makes all weights NaN on all of them. Here, an update whose
@@ -103,16 +102,9 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         on_fault: Callable[[LeftOut], None] | None = None,
     ) -> None:
         super().__init__()
-        counts = {
-            "max_skips": max_skips,
-            "max_rollbacks": max_rollbacks,
-            "max_incidents": max_incidents,
-        }
-        for name, value in counts.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ConfigurationError(
-                    f"Expected `{name}` to be an int >= 0. Received: {value!r}"
-                )
+        require_ints(
+            0, max_skips=max_skips, max_rollbacks=max_rollbacks, max_incidents=max_incidents
+        )
         self.max_skips = max_skips
         self.max_rollbacks = max_rollbacks
         self.max_incidents = max_incidents
@@ -128,8 +120,6 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         self._trained = self._left_out = 0
         self._has_gate = False  # not where another one does the work
         self._on_workers: LeftOutOnWorkers | None = None
-
-    __repr__ = as_call
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -153,7 +143,7 @@ class NaNWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         super().set_model(model)
         trainer.adapt(model)
         # Here, because Keras makes the step before `on_train_begin`.
-        if stood_aside(self, callback_list.move_to_front(self)):
+        if self.stands_aside(callback_list.move_to_front(self)):
             return
         self._instrumentation = StepInstrumentation.of(model)
         self._gate = self._instrumentation.shared(NaNGate)

@@ -14,13 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-import keras
-
 from keras_distplug.backend.tensorflow.runtime import callback_list
 from keras_distplug.backend.tensorflow.runtime.context import ServiceKeyValues
-from keras_distplug.callbacks.as_call import as_call
-from keras_distplug.callbacks.one_of_a_kind import stood_aside
 from keras_distplug.callbacks.run_keeper import keeper_among
+from keras_distplug.callbacks.watchdog import Watchdog
 from keras_distplug.cluster import agreement, leaving
 from keras_distplug.core.errors import AgreementError, ConfigurationError, DistplugError, Preempted
 from keras_distplug.core.events import Preempted as PreemptedEvent
@@ -41,7 +38,7 @@ _LEAVING_S = 60.0  # for others whose save has failed in another way
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
-class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
+class PreemptionHandler(Watchdog):
     """Makes a checkpoint and ends training when the process is told to go.
 
     It is told by a signal (Kubernetes and Slurm send SIGTERM, `sbatch --signal=USR1@120` SIGUSR1,
@@ -121,8 +118,6 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
 
     # Keras' hooks, in the order in which they come
 
-    __repr__ = as_call
-
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         others = callback_list.move_to_end(self)
         keeper = keeper_among(others)
@@ -133,7 +128,7 @@ class PreemptionHandler(keras.callbacks.Callback):  # type: ignore[misc]
                 "those of `keras_distplug.defaults()`."
             )
         self._end()
-        if stood_aside(self, others):
+        if self.stands_aside(others):
             return
         self._keeper = keeper
         self._role = agreement.role_under(self.model.distribute_strategy)

@@ -14,8 +14,7 @@ import keras
 from keras_distplug.backend.tensorflow import trainer
 from keras_distplug.backend.tensorflow.runtime import callback_list
 from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled, replicas_here
-from keras_distplug.callbacks.as_call import as_call
-from keras_distplug.callbacks.one_of_a_kind import stood_aside
+from keras_distplug.callbacks.watchdog import Watchdog, require_ints
 from keras_distplug.cluster import agreement
 from keras_distplug.cluster.listeners import Reports
 from keras_distplug.core.errors import ConfigurationError
@@ -40,7 +39,7 @@ _LAST_SECS = 5.0  # for what is under way at the end
 _NAMES = [f"{what}_{how}" for what in (*OF_REPLICAS, *OF_WORKERS) for how in SPREAD]
 
 
-class ReplicaMetrics(keras.callbacks.Callback):  # type: ignore[misc]
+class ReplicaMetrics(Watchdog):
     """Shows what each replica and each worker has in a step, and how far they are apart.
 
     What `fit` logs is of all replicas together. Here each one tells of its own, before gradients
@@ -107,16 +106,9 @@ class ReplicaMetrics(keras.callbacks.Callback):  # type: ignore[misc]
         on_divergence: Callable[[Divergence], None] | None = None,
     ) -> None:
         super().__init__()
-        for name, value in {
-            "every_steps": every_steps,
-            "check_every_steps": check_every_steps,
-        }.items():
-            if name == "check_every_steps" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(
-                    f"Expected `{name}` to be an int >= 1. Received: {value!r}"
-                )
+        require_ints(1, every_steps=every_steps)
+        if check_every_steps is not None:
+            require_ints(1, check_every_steps=check_every_steps)
         if log_dir is None and storage_options:
             raise ConfigurationError("`storage_options` is for `log_dir`, which is not given.")
         if isinstance(logs, str) or any(name not in _NAMES for name in logs):
@@ -137,8 +129,6 @@ class ReplicaMetrics(keras.callbacks.Callback):  # type: ignore[misc]
 
     # Keras' hooks, in the order in which they come
 
-    __repr__ = as_call
-
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         trainer.adapt(model)
@@ -146,7 +136,7 @@ class ReplicaMetrics(keras.callbacks.Callback):  # type: ignore[misc]
             self._windows.close()
         self._windows = None
         # Here, because Keras makes the step before `on_train_begin`.
-        if stood_aside(self, callback_list.move_to_front(self)):
+        if self.stands_aside(callback_list.move_to_front(self)):
             return
         if is_scheduled(model.distribute_strategy):
             announce(

@@ -15,8 +15,7 @@ import numpy as np
 from keras_distplug.backend.tensorflow import trainer
 from keras_distplug.backend.tensorflow.runtime import callback_list
 from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled
-from keras_distplug.callbacks.as_call import as_call
-from keras_distplug.callbacks.one_of_a_kind import stood_aside
+from keras_distplug.callbacks.watchdog import Watchdog, require_ints
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.events import SlowReplica
 from keras_distplug.core.log import announce
@@ -30,7 +29,7 @@ _EVERY_SECS = 1.0  # a worker measures its network
 _EACH_SECS = 0.25  # for each worker that there is beside the chief, if that is more
 
 
-class StragglerWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
+class StragglerWatchdog(Watchdog):
     """Says which replica, or whose input or network, all others wait for.
 
     In synchronous training every worker's step takes as long as that of the slowest, so that from
@@ -77,11 +76,7 @@ class StragglerWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
         on_straggler: Callable[[Straggler], None] | None = None,
     ) -> None:
         super().__init__()
-        for name, value in {"every_steps": every_steps, "windows": windows}.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(
-                    f"Expected `{name}` to be an int >= 1. Received: {value!r}"
-                )
+        require_ints(1, every_steps=every_steps, windows=windows)
         if not 0 < threshold < 1:
             raise ConfigurationError(
                 f"Expected `threshold` to be a number between 0 and 1. Received: {threshold!r}"
@@ -94,8 +89,6 @@ class StragglerWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
 
     # Keras' hooks, in the order in which they come
 
-    __repr__ = as_call
-
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         trainer.adapt(model)
@@ -103,7 +96,7 @@ class StragglerWatchdog(keras.callbacks.Callback):  # type: ignore[misc]
             self._windows.close()
         self._windows = None
         # Here, because Keras makes the step before `on_train_begin`.
-        if stood_aside(self, callback_list.move_to_front(self)):
+        if self.stands_aside(callback_list.move_to_front(self)):
             return
         if model.distribute_strategy.num_replicas_in_sync > 1:
             self._windows = StepWindows(OwnWindows(model), self.every_steps)

@@ -20,9 +20,8 @@ import keras
 
 from keras_distplug.backend.tensorflow import trainer
 from keras_distplug.backend.tensorflow.runtime import callback_list
-from keras_distplug.callbacks.as_call import as_call
-from keras_distplug.callbacks.one_of_a_kind import stood_aside
 from keras_distplug.callbacks.run_keeper import keeper_among
+from keras_distplug.callbacks.watchdog import Watchdog
 from keras_distplug.cluster import agreement
 from keras_distplug.core import events, reporting
 from keras_distplug.core.errors import ConfigurationError
@@ -48,7 +47,7 @@ _LEAST_SECS, _MOST_SECS, _SHARE = 1.0, 30.0, 0.01  # between windows
 _PACKAGES = ("keras_distplug", "keras", "tensorflow")
 
 
-class RunLog(keras.callbacks.Callback):  # type: ignore[misc]
+class RunLog(Watchdog):
     """Keeps a log of what happens to a run, of all its attempts, and of where its time goes.
 
     Each worker appends lines of JSON to a file of its own, in the folder `log` of the run: what
@@ -104,14 +103,12 @@ class RunLog(keras.callbacks.Callback):  # type: ignore[misc]
 
     # Keras' hooks, in the order in which they come
 
-    __repr__ = as_call
-
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         trainer.adapt(model)
         self.close()
         # Here, because Keras makes the step before `on_train_begin`.
-        if stood_aside(self, callback_list.move_to_front(self)):
+        if self.stands_aside(callback_list.move_to_front(self)):
             return
         self._windows = OwnWindows(model, syncs=True)
         # What is reported before the run is known waits.
