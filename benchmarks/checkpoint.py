@@ -55,10 +55,11 @@ from keras_distplug.cluster.agreement import alone
 from keras_distplug.core.state import Cursor, TrainState
 from keras_distplug.storage import codec
 from keras_distplug.storage.commit import Team, Writer
-from keras_distplug.storage.files import Files, LocalFiles, open_files
+from keras_distplug.storage.files import Files, open_files
 from keras_distplug.storage.retention import Retention
 from keras_distplug.storage.runs import begin_run
 from keras_distplug.storage.store import CheckpointStore
+from keras_distplug.storage.stores.local import LocalFiles
 
 T = TypeVar("T")
 MB = 10**6

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from keras_distplug.runlog.run_log import RunLog
     from keras_distplug.startup import global_batch, init, scaled_learning_rate
     from keras_distplug.step.instrumentation import StepInstrument, instrument_step
+    from keras_distplug.storage.files import register_store
 
 __all__ = [
     "BackupAndRestore",
@@ -51,6 +52,7 @@ __all__ = [
     "global_batch",
     "init",
     "instrument_step",
+    "register_store",
     "resumable",
     "scaled_learning_rate",
 ]
@@ -74,6 +76,7 @@ _HOMES = {
     "global_batch": "keras_distplug.startup",
     "init": "keras_distplug.startup",
     "instrument_step": "keras_distplug.step.instrumentation",
+    "register_store": "keras_distplug.storage.files",
     "resumable": "keras_distplug.data.feed",
     "scaled_learning_rate": "keras_distplug.startup",
 }

@@ -14,7 +14,8 @@ from tensorboard.plugins.text import metadata as texts
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.util import tensor_util
 
-from keras_distplug.storage.files import Files, LocalFiles
+from keras_distplug.storage.files import Files
+from keras_distplug.storage.stores.local import LocalFiles
 
 _FLUSH_SECS = 5.0
 _EVERY_SECS, _LONGEST_SECS, _SHARE = 60.0, 600.0, 0.01  # of uploads

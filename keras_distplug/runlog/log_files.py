@@ -30,7 +30,8 @@ from keras_distplug.core.events import SUPERVISOR, Began, Entry
 from keras_distplug.core.threads import before_threads_end
 from keras_distplug.runlog.goodput_totals import Fit
 from keras_distplug.storage import layout
-from keras_distplug.storage.files import Files, LocalFiles, open_files
+from keras_distplug.storage.files import Files, open_files
+from keras_distplug.storage.stores.local import LocalFiles
 
 FOLDER = "log"
 _SUFFIX = ".jsonl"

@@ -1,25 +1,18 @@
-"""Files under one folder, created once and never changed."""
+"""Files under one folder, created once and never changed; and who opens which URL."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
+import importlib
 import os
-import shutil
-import uuid
-from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, wait
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 from keras_distplug.core.errors import ConfigurationError
-from keras_distplug.core.threads import in_daemon
 
-_BUFFER_BYTES = 2**18  # for small parts; larger ones pass it by
-_FLUSH_BYTES = 16 * 2**20
-_FLUSH_THREAD = "keras_distplug-flush"
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 
 
 @dataclass(frozen=True)
@@ -53,6 +46,15 @@ class Files(Protocol):
         """
         ...
 
+    def put(self, source: Path, path: str, *, overwrite: bool) -> None:
+        """Makes a file that holds what the local file `source` does, however large it is.
+
+        Raises:
+            FileExistsError: If it exists and is not to be overwritten; it is untouched.
+            OSError: If that fails.
+        """
+        ...
+
     def copy(self, source: str, path: str) -> None:
         """Makes a file that holds what the file `source` does, without writing that again.
 
@@ -62,7 +64,13 @@ class Files(Protocol):
         """
         ...
 
-    def read(self, path: str) -> bytes: ...
+    def read(self, path: str) -> bytes:
+        """The content of a file.
+
+        Raises:
+            FileNotFoundError: If there is none, here as in `read_into` and `size`.
+        """
+        ...
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
         """Fills `buffer` with the file from `offset` on.
@@ -89,8 +97,90 @@ class Files(Protocol):
         ...
 
     def where(self, path: str = "") -> str:
-        """How to name `path` to a person."""
+        """How to name `path` to a person; by its URL, unless it is a path of this machine."""
         ...
+
+
+Opener = Callable[[str, Mapping[str, Any]], Files]
+_METHODS = tuple(name for name in vars(Files) if not name.startswith("_"))
+
+
+def _on_demand(module: str, opener: str, extra: str | None = None) -> Opener:
+    """Return an opener that loads `stores/<module>.py`, and what that imports, when it is used."""
+
+    def open_store(url: str, storage_options: Mapping[str, Any]) -> Files:
+        try:
+            home = importlib.import_module(f"keras_distplug.storage.stores.{module}")
+            files: Files = getattr(home, opener)(url, storage_options)
+        except ImportError as error:
+            raise ConfigurationError(
+                f"{url.partition('://')[0]}:// needs packages that are not installed ({error}). "
+                f"Run pip install 'keras-distplug[{extra}]'."
+            ) from error
+        return files
+
+    return open_store
+
+
+_LOCAL = ("file", "local")
+_OURS: Mapping[str, Opener] = {
+    **dict.fromkeys(_LOCAL, _on_demand("local", "open_local")),
+    "memory": _on_demand("object_store", "open_memory"),
+    **dict.fromkeys(("s3", "s3a"), _on_demand("object_store", "open_s3", "s3")),
+    **dict.fromkeys(("gs", "gcs"), _on_demand("object_store", "open_gcs", "gcs")),
+    **dict.fromkeys(("az", "abfs", "abfss"), _on_demand("object_store", "open_azure", "azure")),
+    **dict.fromkeys(("sftp", "ssh"), _on_demand("sftp", "open_sftp", "sftp")),
+}
+_OPENERS = dict(_OURS)
+
+
+def register_store(scheme: str, opener: Opener) -> None:
+    """Registers a store for URLs of a scheme that `keras_distplug` does not know.
+
+    Every argument that takes a directory then accepts `<scheme>://...`, in this process: call it
+    in the script of all workers, before `fit`. If a scheme is registered again, the last opener
+    counts, so that a cell of a notebook can run twice.
+
+    Example:
+
+    ```python
+    from keras_distplug.storage import open_files
+
+    def open_lab(url, storage_options):
+        # Our machines mount the lab's storage at /mnt/lab.
+        return open_files("/mnt/lab/" + url.removeprefix("lab://"), storage_options)
+
+    keras_distplug.register_store("lab", open_lab)
+    callbacks = keras_distplug.defaults("lab://runs/mnist")
+    ```
+
+    Args:
+        scheme: What the URLs start with, without `://`: `"lab"` for `lab://host/runs/mnist`.
+        opener: A function of the URL of a folder and of `storage_options` (a dict, which may be
+            empty) that returns an object with the methods of `keras_distplug.storage.Files` for
+            that folder. The folder need not exist. `keras_distplug.storage.check_store` tests such
+            an object.
+
+    Raises:
+        ConfigurationError: If `scheme` is no scheme of a URL or is one that `keras_distplug`
+            handles, or if `opener` is not callable.
+    """
+    if not isinstance(scheme, str) or not _SCHEME.fullmatch(scheme):
+        raise ConfigurationError(
+            "Expected a URL scheme without `://`: a lowercase letter, then lowercase letters, "
+            f"digits, `+`, `-` or `.`. Received: {scheme!r}. Pass 'lab' for lab://host/runs."
+        )
+    if scheme in _OURS:
+        raise ConfigurationError(
+            f"Expected a scheme that keras_distplug does not handle itself ({', '.join(_OURS)}). "
+            f"Received: {scheme!r}. Choose another one for your store."
+        )
+    if not callable(opener):
+        raise ConfigurationError(
+            "Expected a function of a URL and `storage_options` that returns the files of that "
+            f"folder. Received: {opener!r}. Pass the function itself, or a class."
+        )
+    _OPENERS[scheme] = opener
 
 
 def open_files(
@@ -99,183 +189,44 @@ def open_files(
     """The folder that `url` names. It need not exist.
 
     Args:
-        url: A path, or a URL: `file://`, `memory://`, `s3://`, `gs://`, `az://`, `sftp://`.
-        storage_options: What the store's fsspec file system takes, such as `endpoint_url`.
+        url: A path, or a URL: `file://`, `memory://`, `s3://`, `gs://`, `az://`, `sftp://`, or of a
+            scheme given to `register_store`.
+        storage_options: What the store's fsspec file system takes, such as `endpoint_url`; or what
+            a registered store takes.
 
     Raises:
         ConfigurationError: If it names no folder, or what its store needs is not installed.
     """
     text = os.fspath(url)
-    root = local_path(text)
-    if root is None:
-        # Loads fsspec, which a local folder does not need.
-        from keras_distplug.storage.remote import open_remote
-
-        return open_remote(text, storage_options or {})
-    if storage_options:
+    scheme, _, rest = text.partition("://")
+    if local_path(text) is not None:
+        scheme = "file"
+    if scheme not in _OPENERS:
         raise ConfigurationError(
-            f"`storage_options` is for URLs of a store. Received: {text!r}, a folder."
+            "Expected a folder, or a URL that begins with one of "
+            f"{', '.join(each for each in _OPENERS if each not in _LOCAL)}. Received: "
+            f"{scheme}://{rest.rpartition('@')[2]}. Mount other stores as a folder that all "
+            "workers share, or give keras_distplug.register_store() a function that opens them."
         )
-    first = next((path for path in (root, *root.parents) if os.path.lexists(path)), root)
-    if not first.is_dir():
+    files = _OPENERS[scheme](text, storage_options or {})
+    # What a class inherits from `Files` itself does nothing.
+    missing = [
+        name
+        for name in _METHODS
+        if not hasattr(files, name) or getattr(type(files), name, None) is getattr(Files, name)
+    ]
+    if missing:
         raise ConfigurationError(
-            f"Expected a folder. Received: {os.fspath(url)!r}, where {first} is a "
-            "file, or a link to nothing. Give another folder."
+            f"Expected what opens {scheme}:// to return an object with all methods of "
+            f"keras_distplug.storage.Files. Received: {type(files).__name__} without "
+            f"{', '.join(missing)}. Define them; keras_distplug.storage.check_store() tests them."
         )
-    return LocalFiles(root)
+    return files
 
 
 def local_path(url: str) -> Path | None:
     """The path that `url` names; None if it names a place in a store."""
     scheme, separator, rest = url.partition("://")
-    if separator and scheme not in ("file", "local"):
+    if separator and scheme not in _LOCAL:
         return None
     return Path(os.path.abspath(os.path.expanduser(rest or url)))
-
-
-class LocalFiles:
-    """Files on a disk of this machine, or one that is mounted like it.
-
-    Args:
-        root: The folder.
-    """
-
-    traits = Traits(file_bytes=128 * 2**20, at_once=1, is_near=True)
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-
-    def create(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
-        target = self._root / path
-        _make_folder(target.parent)
-        # A name that starts with a dot is no checkpoint's: a crash may leave it behind.
-        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
-        try:
-            with open(temporary, "xb", buffering=_BUFFER_BYTES) as file:
-                _write(file, parts)
-                file.flush()
-                os.fsync(file.fileno())
-            publish(temporary, target)
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-        try:
-            sync_folder(target.parent)
-        except OSError:
-            with contextlib.suppress(OSError):
-                target.unlink(missing_ok=True)
-            raise
-
-    def copy(self, source: str, path: str) -> None:
-        target = self._root / path
-        _make_folder(target.parent)
-        os.link(self._root / source, target)  # no file is ever changed
-        sync_folder(target.parent)
-
-    def read(self, path: str) -> bytes:
-        return (self._root / path).read_bytes()
-
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
-        with open(self._root / path, "rb", buffering=0) as file:
-            file.seek(offset)
-            filled = 0
-            while filled < len(buffer) and (count := file.readinto(buffer[filled:])):
-                filled += count
-        return filled
-
-    def size(self, path: str) -> int:
-        return (self._root / path).stat().st_size
-
-    def names(self, folder: str = "") -> list[str]:
-        try:
-            return sorted(os.listdir(self._root / folder))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-
-    def delete(self, path: str) -> None:
-        target = self._root / path
-        if target.is_dir():
-            _delete_folder(target)
-        else:
-            target.unlink(missing_ok=True)
-        if target.parent.is_dir():
-            sync_folder(target.parent)
-
-    def delete_if_empty(self) -> None:
-        with contextlib.suppress(OSError):
-            self._root.rmdir()
-
-    def where(self, path: str = "") -> str:
-        return str(self._root / path)
-
-
-def _write(file: BinaryIO, parts: Iterable[bytes | memoryview]) -> None:
-    """Writes `parts`, while a thread has the disk take what was written before."""
-    flushed: Future[None] = Future()
-    flushed.set_result(None)
-    waiting_bytes = 0
-    try:
-        for part in parts:
-            file.write(part)
-            waiting_bytes += len(part)
-            if waiting_bytes >= _FLUSH_BYTES and flushed.done():
-                flushed.result()
-                flushed = _flush_in_thread(file.fileno())
-                waiting_bytes = 0
-    finally:
-        wait([flushed])
-    # A file tells of a failure once: the last flush would not.
-    flushed.result()
-
-
-def _flush_in_thread(descriptor: int) -> Future[None]:
-    try:
-        return in_daemon(lambda: os.fsync(descriptor), _FLUSH_THREAD)
-    except RuntimeError:  # a process that has begun to end starts none: the last flush does it all
-        flushed: Future[None] = Future()
-        flushed.set_result(None)
-        return flushed
-
-
-def publish(temporary: Path, target: Path) -> None:
-    """Gives the file its name, unless another one has it."""
-    try:
-        os.link(temporary, target)
-    except FileExistsError:
-        # NFS may say so of our own link, when the first reply was lost and it asked again.
-        if not os.path.samefile(temporary, target):
-            raise
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        # A file system without hard links: the one writer that a run has looks before it renames.
-        if target.exists():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from None
-        os.rename(temporary, target)
-
-
-def _delete_folder(folder: Path) -> None:
-    while folder.exists():
-        # Another process that deletes it, too, may be ahead at any file.
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(folder)
-
-
-def _make_folder(folder: Path) -> None:
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for made in missing:
-        sync_folder(made.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes new and deleted names in `folder` last."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some mounts (FUSE, SMB) cannot do this for a folder; training on them beats refusing.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from keras_distplug.core.errors import CheckpointError, ConfigurationError
-from keras_distplug.storage.files import local_path, publish, sync_folder
+from keras_distplug.storage.files import local_path, open_files
+from keras_distplug.storage.stores.local import publish, sync_folder
 
 
 @contextmanager
@@ -47,10 +48,7 @@ def _in_folder(target: Path, ending: str, overwrite: bool) -> Iterator[Path]:
         yield temporary
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
-        if overwrite:
-            os.replace(temporary, target)
-        else:
-            publish(temporary, target)
+        publish(temporary, target, overwrite=overwrite)
         sync_folder(target.parent)
     except FileExistsError as error:
         raise _exists(str(target)) from error
@@ -64,13 +62,10 @@ def _in_folder(target: Path, ending: str, overwrite: bool) -> Iterator[Path]:
 def _in_store(
     out: str, ending: str, storage_options: Mapping[str, Any] | None, overwrite: bool
 ) -> Iterator[Path]:
-    # Loads fsspec, which a local file does not need.
-    from keras_distplug.storage.remote import open_remote
-
     folder, _, name = out.rpartition("/")
     if not name or folder.endswith(":/"):
         raise ConfigurationError(f"Expected a file in a folder of a store. Received: {out!r}")
-    files = open_remote(folder, storage_options or {})
+    files = open_files(folder, storage_options)
     where = files.where(name)
     try:
         if name in files.names() and not overwrite:

@@ -14,7 +14,8 @@ from keras_distplug.runlog import event_files
 from keras_distplug.runlog.event_files import EventFiles
 from keras_distplug.step.step_reports import StepReport
 from keras_distplug.storage.files import open_files
-from keras_distplug.storage.remote import RemoteFiles
+from keras_distplug.storage.stores.object_store import MemoryStore
+from keras_distplug.storage.stores.remote import RemoteFiles
 
 
 class Trouble(RemoteFiles):
@@ -26,7 +27,7 @@ class Trouble(RemoteFiles):
     """
 
     def __init__(self, url: str, *, lost: int = 0, failing: int = 0) -> None:
-        super().__init__(url, {})
+        super().__init__(MemoryStore(), url, {})
         self.lost, self.failing, self.met = lost, failing, 0
 
     def create(self, path: str, parts: Iterable[bytes | memoryview]) -> None:

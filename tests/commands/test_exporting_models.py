@@ -39,8 +39,9 @@ from keras_distplug.core.errors import (  # noqa: E402
     OtherRunError,
 )
 from keras_distplug.storage import architecture, export_file, runs  # noqa: E402
-from keras_distplug.storage.files import LocalFiles, open_files  # noqa: E402
+from keras_distplug.storage.files import open_files  # noqa: E402
 from keras_distplug.storage.store import CheckpointStore  # noqa: E402
+from keras_distplug.storage.stores.local import LocalFiles  # noqa: E402
 
 Say = Callable[..., tuple[int, str]]
 FORMATS = ("model.keras", "model.weights.h5", "model.safetensors")

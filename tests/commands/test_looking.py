@@ -19,12 +19,12 @@ from support.cluster import environment
 from keras_distplug.cli import main
 from keras_distplug.core.errors import CheckpointError
 from keras_distplug.core.state import Completion
-from keras_distplug.storage import files as storage_files
 from keras_distplug.storage import survey
 from keras_distplug.storage.files import open_files
 from keras_distplug.storage.manifest import SCHEMA_VERSION
 from keras_distplug.storage.sealed import digest_of
 from keras_distplug.storage.store import CheckpointStore
+from keras_distplug.storage.stores.local import LocalFiles
 
 Say = Callable[..., tuple[int, str]]
 LOOKING = (("ls",), ("show",), ("verify",), ("verify", "--deep"), ("prune", "--dry-run"))
@@ -190,7 +190,7 @@ def test_no_json_numbers(tmp_path: Path, ask: Ask) -> None:
 def test_training_cleans_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What goes while a command looks is left out, and is not damage."""
     kept = made.run(tmp_path, made.state(4), made.state(8))
-    stock, cleaned = storage_files.LocalFiles.read, []
+    stock, cleaned = LocalFiles.read, []
 
     def read(self: Any, path: str) -> bytes:
         if "step-00000004" in path and not cleaned:
@@ -199,7 +199,7 @@ def test_training_cleans_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             kept.delete("step-00000004")
         return stock(self, path)
 
-    monkeypatch.setattr(storage_files.LocalFiles, "read", read)
+    monkeypatch.setattr(LocalFiles, "read", read)
     found = survey.look_at(open_files(tmp_path), RUN, survey.Depth.BYTES)
     assert cleaned
     assert [(each.name, each.state) for each in found.checkpoints] == [

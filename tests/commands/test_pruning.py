@@ -12,9 +12,9 @@ from commands import made
 from commands.conftest import Ask
 from storage.checkpoints import RUN
 
-from keras_distplug.storage import files as storage_files
 from keras_distplug.storage.files import open_files
 from keras_distplug.storage.store import CheckpointStore
+from keras_distplug.storage.stores.local import LocalFiles
 
 Say = Callable[..., tuple[int, str]]
 
@@ -99,7 +99,7 @@ def test_what_may_be_under_way(directory: str, ask: Ask) -> None:
 def test_commit_meanwhile(tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a training commits while prune looks stays, as does what was the newest before."""
     store = made.run(tmp_path, made.state(4), made.state(8))
-    stock, saved = storage_files.LocalFiles.size, []
+    stock, saved = LocalFiles.size, []
 
     def size(self: Any, path: str) -> int:
         if not saved:
@@ -107,7 +107,7 @@ def test_commit_meanwhile(tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPa
             store.save(made.state(12))
         return stock(self, path)
 
-    monkeypatch.setattr(storage_files.LocalFiles, "size", size)
+    monkeypatch.setattr(LocalFiles, "size", size)
     code, told = ask("prune", tmp_path, "--keep-last", "1")
     assert saved
     assert (code, gone(told)) == (0, {"step-00000004": "old"})

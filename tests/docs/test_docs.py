@@ -28,7 +28,8 @@ from keras_distplug import cli
 from keras_distplug.core import errors
 from keras_distplug.core.exit_codes import ExitCode
 from keras_distplug.core.state import Cursor, TrainState
-from keras_distplug.storage.files import LocalFiles, Traits
+from keras_distplug.storage.files import Traits
+from keras_distplug.storage.stores.local import LocalFiles
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 NAMES = [f"docs/{path.relative_to(ROOT / 'docs')}" for path in PAGES]

@@ -40,7 +40,7 @@ from keras_distplug.runlog import (  # noqa: E402
 )
 from keras_distplug.runlog.goodput_totals import Fit  # noqa: E402
 from keras_distplug.storage.files import open_files  # noqa: E402
-from keras_distplug.storage.remote import RemoteFiles  # noqa: E402
+from keras_distplug.storage.stores.remote import RemoteFiles  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -24,9 +24,9 @@ import keras_distplug as kd  # noqa: E402
 from keras_distplug.checkpoint import capture, saver  # noqa: E402
 from keras_distplug.cluster.channel import Channel  # noqa: E402
 from keras_distplug.core.errors import CorruptCheckpointError, SaveError  # noqa: E402
-from keras_distplug.storage import files  # noqa: E402
-from keras_distplug.storage.files import LocalFiles  # noqa: E402
+from keras_distplug.storage.files import open_files  # noqa: E402
 from keras_distplug.storage.store import CheckpointStore  # noqa: E402
+from keras_distplug.storage.stores.local import LocalFiles  # noqa: E402
 
 RUN = "run-0001"
 Hook = Callable[[str], None]
@@ -37,13 +37,13 @@ def before_writing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Hook], None]:
     """Calls a function with the path of each file that is about to be written."""
 
     def install(hook: Hook) -> None:
-        stock = files.LocalFiles.create
+        stock = LocalFiles.create
 
         def create(self: LocalFiles, path: str, parts: Iterable[bytes | memoryview]) -> None:
             hook(path)
             stock(self, path, parts)
 
-        monkeypatch.setattr(files.LocalFiles, "create", create)
+        monkeypatch.setattr(LocalFiles, "create", create)
 
     return install
 
@@ -84,7 +84,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
 
 
 def store_in(directory: Path) -> CheckpointStore:
-    return CheckpointStore(files.open_files(directory), RUN)
+    return CheckpointStore(open_files(directory), RUN)
 
 
 def steps_in(directory: Path) -> list[int]:
@@ -221,14 +221,14 @@ def test_storage_that_stays_broken(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
     with monkeypatch.context() as broken:
-        stock = files.LocalFiles.create
+        stock = LocalFiles.create
 
         def create(self: LocalFiles, path: str, parts: Iterable[bytes | memoryview]) -> None:
             if "RUN.json" not in path:
                 fail(path)
             stock(self, path, parts)
 
-        broken.setattr(files.LocalFiles, "create", create)
+        broken.setattr(LocalFiles, "create", create)
         with (
             pytest.warns(UserWarning, match="2 in a row now"),
             pytest.raises(

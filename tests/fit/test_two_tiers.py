@@ -21,7 +21,7 @@ import keras_distplug as kd  # noqa: E402
 from keras_distplug.checkpoint import saver  # noqa: E402
 from keras_distplug.cluster.channel import Channel  # noqa: E402
 from keras_distplug.core.errors import ConfigurationError, CorruptCheckpointError  # noqa: E402
-from keras_distplug.storage.files import LocalFiles  # noqa: E402
+from keras_distplug.storage.stores.local import LocalFiles  # noqa: E402
 
 SHARED_AT, LOCAL_AT = 4, 8  # where the newest of each place stands, after `interrupt`
 

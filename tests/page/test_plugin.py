@@ -18,7 +18,8 @@ import keras_distplug as kd
 from keras_distplug.cli import main
 from keras_distplug.core.event_lines import to_line
 from keras_distplug.runlog import log_files
-from keras_distplug.storage.files import LocalFiles, open_files
+from keras_distplug.storage.files import open_files
+from keras_distplug.storage.stores.local import LocalFiles
 from keras_distplug.tensorboard_plugin import plugin as plugin_module
 from keras_distplug.tensorboard_plugin import watched
 from keras_distplug.tensorboard_plugin.folders import folders_of

@@ -7,10 +7,11 @@ from pathlib import Path
 from keras_distplug.core.errors import AgreementError, CorruptCheckpointError
 from keras_distplug.core.state import TrainState
 from keras_distplug.storage.commit import Team, Writer
-from keras_distplug.storage.files import Files, LocalFiles
+from keras_distplug.storage.files import Files
 from keras_distplug.storage.layout import Kind
 from keras_distplug.storage.retention import Retention
 from keras_distplug.storage.store import CheckpointStore, Stored
+from keras_distplug.storage.stores.local import LocalFiles
 
 RUN = "run-0001"
 

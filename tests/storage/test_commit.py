@@ -22,8 +22,9 @@ from watched import WatchedFiles
 from keras_distplug.core.errors import AgreementError, CorruptCheckpointError, SaveError
 from keras_distplug.core.state import Completion, Cursor, TrainState
 from keras_distplug.storage.commit import Team, Writer
-from keras_distplug.storage.files import LocalFiles, Traits
+from keras_distplug.storage.files import Traits
 from keras_distplug.storage.store import CheckpointStore
+from keras_distplug.storage.stores.local import LocalFiles
 
 
 class Board:

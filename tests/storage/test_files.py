@@ -23,7 +23,8 @@ import pytest
 from forks import ending, kill_before, system_calls, together
 
 from keras_distplug.core.errors import ConfigurationError
-from keras_distplug.storage.files import LocalFiles, open_files
+from keras_distplug.storage.files import open_files
+from keras_distplug.storage.stores.local import LocalFiles
 
 OLD, NEW = b"old" * 1000, b"new" * 1000
 
@@ -107,7 +108,7 @@ def test_large_files_are_flushed_while_they_are_written(
 ) -> None:
     """The disk does not wait for the last part; a failure in between is not lost, though the last
     flush succeeds."""
-    monkeypatch.setattr("keras_distplug.storage.files._FLUSH_BYTES", 10)
+    monkeypatch.setattr("keras_distplug.storage.stores.local._FLUSH_BYTES", 10)
     begun, fsync = Event(), os.fsync
     failures: list[OSError] = []
 
@@ -139,12 +140,12 @@ def test_large_file_at_the_end_of_a_process(tmp_path: Path) -> None:
     script = f"""
 import atexit, os, threading
 from pathlib import Path
-from keras_distplug.storage import files
-files._FLUSH_BYTES = 10
+from keras_distplug.storage.stores import local
+local._FLUSH_BYTES = 10
 os.fsync = lambda descriptor: print(threading.current_thread().name, flush=True)
-local = files.LocalFiles(Path({str(tmp_path)!r}))
-local.create("before", [b"0123456789"] * 3)
-atexit.register(local.create, "after", [b"0123456789"] * 3)
+files = local.LocalFiles(Path({str(tmp_path)!r}))
+files.create("before", [b"0123456789"] * 3)
+atexit.register(files.create, "after", [b"0123456789"] * 3)
 """
     ran = subprocess.run(
         [sys.executable, "-c", script], check=True, timeout=60, capture_output=True, text=True
@@ -260,7 +261,7 @@ def test_file_too_large(files: LocalFiles) -> None:
 FULL = """
 import errno, sys
 from pathlib import Path
-from keras_distplug.storage.files import LocalFiles
+from keras_distplug.storage.stores.local import LocalFiles
 
 files = LocalFiles(Path(sys.argv[1]))
 files.create("a/b", [b"old" * 1000])

@@ -22,9 +22,9 @@ from forks import kill_before, start
 from keras_distplug.core.errors import AgreementError
 from keras_distplug.core.state import Cursor, TrainState
 from keras_distplug.storage.commit import Team, Writer
-from keras_distplug.storage.files import LocalFiles
 from keras_distplug.storage.retention import Retention
 from keras_distplug.storage.store import CheckpointStore
+from keras_distplug.storage.stores.local import LocalFiles
 
 KILLS = 200
 

@@ -9,7 +9,7 @@ import pytest
 
 from keras_distplug.checkpoint.local_tier import LocalTier, LocalWriter
 from keras_distplug.core.state import Cursor, TrainState
-from keras_distplug.storage.files import LocalFiles
+from keras_distplug.storage.stores.local import LocalFiles
 
 
 class Nobody:

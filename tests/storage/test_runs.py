@@ -17,8 +17,8 @@ from watched import WatchedFiles
 
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, SaveError
 from keras_distplug.core.state import Cursor, TrainState
-from keras_distplug.storage.files import LocalFiles
 from keras_distplug.storage.runs import begin_run, newest_run, read_run
+from keras_distplug.storage.stores.local import LocalFiles
 
 
 @pytest.fixture

@@ -33,11 +33,11 @@ from watched import WatchedFiles
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, SaveError
 from keras_distplug.core.state import Completion, Cursor, TrainState
 from keras_distplug.storage import codec
-from keras_distplug.storage.files import LocalFiles
 from keras_distplug.storage.manifest import SCHEMA_VERSION, VariableSpec
 from keras_distplug.storage.memory import Memory
 from keras_distplug.storage.sealed import digest_of
 from keras_distplug.storage.store import CheckpointStore, Stored
+from keras_distplug.storage.stores.local import LocalFiles
 
 
 def state(step: int, value: float | None = None, **changes: Any) -> TrainState:

@@ -15,7 +15,8 @@ from stores.servers import Place
 
 from keras_distplug.cli import main
 from keras_distplug.storage.files import open_files
-from keras_distplug.storage.remote import ObjectStore, RemoteFiles, open_remote
+from keras_distplug.storage.stores.object_store import MemoryStore
+from keras_distplug.storage.stores.remote import RemoteFiles
 
 pytestmark = [pytest.mark.stores, pytest.mark.timeout(300)]
 
@@ -73,7 +74,7 @@ def test_options_of_the_store_of_the_file(stores: Started, tmp_path: Path) -> No
 @pytest.mark.parametrize("size", [0, 1000, 120 * 2**20], ids=str)
 def test_put(place: Place, size: int, tmp_path: Path) -> None:
     """A large file is put whole, in as many requests as it takes, and exclusively if so asked."""
-    files = open_remote(place.url, place.options)
+    files = open_files(place.url, place.options)
     source, other = tmp_path / "source", tmp_path / "other"
     source.write_bytes(os.urandom(size))
     other.write_bytes(b"other")
@@ -91,10 +92,10 @@ def test_put(place: Place, size: int, tmp_path: Path) -> None:
 def test_time_for_a_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of three requests' size has the time of three."""
     given = []
-    monkeypatch.setattr(ObjectStore, "put", lambda _, fs, *__: given.append(fs._timeout_s))
+    monkeypatch.setattr(MemoryStore, "put", lambda _, fs, *__: given.append(fs._timeout_s))
     source = tmp_path / "source"
     source.touch()
-    files = RemoteFiles("memory://any", {}, timeout_s=2.0)
+    files = RemoteFiles(MemoryStore(), "memory://any", {}, timeout_s=2.0)
     for size in (0, 70 * 2**20):
         os.truncate(source, size)
         files.put(source, "a", overwrite=False)

@@ -12,7 +12,7 @@ from stores.conftest import STORES
 from stores.servers import Place
 
 from keras_distplug.storage.files import Files, open_files
-from keras_distplug.storage.remote import RemoteFiles
+from keras_distplug.storage.stores.remote import RemoteFiles
 
 pytestmark = [pytest.mark.stores, pytest.mark.timeout(300)]
 

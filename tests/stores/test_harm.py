@@ -25,11 +25,13 @@ from stores.writer import Nobody
 
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, SaveError
 from keras_distplug.core.state import Cursor, TrainState
-from keras_distplug.storage import remote, runs
+from keras_distplug.storage import runs
 from keras_distplug.storage.commit import Team, Writer
 from keras_distplug.storage.files import Files, open_files
-from keras_distplug.storage.remote import RemoteFiles
 from keras_distplug.storage.store import CheckpointStore
+from keras_distplug.storage.stores.object_store import MemoryStore, ObjectStore
+from keras_distplug.storage.stores.remote import RemoteFiles
+from keras_distplug.storage.stores.sftp import Sftp
 
 pytestmark = [pytest.mark.stores, pytest.mark.timeout(300)]
 
@@ -69,7 +71,7 @@ class Run:
     def __init__(self, place: Place, timeout_s: float = 60, begun: Run | None = None) -> None:
         self.files: Files = open_files(place.url, place.options)
         if isinstance(self.files, RemoteFiles):
-            self.files = RemoteFiles(place.url, place.options, timeout_s)
+            self.files = RemoteFiles(self.files._store, place.url, place.options, timeout_s)
         self.name = begun.name if begun else runs.begin_run(self.files, job=None, seed=0).name
         self.store = CheckpointStore(self.files, self.name)
         self.writer = Writer(self.files, self.store, Team(0, 1, Nobody()))
@@ -176,8 +178,8 @@ def test_stall_of_reading(flaky: tuple[Place, Proxy]) -> None:
 
 def test_late_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that was given up while it waited for its connection is not made later."""
-    files = RemoteFiles(f"memory://{uuid.uuid4().hex}", {}, timeout_s=0.1)
-    connect, may_connect = remote.ObjectStore.connect, threading.Event()
+    files = RemoteFiles(MemoryStore(), f"memory://{uuid.uuid4().hex}", {}, timeout_s=0.1)
+    connect, may_connect = ObjectStore.connect, threading.Event()
     threads = []
 
     def connect_late(*args: Any) -> Any:
@@ -185,7 +187,7 @@ def test_late_connection(monkeypatch: pytest.MonkeyPatch) -> None:
         assert may_connect.wait(30)
         return connect(*args)
 
-    monkeypatch.setattr(remote.ObjectStore, "connect", connect_late)
+    monkeypatch.setattr(ObjectStore, "connect", connect_late)
     with pytest.raises(TimeoutError, match="no answer within"):
         files.create("a", [b"late"])
     may_connect.set()
@@ -284,12 +286,10 @@ def test_wrong_credentials(
 
 def test_token_that_is_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refusal that may pass is no end."""
-    files = RemoteFiles(f"memory://{uuid.uuid4().hex}", {})
+    files = RemoteFiles(MemoryStore(), f"memory://{uuid.uuid4().hex}", {})
     files.create("a", [b"here"])
     refusals = [PermissionError("An error occurred (ExpiredToken): it has expired")] * 2
-    monkeypatch.setattr(
-        remote.ObjectStore, "read", refused_first(refusals, remote.ObjectStore.read)
-    )
+    monkeypatch.setattr(ObjectStore, "read", refused_first(refusals, ObjectStore.read))
     buffer = bytearray(4)
     assert files.read_into("a", 0, memoryview(buffer)) == 4
     assert buffer == b"here"
@@ -384,14 +384,14 @@ def test_secrets(
     url: str, options: Mapping[str, Any], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No secret comes out, also if the store's library puts it into its error."""
-    files = RemoteFiles(url, options)
+    files = open_files(url, options)
     secrets = ["pa55-word", "k3y-of-me", "s3cr3t", "t0k3n"]
 
     def fail(*_: object) -> None:
         raise RuntimeError(f"403 for {url} with {options}")
 
-    monkeypatch.setattr(remote.ObjectStore, "connect", fail)
-    monkeypatch.setattr(remote.Sftp, "connect", fail)
+    monkeypatch.setattr(ObjectStore, "connect", fail)
+    monkeypatch.setattr(Sftp, "connect", fail)
     stamina.set_testing(True, attempts=1)
     with pytest.raises(OSError, match="403 for") as raised:
         files.names("a")

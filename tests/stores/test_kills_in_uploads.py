@@ -32,7 +32,7 @@ DISK_BYTES = 5 * SIZES["small disk"]  # the two that stay, the next one, and two
 # One process loads what the stores need, and has all writers as its children.
 NURSERY = multiprocessing.get_context("forkserver")
 NURSERY.set_forkserver_preload(
-    ["stores.writer", "keras_distplug.storage.remote", "s3fs", "adlfs", "paramiko"]
+    ["stores.writer", "keras_distplug.storage.stores.remote", "s3fs", "adlfs", "paramiko"]
 )
 
 

@@ -28,8 +28,9 @@ from support.where import own_name, workers
 
 from keras_distplug.checkpoint import saver
 from keras_distplug.storage import layout
-from keras_distplug.storage.files import LocalFiles, open_files
-from keras_distplug.storage.remote import RemoteFiles
+from keras_distplug.storage.files import open_files
+from keras_distplug.storage.stores.local import LocalFiles
+from keras_distplug.storage.stores.remote import RemoteFiles
 
 LONE = 99_991  # keys of a collective that nobody else calls
 Array = np.ndarray

@@ -14,9 +14,7 @@ import os
 import posixpath
 import re
 import threading
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit, urlunsplit
@@ -24,7 +22,6 @@ from urllib.parse import urlsplit, urlunsplit
 import fsspec
 import stamina
 
-from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.threads import in_daemon
 from keras_distplug.storage.files import Traits
 from keras_distplug.storage.request_body import RequestBody
@@ -60,166 +57,6 @@ class Store(Protocol):
     def delete(self, fs: Any, path: str) -> None: ...
 
 
-@dataclass(frozen=True)
-class ObjectStore:
-    """Amazon's S3 and its like.
-
-    Args:
-        defaults: Options of its file system, where the user gives no other.
-        copies: Whether its copies are there once it says so.
-    """
-
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    copies: bool = True
-
-    @property
-    def traits(self) -> Traits:
-        return Traits(file_bytes=32 * 2**20, at_once=4, is_near=False)
-
-    def connect(self, url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-        chosen = {**self.defaults, **options}
-        # An instance of its own: those of fsspec are shared, and useless after a fork. What
-        # listings it remembers would hide what other workers write.
-        fs, path = fsspec.core.url_to_fs(
-            url, **chosen, use_listings_cache=False, skip_instance_cache=True
-        )
-        return fs, path.rstrip("/")
-
-    def create(self, fs: Any, path: str, body: RequestBody) -> None:
-        try:
-            fs.pipe_file(path, self._sent(body), mode="create")
-        except OSError as error:
-            # What s3fs makes of Ceph's answer.
-            if error.errno == errno.EINVAL and fs.exists(path):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from error
-            raise
-
-    def _sent(self, body: RequestBody) -> Any:
-        return bytes(body)
-
-    def put(self, fs: Any, source: str, path: str, overwrite: bool) -> None:
-        fs.put_file(source, path, mode="overwrite" if overwrite else "create")
-
-    def read(self, fs: Any, path: str, start: int, end: int) -> bytes:
-        data: bytes = fs.cat_file(path, start=start, end=end)
-        return data
-
-    def copy(self, fs: Any, source: str, path: str) -> None:
-        if not self.copies:
-            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP), path)
-        if fs.exists(path):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-        fs.cp_file(source, path)
-
-    def delete(self, fs: Any, path: str) -> None:
-        fs.rm(path, recursive=True)
-
-
-@dataclass(frozen=True)
-class S3Store(ObjectStore):
-    """Amazon's S3, and what is like it."""
-
-    def _sent(self, body: RequestBody) -> Any:
-        # What is larger is sent in several requests by s3fs, which slices it.
-        return body if len(body) <= 2 * self.traits.file_bytes else bytes(body)
-
-
-@dataclass(frozen=True)
-class AzureStore(ObjectStore):
-    """Azure's Blob Storage, and what is like it."""
-
-    def connect(self, url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-        fs, path = super().connect(url, options)
-        # The SDK asks again by itself, after 15 seconds and more, and no option of adlfs changes
-        # that: whoever asks here again does so sooner, and knows when to end.
-        client = getattr(fs.service_client, "_config", None)
-        if policy := getattr(client, "retry_policy", None):
-            policy.total_retries = 0
-        return fs, path
-
-
-class Sftp:
-    """A server that is reached through SSH."""
-
-    @property
-    def traits(self) -> Traits:
-        return Traits(file_bytes=32 * 2**20, at_once=1, is_near=False)
-
-    def connect(self, url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-        # By name: the package sshfs takes the protocol over where it is installed.
-        from fsspec.implementations.sftp import SFTPFileSystem
-
-        place = {**SFTPFileSystem._get_kwargs_from_urls(url), **options}
-        host = place.pop("host")
-        fs = SFTPFileSystem(host, **place, skip_instance_cache=True)
-        fs.ftp.get_channel().settimeout(REQUEST_TIMEOUT_S)
-        return fs, SFTPFileSystem._strip_protocol(url).rstrip("/")
-
-    def create(self, fs: Any, path: str, body: RequestBody) -> None:
-        with self._named_afterwards(fs, path, overwrite=False) as temporary:
-            fs.ftp.putfo(body, temporary, file_size=len(body), confirm=True)
-
-    def put(self, fs: Any, source: str, path: str, overwrite: bool) -> None:
-        with self._named_afterwards(fs, path, overwrite) as temporary:
-            fs.ftp.put(source, temporary, confirm=True)
-
-    @contextlib.contextmanager
-    def _named_afterwards(self, fs: Any, path: str, overwrite: bool) -> Iterator[str]:
-        folder, name = posixpath.split(path)
-        fs.makedirs(folder, exist_ok=True)
-        temporary = f"{folder}/.{name}.{uuid.uuid4().hex}.tmp"
-        try:
-            yield temporary
-            # SFTP has nothing that creates a whole file exclusively: the one writer that each file
-            # has looks before.
-            if not overwrite and fs.exists(path):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-            fs.ftp.posix_rename(temporary, path)
-        except BaseException:
-            with contextlib.suppress(Exception):
-                fs.ftp.remove(temporary)
-            raise
-
-    def read(self, fs: Any, path: str, start: int, end: int) -> bytes:
-        if start == end:
-            return b""
-        with fs.ftp.open(path, "rb") as file:
-            return b"".join(file.readv([(start, end - start)]))
-
-    def copy(self, fs: Any, source: str, path: str) -> None:
-        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP), path)
-
-    def delete(self, fs: Any, path: str) -> None:
-        if fs.isdir(path):
-            for inside in fs.ls(path):
-                self.delete(fs, inside)
-            fs.ftp.rmdir(path)
-        else:
-            fs.ftp.remove(path)
-
-
-@dataclass(frozen=True)
-class Known:
-    """A kind of store, and the extra that brings what it needs."""
-
-    store: Store
-    extra: str | None
-
-
-_S3 = Known(
-    # The checksum of a request is there anyway; signing what it holds takes as long as sending it.
-    S3Store({"config_kwargs": {"s3": {"payload_signing_enabled": False}}}),
-    "s3",
-)
-_GCS = Known(ObjectStore(), "gcs")
-_AZURE = Known(AzureStore(copies=False), "azure")
-_SFTP = Known(Sftp(), "sftp")
-KNOWN: Mapping[str, Known] = {
-    **{"memory": Known(ObjectStore(), None), "s3": _S3, "s3a": _S3, "gs": _GCS, "gcs": _GCS},
-    **{"az": _AZURE, "abfs": _AZURE, "abfss": _AZURE, "sftp": _SFTP, "ssh": _SFTP},
-}
-
-
 class _Limited:
     """A file system of fsspec whose requests are withdrawn when their time is over.
 
@@ -247,16 +84,22 @@ class RemoteFiles:
     """Files below a URL.
 
     Args:
+        store: Of which kind.
         url: The folder.
         options: For the fsspec file system; the secrets in them appear in no error.
         timeout_s: After how long a request counts as failed.
     """
 
     def __init__(
-        self, url: str, options: Mapping[str, Any], timeout_s: float = REQUEST_TIMEOUT_S
+        self,
+        store: Store,
+        url: str,
+        options: Mapping[str, Any],
+        timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> None:
-        protocol = urlsplit(url).scheme
-        self._known = KNOWN[protocol]
+        # What the store needs is missed now rather than when a request is made.
+        fsspec.get_filesystem_class(urlsplit(url).scheme)
+        self._store = store
         self._url = url
         self._options = options
         self._timeout_s = timeout_s
@@ -270,28 +113,22 @@ class RemoteFiles:
 
     @property
     def traits(self) -> Traits:
-        return self._known.store.traits
+        return self._store.traits
 
     def create(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
         body = RequestBody(parts)
         try:
-            self._ask(path, lambda fs, full: self._known.store.create(fs, full, body))
+            self._ask(path, lambda fs, full: self._store.create(fs, full, body))
         except FileNotFoundError as error:
             text = f"{self.where()}: there is no such bucket or folder, or no right to make it"
             raise FileNotFoundError(errno.ENOENT, text) from error
 
     def put(self, source: Path, path: str, *, overwrite: bool) -> None:
-        """Makes a file that holds what the local file `source` does, however large it is.
-
-        Raises:
-            FileExistsError: If it exists and is not to be overwritten; it is untouched.
-            OSError: If that fails.
-        """
         requests = 1 + source.stat().st_size // self.traits.file_bytes
         timeout_s = requests * self._timeout_s
 
         def put(fs: Any, full: str) -> None:
-            self._known.store.put(fs.within(timeout_s), str(source), full, overwrite)
+            self._store.put(fs.within(timeout_s), str(source), full, overwrite)
 
         self._sizes.pop(path, None)
         self._ask(path, put, timeout_s)
@@ -299,7 +136,7 @@ class RemoteFiles:
     def copy(self, source: str, path: str) -> None:
         def copy(fs: Any, full: str) -> None:
             root = full[: len(full) - len(path)]
-            self._known.store.copy(fs, root + source, full)
+            self._store.copy(fs, root + source, full)
 
         self._ask(path, copy)
 
@@ -313,7 +150,7 @@ class RemoteFiles:
             return 0
 
         def read(fs: Any, full: str) -> bytes:
-            data = self._known.store.read(fs, full, offset, end)
+            data = self._store.read(fs, full, offset, end)
             if len(data) != end - offset:
                 raise OSError(f"{len(data)} bytes came of {end - offset} from {offset} on")
             return data
@@ -349,7 +186,7 @@ class RemoteFiles:
 
     def delete(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            self._ask_again(path, self._known.store.delete)
+            self._ask_again(path, self._store.delete)
         for known in [each for each in self._sizes if f"{each}/".startswith(f"{path}/")]:
             self._sizes.pop(known, None)
 
@@ -396,7 +233,7 @@ class RemoteFiles:
         with self._connecting:
             process = os.getpid()
             if process not in self._connections:
-                fs, root = self._known.store.connect(self._url, self._options)
+                fs, root = self._store.connect(self._url, self._options)
                 self._connections[process] = _Limited(fs, self._timeout_s), root
             return self._connections[process]
 
@@ -411,30 +248,6 @@ class RemoteFiles:
         told = _kind_of(error)(text)
         told.errno = error.errno if isinstance(error, OSError) else None
         return told
-
-
-def open_remote(url: str, options: Mapping[str, Any]) -> RemoteFiles:
-    """The folder that `url` names.
-
-    Raises:
-        ConfigurationError: If the store is not known, or what it needs is not installed.
-    """
-    protocol, _, rest = url.partition("://")
-    if protocol not in KNOWN:
-        place = f"{protocol}://{rest.rpartition('@')[2]}"
-        raise ConfigurationError(
-            f"Expected a folder, or a URL that begins with one of {', '.join(KNOWN)}. Received: "
-            f"{place}. Mount other stores as a folder that all workers share."
-        )
-    try:
-        fsspec.get_filesystem_class(protocol)
-    except ImportError as error:
-        extra = KNOWN[protocol].extra
-        raise ConfigurationError(
-            f"{protocol}:// needs packages that are not installed ({error}). Run "
-            f"pip install 'keras-distplug[{extra}]'."
-        ) from error
-    return RemoteFiles(url, options)
 
 
 def _within(timeout_s: float, action: Callable[[], T], left_behind: threading.Event) -> T:

@@ -1,0 +1,204 @@
+"""Files on a disk of this machine, or one that is mounted like it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.core.threads import in_daemon
+from keras_distplug.storage.files import Files, Traits, local_path
+
+_BUFFER_BYTES = 2**18  # for small parts; larger ones pass it by
+_FLUSH_BYTES = 16 * 2**20
+_FLUSH_THREAD = "keras_distplug-flush"
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+class LocalFiles:
+    """Files on a disk of this machine, or one that is mounted like it.
+
+    Args:
+        root: The folder.
+    """
+
+    traits = Traits(file_bytes=128 * 2**20, at_once=1, is_near=True)
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def create(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
+        with self._named_afterwards(path) as file:
+            _write(file, parts)
+
+    def put(self, source: Path, path: str, *, overwrite: bool) -> None:
+        with self._named_afterwards(path, overwrite=overwrite) as file, source.open("rb") as data:
+            shutil.copyfileobj(data, file, _FLUSH_BYTES)
+
+    @contextlib.contextmanager
+    def _named_afterwards(self, path: str, *, overwrite: bool = False) -> Iterator[BinaryIO]:
+        target = self._root / path
+        _make_folder(target.parent)
+        # A name that starts with a dot is no checkpoint's: a crash may leave it behind.
+        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            with open(temporary, "xb", buffering=_BUFFER_BYTES) as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            publish(temporary, target, overwrite=overwrite)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        try:
+            sync_folder(target.parent)
+        except OSError:
+            if not overwrite:
+                with contextlib.suppress(OSError):
+                    target.unlink(missing_ok=True)
+            raise
+
+    def copy(self, source: str, path: str) -> None:
+        target = self._root / path
+        _make_folder(target.parent)
+        os.link(self._root / source, target)  # no file is ever changed
+        sync_folder(target.parent)
+
+    def read(self, path: str) -> bytes:
+        return (self._root / path).read_bytes()
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
+        with open(self._root / path, "rb", buffering=0) as file:
+            file.seek(offset)
+            filled = 0
+            while filled < len(buffer) and (count := file.readinto(buffer[filled:])):
+                filled += count
+        return filled
+
+    def size(self, path: str) -> int:
+        return (self._root / path).stat().st_size
+
+    def names(self, folder: str = "") -> list[str]:
+        try:
+            return sorted(os.listdir(self._root / folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def delete(self, path: str) -> None:
+        target = self._root / path
+        if target.is_dir():
+            _delete_folder(target)
+        else:
+            target.unlink(missing_ok=True)
+        if target.parent.is_dir():
+            sync_folder(target.parent)
+
+    def delete_if_empty(self) -> None:
+        with contextlib.suppress(OSError):
+            self._root.rmdir()
+
+    def where(self, path: str = "") -> str:
+        return str(self._root / path)
+
+
+def open_local(url: str, storage_options: Mapping[str, Any]) -> Files:
+    """The folder that a path, or a URL of one, names. It need not exist.
+
+    Raises:
+        ConfigurationError: If it is none.
+    """
+    root = local_path(url)
+    assert root is not None, url
+    if storage_options:
+        raise ConfigurationError(
+            f"`storage_options` is for URLs of a store. Received: {url!r}, a folder."
+        )
+    first = next((path for path in (root, *root.parents) if os.path.lexists(path)), root)
+    if not first.is_dir():
+        raise ConfigurationError(
+            f"Expected a folder. Received: {url!r}, where {first} is a "
+            "file, or a link to nothing. Give another folder."
+        )
+    return LocalFiles(root)
+
+
+def _write(file: BinaryIO, parts: Iterable[bytes | memoryview]) -> None:
+    """Writes `parts`, while a thread has the disk take what was written before."""
+    flushed: Future[None] = Future()
+    flushed.set_result(None)
+    waiting_bytes = 0
+    try:
+        for part in parts:
+            file.write(part)
+            waiting_bytes += len(part)
+            if waiting_bytes >= _FLUSH_BYTES and flushed.done():
+                flushed.result()
+                flushed = _flush_in_thread(file.fileno())
+                waiting_bytes = 0
+    finally:
+        wait([flushed])
+    # A file tells of a failure once: the last flush would not.
+    flushed.result()
+
+
+def _flush_in_thread(descriptor: int) -> Future[None]:
+    try:
+        return in_daemon(lambda: os.fsync(descriptor), _FLUSH_THREAD)
+    except RuntimeError:  # a process that has begun to end starts none: the last flush does it all
+        flushed: Future[None] = Future()
+        flushed.set_result(None)
+        return flushed
+
+
+def publish(temporary: Path, target: Path, *, overwrite: bool = False) -> None:
+    """Gives the file its name, unless another one has it that is not to be overwritten."""
+    if overwrite:
+        os.replace(temporary, target)
+        return
+    try:
+        os.link(temporary, target)
+    except FileExistsError:
+        # NFS may say so of our own link, when the first reply was lost and it asked again.
+        if not os.path.samefile(temporary, target):
+            raise
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # A file system without hard links: the one writer that a run has looks before it renames.
+        if target.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from None
+        os.rename(temporary, target)
+
+
+def _delete_folder(folder: Path) -> None:
+    while folder.exists():
+        # Another process that deletes it, too, may be ahead at any file.
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(folder)
+
+
+def _make_folder(folder: Path) -> None:
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        sync_folder(made.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes new and deleted names in `folder` last."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some mounts (FUSE, SMB) cannot do this for a folder; training on them beats refusing.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)

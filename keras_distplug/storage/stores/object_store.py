@@ -1,0 +1,122 @@
+"""Object stores: a file is written by one request, which may be told to replace none."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from keras_distplug.storage.files import Opener, Traits
+from keras_distplug.storage.request_body import RequestBody
+from keras_distplug.storage.stores.remote import RemoteFiles
+
+_MEMORY = threading.Lock()
+
+
+@dataclass(frozen=True)
+class ObjectStore:
+    """Amazon's S3 and its like.
+
+    Args:
+        defaults: Options of its file system, where the user gives no other.
+        copies: Whether its copies are there once it says so.
+    """
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    copies: bool = True
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(file_bytes=32 * 2**20, at_once=4, is_near=False)
+
+    def connect(self, url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+        chosen = {**self.defaults, **options}
+        # An instance of its own: those of fsspec are shared, and useless after a fork. What
+        # listings it remembers would hide what other workers write.
+        fs, path = fsspec.core.url_to_fs(
+            url, **chosen, use_listings_cache=False, skip_instance_cache=True
+        )
+        return fs, path.rstrip("/")
+
+    def create(self, fs: Any, path: str, body: RequestBody) -> None:
+        try:
+            fs.pipe_file(path, self._sent(body), mode="create")
+        except OSError as error:
+            # What s3fs makes of Ceph's answer.
+            if error.errno == errno.EINVAL and fs.exists(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from error
+            raise
+
+    def _sent(self, body: RequestBody) -> Any:
+        return bytes(body)
+
+    def put(self, fs: Any, source: str, path: str, overwrite: bool) -> None:
+        fs.put_file(source, path, mode="overwrite" if overwrite else "create")
+
+    def read(self, fs: Any, path: str, start: int, end: int) -> bytes:
+        data: bytes = fs.cat_file(path, start=start, end=end)
+        return data
+
+    def copy(self, fs: Any, source: str, path: str) -> None:
+        if not self.copies:
+            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP), path)
+        if fs.exists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        fs.cp_file(source, path)
+
+    def delete(self, fs: Any, path: str) -> None:
+        fs.rm(path, recursive=True)
+
+
+@dataclass(frozen=True)
+class S3Store(ObjectStore):
+    """Amazon's S3, and what is like it."""
+
+    def _sent(self, body: RequestBody) -> Any:
+        # What is larger is sent in several requests by s3fs, which slices it.
+        return body if len(body) <= 2 * self.traits.file_bytes else bytes(body)
+
+
+@dataclass(frozen=True)
+class AzureStore(ObjectStore):
+    """Azure's Blob Storage, and what is like it."""
+
+    def connect(self, url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+        fs, path = super().connect(url, options)
+        # The SDK asks again by itself, after 15 seconds and more, and no option of adlfs changes
+        # that: whoever asks here again does so sooner, and knows when to end.
+        client = getattr(fs.service_client, "_config", None)
+        if policy := getattr(client, "retry_policy", None):
+            policy.total_retries = 0
+        return fs, path
+
+
+class MemoryStore(ObjectStore):
+    """The memory of this process. fsspec looks for a file and makes it in two steps, and its
+    `put_file` shows one while it is written."""
+
+    def create(self, fs: Any, path: str, body: RequestBody) -> None:
+        with _MEMORY:
+            super().create(fs, path, body)
+
+    def put(self, fs: Any, source: str, path: str, overwrite: bool) -> None:
+        data = Path(source).read_bytes()
+        with _MEMORY:
+            fs.pipe_file(path, data, mode="overwrite" if overwrite else "create")
+
+
+open_memory: Opener = functools.partial(RemoteFiles, MemoryStore())
+open_s3: Opener = functools.partial(
+    RemoteFiles,
+    # The checksum of a request is there anyway; signing what it holds takes as long as sending it.
+    S3Store({"config_kwargs": {"s3": {"payload_signing_enabled": False}}}),
+)
+open_gcs: Opener = functools.partial(RemoteFiles, ObjectStore())
+open_azure: Opener = functools.partial(RemoteFiles, AzureStore(copies=False))
