@@ -135,7 +135,7 @@ _OPENERS = dict(_OURS)
 
 
 def register_store(scheme: str, opener: Opener) -> None:
-    """Registers a store for URLs of a scheme that `keras_distplug` does not know.
+    """Register a store for URLs of a scheme that `keras_distplug` does not know.
 
     Every argument that takes a directory then accepts `<scheme>://...`, in this process: call it
     in the script of all workers, before `fit`. If a scheme is registered again, the last opener
