@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,19 +47,18 @@ class ObjectStore:
         return fs, path.rstrip("/")
 
     def create(self, fs: Any, path: str, body: RequestBody) -> None:
-        try:
+        with _refused_if_it_exists(fs, path):
             fs.pipe_file(path, self._sent(body), mode="create")
-        except OSError as error:
-            # What s3fs makes of Ceph's answer.
-            if error.errno == errno.EINVAL and fs.exists(path):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from error
-            raise
 
     def _sent(self, body: RequestBody) -> Any:
         return bytes(body)
 
     def put(self, fs: Any, source: str, path: str, overwrite: bool) -> None:
-        fs.put_file(source, path, mode="overwrite" if overwrite else "create")
+        if overwrite:
+            fs.put_file(source, path, mode="overwrite")
+            return
+        with _refused_if_it_exists(fs, path):
+            fs.put_file(source, path, mode="create")
 
     def read(self, fs: Any, path: str, start: int, end: int) -> bytes:
         data: bytes = fs.cat_file(path, start=start, end=end)
@@ -73,6 +73,17 @@ class ObjectStore:
 
     def delete(self, fs: Any, path: str) -> None:
         fs.rm(path, recursive=True)
+
+
+@contextlib.contextmanager
+def _refused_if_it_exists(fs: Any, path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        # What s3fs makes of Ceph's answer.
+        if error.errno == errno.EINVAL and fs.exists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from error
+        raise
 
 
 @dataclass(frozen=True)
