@@ -1,4 +1,4 @@
-"""What `Files` promise, as checks that anybody can run on a store. Needs no test framework."""
+"""What `Files` promise, as checks that can be run on any store, without a test framework."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_store(open: Open, *, skip: Collection[str] = ()) -> None:
     Args:
         open: Returns a new object for one folder, always the same one. It is called many times:
             a promise between processes is checked between two such objects.
-        skip: Names of promises that the store cannot keep, such as `"copies_are_files"`.
+        skip: Names of promises that the store cannot keep, such as `"one_writer_wins"`.
 
     Raises:
         AssertionError: If the store breaks promises. The message names every one of them, what was

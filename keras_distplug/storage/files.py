@@ -1,4 +1,4 @@
-"""Files under one folder, created once and never changed; and who opens which URL."""
+"""Files under one folder, created once and never changed, and what opens them by their URL."""
 
 from __future__ import annotations
 
