@@ -256,9 +256,9 @@ def test_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("publish", "sync_folder"):
         stock = getattr(target, name)
 
-        def noted(*given: Any, name: str = name, stock: Any = stock) -> None:
+        def noted(*given: Any, name: str = name, stock: Any = stock, **named: Any) -> None:
             done.append(name)
-            stock(*given)
+            stock(*given, **named)
 
         monkeypatch.setattr(target, name, noted)
     fsync = os.fsync
