@@ -6,6 +6,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import keras
@@ -18,17 +19,19 @@ from keras_distplug.backend.tensorflow.runtime import context, models, versions
 from keras_distplug.callbacks import chief_only
 from keras_distplug.checkpoint.backup_and_restore import BackupAndRestore
 from keras_distplug.cluster import agreement, peers
+from keras_distplug.cluster.roles import Role
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.log import advise, announce
 from keras_distplug.data import carry, feed, own_fit, progress
 from keras_distplug.default_callbacks import defaults
-from keras_distplug.strategies import place
+from keras_distplug.strategies.placement import Blueprint, Origin, Placement, place, require_usable
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _GIVEN = "_given"
 
-_IN_FEED = ("sample_weight", "class_weight", "validation_split")  # arguments that it stands for
+# Arguments that a `feed` carries in `x`, or that it may change.
+_IN_FEED = ("x", "y", "sample_weight", "class_weight", "validation_data", "validation_split")
 
 
 def _noting_given(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -38,8 +41,9 @@ def _noting_given(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
     @functools.wraps(function)
     def noting(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        given = frozenset(signature.bind(*args, **kwargs).arguments)
-        return function(*args, **{**kwargs, _GIVEN: given})  # type: ignore[arg-type]
+        given = signature.bind(*args, **kwargs).arguments
+        names = frozenset({*given, *given.get("own_arguments", ())})
+        return function(*args, **{**kwargs, _GIVEN: names})  # type: ignore[arg-type]
 
     return noting
 
@@ -148,71 +152,24 @@ def distributed_fit(
             subclasses `ClusterError`, `ModelError` and `DataError` say which.
         OtherRunError: If `directory` holds the run of another model.
     """
-    names_given: frozenset[str] = own_arguments.pop(_GIVEN)
+    given: frozenset[str] = own_arguments.pop(_GIVEN)
     versions.check()
     peers.watch()
     if deterministic:
         _compute_the_same_bits()
     _require_bytes(min_shard_bytes)
     if isinstance(model, keras.Model):
-        place.require_compiled(model, "the model given")
-        own_fit.require_no_unknown(model, own_arguments)
+        require_usable(model, "the model given", own_arguments)
     elif not callable(model):
-        place.require_compiled(model, "received as `model`")
-    fresh, strategy = _joins_late(model, strategy)
-    if isinstance(strategy, str) and not fresh:
-        strategy = startup.join(strategy)
-    blueprint = None
-    if isinstance(model, keras.Model) and (fresh or _has_to_move(model, strategy)):
-        blueprint = place.describe(model)
-    if fresh:
-        given = {
-            name: carry.pack(name, value)
-            for name, value in {
-                "x": x,
-                "y": y,
-                "sample_weight": sample_weight,
-                "validation_data": validation_data,
-                **own_arguments,
-            }.items()
-        }
-        context.reset()
-        strategy = startup.join("auto")
-        unpacked = {name: unpack() for name, unpack in given.items()}
-        x, y = unpacked.pop("x"), unpacked.pop("y")
-        sample_weight = unpacked.pop("sample_weight")
-        validation_data = unpacked.pop("validation_data")
-        own_arguments = unpacked
-        announce(
-            "TensorFlow was started afresh to join the cluster. The model and data given here came "
-            "along; other models, tensors and datasets that were made before are dead. "
-            "`keras_distplug.init()` at the top of the script avoids this"
-        )
-
-    role = agreement.role_under(strategy)
-    with embeddings.split(min_shard_bytes):
-        placed = _place(model, blueprint, strategy, several_workers=role.world_size > 1)
-    if placed is model:
-        embeddings.require_split(placed, min_shard_bytes)
-    trainer.adapt(placed)
-    callbacks = _with_backup(
-        callbacks, directory=directory, storage_options=storage_options, resume=resume
-    )
-    callbacks = [
-        chief_only.for_role(each, role) if chief_only.writes_files(each) else each
-        for each in callbacks
-    ]
-    backups = [each for each in callbacks if isinstance(each, BackupAndRestore)]
-    backup = min(backups, key=lambda each: each.defers)  # the user's own
-    run = backup.open_run(strategy)
-    is_quiet = verbose == "auto" and not role.is_chief
+        require_usable(model, "received as `model`", own_arguments)
     arguments = {
+        "x": x,
+        "y": y,
         "batch_size": batch_size,
         "epochs": epochs,
-        "verbose": 0 if is_quiet else verbose,
-        "callbacks": callbacks,
+        "verbose": verbose,
         "validation_split": validation_split,
-        "validation_data": validation_data() if callable(validation_data) else validation_data,
+        "validation_data": validation_data,
         "shuffle": shuffle,
         "class_weight": class_weight,
         "sample_weight": sample_weight,
@@ -221,50 +178,18 @@ def distributed_fit(
         "validation_steps": validation_steps,
         "validation_batch_size": validation_batch_size,
         "validation_freq": validation_freq,
+        **own_arguments,
     }
-    advice: tuple[str, ...] = ()
-    has_own_fit = models.has_own_fit(placed)
-    if has_own_fit:
-        chosen = {name: value for name, value in arguments.items() if name in names_given}
-        fit = own_fit.prepare(
-            placed,
-            feed.made(x),
-            y,
-            {**chosen, **own_arguments, "callbacks": callbacks},
-            is_silent=is_quiet,
-        )
-        progress.take_over_early(placed, run.record.seed)
-        input_is = f"what {own_fit.name_of(placed)} makes of its arguments"
-    else:
-        own_fit.require_no_unknown(placed, own_arguments)
-        fed = feed.feed(
-            x,
-            y,
-            model=placed,
-            seed=run.record.seed,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            sample_weight=sample_weight,
-            class_weight=class_weight,
-            validation_data=arguments["validation_data"],
-            validation_split=validation_split,
-            workers=role.world_size,
-            epochs=epochs,
-        )
-        arguments |= {"validation_data": fed.validation_data, "shuffle": False}
-        left = {name: value for name, value in arguments.items() if name not in _IN_FEED}
-        fit = functools.partial(placed.fit, fed.x, **left)
-        input_is, advice = fed.description, fed.advice
-    if role.is_chief:
-        announce(f"input: {input_is}")
-        for line in advice:
-            advise(f"advice: {line}")
+    joined = _join(model, strategy, arguments)
+    placement = place(joined.origin, joined.strategy, own_arguments, min_shard_bytes)
+    trainer.adapt(placement.model)
+    run = _open_run(callbacks, joined.strategy, directory, storage_options, resume=resume)
+    train = _feed(placement, run, joined.arguments, given)
     with embeddings.split(min_shard_bytes):  # what is built by the first batch
-        history: keras.callbacks.History = fit()
-    if has_own_fit and backup.model is None:
-        own_fit.warn_of_lost_callbacks(placed)
-    if blueprint is not None:
-        place.hand_back(blueprint, placed, revive=fresh)
+        history: keras.callbacks.History = train()
+    if run.backup.model is None:
+        own_fit.warn_of_lost_callbacks(placement.model)
+    placement.hand_back()
     return history
 
 
@@ -286,10 +211,27 @@ def _require_bytes(min_shard_bytes: int | None) -> None:
         )
 
 
-def _joins_late(
-    model: keras.Model | Callable[[], keras.Model], strategy: str | tf.distribute.Strategy
-) -> tuple[bool, str | tf.distribute.Strategy]:
-    """Has TensorFlow to start afresh for this strategy? And which strategy is it."""
+@dataclass(frozen=True)
+class _Joined:
+    """The strategy, and what was given, as far as that can be used under it.
+
+    Args:
+        strategy: The strategy to train under.
+        origin: The model to train as it is, or what to make one from.
+        arguments: Those of `fit`.
+    """
+
+    strategy: tf.distribute.Strategy
+    origin: Origin
+    arguments: dict[str, Any]
+
+
+def _join(
+    model: keras.Model | Callable[[], keras.Model],
+    strategy: str | tf.distribute.Strategy,
+    arguments: dict[str, Any],
+) -> _Joined:
+    """Join the cluster, if there is one. Restart TensorFlow if it was used too early for that."""
     if not isinstance(strategy, str | tf.distribute.Strategy):
         raise ConfigurationError(
             "Expected `strategy` to be a name or a tf.distribute.Strategy. Received: "
@@ -298,57 +240,123 @@ def _joins_late(
     if isinstance(model, keras.Model) and models.is_placed(model):
         own = model.distribute_strategy
         if strategy in ("auto", startup.name_of(own)) or strategy is own:
-            return False, own
-        raise _other_scope(model, strategy)
-    return isinstance(strategy, str) and startup.needs_fresh_context(strategy), strategy
+            return _Joined(own, model, arguments)
+        raise ConfigurationError(
+            f"The model {model.name!r} was made inside the scope of {type(own).__name__}, but "
+            f"strategy={strategy!r} is another one. "
+            'Leave strategy="auto", or make the model outside any scope.'
+        )
+    if isinstance(strategy, str):
+        if startup.needs_fresh_context(strategy):
+            return _restart(model, arguments)
+        strategy = startup.join(strategy)
+    moves = isinstance(model, keras.Model) and startup.name_of(strategy) != "one_device"
+    origin = Blueprint.of(model, is_revived=False) if moves else model
+    return _Joined(strategy, origin, arguments)
 
 
-def _has_to_move(model: keras.Model, strategy: tf.distribute.Strategy) -> bool:
-    return not models.is_placed(model) and startup.name_of(strategy) != "one_device"
-
-
-def _other_scope(model: keras.Model, strategy: object) -> ConfigurationError:
-    return ConfigurationError(
-        f"The model {model.name!r} was made inside the scope of "
-        f"{type(model.distribute_strategy).__name__}, but strategy={strategy!r} is another one. "
-        'Leave strategy="auto", or make the model outside any scope.'
+def _restart(model: keras.Model | Callable[[], keras.Model], arguments: dict[str, Any]) -> _Joined:
+    """Restart TensorFlow to join the cluster, and take the model and the data along."""
+    is_model = isinstance(model, keras.Model)
+    origin = Blueprint.of(model, is_revived=True) if is_model else model
+    unpack = carry.pack(arguments)
+    context.reset()
+    joined = _Joined(startup.join("auto"), origin, unpack())
+    announce(
+        "TensorFlow was started afresh to join the cluster. The model and data given here came "
+        "along; other models, tensors and datasets that were made before are dead. "
+        "`keras_distplug.init()` at the top of the script avoids this"
     )
+    return joined
 
 
-def _place(
-    model: keras.Model | Callable[[], keras.Model],
-    blueprint: place.Blueprint | None,
-    strategy: tf.distribute.Strategy,
-    *,
-    several_workers: bool,
-) -> keras.Model:
-    if blueprint is not None:
-        with strategy.scope():
-            return place.rebuild(
-                blueprint, place.chiefs_value if several_workers else lambda value: value
-            )
-    if isinstance(model, keras.Model):
-        return model
-    with strategy.scope():
-        built = model()
-    place.require_compiled(built, "returned by the function given as `model`")
-    return built
+@dataclass(frozen=True)
+class _OpenRun:
+    """A run that is about to be trained.
+
+    Args:
+        role: This worker's.
+        callbacks: All callbacks of this worker.
+        backup: The one among them that keeps the run.
+        seed: From which shuffled orders are drawn; the same on every worker.
+    """
+
+    role: Role
+    callbacks: list[keras.callbacks.Callback]
+    backup: BackupAndRestore
+    seed: int
 
 
-def _with_backup(
+def _open_run(
     callbacks: Sequence[keras.callbacks.Callback] | None,
-    *,
+    strategy: tf.distribute.Strategy,
     directory: str | os.PathLike[str] | None,
     storage_options: Mapping[str, Any] | None,
+    *,
     resume: bool,
-) -> list[keras.callbacks.Callback]:
+) -> _OpenRun:
+    """Complete the callbacks by those of `defaults`, and open the run that they keep."""
+    role = agreement.role_under(strategy)
     given = keras.tree.flatten(callbacks) if callbacks else []
     if not any(isinstance(each, BackupAndRestore) for each in given):
-        return [*given, *defaults(directory, storage_options=storage_options, resume=resume)]
-    if directory is not None or storage_options is not None or not resume:
+        given = [*given, *defaults(directory, storage_options=storage_options, resume=resume)]
+    elif directory is not None or storage_options is not None or not resume:
         raise ConfigurationError(
             "`directory`, `storage_options` and `resume` belong to the BackupAndRestore among the "
             f"callbacks, which has its own. Received: directory={directory!r}, resume={resume}. "
             "Leave them out, or leave the callback out."
         )
-    return list(given)
+    own = [
+        chief_only.for_role(each, role) if chief_only.writes_files(each) else each for each in given
+    ]
+    backups = [each for each in own if isinstance(each, BackupAndRestore)]
+    backup = min(backups, key=yields)  # the user's own
+    return _OpenRun(role, own, backup, seed=backup.open_run(strategy).record.seed)
+
+
+def _feed(
+    placement: Placement, run: _OpenRun, arguments: Mapping[str, Any], given: frozenset[str]
+) -> Callable[[], Any]:
+    """Return the call of `model.fit` on data that can be resumed, and announce that data.
+
+    Args:
+        placement: The model to train, under its strategy.
+        run: The run to train.
+        arguments: Those of `fit`, without callbacks.
+        given: The names of those that the user gave.
+    """
+    model = placement.model
+    is_quiet = arguments["verbose"] == "auto" and not run.role.is_chief
+    make = arguments["validation_data"]
+    arguments = {
+        **arguments,
+        "verbose": 0 if is_quiet else arguments["verbose"],
+        "callbacks": run.callbacks,
+        "validation_data": make() if callable(make) else make,
+    }
+    advice: tuple[str, ...] = ()
+    if models.has_own_fit(model):
+        x, y = feed.made(arguments.pop("x")), arguments.pop("y")
+        chosen = {name: each for name, each in arguments.items() if name in given}
+        chosen["callbacks"] = run.callbacks
+        fit = own_fit.prepare(model, x, y, chosen, is_silent=is_quiet)
+        progress.take_over_early(model, run.seed)
+        description = f"what {own_fit.name_of(model)} makes of its arguments"
+    else:
+        fed = feed.feed(
+            **{name: arguments.pop(name) for name in _IN_FEED},
+            model=model,
+            seed=run.seed,
+            batch_size=arguments["batch_size"],
+            shuffle=arguments["shuffle"],
+            workers=run.role.world_size,
+            epochs=arguments["epochs"],
+        )
+        arguments |= {"validation_data": fed.validation_data, "shuffle": False}
+        fit = functools.partial(model.fit, fed.x, **arguments)
+        description, advice = fed.description, fed.advice
+    if run.role.is_chief:
+        announce(f"input: {description}")
+        for line in advice:
+            advise(f"advice: {line}")
+    return fit

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -13,21 +14,26 @@ from keras_distplug.backend.tensorflow.input import readers
 from keras_distplug.core.errors import DataError
 
 
-def pack(name: str, value: Any) -> Callable[[], Any]:
-    """Reads `value` before the restart of TensorFlow.
+def pack(values: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
+    """Read `values` before the restart of TensorFlow.
 
     Args:
-        name: What the user calls it, for errors: `"x"`, `"validation_data"`.
-        value: A dataset, arrays, tensors, a `PyDataset`, a function, or a nest of those.
+        values: Arguments by name: datasets, arrays, tensors, `PyDataset`s, functions, nests of
+            those, or values that do not depend on TensorFlow.
 
     Returns:
-        A function that gives it back after the restart.
+        A function that returns them after the restart.
 
     Raises:
-        DataError: If it cannot be taken along.
+        DataError: If one cannot be taken along.
     """
-    packed = keras.tree.map_structure(lambda part: _pack_one(name, part), value)
-    return lambda: keras.tree.map_structure(lambda part: part(), packed)
+    packed = {
+        name: keras.tree.map_structure(functools.partial(_pack_one, name), value)
+        for name, value in values.items()
+    }
+    return lambda: {
+        name: keras.tree.map_structure(lambda part: part(), parts) for name, parts in packed.items()
+    }
 
 
 def _pack_one(name: str, part: Any) -> Callable[[], Any]:

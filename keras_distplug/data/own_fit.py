@@ -15,7 +15,6 @@ from typing import Any
 
 import keras
 
-from keras_distplug.backend.tensorflow.runtime import models
 from keras_distplug.core.errors import ConfigurationError, ModelError
 
 
@@ -25,7 +24,7 @@ def prepare(
     """Returns a function that calls the model's own `fit`.
 
     Args:
-        model: A model for which `compat.model.has_own_fit` is true.
+        model: A model for which `models.has_own_fit` is true.
         x: As the user gave it.
         y: As the user gave it.
         others: The other arguments that the user gave, and `callbacks`.
@@ -78,13 +77,3 @@ def warn_of_lost_callbacks(model: keras.Model) -> None:
 def name_of(model: keras.Model) -> str:
     """The name of the model's own `fit`, for messages."""
     return f"{type(model).__name__}.fit"
-
-
-def require_no_unknown(model: keras.Model, unknown: Mapping[str, Any]) -> None:
-    """Refuses arguments that neither `distributed_fit` nor Keras' `fit` knows."""
-    if unknown and not models.has_own_fit(model):
-        raise ConfigurationError(
-            "Expected the arguments of `distributed_fit`, which are those of `Model.fit` and some "
-            f"more. Received: {', '.join(sorted(unknown))}. Only a model whose class has its own "
-            f"`fit` takes others; {type(model).__name__} has Keras'."
-        )

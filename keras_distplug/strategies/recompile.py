@@ -39,17 +39,17 @@ def recompile_of(model: keras.Model) -> Recompile:
     Raises:
         ModelError: If its arguments are not known.
     """
-    arguments = _arguments_of_keras(model)
+    arguments = models.compile_arguments(model)  # of Keras' `compile`
+    if arguments is not None and arguments.get("jit_compile") is True:
+        # On a GPU, Keras notes True for its default, "auto", which means False under a strategy.
+        arguments = {**arguments, "jit_compile": "auto"}
     if type(model).compile is keras.Model.compile and arguments is not None:
-        makers = {name: keras.tree.map_structure(_maker, each) for name, each in arguments.items()}
+        makers = _makers(arguments)
         return lambda made: made.compile(**_make(makers))
     if type(model).compile_from_config is not keras.Model.compile_from_config:
         config = model.get_compile_config()
         return lambda made: made.compile_from_config(config)
-    makers = {
-        name: keras.tree.map_structure(_maker, each)
-        for name, each in _own_arguments(model, arguments or {}).items()
-    }
+    makers = _makers(_own_arguments(model, arguments or {}))
 
     def recompile(made: keras.Model) -> None:
         before = dict(vars(made))
@@ -57,15 +57,6 @@ def recompile_of(model: keras.Model) -> Recompile:
         _require_alike(made, before, model)
 
     return recompile
-
-
-def _arguments_of_keras(model: keras.Model) -> dict[str, Any] | None:
-    """Returns what Keras' `compile` was given."""
-    if (arguments := models.compile_arguments(model)) is None:
-        return None
-    # On a GPU, Keras notes True for its default, "auto", which means False under a strategy.
-    is_xla = arguments.get("jit_compile") is True
-    return {**arguments, **({"jit_compile": "auto"} if is_xla else {})}
 
 
 def _own_arguments(model: keras.Model, of_keras: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,6 +170,10 @@ def _maker(value: Any) -> Any:
             "compiles the model: `distributed_fit(build, ...)`."
         ) from error
     return maker
+
+
+def _makers(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: keras.tree.map_structure(_maker, value) for name, value in arguments.items()}
 
 
 def _make(makers: Mapping[str, Any]) -> dict[str, Any]:

@@ -238,7 +238,7 @@ def numbers() -> Iterator[np.ndarray]:
 def test_dataset_that_cannot_be_taken_along(dataset: Callable[[], tf.data.Dataset]) -> None:
     """A dataset of Python code, made too early, names both ways out."""
     with pytest.raises(DataError, match=r"calls Python code") as raised:
-        carry.pack("x", dataset())
+        carry.pack({"x": dataset()})
     assert "keras_distplug.init()" in str(raised.value)
     assert "distributed_fit(model, make_x, ...)" in str(raised.value)
 

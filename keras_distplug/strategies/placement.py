@@ -1,0 +1,320 @@
+"""Where a model is trained: as it is, or made inside the scope of the strategy.
+
+A model made outside that scope is read (`Blueprint.of`), made again inside it (`rebuild`), and gets
+the trained state written back (`hand_back`). Reading comes first, because TensorFlow may have to be
+restarted before the scope exists.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_distplug.backend.tensorflow.parameter_server import embeddings
+from keras_distplug.backend.tensorflow.runtime import models, workers
+from keras_distplug.backend.tensorflow.runtime.embedding_tables import Table, wholes
+from keras_distplug.core.errors import ConfigurationError, ModelError
+from keras_distplug.strategies.recompile import Recompile, recompile_of
+
+Origin: TypeAlias = "keras.Model | Blueprint | Callable[[], keras.Model]"
+
+_LOOKUPS = (keras.layers.StringLookup, keras.layers.IntegerLookup, keras.layers.TextVectorization)
+_WEIGHTS = ""  # beside the names of optimizers
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What `distributed_fit` decided.
+
+    Args:
+        strategy: The strategy that the model is trained under.
+        model: The model that is trained, inside the scope of `strategy`.
+        origin: What it was made from: itself, the caller's model, or the caller's function.
+    """
+
+    strategy: tf.distribute.Strategy
+    model: keras.Model
+    origin: Origin
+
+    def hand_back(self) -> None:
+        """Write the trained state into the caller's model, if that is another one."""
+        if isinstance(self.origin, Blueprint):
+            self.origin.hand_back(self.model)
+
+
+def place(
+    origin: Origin,
+    strategy: tf.distribute.Strategy,
+    own_arguments: Mapping[str, Any],
+    min_shard_bytes: int | None,
+) -> Placement:
+    """Make the model inside the scope of `strategy`, unless it is to be trained as it is.
+
+    Args:
+        origin: The model to train as it is, or what to make one from.
+        strategy: The strategy to train under.
+        own_arguments: See `require_usable`.
+        min_shard_bytes: See `embeddings.split`.
+
+    Raises:
+        ModelError: If the model cannot be made, or cannot be trained.
+    """
+    if isinstance(origin, keras.Model):
+        embeddings.require_split(origin, min_shard_bytes)
+        return Placement(strategy, origin, origin)
+    with embeddings.split(min_shard_bytes), strategy.scope():
+        if isinstance(origin, Blueprint):
+            return Placement(strategy, origin.rebuild(strategy), origin)
+        built = origin()
+    require_usable(built, "returned by the function given as `model`", own_arguments)
+    return Placement(strategy, built, origin)
+
+
+def require_usable(model: Any, where: str, own_arguments: Mapping[str, Any]) -> None:
+    """Refuse a model that cannot be trained, or not with these arguments.
+
+    Args:
+        model: What should be a compiled model.
+        where: Where it comes from, for messages.
+        own_arguments: Arguments that neither `distributed_fit` nor Keras' `fit` knows.
+    """
+    if not isinstance(model, keras.Model):
+        raise ModelError(
+            f"distributed_fit expects a compiled keras.Model, or a function that builds and "
+            f"compiles one. Received: {where} of type {type(model).__name__}."
+        )
+    if not model.compiled:
+        raise ModelError(
+            f"The model {model.name!r} ({where}) is not compiled. Call "
+            "`model.compile(optimizer=..., loss=...)` before distributed_fit."
+        )
+    if own_arguments and not models.has_own_fit(model):
+        raise ConfigurationError(
+            "Expected the arguments of `distributed_fit`, which are those of `Model.fit` and some "
+            f"more. Received: {', '.join(sorted(own_arguments))}. Only a model whose class has its "
+            f"own `fit` takes others; {type(model).__name__} has Keras'."
+        )
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A compiled model, as far as it can be told without TensorFlow.
+
+    Args:
+        model: The caller's object.
+        recompile: Compiles a model as the caller's is compiled.
+        assets: Files of layers that have some besides their configuration, such as the vocabulary
+            of a tokenizer: the bytes of each, by its path, for each of `layers_of`.
+        values: The arrays of `_state_of`, of what is built.
+        optimizer_targets: What the optimizers train; see `models.optimizer_targets`.
+        is_revived: True if TensorFlow is restarted before `rebuild`: the variables of the caller's
+            model are dead then, and `hand_back` replaces them.
+    """
+
+    model: keras.Model
+    recompile: Recompile
+    assets: Sequence[Mapping[str, bytes]]
+    values: Mapping[str, Sequence[np.ndarray]]
+    optimizer_targets: Mapping[str, Sequence[models.Target]]
+    is_revived: bool
+
+    @classmethod
+    def of(cls, model: keras.Model, *, is_revived: bool) -> Blueprint:
+        """Read everything that `rebuild` needs.
+
+        Raises:
+            ModelError: If the model is of a kind that cannot be rebuilt.
+        """
+        if not models.is_clonable(model):
+            _require_config(model)
+        layers, targets = models.layers_of(model), models.optimizer_targets(model)
+        for layer in layers:
+            if isinstance(layer, _LOOKUPS):
+                raise ModelError(
+                    f"The model {model.name!r} holds the lookup table of layer {layer.name!r} "
+                    f"({type(layer).__name__}), which cannot be moved into a strategy's scope. "
+                    "Pass a function that builds and compiles the model, "
+                    "`distributed_fit(build, ...)`, or do the lookup in the input pipeline."
+                )
+        return cls(
+            model=model,
+            recompile=recompile_of(model),
+            assets=[_assets(layer) for layer in layers],
+            values={
+                owner: [_value(variable) for variable in variables]
+                for owner, variables in _state_of(model).items()
+                if variables and owner in (_WEIGHTS, *targets)
+            },
+            optimizer_targets=targets,
+            is_revived=is_revived,
+        )
+
+    def rebuild(self, strategy: tf.distribute.Strategy) -> keras.Model:
+        """Return a model like the caller's, in its state. Call it in the scope of `strategy`.
+
+        Raises:
+            ModelError: If the result is not like the caller's model.
+        """
+        model = self._again()
+        _load_assets(models.layers_of(model), self.assets)
+        _freeze_like(model, self.model)
+        self.recompile(model)
+        if _WEIGHTS in self.values:
+            if not model.built:
+                _build_like(model, self.model)
+            self._require_same(_state_of(model)[_WEIGHTS])
+            _freeze_like(model, self.model)  # what was built now
+        models.build_optimizers(model, self.optimizer_targets)
+        from_chief = _chiefs_value if workers.is_multi_worker(strategy) else np.asarray
+        made = _state_of(model)
+        for owner, values in self.values.items():
+            for variable, value in zip(made[owner], values, strict=True):
+                variable.assign(from_chief(value))
+        models.refresh(model)
+        return model
+
+    def hand_back(self, trained: keras.Model) -> None:
+        """Write the state of `trained`, which is from `rebuild`, into the caller's model."""
+        caller = self.model
+        if self.is_revived:
+            for variable in models.all_variables(caller):  # their values come later
+                models.revive(variable, np.zeros(variable.shape, variable.dtype))
+            models.drop_functions(caller)
+        if _WEIGHTS not in self.values:
+            _build_like(caller, trained)
+        models.build_optimizers(caller, models.optimizer_targets(trained))
+        mine, theirs = _state_of(caller), _state_of(trained)
+        for owner, variables in theirs.items():
+            for variable, like in zip(mine[owner], variables, strict=True):
+                variable.assign(_value(like))
+        models.refresh(caller)
+        caller.history = getattr(trained, "history", None)
+        caller.stop_training = trained.stop_training
+
+    def _again(self) -> keras.Model:
+        caller = self.model
+        classes = {type(layer).__name__: type(layer) for layer in models.layers_of(caller)}
+        try:
+            # Keras would look into the optimizer, whose variables may be dead by now.
+            with keras.saving.custom_object_scope(classes), models.without_compilation(caller):
+                if models.is_clonable(caller):
+                    return keras.models.clone_model(caller)
+                return type(caller).from_config(caller.get_config())
+        except Exception as error:
+            raise ModelError(
+                f"The model {caller.name!r} of class {type(caller).__name__} could not be made "
+                f"again inside the strategy's scope: {error}. Check `get_config` and `from_config` "
+                "of its class and its layers, or pass a function that builds and compiles the "
+                "model: `distributed_fit(build, ...)`."
+            ) from error
+
+    def _require_same(self, variables: Sequence[keras.Variable | Table]) -> None:
+        made = [(v.path, tuple(v.shape)) for v in variables]
+        originals = zip(_state_of(self.model)[_WEIGHTS], self.values[_WEIGHTS], strict=True)
+        wanted = [(v.path, value.shape) for v, value in originals]
+        if [shape for _, shape in made] != [shape for _, shape in wanted]:
+            difference = next(
+                (pair for pair in zip(wanted, made, strict=False) if pair[0][1] != pair[1][1]),
+                (f"{len(wanted)} variables", f"{len(made)} variables"),
+            )
+            raise ModelError(
+                f"The model {self.model.name!r}, made again inside the strategy's scope, differs "
+                f"from the original: expected {difference[0]}, received {difference[1]}. Its "
+                "`get_config` does not say all that its variables depend on. Mend it, or pass a "
+                "function that builds and compiles the model: `distributed_fit(build, ...)`."
+            )
+
+
+def _chiefs_value(value: np.ndarray) -> tf.Tensor:
+    """The chief's `value`, on every worker. To be called inside the strategy's scope.
+
+    TensorFlow broadcasts the initial value of a mirrored variable from the chief, but not what is
+    assigned to one.
+    """
+    value = np.asarray(value)
+    # The collective knows few types; these hold all values of the others.
+    wide = {"f": np.float32, "V": np.float32, "u": np.int64, "i": np.int64}.get(value.dtype.kind)
+    carrier = value if value.dtype in (np.float64, bool) or wide is None else value.astype(wide)
+    return tf.cast(tf.Variable(carrier, trainable=False).read_value(), value.dtype)
+
+
+def _state_of(model: keras.Model) -> dict[str, list[keras.Variable | Table]]:
+    """Return the weights and seed generators of `model`, and the variables of each optimizer by its
+    name. Tables are whole."""
+    metrics = {id(variable) for variable in model.metrics_variables}
+    return {
+        _WEIGHTS: wholes(each for each in model.variables if id(each) not in metrics),
+        **{name: wholes(each.variables) for name, each in models.optimizers_of(model).items()},
+    }
+
+
+def _value(variable: keras.Variable | Table) -> np.ndarray:
+    return np.asarray(variable.numpy())
+
+
+def _require_config(model: keras.Model) -> None:
+    try:
+        model.get_config()
+    except NotImplementedError as error:
+        raise ModelError(
+            f"The model {model.name!r} of class {type(model).__name__} was made outside the "
+            "strategy's scope and cannot be made again inside it: it has no `get_config`. "
+            f"Give {type(model).__name__} a `get_config` method, or pass a function that builds "
+            "and compiles the model: `distributed_fit(build, ...)`."
+        ) from error
+
+
+def _assets(layer: keras.Layer) -> dict[str, bytes]:
+    """Returns the files that Keras would put into a `.keras` file for this layer."""
+    if not hasattr(layer, "save_assets"):
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        layer.save_assets(folder)
+        files = [path for path in Path(folder).rglob("*") if path.is_file()]
+        return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def _load_assets(layers: Sequence[keras.Layer], assets: Sequence[Mapping[str, bytes]]) -> None:
+    for layer, files in zip(layers, assets, strict=False):
+        if not files or not hasattr(layer, "load_assets"):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            for name, content in files.items():
+                path = Path(folder, name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+            layer.load_assets(folder)
+
+
+def _freeze_like(model: keras.Model, caller: keras.Model) -> None:
+    """Makes trainable what is trainable in the caller's model: a configuration need not say what
+    was frozen since the layers were made."""
+    mine, theirs = ([each, *models.layers_of(each)] for each in (model, caller))
+    if [type(layer) for layer in mine] != [type(layer) for layer in theirs]:
+        return  # of models that are not built; the others are compared
+    for layer, like in zip(mine, theirs, strict=True):  # a layer comes before those within it
+        if layer.trainable != like.trainable:
+            layer.trainable = like.trainable
+    for variable, like in zip(model.weights, caller.weights, strict=False):
+        if variable.trainable != like.trainable:
+            variable.trainable = like.trainable
+
+
+def _build_like(model: keras.Model, like: keras.Model) -> None:
+    config = like.get_build_config()
+    try:
+        if config:
+            models.build_from_config(model, config)
+    except Exception as error:
+        raise ModelError(
+            f"The model {like.name!r} of class {type(like).__name__} could not be built inside the "
+            f"strategy's scope for {config}: {error}. Pass a function that builds and compiles the "
+            "model: `distributed_fit(build, ...)`."
+        ) from error
