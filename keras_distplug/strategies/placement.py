@@ -70,11 +70,9 @@ def place(
         embeddings.require_split(origin, min_shard_bytes)
         return Placement(strategy, origin, origin)
     with embeddings.split(min_shard_bytes), strategy.scope():
-        if isinstance(origin, Blueprint):
-            return Placement(strategy, origin.rebuild(strategy), origin)
-        built = origin()
-    require_usable(built, "returned by the function given as `model`", own_arguments)
-    return Placement(strategy, built, origin)
+        model = origin.rebuild(strategy) if isinstance(origin, Blueprint) else origin()
+    require_usable(model, "returned by the function given as `model`", own_arguments)
+    return Placement(strategy, model, origin)
 
 
 def require_usable(model: Any, where: str, own_arguments: Mapping[str, Any]) -> None:
@@ -187,10 +185,11 @@ class Blueprint:
             for variable in models.all_variables(caller):  # their values come later
                 models.revive(variable, np.zeros(variable.shape, variable.dtype))
             models.drop_functions(caller)
-        if _WEIGHTS not in self.values:
+        theirs = _state_of(trained)
+        if len(_state_of(caller)[_WEIGHTS]) < len(theirs[_WEIGHTS]):
             _build_like(caller, trained)
         models.build_optimizers(caller, models.optimizer_targets(trained))
-        mine, theirs = _state_of(caller), _state_of(trained)
+        mine = _state_of(caller)
         for owner, variables in theirs.items():
             for variable, like in zip(mine[owner], variables, strict=True):
                 variable.assign(_value(like))

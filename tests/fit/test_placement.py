@@ -87,9 +87,13 @@ def test_model_from_outside(make: Any, mirrored: tf.distribute.Strategy, tmp_pat
     )
 
 
-def test_model_that_is_not_built(mirrored: tf.distribute.Strategy, tmp_path: Path) -> None:
-    """A model that has no variables yet has them afterwards."""
-    model = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
+@pytest.mark.parametrize("rate", [None, 0.3])
+def test_model_that_is_not_built(
+    rate: float | None, mirrored: tf.distribute.Strategy, tmp_path: Path
+) -> None:
+    """A model that has no weights yet has them afterwards, also if it has the state of a seed."""
+    between = [] if rate is None else [keras.layers.Dropout(rate)]
+    model = keras.Sequential([keras.layers.Dense(3), *between, keras.layers.Dense(1)])
     model.compile("adam", "mse")
     history = kd.distributed_fit(
         model, small.X, small.Y, batch_size=10, directory=tmp_path, strategy=mirrored, verbose=0
