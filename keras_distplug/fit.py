@@ -29,26 +29,36 @@ from keras_distplug.strategies.placement import Blueprint, Origin, Placement, pl
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _GIVEN = "_given"
+_NOT_FOR_FIT = (
+    "model",
+    "callbacks",  # others are added
+    "strategy",
+    "directory",
+    "storage_options",
+    "resume",
+    "deterministic",
+    "min_shard_bytes",
+)
+_ONLY_FED = ("sample_weight", "class_weight", "validation_split")
+_FED = (*_ONLY_FED, "validation_data", "batch_size", "shuffle", "epochs")
 
-# Arguments that a `feed` carries in `x`, or that it may change.
-_IN_FEED = ("x", "y", "sample_weight", "class_weight", "validation_data", "validation_split")
 
-
-def _noting_given(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Passes the names of the arguments that the caller gave: a model's own `fit` may have other
-    defaults than Keras'."""
+def _with_given(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Pass those arguments of `fit` that the caller gave, by name: a model's own `fit` may have
+    other defaults than Keras'."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
-    def noting(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def with_given(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         given = signature.bind(*args, **kwargs).arguments
-        names = frozenset({*given, *given.get("own_arguments", ())})
-        return function(*args, **{**kwargs, _GIVEN: names})  # type: ignore[arg-type]
+        given |= given.pop("own_arguments", {})
+        for_fit = {name: value for name, value in given.items() if name not in _NOT_FOR_FIT}
+        return function(*args, **{**kwargs, _GIVEN: for_fit})  # type: ignore[arg-type]
 
-    return noting
+    return with_given
 
 
-@_noting_given
+@_with_given
 def distributed_fit(
     model: keras.Model | Callable[[], keras.Model],
     x: Any = None,
@@ -152,7 +162,7 @@ def distributed_fit(
             subclasses `ClusterError`, `ModelError` and `DataError` say which.
         OtherRunError: If `directory` holds the run of another model.
     """
-    given: frozenset[str] = own_arguments.pop(_GIVEN)
+    given: dict[str, Any] = own_arguments.pop(_GIVEN)  # arguments of `fit`
     versions.check()
     peers.watch()
     if deterministic:
@@ -162,29 +172,11 @@ def distributed_fit(
         require_usable(model, "the model given", own_arguments)
     elif not callable(model):
         require_usable(model, "received as `model`", own_arguments)
-    arguments = {
-        "x": x,
-        "y": y,
-        "batch_size": batch_size,
-        "epochs": epochs,
-        "verbose": verbose,
-        "validation_split": validation_split,
-        "validation_data": validation_data,
-        "shuffle": shuffle,
-        "class_weight": class_weight,
-        "sample_weight": sample_weight,
-        "initial_epoch": initial_epoch,
-        "steps_per_epoch": steps_per_epoch,
-        "validation_steps": validation_steps,
-        "validation_batch_size": validation_batch_size,
-        "validation_freq": validation_freq,
-        **own_arguments,
-    }
-    joined = _join(model, strategy, arguments)
+    joined = _join(model, strategy, given)
     placement = place(joined.origin, joined.strategy, own_arguments, min_shard_bytes)
     trainer.adapt(placement.model)
-    run = _open_run(callbacks, joined.strategy, directory, storage_options, resume=resume)
-    train = _feed(placement, run, joined.arguments, given)
+    run = _open_run(callbacks, placement.strategy, directory, storage_options, resume=resume)
+    train = _feed(placement, run, joined.arguments)
     with embeddings.split(min_shard_bytes):  # what is built by the first batch
         history: keras.callbacks.History = train()
     if run.backup.model is None:
@@ -213,13 +205,7 @@ def _require_bytes(min_shard_bytes: int | None) -> None:
 
 @dataclass(frozen=True)
 class _Joined:
-    """The strategy, and what was given, as far as that can be used under it.
-
-    Args:
-        strategy: The strategy to train under.
-        origin: The model to train as it is, or what to make one from.
-        arguments: Those of `fit`.
-    """
+    """The strategy, and the model and the arguments of `fit` as they can be used under it."""
 
     strategy: tf.distribute.Strategy
     origin: Origin
@@ -272,19 +258,12 @@ def _restart(model: keras.Model | Callable[[], keras.Model], arguments: dict[str
 
 @dataclass(frozen=True)
 class _OpenRun:
-    """A run that is about to be trained.
-
-    Args:
-        role: This worker's.
-        callbacks: All callbacks of this worker.
-        backup: The one among them that keeps the run.
-        seed: From which shuffled orders are drawn; the same on every worker.
-    """
+    """The run to train, and this worker's part in it."""
 
     role: Role
     callbacks: list[keras.callbacks.Callback]
-    backup: BackupAndRestore
-    seed: int
+    backup: BackupAndRestore  # the callback that keeps the run
+    seed: int  # of shuffled orders, the same on every worker
 
 
 def _open_run(
@@ -315,45 +294,33 @@ def _open_run(
 
 
 def _feed(
-    placement: Placement, run: _OpenRun, arguments: Mapping[str, Any], given: frozenset[str]
-) -> Callable[[], Any]:
-    """Return the call of `model.fit` on data that can be resumed, and announce that data.
-
-    Args:
-        placement: The model to train, under its strategy.
-        run: The run to train.
-        arguments: Those of `fit`, without callbacks.
-        given: The names of those that the user gave.
-    """
+    placement: Placement, run: _OpenRun, arguments: Mapping[str, Any]
+) -> Callable[[], keras.callbacks.History]:
+    """Return the call of the model's `fit` on data that can be resumed, and announce that data."""
     model = placement.model
-    is_quiet = arguments["verbose"] == "auto" and not run.role.is_chief
-    make = arguments["validation_data"]
-    arguments = {
-        **arguments,
-        "verbose": 0 if is_quiet else arguments["verbose"],
-        "callbacks": run.callbacks,
-        "validation_data": make() if callable(make) else make,
-    }
+    is_quiet = arguments.get("verbose", "auto") == "auto" and not run.role.is_chief
+    others = {**arguments, "callbacks": run.callbacks}
+    x, y = others.pop("x", None), others.pop("y", None)
+    if callable(make := others.get("validation_data")):
+        others["validation_data"] = make()
     advice: tuple[str, ...] = ()
     if models.has_own_fit(model):
-        x, y = feed.made(arguments.pop("x")), arguments.pop("y")
-        chosen = {name: each for name, each in arguments.items() if name in given}
-        chosen["callbacks"] = run.callbacks
-        fit = own_fit.prepare(model, x, y, chosen, is_silent=is_quiet)
+        fit = own_fit.prepare(model, feed.made(x), y, others, is_silent=is_quiet)
         progress.take_over_early(model, run.seed)
         description = f"what {own_fit.name_of(model)} makes of its arguments"
     else:
         fed = feed.feed(
-            **{name: arguments.pop(name) for name in _IN_FEED},
+            x,
+            y,
             model=model,
             seed=run.seed,
-            batch_size=arguments["batch_size"],
-            shuffle=arguments["shuffle"],
             workers=run.role.world_size,
-            epochs=arguments["epochs"],
+            **{name: others[name] for name in _FED if name in others},
         )
-        arguments |= {"validation_data": fed.validation_data, "shuffle": False}
-        fit = functools.partial(model.fit, fed.x, **arguments)
+        others = {name: value for name, value in others.items() if name not in _ONLY_FED}
+        others |= {"validation_data": fed.validation_data, "shuffle": False}
+        others |= {"verbose": 0} if is_quiet else {}
+        fit = functools.partial(model.fit, fed.x, **others)
         description, advice = fed.description, fed.advice
     if run.role.is_chief:
         announce(f"input: {description}")

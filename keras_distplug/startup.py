@@ -84,8 +84,7 @@ def join(strategy: str, given: Timeouts | None = None) -> tf.distribute.Strategy
     given = given or Timeouts()
     timeouts = given.or_else(Timeouts.from_env(os.environ))
     role = roles.from_environment(os.environ)
-    gpus = len(tf.config.list_physical_devices("GPU"))
-    choice = choose(_meant_by(strategy), role, gpus)
+    choice = _choose(strategy, role)
     if choice.name == "parameter_server":
         # A task that is being started again is to be waited for, instead of failing at once.
         os.environ["GRPC_FAIL_FAST"] = "use_caller"
@@ -165,8 +164,10 @@ def scaled_learning_rate(
     return learning_rate * _replicas(strategy)
 
 
-def _meant_by(strategy: str) -> str:
-    return _asked_for[-1] if strategy == "auto" and _asked_for else strategy
+def _choose(strategy: str, role: roles.Role) -> Choice:
+    if strategy == "auto" and _asked_for:
+        strategy = _asked_for[-1]
+    return choose(strategy, role, len(tf.config.list_physical_devices("GPU")))
 
 
 def _replicas(strategy: tf.distribute.Strategy | None) -> int:
@@ -187,12 +188,10 @@ def join_on_import() -> None:
 
 def needs_fresh_context(strategy: str) -> bool:
     """Would `init(strategy)` come too late for what was made before?"""
-    choice = choose(
-        _meant_by(strategy),
-        roles.from_environment(os.environ),
-        len(tf.config.list_physical_devices("GPU")),
+    needs = _choose(strategy, roles.from_environment(os.environ)).name in (
+        "multi_worker",
+        "parameter_server",
     )
-    needs = choice.name in ("multi_worker", "parameter_server")
     return needs and not _joined and context.is_initialized()
 
 

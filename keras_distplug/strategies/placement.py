@@ -57,14 +57,11 @@ def place(
 ) -> Placement:
     """Make the model inside the scope of `strategy`, unless it is to be trained as it is.
 
-    Args:
-        origin: The model to train as it is, or what to make one from.
-        strategy: The strategy to train under.
-        own_arguments: See `require_usable`.
-        min_shard_bytes: See `embeddings.split`.
+    For `own_arguments` see `require_usable`, for `min_shard_bytes` see `embeddings.split`.
 
     Raises:
         ModelError: If the model cannot be made, or cannot be trained.
+        ConfigurationError: If it cannot be trained with these arguments.
     """
     if isinstance(origin, keras.Model):
         embeddings.require_split(origin, min_shard_bytes)
