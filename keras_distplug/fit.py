@@ -29,31 +29,22 @@ from keras_distplug.strategies.placement import Blueprint, Origin, Placement, pl
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _GIVEN = "_given"
-_NOT_FOR_FIT = (
-    "model",
-    "callbacks",  # others are added
-    "strategy",
-    "directory",
-    "storage_options",
-    "resume",
-    "deterministic",
-    "min_shard_bytes",
-)
 _ONLY_FED = ("sample_weight", "class_weight", "validation_split")
 _FED = (*_ONLY_FED, "validation_data", "batch_size", "shuffle", "epochs")
 
 
 def _with_given(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Pass those arguments of `fit` that the caller gave, by name: a model's own `fit` may have
-    other defaults than Keras'."""
+    """Also pass by name those arguments of `fit`, and no others, that the caller gave: a model's
+    own `fit` may have other defaults than Keras'."""
     signature = inspect.signature(function)
+    ours = {name for name, each in signature.parameters.items() if each.kind is each.KEYWORD_ONLY}
 
     @functools.wraps(function)
     def with_given(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         given = signature.bind(*args, **kwargs).arguments
         given |= given.pop("own_arguments", {})
-        for_fit = {name: value for name, value in given.items() if name not in _NOT_FOR_FIT}
-        return function(*args, **{**kwargs, _GIVEN: for_fit})  # type: ignore[arg-type]
+        of_fit = {name: given[name] for name in given if name not in {"model", "callbacks", *ours}}
+        return function(*args, **{**kwargs, _GIVEN: of_fit})  # type: ignore[arg-type]
 
     return with_given
 
