@@ -280,7 +280,7 @@ def _open_run(
         chief_only.for_role(each, role) if chief_only.writes_files(each) else each for each in given
     ]
     backups = [each for each in own if isinstance(each, BackupAndRestore)]
-    backup = min(backups, key=yields)  # the user's own
+    backup = min(backups, key=lambda each: each.defers)  # the user's own
     return _OpenRun(role, own, backup, seed=backup.open_run(strategy).record.seed)
 
 
