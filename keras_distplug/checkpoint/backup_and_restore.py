@@ -29,7 +29,7 @@ from keras_distplug.core.log import announce
 from keras_distplug.core.reporting import report, time_spent
 from keras_distplug.core.state import Completion
 from keras_distplug.core.supervised import Phase, Supervised
-from keras_distplug.python_state import walk
+from keras_distplug.python_state import script_code
 from keras_distplug.step.executions import Executions
 from keras_distplug.storage import runs
 from keras_distplug.storage.commit import Team, Writer
@@ -284,7 +284,7 @@ class BackupAndRestore(RunKeeper):
         self._epochs = self.params.get("epochs", 1)
         self._state = FitState(
             self.model,
-            [*self._others, *([self] if walk.is_of_script(type(self)) else [])],
+            [*self._others, *([self] if script_code.is_of_script(type(self)) else [])],
             self._role,
             self._agreement,
             run.record.seed,

@@ -13,7 +13,7 @@ from keras_distplug.backend.tensorflow.replicas.touched import Touched
 from keras_distplug.backend.tensorflow.runtime import keras_callbacks
 from keras_distplug.checkpoint.traced_values import TracedValues
 from keras_distplug.core.errors import ConfigurationError
-from keras_distplug.python_state.changes import Changes
+from keras_distplug.python_state.callback_changes import CallbackChanges
 from keras_distplug.python_state.plain_values import Encoder, UnsavableError, decode
 
 PREFIX = "callbacks/"
@@ -30,7 +30,7 @@ class CallbackStates:
     Args:
         callbacks: After their `on_train_begin`.
         model: The model in training.
-        is_alone: As for `Changes`.
+        is_alone: As for `CallbackChanges`.
 
     Raises:
         ConfigurationError: If a `state_dict()` returns something that cannot be saved.
@@ -53,7 +53,7 @@ class CallbackStates:
             for name, callback in self._callbacks.items()
             if not (_has_own(callback) or _is_ours(callback))
         }
-        self._changes = Changes(watched, model, is_alone=is_alone)
+        self._changes = CallbackChanges(watched, model, is_alone=is_alone)
         self._traced_values = TracedValues(self._changes, Touched.of(model))
 
     def _check(self, name: str, state: Any) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from keras_distplug.backend.tensorflow.replicas.touched import Touched
-from keras_distplug.python_state.changes import Changes
+from keras_distplug.python_state.callback_changes import CallbackChanges
 
 
 class TracedValues:
@@ -23,7 +23,7 @@ class TracedValues:
         touched: What the steps of the model touch; keeps the values at their traces.
     """
 
-    def __init__(self, changes: Changes, touched: Touched) -> None:
+    def __init__(self, changes: CallbackChanges, touched: Touched) -> None:
         self._changes = changes
         self._touched = touched
         self._lock = threading.Lock()

@@ -1,300 +1,237 @@
-"""What changes in callbacks while a model is trained is state; the rest is configuration."""
+"""What has changed in the values that an object leads to since training with it started.
+
+The object may be a callback, a model or a data source. What differs between these is a `Policy`.
+"""
 
 from __future__ import annotations
 
 import collections
 import contextlib
 import functools
-import io
 import json
 import math
 import queue
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 import xxhash
 
-from keras_distplug.backend.tensorflow.runtime import models
 from keras_distplug.python_state import (
-    first_starts,
-    functions_state,
     object_states,
     plain_values,
     progress_bars,
+    random_states,
     walk,
 )
-from keras_distplug.python_state.first_starts import Start
-from keras_distplug.python_state.walk import Attribute, Owners, Path, Place
+from keras_distplug.python_state.walk import Attribute, Owners, Path, Place, Walked
 
-_MODEL = "<model>"  # the name of attributes that callbacks set on the model
-_GENERATOR = "__generator__"
-_DELETED = "__deleted__"
-_SAME = "__same__"  # as what has another path
+# What stands for a value in its saved form.
+GENERATOR = "__generator__"
+DELETED = "__deleted__"
+SAME = "__same__"  # as what has another path
 _FEW_CELLS = 100_000  # of a table that is read as a whole
-_SMALL = 4096  # characters of a value that is kept as text
 
-SmallValues = Mapping[tuple[str, Path], str]  # JSON by callback and path
+_ERRORS = (LookupError, TypeError, ValueError, AttributeError)  # of values that do not fit
+
+Variables = Callable[[Any], list[Any] | None]
+
+
+class GoneError(LookupError):
+    """What held a value no longer exists."""
 
 
 @dataclass(frozen=True)
-class _Value:
+class Value:
     """A value at some time.
 
     Args:
         kind: Of the means to save it: "plain", "variables", "generator", "bar", or "" for none.
         digest: Another one once the value has changed.
         encoded: JSON-able; None where nothing can save it.
-        arrays: Arrays in it, by key.
+        arrays: Arrays in it, by key; not copied.
     """
 
     kind: str
     digest: Any
     encoded: Any = None
-    arrays: Mapping[str, np.ndarray] | None = None
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def decode(self) -> Any:
+        return plain_values.decode(self.encoded, self.arrays)
+
+
+@dataclass(frozen=True)
+class Start:
+    """A value when training started.
+
+    Args:
+        kind: As in `Value`; "absent" if there was none.
+        digest: As in `Value`.
+        number: The object's `id`.
+        is_container: Whether it can change in place.
+        kept: The value itself, if it is to be restored.
+    """
+
+    kind: str
+    digest: Any
+    number: int
+    is_container: bool
+    kept: Value | None
+
+
+_ABSENT = Start("absent", None, 0, False, None)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A value to restore.
+
+    Args:
+        path: The way to it.
+        encoded: JSON-able: the value, or one of the marks above.
+        arrays: Arrays in it, by key.
+        is_same: Whether it was still the object of the start, which has changed in place.
+    """
+
+    path: Path
+    encoded: Any
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+    is_same: bool = True
+
+    @property
+    def is_reference(self) -> bool:
+        return _is_marked(self.encoded, SAME)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What differs between callbacks, models and data sources.
+
+    Args:
+        look: Returns what a value is now.
+        keeps: Whether a value of the start is kept, to be restored if a checkpoint has no other.
+        variables: Returns the variables that a value has of its own; None if it is no holder of
+            variables.
+        is_ignored: Whether changes of a place are not state.
+        is_assigned: Whether code that training calls assigns what has a path, so that an earlier
+            training of this process has changed it.
+        is_made: Whether only such code makes it.
+    """
+
+    look: Callable[[Any], Value]
+    keeps: Callable[[Value], bool]
+    variables: Variables = field(default=lambda value: None)
+    is_ignored: Callable[[Place], bool] = field(default=lambda place: False)
+    is_assigned: Callable[[Path], bool] = field(default=lambda path: True)
+    is_made: Callable[[Path], bool] = field(default=lambda path: False)
 
 
 class Changes:
-    """The changes of callbacks since training started.
+    """The changes of one object since training started.
 
     Example:
 
     ```python
-    changes = Changes({"WarmUp": warm_up}, model)
+    changes = Changes(warm_up, lambda at_start: from_callback(warm_up, [], at_start), policy)
     ...  # `warm_up` counts batches in `self.seen`
-    changes.capture(arrays, "callbacks/")  # {"WarmUp": [{"path": ["seen"], "value": 12, ...}]}
+    places, _ = changes.places()
+    [place.title for place, value, start in changes.since_start(places)]  # ["seen"]
     ```
 
     Args:
-        callbacks: By name, after their `on_train_begin`.
-        model: The model in training, whose variables are not a callback's.
-        is_alone: Whether no other worker has another copy of what the model keeps in Python.
+        owner: The object.
+        walk: Returns the values that it leads to, given what led to them at the start.
+        policy: What differs between objects.
     """
 
-    def __init__(
-        self,
-        callbacks: Mapping[str, keras.callbacks.Callback],
-        model: keras.Model,
-        *,
-        is_alone: bool = True,
-    ) -> None:
-        self._is_alone = is_alone
-        self._callbacks = callbacks
-        self._model = model
-        self._names = [*callbacks, _MODEL]
-        self._lost: dict[str, None] = {}
-        self._note_known()
-        self._code = {name: functions_state.of(each) for name, each in callbacks.items()}
-        self._owners = {name: Owners() for name in self._names}  # when training started
-        self._starts: dict[str, dict[Path, Start]] = {}
-        for name in self._names:
-            owners = Owners()
-            places = self._places(name, owners)
-            starts = {place.path: self._start(place.value) for place in places}
-            self._starts[name] = self._since_first(name, starts)
-            self._owners[name] = owners
+    def __init__(self, owner: Any, walk: Callable[[Owners], Walked], policy: Policy) -> None:
+        self._owner = owner
+        self._walk = walk
+        self._policy = policy
+        self.look = policy.look
+        self.is_ignored = policy.is_ignored
+        places, self.at_start = walk(Owners())
+        starts = {place.path: self._start(place.value) for place in places}
+        self.starts = _since_first(owner, starts, policy)
 
-    def unsound(self) -> list[str]:
-        """Returns what of the callbacks a resumed run cannot restore, as known from their start."""
-        lines = []
-        for name, callback in self._callbacks.items():
-            if not walk.is_of_script(type(callback)):
-                continue
-            lines += [
-                f"{name}.{place.title}: the position of {what} cannot be saved"
-                for place in self._places(name, Owners())
-                if not place.is_global and (what := _positioned(place.value))
-            ]
-            if self._code[name].stops_by_clock:
-                lines.append(f"{name}: stops training by a clock, which runs on between processes")
-        return lines
+    def places(self) -> Walked:
+        """Returns the values that the object leads to now, and what leads to them."""
+        return self._walk(self.at_start)
 
-    @property
-    def lost(self) -> list[str]:
-        """Attributes that have changed and could not be saved: `Meter.bar (Bar)`."""
-        return list(self._lost)
-
-    def capture(self, arrays: dict[str, Any], prefix: str) -> dict[str, list[Any]]:
-        """Returns what has changed, JSON-able, by callback.
-
-        Args:
-            arrays: Gets copies of arrays by key.
-            prefix: Starts these keys.
-        """
-        self._note_known()
-        changed: dict[str, list[Any]] = {}
-        for name in self._names:
-            saved, lost = self._changed(name)
-            flags = self._note_lost(name, lost)
-            states: list[Any] = [
-                {"path": list(path), "value": {_DELETED: True}} for path in self._deleted(name)
-            ]
-            for place, value, is_same in saved:
-                if isinstance(place.value, bool) and place.path[-1] in flags:
-                    continue  # it says that there is an object which could not be saved
-                key = f"{prefix}{name}/changed/{len(states)}:"
-                arrays.update({f"{key}{k}": np.array(v) for k, v in (value.arrays or {}).items()})
-                states.append(
-                    {"path": list(place.path), "value": value.encoded, "same": is_same, "key": key}
-                )
-            if states:
-                changed[name] = states
-        return changed
-
-    def _changed(self, name: str) -> tuple[list[tuple[Place, _Value, bool]], list[Place]]:
-        """What has changed, each with whether it is the same object still; and what of it cannot
-        be saved."""
-        saved, lost = [], []
-        starts = self._starts[name]
-        code = self._code.get(name)
-        places = self._places(name, Owners())
-        shared = self._shared(name, places)
+    def since_start(self, places: Iterable[Place]) -> Iterator[tuple[Place, Value, Start | None]]:
+        """Returns those of `places` that have changed, what they are now, and what they were."""
         for place in places:
-            if self._is_models(place.value) or (code and place.path[-1] in code.clocks):
-                continue
-            value, start = self._value(place.value), starts.get(place.path)
-            is_same = start is not None and start.number == id(place.value)
-            if not is_same and (path := shared.get(place.path)) is not None:
-                saved.append((place, _Value("plain", None, {_SAME: list(path)}), False))
-                continue
-            if start is not None and start.digest == value.digest:
-                continue
-            is_holder = value.kind in ("variables", "generator")
-            if value.kind == "" or (is_holder and (start is None or start.kind != value.kind)):
-                lost.append(place)  # or it was made during training
-                continue
-            if place.path[:-1] and not self._is_there(name, place.path):
-                lost.append(place)  # a part of an object that was made during training
-            saved.append((place, value, is_same))
-        return saved, lost
+            if not self.is_ignored(place):
+                value, start = self.look(place.value), self.starts.get(place.path)
+                if start is None or start.digest != value.digest:
+                    yield place, value, start
 
-    def _shared(self, name: str, places: Sequence[Place]) -> dict[Path, Path]:
-        """Paths of what is the same object or container as what has another path, and that path."""
-        starts = self._starts[name]
-        there = {path for path, _ in self._owners[name].objects.values()}
-        shared = {
-            each.path: each.same_as
-            for each in places
-            if each.same_as is not None and each.same_as in there
-        }
-        first: dict[int, Path] = {}
-        kinds = (*walk.CONTAINERS, keras.Variable, tf.Variable)
-        containers = [each for each in places if isinstance(each.value, kinds)]
-        for each in containers:
-            start = starts.get(each.path)
-            if start is not None and start.number == id(each.value):
-                first.setdefault(id(each.value), each.path)
-        for each in containers:
-            path = first.setdefault(id(each.value), each.path)
-            if path != each.path:
-                shared[each.path] = path
-        return shared
+    def accept(self, place: Place, value: Value) -> None:
+        """Takes a value for that of the start, without keeping it."""
+        self.starts[place.path] = Start(value.kind, value.digest, id(place.value), True, None)
 
-    def _note_lost(self, name: str, lost: Sequence[Place]) -> frozenset[str]:
-        """Keeps what cannot be saved for a report. Returns the names of flags set beside it."""
-        code = self._code.get(name)
-        owner = self._callbacks.get(name, self._model)
-        if code is None or not walk.is_of_script(type(owner)):
-            return frozenset()  # libraries make their bars again
-        titles: dict[str, None] = {}
-        for place in lost:
-            if place.path[0] not in code.made_in_epochs:
-                first = (*place.path[:1], *place.path[1:2]) if len(place.path) > 2 else place.path
-                title = walk.title_of(first)
-                kind = f" ({type(place.value).__name__})" if first == place.path else ""
-                titles[f"{name}.{title}{kind}"] = None
-        self._lost.update(titles)
-        return code.flags_beside({part for place in lost for part in place.path})
-
-    def _deleted(self, name: str) -> list[Path]:
-        """Attributes of callbacks that are gone since training started."""
-        if name == _MODEL:
-            return []
-        there = set(walk.attribute_names(self._callbacks[name]))
-        return [path for path in self._starts[name] if len(path) == 1 and path[0] not in there]
-
-    def _is_there(self, name: str, path: Path) -> bool:
-        """Returns whether the owner of a value was there at the start."""
-        owner = path[:-1]
-        is_variable = owner[-1] in ("<closure>", "<global>")
-        return path in self._starts[name] or owner in self._owners[name].setters or is_variable
+    def is_same(self, place: Place) -> bool:
+        """Returns whether a value is still the object of the start."""
+        start = self.starts.get(place.path)
+        return start is not None and start.number == id(place.value)
 
     def restore(
-        self, states: Mapping[str, Sequence[Any]], arrays: Mapping[str, np.ndarray]
-    ) -> list[str]:
-        """Restores what `capture` returned. Returns the attributes that no longer exist."""
-        self._note_known()
-        missing = []
-        for name in self._names:
-            own = states.get(name, ())
-            is_shared = [_is_shared(state["value"]) for state in own]
-            # What refers to others comes last, when these are what they were.
-            for refers in (False, True)[: 1 + any(is_shared)]:
-                owners = Owners()
-                places = {place.path: place for place in self._places(name, owners)}
-                for state, refers_too in zip(own, is_shared, strict=True):
-                    path = tuple(state["path"])
-                    place = places.get(path)
-                    if refers_too != refers:
-                        continue
-                    try:
-                        self._restore_one(name, state, place, owners, path, arrays)
-                    except (LookupError, TypeError, ValueError, AttributeError):
-                        missing.append(f"{name}.{walk.title_of(path)}")
-                if not refers:
-                    saved = {tuple(state["path"]) for state in own}
-                    self._undo(name, {k: v for k, v in places.items() if k not in saved})
-        return missing
+        self, saved: Sequence[Saved], errors: tuple[type[Exception], ...] = _ERRORS
+    ) -> list[Path]:
+        """Restores values, and undoes other changes since the start, which an epoch that starts
+        again has made. Returns the paths of values that raised one of `errors`."""
+        failed = []
+        # What refers to others comes last, when these are what they were.
+        for refers in (False, True):
+            chosen = [each for each in saved if each.is_reference == refers]
+            if refers and not chosen:
+                break
+            found, owners = self.places()
+            places = {place.path: place for place in found}
+            for each in chosen:
+                try:
+                    self._restore_one(each, places, owners)
+                except errors:
+                    failed.append(each.path)
+            if not refers:
+                paths = {each.path for each in saved}
+                self._undo(place for place in places.values() if place.path not in paths)
+        return failed
 
-    def _restore_one(
-        self,
-        name: str,
-        state: Mapping[str, Any],
-        place: Place | None,
-        owners: Owners,
-        path: Path,
-        arrays: Mapping[str, np.ndarray],
-    ) -> None:
-        encoded = state["value"]
-        if isinstance(encoded, dict) and _DELETED in encoded:
+    def _restore_one(self, saved: Saved, places: Mapping[Path, Place], owners: Owners) -> None:
+        path, encoded, place = saved.path, saved.encoded, places.get(saved.path)
+        if _is_marked(encoded, DELETED):
             if place is not None:
-                delattr(self._callbacks[name], path[0])
-            return
-        if _is_shared(encoded):
-            value = self._at(name, tuple(encoded[_SAME]), owners)
-            put = (
-                functools.partial(owners.setters[path[:-1]], path[-1])
-                if place is None
-                else place.put
-            )
-            put(value)
-            return
-        key = state["key"]
-        own = {k.removeprefix(key): v for k, v in arrays.items() if k.startswith(key)}
-        if place is None:
-            if progress_bars.is_position(encoded):
-                return  # a bar that is made later starts at zero
-            owners.setters[path[:-1]](path[-1], plain_values.decode(encoded, own))
+                delattr(self._owner, path[0])
+        elif saved.is_reference:
+            same = tuple(encoded[SAME])
+            there = owners.at(same)
+            value = places[same].value if there is None else there
+            (_setter(path, owners) if place is None else place.put)(value)
         elif progress_bars.is_position(encoded):
-            if progress_bars.is_bar(place.value):
+            # A bar that is made later starts at zero.
+            if place is not None and progress_bars.is_bar(place.value):
                 progress_bars.seek(place.value, encoded)
-        elif isinstance(encoded, dict) and _GENERATOR in encoded:
-            if not object_states.is_generator(place.value):
-                raise LookupError("it is no generator")
-            object_states.put(place.value, encoded[_GENERATOR])
+        elif _is_marked(encoded, GENERATOR):
+            if place is None or not random_states.is_generator(place.value):
+                raise GoneError("it is no generator")
+            random_states.restore_generator(place.value, encoded[GENERATOR])
+        elif place is None:
+            _setter(path, owners)(plain_values.decode(encoded, saved.arrays))
         else:
-            self._put(place, plain_values.decode(encoded, own), is_same=state["same"])
+            value = plain_values.decode(encoded, saved.arrays)
+            self._put(place, value, is_same=saved.is_same)
 
     def _put(self, place: Place, value: Any, *, is_same: bool) -> None:
-        if (variables := self._own_variables(place.value)) is not None:
+        if (variables := self._policy.variables(place.value)) is not None:
             if isinstance(place.value, keras.Model) and len(value) > len(variables):
                 with contextlib.suppress(Exception):  # reported below if it lacks variables
                     place.value.optimizer.build(place.value.trainable_variables)
-                variables = self._own_variables(place.value) or []
+                variables = self._policy.variables(place.value) or []
             if [each.shape for each in variables] != [each.shape for each in value]:
                 raise LookupError("it has other variables")
             for variable, each in zip(variables, value, strict=True):
@@ -310,176 +247,96 @@ class Changes:
                 if plain_values.put(place.value, value) is not place.value:
                     raise
 
-    def _undo(self, name: str, places: Mapping[Path, Place]) -> None:
-        """Undoes what an epoch that begins again has changed: these values were those of the
-        start."""
-        for path, place in places.items():
-            start = self._starts[name].get(path)
-            if start is first_starts.ABSENT and isinstance(place.put, Attribute):
+    def _undo(self, places: Iterable[Place]) -> None:
+        for place in places:
+            start = self.starts.get(place.path)
+            if start is _ABSENT and isinstance(place.put, Attribute):
                 place.put.delete()
-                continue
-            if start is None or start.encoded is None:
-                continue
-            code = self._code.get(name)
-            is_clock = code is not None and path[-1] in code.clocks
-            if not is_clock and self._value(place.value).digest != start.digest:
-                value = plain_values.decode(json.loads(start.encoded), {})
+            elif (
+                start is not None
+                and start.kept is not None
+                and not self.is_ignored(place)
+                and self.look(place.value).digest != start.digest
+            ):
                 with contextlib.suppress(LookupError):
-                    self._put(place, value, is_same=id(place.value) == start.number)
-
-    def _at(self, name: str, path: Path, owners: Owners) -> Any:
-        """The object or container with a path."""
-        if (found := owners.at(path)) is not None:
-            return found
-        for place in self._places(name, Owners()):
-            if place.path == path:
-                return place.value
-        raise LookupError(path)
-
-    def _places(self, name: str, owners: Owners) -> list[Place]:
-        at_start = self._owners[name]
-        if name == _MODEL:
-            return walk.places_set_on(
-                self._model,
-                list(self._callbacks.values()),
-                owners,
-                at_start,
-                by_itself=self._is_alone,
-            )
-        callback = self._callbacks[name]
-        others = [each for each in self._callbacks.values() if each is not callback]
-        return walk.places_of(callback, [self._model, *others], owners, at_start)
-
-    def _note_known(self) -> None:
-        self._known = {id(each) for each in models.all_variables(self._model)}
-
-    def _is_models(self, value: Any) -> bool:
-        """Returns whether a value refers only to variables of the model."""
-        if isinstance(value, keras.Variable | tf.Variable):
-            return id(value) in self._known
-        if isinstance(value, list | tuple) and value:
-            return all(map(self._is_models, value))
-        variables = walk.variables_of(value)
-        return bool(variables) and not self._own_variables(value)
-
-    def _own_variables(self, value: Any) -> list[Any] | None:
-        variables = walk.variables_of(value)
-        if variables is None:
-            return None
-        return [each for each in variables if id(each) not in self._known]
+                    self._put(place, start.kept.decode(), is_same=self.is_same(place))
 
     def _start(self, value: Any) -> Start:
-        now = self._value(value)
+        now, kept = self.look(value), None
+        if self._policy.keeps(now):
+            kept = replace(now, arrays={key: np.array(each) for key, each in now.arrays.items()})
         is_container = isinstance(value, walk.CONTAINERS)
-        return Start(now.kind, now.digest, id(value), _text(now), is_container)
-
-    def _since_first(self, name: str, starts: Mapping[Path, Start]) -> dict[Path, Start]:
-        """Replaces what an earlier `fit` of this process has changed by what that started with."""
-        if name == _MODEL:
-            codes = [*self._code.values(), functions_state.of(self._model)]
-            changed = frozenset().union(*(each.changed for each in codes))
-            return first_starts.since_first(
-                self._model, starts, lambda path: path[-1] in changed, lambda path: False
-            )
-        code = self._code[name]
-        return first_starts.since_first(
-            self._callbacks[name],
-            starts,
-            lambda path: len(path) > 1 or path[0] in code.changed,
-            lambda path: len(path) == 1 and path[0] in code.made,
-        )
-
-    def small_values(self) -> SmallValues:
-        """Returns the numbers, text and short lists of these that callbacks can change."""
-        return {key: text for key, _, text in self._small_places()}
-
-    def small_values_at_start(self) -> SmallValues:
-        """Returns the same when training started."""
-        return {
-            (name, path): start.encoded
-            for name, starts in self._starts.items()
-            for path, start in starts.items()
-            if start.encoded is not None
-        }
-
-    @contextlib.contextmanager
-    def with_small_values(self, values: SmallValues) -> Iterator[None]:
-        """Replaces `small_values` by `values`, for a while; nothing if these are empty."""
-        with contextlib.ExitStack() as undo:
-            for key, place, text in self._small_places():
-                if values.get(key, text) != text:
-                    undo.callback(_exchange(place, text, values[key]))
-                elif (
-                    values
-                    and self._is_newer(key, values)
-                    and isinstance(place.put, Attribute)
-                    and place.put.has_default  # `n += 1` hides the `n` of the class since then
-                ):
-                    place.put.delete()
-                    undo.callback(place.put, place.value)
-            yield
-
-    def _is_newer(self, key: tuple[str, Path], values: SmallValues) -> bool:
-        """Returns whether a value was made after training started and `values` were taken."""
-        name, path = key
-        return key not in values and path not in self._starts[name]
-
-    def _small_places(self) -> Iterator[tuple[tuple[str, Path], Place, str]]:
-        for name in self._names:
-            code = self._code.get(name)
-            for place in self._places(name, Owners()):
-                is_clock = code is not None and place.path[-1] in code.clocks
-                if not is_clock and (text := _text(self._value(place.value))) is not None:
-                    yield (name, place.path), place, text
-
-    def _value(self, value: Any) -> _Value:
-        if type(value) in (bool, int, str, type(None)):
-            return _Value("plain", (type(value), value), value)
-        arrays: dict[str, np.ndarray] = {}
-        try:
-            kind, encoded = self._encode(value, arrays)
-            digest = xxhash.xxh3_64(json.dumps(encoded))
-        except Exception:  # noqa: BLE001 (it cannot be saved, or raises when it is looked at)
-            return _Value("", (type(value).__name__, id(value), _mark(value)))
-        for array in arrays.values():
-            digest.update(repr((array.shape, object_states.mark_of_array(array))))
-        return _Value(kind, (kind, digest.intdigest()), encoded, arrays)
-
-    def _encode(self, value: Any, arrays: dict[str, np.ndarray]) -> tuple[str, Any]:
-        if progress_bars.is_bar(value):
-            return "bar", progress_bars.encode(value)
-        if object_states.is_generator(value):
-            return "generator", {_GENERATOR: object_states.encode(value)}
-        variables = self._own_variables(value)
-        encoder = plain_values.Encoder(arrays, np.asarray)
-        if variables is not None:
-            return "variables", encoder.encode(variables, "")
-        return "plain", encoder.encode(value, "")
+        return Start(now.kind, now.digest, id(value), is_container, kept)
 
 
-def _is_shared(encoded: Any) -> bool:
-    return isinstance(encoded, dict) and _SAME in encoded
+# What objects held when this process first trained with them, by `id`. One whose training failed
+# still has what it held then. The checkpoint does not name what was as at the start when it was
+# made: that start is the first one, in this process or in an earlier one.
+_firsts: dict[int, tuple[weakref.ref[Any], dict[Path, Start]]] = {}
 
 
-def _text(value: _Value) -> str | None:
-    """A small value without arrays as text."""
-    if value.kind != "plain" or value.arrays:
-        return None
-    text = json.dumps(value.encoded)
-    return text if len(text) <= _SMALL else None
+def _since_first(owner: Any, starts: Mapping[Path, Start], policy: Policy) -> dict[Path, Start]:
+    """Returns `starts`, with the first ones in place of what training has changed since."""
+    number = id(owner)
+    known = _firsts.get(number)
+    if known is None or known[0]() is not owner:
+        with contextlib.suppress(TypeError):  # it has `__slots__`
+            reference = weakref.ref(owner, lambda _: _firsts.pop(number, None))
+            _firsts[number] = (reference, dict(starts))
+        return dict(starts)
+    firsts = known[1]
+    found: dict[Path, Start] = {}
+    for path, start in starts.items():
+        first = firsts.get(path)
+        if first is None:
+            found[path] = _ABSENT if policy.is_made(path) else firsts.setdefault(path, start)
+        else:
+            is_same = first.is_container and first.number == start.number
+            found[path] = first if is_same or policy.is_assigned(path) else start
+    return found
 
 
-def _exchange(place: Place, now: str, text: str) -> Callable[[], Any]:
-    """Gives a small value, `now` as text, the value of another text. Returns what undoes that."""
-    before, value = (plain_values.decode(json.loads(each), {}) for each in (now, text))
-    made = plain_values.put(place.value, value)  # in place, as others may refer to it, too
-    if made is place.value:
-        return functools.partial(plain_values.put, made, before)
+def _setter(path: Path, owners: Owners) -> Callable[[Any], None]:
+    """What sets a value that does not exist."""
+    if path[:-1] not in owners.setters:
+        raise GoneError(path)
+    return functools.partial(owners.setters[path[:-1]], path[-1])
+
+
+def _is_marked(encoded: Any, mark: str) -> bool:
+    return isinstance(encoded, dict) and mark in encoded
+
+
+def look(value: Any, variables: Variables = lambda value: None) -> Value:
+    """Returns what a value is now.
+
+    Args:
+        value: The value.
+        variables: As in `Policy`.
+    """
+    if type(value) in (bool, int, str, type(None)):
+        return Value("plain", (type(value), value), value)
+    arrays: dict[str, np.ndarray] = {}
     try:
-        place.put(made)
-    except LookupError:
-        return lambda: None
-    return functools.partial(place.put, place.value)
+        kind, encoded = _encoded(value, variables, arrays)
+        digest = xxhash.xxh3_64(json.dumps(encoded))
+    except Exception:  # noqa: BLE001 (it cannot be saved, or raises when it is looked at)
+        return Value("", (type(value).__name__, id(value), _mark(value)))
+    for array in arrays.values():
+        mark = object_states.mark_of_array(array)
+        digest.update(repr((array.shape, array.dtype, mark)))
+    return Value(kind, (kind, digest.intdigest()), encoded, arrays)
+
+
+def _encoded(value: Any, variables: Variables, arrays: dict[str, np.ndarray]) -> tuple[str, Any]:
+    if progress_bars.is_bar(value):
+        return "bar", progress_bars.encode(value)
+    if random_states.is_generator(value):
+        return "generator", {GENERATOR: random_states.encode_generator(value)}
+    encoder = plain_values.Encoder(arrays, np.asarray)
+    if (own := variables(value)) is not None:
+        return "variables", encoder.encode(own, "")
+    return "plain", encoder.encode(value, "")
 
 
 def _mark(value: Any) -> Any:
@@ -495,11 +352,3 @@ def _mark(value: Any) -> Any:
                 return xxhash.xxh3_64_intdigest(repr(value.to_dict()))
         return shape
     return None
-
-
-def _positioned(value: Any) -> str | None:
-    """Names what keeps its place where nothing can read it."""
-    if isinstance(value, io.IOBase):
-        is_file = not value.closed and value.writable() and value.seekable()
-        return "an open file" if is_file and value not in (sys.stdout, sys.stderr) else None
-    return "an iterator" if isinstance(value, Iterator) else None

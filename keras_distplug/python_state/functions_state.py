@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import keras
 
-from keras_distplug.python_state import walk
+from keras_distplug.python_state import script_code
 
 _CLOCKS = frozenset(
     f"{clock}{unit}"
@@ -50,7 +50,7 @@ class Code:
 
 def of(callback: keras.callbacks.Callback | keras.Model) -> Code:
     """Returns what the code of a callback, or of a model, says."""
-    functions = list(walk.functions_of(callback))
+    functions = list(script_code.functions_of(callback))
 
     def assigned(names: frozenset[str], *, is_in: bool) -> frozenset[str]:
         of_these = [each for each in functions if (each.__name__ in names) == is_in]
@@ -74,7 +74,7 @@ def of(callback: keras.callbacks.Callback | keras.Model) -> Code:
 
 
 def _assigned(function: types.FunctionType) -> frozenset[str]:
-    found = (walk.stored(function.__code__, each) for each in sorted(_STORES))
+    found = (script_code.stored(function.__code__, each) for each in sorted(_STORES))
     return frozenset().union(*found)
 
 

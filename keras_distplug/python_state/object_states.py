@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 import json
-import random
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -12,14 +13,14 @@ import xxhash
 
 from keras_distplug.python_state import json_values, random_states
 
-_MOST_BYTES = 16 * 2**20  # of an array that is kept
-_SMALL_BYTES = 2**20  # kept whether it has changed or not
+MOST_BYTES = 16 * 2**20  # of an array or a list that is kept
+SMALL_BYTES = 2**20  # kept whether it has changed or not
+_UNKNOWN_BYTES = 64  # of an entry that JSON cannot hold
 _SAMPLED_BYTES = 64 * 2**20  # of larger ones only parts are looked at
 _PARTS, _PART_BYTES = 1024, 4096
 _MOST_ENTRIES, _SAMPLE = 100_000, 100  # of lists and dicts
+CONTAINERS = (list, tuple, set, frozenset, collections.deque, dict)
 _PLAIN = frozenset({bool, int, float, str, type(None)})
-# What stands for generators.
-_NUMPY, _PYTHON, _TORCH = "__numpy_random__", "__python_random__", "__torch_random__"
 _UNCHANGED = "__unchanged__"  # what stands for text, and lists of it, that has not changed
 _CHANGED = object()
 
@@ -44,7 +45,7 @@ class Attributes:
         self._others = frozenset(others)
         self._only_generators = only_generators
         self._marks = {
-            name: _mark(value) for name, value in self._own() if _bytes_of(value) > _SMALL_BYTES
+            name: _mark(value) for name, value in self._own() if _bytes_of(value) > SMALL_BYTES
         }
         self._texts = {
             name: encode(value)
@@ -57,7 +58,7 @@ class Attributes:
         values = {
             name: encode(value)
             for name, value in self._own()
-            if _bytes_of(value) <= _MOST_BYTES
+            if _bytes_of(value) <= MOST_BYTES
             and (name not in self._marks or _mark(value) != self._marks[name])
         }
         # Text may be a path, which is another one in another process.
@@ -81,14 +82,14 @@ class Attributes:
 
     def generators(self) -> list[Any]:
         """The states of those that are random generators."""
-        return [encode(value) for _, value in self._own() if is_generator(value)]
+        return [encode(value) for _, value in self._own() if random_states.is_generator(value)]
 
     def too_large(self) -> list[str]:
         """Names of arrays and lists that have changed, and are larger than what is kept."""
         return [
             name
             for name, value in self._own()
-            if _bytes_of(value) > _MOST_BYTES and _mark(value) != self._marks.get(name)
+            if _bytes_of(value) > MOST_BYTES and _mark(value) != self._marks.get(name)
         ]
 
     def _own(self) -> list[tuple[str, Any]]:
@@ -98,7 +99,7 @@ class Attributes:
             for name, value in ((name, _of_torch(value)) for name, value in own)
             if name not in self._others
             and (
-                is_generator(value)
+                random_states.is_generator(value)
                 or (isinstance(value, bool | int | float | str) and json_values.is_kept(value))
                 or (not self._only_generators and _may_change(value))
             )
@@ -116,20 +117,14 @@ def _of_torch(value: Any) -> Any:
         return value
 
 
-def is_generator(value: Any) -> bool:
-    """Returns whether a value is a random generator of Python, NumPy or torch."""
-    kinds = (np.random.Generator, np.random.RandomState, random.Random)
-    return isinstance(value, kinds) or _is_of_torch(value)
-
-
-def _is_of_torch(value: Any) -> bool:
-    torch = random_states.imported_torch()
-    return torch is not None and isinstance(value, torch.Generator)
+def is_writable(array: np.ndarray) -> bool:
+    """Returns whether an array holds numbers or truth values that can change in place."""
+    return array.dtype.kind in "biuf" and array.flags.writeable
 
 
 def _may_change(value: Any) -> bool:
     if isinstance(value, np.ndarray):
-        return value.dtype.kind in "biuf" and value.flags.writeable
+        return is_writable(value)
     if isinstance(value, dict):
         return len(value) <= _MOST_ENTRIES and _is_plain(value.copy())
     return isinstance(value, list) and (len(value) > _MOST_ENTRIES or _is_plain(value.copy()))
@@ -156,18 +151,38 @@ def _texts_in(value: Any) -> Iterator[str]:
 
 
 def _bytes_of(value: Any) -> int:
-    """Of an array; of a list about as many as its JSON has."""
+    """As `bytes_of`; dicts are kept whatever they hold."""
+    return 0 if isinstance(value, dict) else bytes_of(value)
+
+
+def bytes_of(value: Any) -> int:
+    """Returns the size of an array; of a container about that of its JSON."""
     if isinstance(value, np.ndarray):
         return int(value.nbytes)
-    if not isinstance(value, list) or not value:
+    if not isinstance(value, CONTAINERS) or not value:
         return 0
-    some = value[:_SAMPLE]
-    return len(json.dumps(some, default=str)) * len(value) // len(some)
+    entries = value.values() if isinstance(value, dict) else value
+    some = list(itertools.islice(entries, _SAMPLE))
+    return sum(map(_bytes_of_entry, some)) * len(value) // len(some)
+
+
+def _bytes_of_entry(value: Any) -> int:
+    if isinstance(value, np.ndarray):
+        return int(value.nbytes)
+    try:
+        return len(json.dumps(value, default=str)) + 2
+    except Exception:  # noqa: BLE001 (keys that JSON has not, a cycle, an odd `__str__`, ...)
+        return _UNKNOWN_BYTES
 
 
 def _mark(value: np.ndarray | list[Any]) -> int:
     """Tells whether an array or a list has changed. Of a large one, whether it was shuffled."""
-    return hash(tuple(map(id, value))) if isinstance(value, list) else mark_of_array(value)
+    return mark_of_entries(value) if isinstance(value, list) else mark_of_array(value)
+
+
+def mark_of_entries(container: Any) -> int:
+    """Tells whether a container has other entries, or in another order."""
+    return hash(tuple(map(id, list(container))))
 
 
 def mark_of_array(array: np.ndarray) -> int:
@@ -186,14 +201,8 @@ def mark_of_array(array: np.ndarray) -> int:
 
 def encode(value: Any) -> Any:
     """The state of a random generator, or another value, as JSON."""
-    if isinstance(value, random.Random):
-        return {_PYTHON: random_states.packed(value.getstate())}
-    if _is_of_torch(value):
-        return {_TORCH: random_states.packed_of_torch(value)}
-    if isinstance(value, np.random.RandomState):
-        return {_NUMPY: json_values.encode(value.get_state(legacy=False))}
-    if isinstance(value, np.random.Generator):
-        return {_NUMPY: json_values.encode(value.bit_generator.state)}
+    if random_states.is_generator(value):
+        return random_states.encode_generator(value)
     return json_values.encode(value)
 
 
@@ -204,26 +213,20 @@ def put(there: Any, value: Any) -> Any:
         value = value[_UNCHANGED]
         if sorted(_texts_in(json_values.decode(value))) != sorted(_texts_in(there)):
             return there
-    if isinstance(value, dict) and isinstance(there, random.Random):
-        there.setstate(random_states.unpacked(value[_PYTHON]))
-    elif isinstance(value, dict) and _is_of_torch(there):
-        random_states.unpack_of_torch(there, value[_TORCH])
-    elif isinstance(value, dict) and isinstance(there, np.random.RandomState):
-        there.set_state(json_values.decode(value[_NUMPY]))
-    elif isinstance(value, dict) and isinstance(there, np.random.Generator):
-        there.bit_generator.state = json_values.decode(value[_NUMPY])
+    if isinstance(value, dict) and random_states.is_generator(there):
+        random_states.restore_generator(there, value)
+        return there
+    decoded = json_values.decode(value)
+    array = _of_torch(there)
+    if isinstance(array, np.ndarray) and _is_like(array, decoded):
+        array[...] = decoded
+    elif isinstance(there, list) and isinstance(decoded, list):
+        there[:] = decoded
+    elif isinstance(there, dict) and isinstance(decoded, dict):
+        there.clear()
+        there.update(decoded)
     else:
-        decoded = json_values.decode(value)
-        array = _of_torch(there)
-        if isinstance(array, np.ndarray) and _is_like(array, decoded):
-            array[...] = decoded
-        elif isinstance(there, list) and isinstance(decoded, list):
-            there[:] = decoded
-        elif isinstance(there, dict) and isinstance(decoded, dict):
-            there.clear()
-            there.update(decoded)
-        else:
-            return decoded
+        return decoded
     return there
 
 

@@ -16,6 +16,9 @@ import numpy as np
 import tensorflow as tf
 
 from keras_distplug.backend.tensorflow.runtime import context, process_generators
+from keras_distplug.python_state import json_values
+
+_NUMPY, _PYTHON, _TORCH = "__numpy_random__", "__python_random__", "__torch_random__"
 
 
 def capture() -> dict[str, Any]:
@@ -76,6 +79,40 @@ def imported_torch() -> Any:
     """torch, if the script has imported all of it."""
     torch = sys.modules.get("torch")
     return torch if hasattr(torch, "default_generator") else None
+
+
+def is_generator(value: Any) -> bool:
+    """Returns whether a value is a random generator of Python, NumPy or torch."""
+    kinds = (np.random.Generator, np.random.RandomState, random.Random)
+    return isinstance(value, kinds) or _is_of_torch(value)
+
+
+def _is_of_torch(value: Any) -> bool:
+    torch = imported_torch()
+    return torch is not None and isinstance(value, torch.Generator)
+
+
+def encode_generator(generator: Any) -> dict[str, Any]:
+    """Returns the state of a random generator, JSON-able."""
+    if isinstance(generator, random.Random):
+        return {_PYTHON: packed(generator.getstate())}
+    if _is_of_torch(generator):
+        return {_TORCH: packed_of_torch(generator)}
+    if isinstance(generator, np.random.RandomState):
+        return {_NUMPY: json_values.encode(generator.get_state(legacy=False))}
+    return {_NUMPY: json_values.encode(generator.bit_generator.state)}
+
+
+def restore_generator(generator: Any, encoded: Mapping[str, Any]) -> None:
+    """Gives a generator the state that `encode_generator` returned."""
+    if isinstance(generator, random.Random):
+        generator.setstate(unpacked(encoded[_PYTHON]))
+    elif _is_of_torch(generator):
+        unpack_of_torch(generator, encoded[_TORCH])
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(json_values.decode(encoded[_NUMPY]))
+    else:
+        generator.bit_generator.state = json_values.decode(encoded[_NUMPY])
 
 
 def packed_of_torch(generator: Any) -> str:

@@ -318,8 +318,8 @@ def test_array_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """An array that changes and is too large to save is reported once; others are not."""
     announced: list[str] = []
     monkeypatch.setattr(python_sources, "announce", announced.append)
-    monkeypatch.setattr(object_states, "_MOST_BYTES", 2**19)
-    monkeypatch.setattr(object_states, "_SMALL_BYTES", 2**19)
+    monkeypatch.setattr(object_states, "MOST_BYTES", 2**19)
+    monkeypatch.setattr(object_states, "SMALL_BYTES", 2**19)
     fit("shuffles a large array", backup(tmp_path))
     [only] = announced
     assert "on_epoch_end changes `weights`, which is too large" in only

@@ -320,7 +320,7 @@ def test_advice_helps(
     """The message names the fault, and following it makes a resumed run exact."""
     case = CASES[name]
     if name == "a large attribute":
-        monkeypatch.setattr(object_states, "_MOST_BYTES", 200)
+        monkeypatch.setattr(object_states, "MOST_BYTES", 200)
     if name == "a large dataset":
         monkeypatch.setattr(pipeline, "_MOST_BYTES", 200)
     fit(case.given, tmp_path / "given")

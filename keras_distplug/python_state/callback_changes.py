@@ -1,0 +1,335 @@
+"""What changes in callbacks while a model is trained is state; the rest is configuration."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_distplug.backend.tensorflow.runtime import models
+from keras_distplug.python_state import changes, functions_state, plain_values, script_code, walk
+from keras_distplug.python_state.changes import DELETED, SAME, Changes, Policy, Saved, Value
+from keras_distplug.python_state.walk import Attribute, Owners, Path, Place, Walked
+
+_MODEL = "<model>"  # the name of attributes that callbacks set on the model
+_SMALL = 4096  # characters of a value that is kept as text
+
+SmallValues = Mapping[tuple[str, Path], str]  # JSON by callback and path
+
+
+class CallbackChanges:
+    """The changes of callbacks, and of what the model keeps in Python, since training started.
+
+    Example:
+
+    ```python
+    changes = CallbackChanges({"WarmUp": warm_up}, model)
+    ...  # `warm_up` counts batches in `self.seen`
+    changes.capture(arrays, "callbacks/")  # {"WarmUp": [{"path": ["seen"], "value": 12, ...}]}
+    ```
+
+    Args:
+        callbacks: By name, after their `on_train_begin`.
+        model: The model in training, whose variables are not a callback's.
+        is_alone: Whether no other worker has another copy of what the model keeps in Python.
+    """
+
+    def __init__(
+        self,
+        callbacks: Mapping[str, keras.callbacks.Callback],
+        model: keras.Model,
+        *,
+        is_alone: bool = True,
+    ) -> None:
+        self._is_alone = is_alone
+        self._callbacks = callbacks
+        self._model = model
+        self._lost: dict[str, None] = {}
+        self._note_known()
+        self._code = {name: functions_state.of(each) for name, each in callbacks.items()}
+        self._changes = {name: self._changes_of_callback(name) for name in callbacks}
+        self._changes[_MODEL] = self._changes_of_model()
+        self._small_at_start = {
+            (name, path): text
+            for name, each in self._changes.items()
+            for path, start in each.starts.items()
+            if start.kept is not None and (text := _text(start.kept)) is not None
+        }
+
+    def _changes_of_callback(self, name: str) -> Changes:
+        callback, code = self._callbacks[name], self._code[name]
+        closed = [self._model, *(each for each in self._callbacks.values() if each is not callback)]
+        return Changes(
+            callback,
+            functools.partial(walk.from_callback, callback, closed),
+            self._policy(
+                code.clocks,
+                lambda path: len(path) > 1 or path[0] in code.changed,
+                lambda path: len(path) == 1 and path[0] in code.made,
+            ),
+        )
+
+    def _changes_of_model(self) -> Changes:
+        def walk_model(at_start: Owners) -> Walked:
+            callbacks = list(self._callbacks.values())
+            return walk.from_model(self._model, callbacks, at_start, by_itself=self._is_alone)
+
+        codes = [*self._code.values(), functions_state.of(self._model)]
+        changed = frozenset().union(*(each.changed for each in codes))
+        policy = self._policy(frozenset(), lambda path: path[-1] in changed, lambda path: False)
+        return Changes(self._model, walk_model, policy)
+
+    def _policy(
+        self,
+        clocks: frozenset[str],
+        is_assigned: Callable[[Path], bool],
+        is_made: Callable[[Path], bool],
+    ) -> Policy:
+        return Policy(
+            look=functools.partial(changes.look, variables=self._own_variables),
+            keeps=lambda value: _text(value) is not None,
+            variables=self._own_variables,
+            is_ignored=lambda place: place.path[-1] in clocks or self._is_models(place.value),
+            is_assigned=is_assigned,
+            is_made=is_made,
+        )
+
+    def unsound(self) -> list[str]:
+        """Returns what of the callbacks a resumed run cannot restore, as known from their start."""
+        lines = []
+        for name, callback in self._callbacks.items():
+            if not script_code.is_of_script(type(callback)):
+                continue
+            lines += [
+                f"{name}.{place.title}: the position of {what} cannot be saved"
+                for place in self._changes[name].places()[0]
+                if not place.is_global and (what := _positioned(place.value))
+            ]
+            if self._code[name].stops_by_clock:
+                lines.append(f"{name}: stops training by a clock, which runs on between processes")
+        return lines
+
+    @property
+    def lost(self) -> list[str]:
+        """Attributes that have changed and could not be saved: `Meter.bar (Bar)`."""
+        return list(self._lost)
+
+    def capture(self, arrays: dict[str, Any], prefix: str) -> dict[str, list[Any]]:
+        """Returns what has changed, JSON-able, by callback.
+
+        Args:
+            arrays: Gets copies of arrays by key.
+            prefix: Starts these keys.
+        """
+        self._note_known()
+        changed: dict[str, list[Any]] = {}
+        for name in self._changes:
+            saved, lost = self._changed(name)
+            flags = self._note_lost(name, lost)
+            states: list[Any] = [
+                {"path": list(path), "value": {DELETED: True}} for path in self._deleted(name)
+            ]
+            for place, each in saved:
+                if isinstance(place.value, bool) and place.path[-1] in flags:
+                    continue  # it says that there is an object which could not be saved
+                key = f"{prefix}{name}/changed/{len(states)}:"
+                arrays.update({f"{key}{k}": np.array(v) for k, v in each.arrays.items()})
+                states.append(
+                    {
+                        "path": list(each.path),
+                        "value": each.encoded,
+                        "same": each.is_same,
+                        "key": key,
+                    }
+                )
+            if states:
+                changed[name] = states
+        return changed
+
+    def _changed(self, name: str) -> tuple[list[tuple[Place, Saved]], list[Place]]:
+        """What has changed, and what of it cannot be saved."""
+        own = self._changes[name]
+        places, _ = own.places()
+        shared = self._shared(own, places)
+        saved = [
+            (place, Saved(place.path, {SAME: list(shared[place.path])}, is_same=False))
+            for place in places
+            if place.path in shared
+        ]
+        lost = []
+        for place, value, start in own.since_start(p for p in places if p.path not in shared):
+            is_holder = value.kind in ("variables", "generator")
+            if value.kind == "" or (is_holder and (start is None or start.kind != value.kind)):
+                lost.append(place)  # or it was made during training
+                continue
+            if place.path[:-1] and not _has_owner(own, place.path):
+                lost.append(place)  # a part of an object that was made during training
+            is_same = own.is_same(place)
+            saved.append((place, Saved(place.path, value.encoded, value.arrays, is_same)))
+        return saved, lost
+
+    def _shared(self, own: Changes, places: Sequence[Place]) -> dict[Path, Path]:
+        """Paths of what has become the same object or container as what has another path, and that
+        path."""
+        there = {path for path, _ in own.at_start.objects.values()}
+        shared = {
+            each.path: each.same_as
+            for each in places
+            if each.same_as is not None and each.same_as in there
+        }
+        first: dict[int, Path] = {}
+        kinds = (*walk.CONTAINERS, keras.Variable, tf.Variable)
+        containers = [each for each in places if isinstance(each.value, kinds)]
+        for each in containers:
+            if own.is_same(each):
+                first.setdefault(id(each.value), each.path)
+        for each in containers:
+            path = first.setdefault(id(each.value), each.path)
+            if path != each.path:
+                shared[each.path] = path
+        return {
+            each.path: shared[each.path]
+            for each in places
+            if each.path in shared and not own.is_same(each) and not own.is_ignored(each)
+        }
+
+    def _note_lost(self, name: str, lost: Sequence[Place]) -> frozenset[str]:
+        """Keeps what cannot be saved for a report. Returns the names of flags set beside it."""
+        code = self._code.get(name)
+        owner = self._callbacks.get(name, self._model)
+        if code is None or not script_code.is_of_script(type(owner)):
+            return frozenset()  # libraries make their bars again
+        titles: dict[str, None] = {}
+        for place in lost:
+            if place.path[0] not in code.made_in_epochs:
+                first = (*place.path[:1], *place.path[1:2]) if len(place.path) > 2 else place.path
+                title = walk.title_of(first)
+                kind = f" ({type(place.value).__name__})" if first == place.path else ""
+                titles[f"{name}.{title}{kind}"] = None
+        self._lost.update(titles)
+        return code.flags_beside({part for place in lost for part in place.path})
+
+    def _deleted(self, name: str) -> list[Path]:
+        """Attributes of callbacks that are gone since training started."""
+        if name == _MODEL:
+            return []
+        there = dict(script_code.attributes(self._callbacks[name]))
+        starts = self._changes[name].starts
+        return [path for path in starts if len(path) == 1 and path[0] not in there]
+
+    def restore(
+        self, states: Mapping[str, Sequence[Any]], arrays: Mapping[str, np.ndarray]
+    ) -> list[str]:
+        """Restores what `capture` returned. Returns the attributes that no longer exist."""
+        self._note_known()
+        return [
+            f"{name}.{walk.title_of(path)}"
+            for name, own in self._changes.items()
+            for path in own.restore([_saved(each, arrays) for each in states.get(name, ())])
+        ]
+
+    def _note_known(self) -> None:
+        self._known = {id(each) for each in models.all_variables(self._model)}
+
+    def _is_models(self, value: Any) -> bool:
+        """Returns whether a value refers only to variables of the model."""
+        if isinstance(value, keras.Variable | tf.Variable):
+            return id(value) in self._known
+        if isinstance(value, list | tuple) and value:
+            return all(map(self._is_models, value))
+        variables = walk.variables_of(value)
+        return bool(variables) and not self._own_variables(value)
+
+    def _own_variables(self, value: Any) -> list[Any] | None:
+        variables = walk.variables_of(value)
+        if variables is None:
+            return None
+        return [each for each in variables if id(each) not in self._known]
+
+    def small_values(self) -> SmallValues:
+        """Returns the numbers, text and short lists of these that callbacks can change."""
+        return {key: text for key, _, text in self._small_places()}
+
+    def small_values_at_start(self) -> SmallValues:
+        """Returns the same when training started."""
+        return self._small_at_start
+
+    @contextlib.contextmanager
+    def with_small_values(self, values: SmallValues) -> Iterator[None]:
+        """Replaces `small_values` by `values`, for a while; nothing if these are empty."""
+        with contextlib.ExitStack() as undo:
+            for key, place, text in self._small_places():
+                if values.get(key, text) != text:
+                    undo.callback(_exchange(place, text, values[key]))
+                elif (
+                    values
+                    and self._is_newer(key, values)
+                    and isinstance(place.put, Attribute)
+                    and place.put.has_default  # `n += 1` hides the `n` of the class since then
+                ):
+                    place.put.delete()
+                    undo.callback(place.put, place.value)
+            yield
+
+    def _is_newer(self, key: tuple[str, Path], values: SmallValues) -> bool:
+        """Returns whether a value was made after training started and `values` were taken."""
+        name, path = key
+        return key not in values and path not in self._changes[name].starts
+
+    def _small_places(self) -> Iterator[tuple[tuple[str, Path], Place, str]]:
+        for name, own in self._changes.items():
+            for place in own.places()[0]:
+                if not own.is_ignored(place) and (text := _text(own.look(place.value))) is not None:
+                    yield (name, place.path), place, text
+
+
+def _has_owner(own: Changes, path: Path) -> bool:
+    """Returns whether the owner of a value was there at the start."""
+    is_variable = path[-2] in ("<closure>", "<global>")
+    return path in own.starts or path[:-1] in own.at_start.setters or is_variable
+
+
+def _saved(state: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Saved:
+    """Returns what one of the states of `CallbackChanges.capture` stands for."""
+    key = state.get("key")  # what was deleted has none
+    own = (
+        {} if key is None else {k.removeprefix(key): arrays[k] for k in arrays if k.startswith(key)}
+    )
+    return Saved(tuple(state["path"]), state["value"], own, state.get("same", False))
+
+
+def _text(value: Value) -> str | None:
+    """A small value without arrays as text."""
+    if value.kind != "plain" or value.arrays:
+        return None
+    text = json.dumps(value.encoded)
+    return text if len(text) <= _SMALL else None
+
+
+def _exchange(place: Place, now: str, text: str) -> Callable[[], Any]:
+    """Gives a small value, `now` as text, the value of another text. Returns what undoes that."""
+    before, value = (plain_values.decode(json.loads(each), {}) for each in (now, text))
+    made = plain_values.put(place.value, value)  # in place, as others may refer to it, too
+    if made is place.value:
+        return functools.partial(plain_values.put, made, before)
+    try:
+        place.put(made)
+    except LookupError:
+        return lambda: None
+    return functools.partial(place.put, place.value)
+
+
+def _positioned(value: Any) -> str | None:
+    """Names what keeps its place where nothing can read it."""
+    if isinstance(value, io.IOBase):
+        is_file = not value.closed and value.writable() and value.seekable()
+        return "an open file" if is_file and value not in (sys.stdout, sys.stderr) else None
+    return "an iterator" if isinstance(value, Iterator) else None

@@ -1,0 +1,117 @@
+"""What belongs to the script, and not to an installed package, and what its code assigns."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import inspect
+import site
+import sys
+import sysconfig
+import types
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Any
+
+import keras
+
+_INSTALLED = tuple(
+    {
+        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+        *(site.getusersitepackages(), *site.getsitepackages()),
+    }
+)
+_LIBRARIES = frozenset({"keras", "keras_distplug"})
+OF_EVERY_CALLBACK = frozenset(vars(keras.callbacks.Callback()))
+
+
+def is_of_script(kind: type) -> bool:
+    """Returns whether a class belongs to the script, and not to an installed package."""
+    if kind.__module__ == "__main__":
+        return True
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return is_file_of_script(file) and not is_of_library(kind)
+
+
+def is_of_library(kind: type) -> bool:
+    """Returns whether a class is one of Keras', ours, or `object`."""
+    return kind is object or kind.__module__.split(".")[0] in _LIBRARIES
+
+
+def is_file_of_script(file: str | None) -> bool:
+    """Returns whether a file belongs to the script."""
+    return file is not None and not file.startswith((*_INSTALLED, "<frozen"))
+
+
+def is_function_of_script(function: types.FunctionType) -> bool:
+    """Returns whether a function belongs to the script."""
+    return is_file_of_script(function.__code__.co_filename)
+
+
+def attributes(owner: Any) -> list[tuple[str, Any]]:
+    """Returns what is in an object and its slots, by name."""
+    found: list[tuple[str, Any]] = []
+    with contextlib.suppress(AttributeError):
+        found += dict(object.__getattribute__(owner, "__dict__")).items()
+    for kind in type(owner).__mro__:
+        for name, member in vars(kind).items():
+            if isinstance(member, types.MemberDescriptorType):
+                with contextlib.suppress(AttributeError):  # an empty slot
+                    found.append((name, member.__get__(owner)))
+    return found
+
+
+def functions_of(owner: Any) -> Iterator[types.FunctionType]:
+    """Returns functions of the script among the methods and attributes of an object."""
+    kinds = [kind for kind in type(owner).__mro__ if not is_of_library(kind)]
+    members = [member for kind in kinds for member in vars(kind).values()]
+    for member in [*members, *(value for _, value in attributes(owner))]:
+        member = member.func if type(member) is functools.partial else member
+        if type(member) is types.FunctionType:
+            member = inspect.unwrap(member)
+        if type(member) is types.FunctionType and is_function_of_script(member):
+            yield member
+
+
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """Returns names of globals and attributes that a function, or one within it, mentions."""
+    yield from code.co_names
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            yield from names_in(each)
+
+
+@functools.lru_cache(4096)  # by content, at every save
+def stored(code: types.CodeType, operation: str = "STORE_ATTR") -> frozenset[str]:
+    """Returns names of attributes, or of globals, that a function, or one within it, assigns."""
+    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    own: set[str] = set()
+    if dis.opmap[operation] in code.co_code[::2]:  # most functions assign none
+        own = {each.argval for each in dis.get_instructions(code) if each.opname == operation}
+    return frozenset(own).union(*(stored(each, operation) for each in inner))
+
+
+def attributes_set_in(owners: Iterable[Any]) -> set[str]:
+    """Returns names of attributes that functions of the script in some objects may set."""
+    names: set[str] = set()
+    for function in (each for owner in owners for each in functions_of(owner)):
+        names |= stored(function.__code__)
+        if "setattr" in function.__code__.co_names:
+            names.update(each for each in function.__code__.co_consts if isinstance(each, str))
+    return names
+
+
+def attributes_set_by_library(kind: type) -> frozenset[str]:
+    """Returns names of the attributes that classes of Keras, or ours, set on their instances."""
+    return _set_by(tuple(filter(is_of_library, kind.__mro__)))
+
+
+@functools.cache
+def _set_by(kinds: tuple[Hashable, ...]) -> frozenset[str]:
+    return OF_EVERY_CALLBACK.union(
+        name
+        for each in kinds
+        for function in vars(each).values()
+        if isinstance(function, types.FunctionType)
+        for name in stored(inspect.unwrap(function).__code__)
+    )
