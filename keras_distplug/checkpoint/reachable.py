@@ -13,12 +13,14 @@ import itertools
 import math
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+
+from keras_distplug.python_state import script_code
 
 _MOST_OBJECTS = 200_000
 _MOST_ENTRIES = 10_000  # of a list or dict
@@ -141,24 +143,17 @@ def _is_name(key: Any) -> bool:
 
 
 def _of_object(value: Any) -> Iterator[tuple[str, Any]]:
-    with contextlib.suppress(AttributeError):
-        yield from _attributes(object.__getattribute__(value, "__dict__"))
+    yield from _attributes(script_code.attributes(value))
     if issubclass(type(value), tf.types.experimental.PolymorphicFunction):
         yield "<function>", value.python_function
     for owner in type(value).__mro__:
-        for name, member in vars(owner).items():
-            if isinstance(member, types.MemberDescriptorType):
-                try:
-                    yield name, member.__get__(value)
-                except AttributeError:  # nothing is there
-                    continue
         if not _is_of_library(owner.__module__):
-            for name, each in _attributes(vars(owner)):
+            for name, each in _attributes(vars(owner).items()):
                 yield f"<class {owner.__name__}> {name}", each
 
 
-def _attributes(named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, each in list(named.items()):
+def _attributes(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    for name, each in list(named):
         if name in _PASSING or name.startswith(("__", *_OURS)):
             continue
         each = each.__func__ if isinstance(each, staticmethod | classmethod) else each
@@ -176,14 +171,14 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         yield "<wrapped>", wrapped
     if _is_of_library(function.__module__):
         return
-    names = list(_names(function.__code__))
+    names = list(script_code.names_in(function.__code__))
     for name in names:
         each = function.__globals__.get(name)
         if isinstance(each, types.ModuleType):
             yield from _of_module(f"<global> {name}", each, names)
         elif isinstance(each, type):
             if not _is_of_library(each.__module__):
-                for inner, member in _attributes(vars(each)):
+                for inner, member in _attributes(vars(each).items()):
                     yield f"<global> {name}.{inner}", member
         elif each is not None:
             yield f"<global> {name}", each
@@ -202,14 +197,6 @@ def _of_module(
                 yield from _of_module(f"{path}.{name}", each, names, depth - 1)
         elif each is not None:
             yield f"{path}.{name}", each
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    """Global names, and names of attributes, that a function mentions, and those within it."""
-    yield from code.co_names
-    for each in code.co_consts:
-        if isinstance(each, types.CodeType):
-            yield from _names(each)
 
 
 def _is_closed(kind: type) -> bool:

@@ -33,7 +33,7 @@ class TracedValues:
 
     def capture(self) -> dict[str, list[Any]]:
         """Returns by step, JSON-able, the values at its trace that are not those of the start."""
-        start = self._changes.small_values_at_start()
+        start = self._changes.small_values_at_start
         return {
             step: [
                 {"callback": name, "path": list(path), "value": text}
@@ -45,7 +45,7 @@ class TracedValues:
 
     def restore(self, states: Mapping[str, list[Any]]) -> None:
         """Has the next traces of the steps in `states` compute with what `capture` returned."""
-        start = self._changes.small_values_at_start()
+        start = self._changes.small_values_at_start
         for step, differing in states.items():
             there = {(each["callback"], tuple(each["path"])): each["value"] for each in differing}
             self._touched.stored[step] = {**start, **there}

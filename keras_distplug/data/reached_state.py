@@ -112,7 +112,7 @@ class Reached:
 def _may_change(value: Any) -> bool:
     """Whether a value may be state: no file, no model, and no cache of what was read."""
     if isinstance(value, np.ndarray):
-        return object_states.is_writable(value)
+        return value.dtype.kind in "biuf" and value.flags.writeable
     if isinstance(value, dict):
         some = list(itertools.islice(value.values(), _SAMPLE))
         return all(isinstance(each, (*_SINGLE, list, tuple)) for each in some)

@@ -55,51 +55,38 @@ class CallbackChanges:
         self._lost: dict[str, None] = {}
         self._note_known()
         self._code = {name: functions_state.of(each) for name, each in callbacks.items()}
-        self._changes = {name: self._changes_of_callback(name) for name in callbacks}
-        self._changes[_MODEL] = self._changes_of_model()
-        self._small_at_start = {
+        self._changes = {
+            name: Changes(owner, functools.partial(self._walk, name), self._policy(name))
+            for name, owner in {**callbacks, _MODEL: model}.items()
+        }
+        # `small_values` when training started.
+        self.small_values_at_start: SmallValues = {
             (name, path): text
             for name, each in self._changes.items()
             for path, start in each.starts.items()
             if start.kept is not None and (text := _text(start.kept)) is not None
         }
 
-    def _changes_of_callback(self, name: str) -> Changes:
-        callback, code = self._callbacks[name], self._code[name]
-        closed = [self._model, *(each for each in self._callbacks.values() if each is not callback)]
-        return Changes(
-            callback,
-            functools.partial(walk.from_callback, callback, closed),
-            self._policy(
-                code.clocks,
-                lambda path: len(path) > 1 or path[0] in code.changed,
-                lambda path: len(path) == 1 and path[0] in code.made,
-            ),
-        )
-
-    def _changes_of_model(self) -> Changes:
-        def walk_model(at_start: Owners) -> Walked:
-            callbacks = list(self._callbacks.values())
+    def _walk(self, name: str, at_start: Owners) -> Walked:
+        callbacks = list(self._callbacks.values())
+        if name == _MODEL:
             return walk.from_model(self._model, callbacks, at_start, by_itself=self._is_alone)
+        callback = self._callbacks[name]
+        others = [each for each in callbacks if each is not callback]
+        return walk.from_callback(callback, [self._model, *others], at_start)
 
-        codes = [*self._code.values(), functions_state.of(self._model)]
+    def _policy(self, name: str) -> Policy:
+        code = self._code.get(name)
+        codes = [*self._code.values(), functions_state.of(self._model)] if code is None else [code]
         changed = frozenset().union(*(each.changed for each in codes))
-        policy = self._policy(frozenset(), lambda path: path[-1] in changed, lambda path: False)
-        return Changes(self._model, walk_model, policy)
-
-    def _policy(
-        self,
-        clocks: frozenset[str],
-        is_assigned: Callable[[Path], bool],
-        is_made: Callable[[Path], bool],
-    ) -> Policy:
+        clocks = frozenset() if code is None else code.clocks
         return Policy(
             look=functools.partial(changes.look, variables=self._own_variables),
             keeps=lambda value: _text(value) is not None,
             variables=self._own_variables,
             is_ignored=lambda place: place.path[-1] in clocks or self._is_models(place.value),
-            is_assigned=is_assigned,
-            is_made=is_made,
+            is_assigned=lambda path: (code is not None and len(path) > 1) or path[-1] in changed,
+            is_made=lambda path: code is not None and len(path) == 1 and path[0] in code.made,
         )
 
     def unsound(self) -> list[str]:
@@ -109,7 +96,7 @@ class CallbackChanges:
             if not script_code.is_of_script(type(callback)):
                 continue
             lines += [
-                f"{name}.{place.title}: the position of {what} cannot be saved"
+                f"{name}.{walk.title_of(place.path)}: the position of {what} cannot be saved"
                 for place in self._changes[name].places()[0]
                 if not place.is_global and (what := _positioned(place.value))
             ]
@@ -142,14 +129,8 @@ class CallbackChanges:
                     continue  # it says that there is an object which could not be saved
                 key = f"{prefix}{name}/changed/{len(states)}:"
                 arrays.update({f"{key}{k}": np.array(v) for k, v in each.arrays.items()})
-                states.append(
-                    {
-                        "path": list(each.path),
-                        "value": each.encoded,
-                        "same": each.is_same,
-                        "key": key,
-                    }
-                )
+                state = {"path": list(each.path), "value": each.encoded, "same": each.is_same}
+                states.append({**state, "key": key})
             if states:
                 changed[name] = states
         return changed
@@ -180,26 +161,17 @@ class CallbackChanges:
         """Paths of what has become the same object or container as what has another path, and that
         path."""
         there = {path for path, _ in own.at_start.objects.values()}
-        shared = {
-            each.path: each.same_as
-            for each in places
-            if each.same_as is not None and each.same_as in there
-        }
-        first: dict[int, Path] = {}
         kinds = (*walk.CONTAINERS, keras.Variable, tf.Variable)
-        containers = [each for each in places if isinstance(each.value, kinds)]
-        for each in containers:
-            if own.is_same(each):
+        first: dict[int, Path] = {}
+        for each in sorted(places, key=own.is_same, reverse=True):  # where it was at the start
+            if isinstance(each.value, kinds):
                 first.setdefault(id(each.value), each.path)
-        for each in containers:
-            path = first.setdefault(id(each.value), each.path)
-            if path != each.path:
+        shared = {}
+        for each in places:
+            path = each.same_as if each.same_as in there else first.get(id(each.value))
+            if path not in (None, each.path) and not (own.is_same(each) or own.is_ignored(each)):
                 shared[each.path] = path
-        return {
-            each.path: shared[each.path]
-            for each in places
-            if each.path in shared and not own.is_same(each) and not own.is_ignored(each)
-        }
+        return shared
 
     def _note_lost(self, name: str, lost: Sequence[Place]) -> frozenset[str]:
         """Keeps what cannot be saved for a report. Returns the names of flags set beside it."""
@@ -258,10 +230,6 @@ class CallbackChanges:
         """Returns the numbers, text and short lists of these that callbacks can change."""
         return {key: text for key, _, text in self._small_places()}
 
-    def small_values_at_start(self) -> SmallValues:
-        """Returns the same when training started."""
-        return self._small_at_start
-
     @contextlib.contextmanager
     def with_small_values(self, values: SmallValues) -> Iterator[None]:
         """Replaces `small_values` by `values`, for a while; nothing if these are empty."""
@@ -270,19 +238,14 @@ class CallbackChanges:
                 if values.get(key, text) != text:
                     undo.callback(_exchange(place, text, values[key]))
                 elif (
-                    values
-                    and self._is_newer(key, values)
+                    values  # taken before it was made, in training
+                    and not (key in values or place.path in self._changes[key[0]].starts)
                     and isinstance(place.put, Attribute)
                     and place.put.has_default  # `n += 1` hides the `n` of the class since then
                 ):
                     place.put.delete()
                     undo.callback(place.put, place.value)
             yield
-
-    def _is_newer(self, key: tuple[str, Path], values: SmallValues) -> bool:
-        """Returns whether a value was made after training started and `values` were taken."""
-        name, path = key
-        return key not in values and path not in self._changes[name].starts
 
     def _small_places(self) -> Iterator[tuple[tuple[str, Path], Place, str]]:
         for name, own in self._changes.items():
@@ -294,7 +257,7 @@ class CallbackChanges:
 def _has_owner(own: Changes, path: Path) -> bool:
     """Returns whether the owner of a value was there at the start."""
     is_variable = path[-2] in ("<closure>", "<global>")
-    return path in own.starts or path[:-1] in own.at_start.setters or is_variable
+    return path in own.starts or path[:-1] in own.at_start.puts or is_variable
 
 
 def _saved(state: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Saved:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import json
 import math
 import queue
@@ -59,9 +58,6 @@ class Value:
     digest: Any
     encoded: Any = None
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
-
-    def decode(self) -> Any:
-        return plain_values.decode(self.encoded, self.arrays)
 
 
 @dataclass(frozen=True)
@@ -133,15 +129,6 @@ class Policy:
 class Changes:
     """The changes of one object since training started.
 
-    Example:
-
-    ```python
-    changes = Changes(warm_up, lambda at_start: from_callback(warm_up, [], at_start), policy)
-    ...  # `warm_up` counts batches in `self.seen`
-    places, _ = changes.places()
-    [place.title for place, value, start in changes.since_start(places)]  # ["seen"]
-    ```
-
     Args:
         owner: The object.
         walk: Returns the values that it leads to, given what led to them at the start.
@@ -211,7 +198,7 @@ class Changes:
             same = tuple(encoded[SAME])
             there = owners.at(same)
             value = places[same].value if there is None else there
-            (_setter(path, owners) if place is None else place.put)(value)
+            (_put_made(path, owners) if place is None else place.put)(value)
         elif progress_bars.is_position(encoded):
             # A bar that is made later starts at zero.
             if place is not None and progress_bars.is_bar(place.value):
@@ -221,7 +208,7 @@ class Changes:
                 raise GoneError("it is no generator")
             random_states.restore_generator(place.value, encoded[GENERATOR])
         elif place is None:
-            _setter(path, owners)(plain_values.decode(encoded, saved.arrays))
+            _put_made(path, owners)(plain_values.decode(encoded, saved.arrays))
         else:
             value = plain_values.decode(encoded, saved.arrays)
             self._put(place, value, is_same=saved.is_same)
@@ -258,8 +245,9 @@ class Changes:
                 and not self.is_ignored(place)
                 and self.look(place.value).digest != start.digest
             ):
+                value = plain_values.decode(start.kept.encoded, start.kept.arrays)
                 with contextlib.suppress(LookupError):
-                    self._put(place, start.kept.decode(), is_same=self.is_same(place))
+                    self._put(place, value, is_same=self.is_same(place))
 
     def _start(self, value: Any) -> Start:
         now, kept = self.look(value), None
@@ -296,11 +284,11 @@ def _since_first(owner: Any, starts: Mapping[Path, Start], policy: Policy) -> di
     return found
 
 
-def _setter(path: Path, owners: Owners) -> Callable[[Any], None]:
-    """What sets a value that does not exist."""
-    if path[:-1] not in owners.setters:
+def _put_made(path: Path, owners: Owners) -> Callable[[Any], None]:
+    """What makes a value that does not exist."""
+    if path[:-1] not in owners.puts:
         raise GoneError(path)
-    return functools.partial(owners.setters[path[:-1]], path[-1])
+    return owners.puts[path[:-1]](path[-1])
 
 
 def _is_marked(encoded: Any, mark: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from keras_distplug.python_state import json_values, random_states
+from keras_distplug.python_state import json_values, plain_values, random_states
 
 MOST_BYTES = 16 * 2**20  # of an array or a list that is kept
 SMALL_BYTES = 2**20  # kept whether it has changed or not
@@ -117,14 +117,9 @@ def _of_torch(value: Any) -> Any:
         return value
 
 
-def is_writable(array: np.ndarray) -> bool:
-    """Returns whether an array holds numbers or truth values that can change in place."""
-    return array.dtype.kind in "biuf" and array.flags.writeable
-
-
 def _may_change(value: Any) -> bool:
     if isinstance(value, np.ndarray):
-        return is_writable(value)
+        return value.dtype.kind in "biuf" and value.flags.writeable
     if isinstance(value, dict):
         return len(value) <= _MOST_ENTRIES and _is_plain(value.copy())
     return isinstance(value, list) and (len(value) > _MOST_ENTRIES or _is_plain(value.copy()))
@@ -216,23 +211,6 @@ def put(there: Any, value: Any) -> Any:
     if isinstance(value, dict) and random_states.is_generator(there):
         random_states.restore_generator(there, value)
         return there
-    decoded = json_values.decode(value)
     array = _of_torch(there)
-    if isinstance(array, np.ndarray) and _is_like(array, decoded):
-        array[...] = decoded
-    elif isinstance(there, list) and isinstance(decoded, list):
-        there[:] = decoded
-    elif isinstance(there, dict) and isinstance(decoded, dict):
-        there.clear()
-        there.update(decoded)
-    else:
-        return decoded
-    return there
-
-
-def _is_like(there: np.ndarray, value: Any) -> bool:
-    return (
-        isinstance(value, np.ndarray)
-        and (there.shape, there.dtype) == (value.shape, value.dtype)
-        and there.flags.writeable
-    )
+    made = plain_values.put(array, json_values.decode(value))
+    return there if made is array else made

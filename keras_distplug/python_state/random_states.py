@@ -25,7 +25,7 @@ def capture() -> dict[str, Any]:
     """The states of Python's, NumPy's, torch's and TensorFlow's global generators."""
     taken = {**capture_of_python(), "seed": context.global_seed()}
     if (seeds := process_generators.operation_seeds()) is not None:
-        taken["operation_seeds"] = packed(seeds.getstate())
+        taken["operation_seeds"] = _packed(seeds.getstate())
     if (generator := process_generators.global_generator()) is not None:
         state = [int(word) for word in generator.state.numpy()]
         taken["tensorflow"] = [state, int(generator.algorithm)]
@@ -40,7 +40,7 @@ def restore(taken: Mapping[str, Any]) -> None:
         tf.random.set_seed(seed)  # of operations that are not traced yet
     seeds = process_generators.operation_seeds()
     if seeds is not None and "operation_seeds" in taken:
-        seeds.setstate(unpacked(taken["operation_seeds"]))
+        seeds.setstate(_unpacked(taken["operation_seeds"]))
     if "tensorflow" in taken:
         state, algorithm = taken["tensorflow"]
         process_generators.set_global_generator(tf.constant(state, tf.int64), algorithm)
@@ -50,29 +50,29 @@ def capture_of_python() -> dict[str, Any]:
     """The states of the global generators of Python, NumPy and, if the script imports it, torch."""
     name, key, place, has_gauss, cached_gaussian = np.random.get_state()
     taken: dict[str, Any] = {
-        "python": packed(random.getstate()),
+        "python": _packed(random.getstate()),
         "numpy": [name, _text(np.asarray(key)), int(place), int(has_gauss), float(cached_gaussian)],
     }
     if (torch := imported_torch()) is not None:
-        taken["torch"] = packed_of_torch(torch.default_generator)
+        taken["torch"] = encode_generator(torch.default_generator)[_TORCH]
     return taken
 
 
 def python_generator(taken: Mapping[str, Any]) -> random.Random:
     """A generator that draws what Python's global one would after `restore_of_python`."""
     made = random.Random()
-    made.setstate(unpacked(taken["python"]))
+    made.setstate(_unpacked(taken["python"]))
     return made
 
 
 def restore_of_python(taken: Mapping[str, Any]) -> None:
     """Puts back what `capture_of_python` took."""
-    random.setstate(unpacked(taken["python"]))
+    random.setstate(_unpacked(taken["python"]))
     name, key, *rest = taken["numpy"]
     np.random.set_state((name, _words(key), *rest))
     torch = imported_torch()
     if torch is not None and "torch" in taken:
-        unpack_of_torch(torch.default_generator, taken["torch"])
+        restore_generator(torch.default_generator, {_TORCH: taken["torch"]})
 
 
 def imported_torch() -> Any:
@@ -95,9 +95,10 @@ def _is_of_torch(value: Any) -> bool:
 def encode_generator(generator: Any) -> dict[str, Any]:
     """Returns the state of a random generator, JSON-able."""
     if isinstance(generator, random.Random):
-        return {_PYTHON: packed(generator.getstate())}
+        return {_PYTHON: _packed(generator.getstate())}
     if _is_of_torch(generator):
-        return {_TORCH: packed_of_torch(generator)}
+        state = generator.get_state().numpy().tobytes()
+        return {_TORCH: base64.b64encode(state).decode()}
     if isinstance(generator, np.random.RandomState):
         return {_NUMPY: json_values.encode(generator.get_state(legacy=False))}
     return {_NUMPY: json_values.encode(generator.bit_generator.state)}
@@ -106,34 +107,24 @@ def encode_generator(generator: Any) -> dict[str, Any]:
 def restore_generator(generator: Any, encoded: Mapping[str, Any]) -> None:
     """Gives a generator the state that `encode_generator` returned."""
     if isinstance(generator, random.Random):
-        generator.setstate(unpacked(encoded[_PYTHON]))
+        generator.setstate(_unpacked(encoded[_PYTHON]))
     elif _is_of_torch(generator):
-        unpack_of_torch(generator, encoded[_TORCH])
+        state = np.frombuffer(base64.b64decode(encoded[_TORCH]), np.uint8).copy()
+        generator.set_state(imported_torch().from_numpy(state))
     elif isinstance(generator, np.random.RandomState):
         generator.set_state(json_values.decode(encoded[_NUMPY]))
     else:
         generator.bit_generator.state = json_values.decode(encoded[_NUMPY])
 
 
-def packed_of_torch(generator: Any) -> str:
-    """JSON of the state of a `torch.Generator`."""
-    return base64.b64encode(generator.get_state().numpy().tobytes()).decode()
-
-
-def unpack_of_torch(generator: Any, stored: str) -> None:
-    """Gives a `torch.Generator` the state that `packed_of_torch` took."""
-    state = np.frombuffer(base64.b64decode(stored), np.uint8).copy()
-    generator.set_state(imported_torch().from_numpy(state))
-
-
-def packed(state: tuple[Any, ...]) -> list[Any]:
+def _packed(state: tuple[Any, ...]) -> list[Any]:
     """JSON of what `random.Random.getstate` gives."""
     version, words, gauss = state
     return [version, _text(np.array(words, np.uint32)), gauss]
 
 
-def unpacked(stored: list[Any]) -> tuple[Any, ...]:
-    """The inverse of `packed`."""
+def _unpacked(stored: list[Any]) -> tuple[Any, ...]:
+    """The inverse of `_packed`."""
     version, words, gauss = stored
     return version, tuple(_words(words).tolist()), gauss
 

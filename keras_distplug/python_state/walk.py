@@ -14,9 +14,10 @@ import datetime
 import enum
 import functools
 import json
+import operator
 import pathlib
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,7 @@ from keras_distplug.python_state import random_states, script_code
 from keras_distplug.python_state.script_code import is_of_script
 
 Path = tuple[str, ...]
+Put = Callable[[str], Callable[[Any], None]]
 
 _MOST_OBJECTS = 20_000
 _MOST_BEHIND = 2_000  # objects that one of the script's leads to, which may be its samples
@@ -70,11 +72,11 @@ class Owners:
     """Objects and containers on the way to values.
 
     Args:
-        setters: By path, what sets an attribute or entry.
+        puts: By path, what replaces an attribute or entry, by its name.
         objects: By `id`, the path of an object, and it.
     """
 
-    setters: dict[Path, Callable[[str, Any], None]] = field(default_factory=dict)
+    puts: dict[Path, Put] = field(default_factory=dict)
     objects: dict[int, tuple[Path, Any]] = field(default_factory=dict)
 
     def at(self, path: Path) -> Any:
@@ -100,17 +102,12 @@ class Place:
     is_global: bool = False
     same_as: Path | None = None
 
-    @property
-    def title(self) -> str:
-        """The way to it as the script has it: `meter.total`."""
-        return title_of(self.path)
-
 
 Walked = tuple[list[Place], Owners]  # the values, and what leads to them
 
 
 def title_of(path: Path) -> str:
-    """As `Place.title`."""
+    """The way to a value as the script has it: `meter.total`."""
     return ".".join(part for part in path if not part.startswith("<"))
 
 
@@ -177,7 +174,7 @@ def from_model(
                 yield from walk.from_function(owner, path)
             if not isinstance(owner, keras.Layer | keras.Metric | keras.Loss | keras.Optimizer):
                 continue
-            walk.owners.setters[path] = functools.partial(setattr, owner)
+            walk.owners.puts[path] = functools.partial(Attribute, owner)
             of_keras = script_code.attributes_set_by_library(type(owner))
             names = by_callbacks - (of_keras if owner is model else _OF_EVERY_PART)
             if by_itself and is_of_script(type(owner)):
@@ -245,10 +242,8 @@ class _Walk:
 
     def from_root(self, path: Path, root: Any) -> Iterator[Place]:
         if self._is_new(root):
-            is_function = isinstance(root, _FUNCTIONS)
-            yield from (
-                self.from_function(root, path) if is_function else self.from_object(root, path)
-            )
+            look_into = self.from_function if isinstance(root, _FUNCTIONS) else self.from_object
+            yield from look_into(root, path)
 
     def _is_new(self, value: Any) -> bool:
         if id(value) in self._seen or len(self._seen) > self._most_objects:
@@ -291,19 +286,16 @@ class _Walk:
             yield place
 
     def from_object(
-        self,
-        owner: Any,
-        path: Path,
-        hidden: frozenset[str] = frozenset(),
-        *,
-        is_global: bool = False,
+        self, owner: Any, path: Path, hidden: Set[str] = frozenset(), *, is_global: bool = False
     ) -> Iterator[Place]:
-        self.owners.setters[path] = functools.partial(object.__setattr__, owner)
+        def put(name: str) -> Attribute:
+            return Attribute(owner, name, object.__setattr__)
+
+        self.owners.puts[path] = put
         self.owners.objects[id(owner)] = (path, owner)
         for name, value in script_code.attributes(owner):
             if not name.startswith("__"):
-                put = Attribute(owner, name, object.__setattr__)
-                place = Place((*path, name), value, put, is_global)
+                place = Place((*path, name), value, put(name), is_global)
                 yield from self.from_value(place, is_hidden=name in hidden)
         for kind in type(owner).__mro__:
             is_own = kind is type(owner) and not script_code.is_of_library(kind)
@@ -315,42 +307,51 @@ class _Walk:
         if not self._is_new(kind):
             return
         path = (*path, f"<class {name or kind.__name__}>")
-        self.owners.setters[path] = functools.partial(setattr, kind)
+        self.owners.puts[path] = put = functools.partial(Attribute, kind)
         for name, value in list(vars(kind).items()):
             value = value.__func__ if isinstance(value, staticmethod | classmethod) else value
             value = value.fget if isinstance(value, property) else value
             is_special = name.startswith("__") and not isinstance(value, types.FunctionType)
             if not is_special and not isinstance(value, types.MemberDescriptorType):
-                put = functools.partial(setattr, kind, name)
-                yield from self.from_value(Place((*path, name), value, put))
+                yield from self._parts(path, {name: value}, put)
 
     def _entries(self, value: Any, path: Path, is_global: bool) -> Iterator[Place]:
-        keys: Any = list(value) if isinstance(value, dict) else range(len(value))
-        self.owners.setters[path] = lambda name, each: _set_entry(value, json.loads(name), each)
-        for key in keys:
-            if type(key) in (str, int):
-                put = functools.partial(_set_entry, value, key)
-                place = Place((*path, json.dumps(key)), value[key], put, is_global)
-                yield from self.from_value(place)
+        def put(name: str) -> Callable[[Any], None]:
+            return functools.partial(operator.setitem, value, json.loads(name))
+
+        self.owners.puts[path] = put
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        parts = {json.dumps(k): each for k, each in list(entries) if type(k) in (str, int)}
+        yield from self._parts(path, parts, put, is_global)
+
+    def _parts(
+        self,
+        path: Path,
+        parts: Mapping[str, Any],
+        put: Put = lambda name: _refuse,
+        is_global: bool = False,
+    ) -> Iterator[Place]:
+        for name, part in parts.items():
+            yield from self.from_value(Place((*path, name), part, put(name), is_global))
 
     def from_function(self, value: Any, path: Path) -> Iterator[Place]:
         if isinstance(value, types.MethodType):
-            for name, part in (("<self>", value.__self__), ("<function>", value.__func__)):
-                yield from self.from_value(Place((*path, name), part, _refuse))
+            parts = {"<self>": value.__self__, "<function>": value.__func__}
+            yield from self._parts(path, parts)
         elif isinstance(value, functools.partial):
-            parts = (value.func, value.args, value.keywords)
-            for name, part in zip(("<func>", "<args>", "<keywords>"), parts, strict=True):
-                yield from self.from_value(Place((*path, name), part, _refuse))
+            parts = {"<func>": value.func, "<args>": value.args, "<keywords>": value.keywords}
+            yield from self._parts(path, parts)
         elif script_code.is_function_of_script(value):
             yield from self._enclosed(value, path)
             defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-            for number, each in enumerate(defaults):
-                if isinstance(each, list | dict | set) or _leads_on(each):
-                    place = Place((*path, "<defaults>", str(number)), each, _refuse)
-                    yield from self.from_value(place)
-            for name, each in vars(value).items():
-                put = functools.partial(setattr, value, name)
-                yield from self.from_value(Place((*path, name), each, put))
+            kept = {
+                str(number): each
+                for number, each in enumerate(defaults)
+                if isinstance(each, list | dict | set) or _leads_on(each)
+            }
+            yield from self._parts((*path, "<defaults>"), kept)
+            put = functools.partial(Attribute, value)
+            yield from self._parts(path, vars(value), put)
             yield from self._globals(value, path)
 
     def _enclosed(self, function: types.FunctionType, path: Path) -> Iterator[Place]:
@@ -364,33 +365,22 @@ class _Walk:
 
     def _globals(self, function: types.FunctionType, path: Path) -> Iterator[Place]:
         named = function.__globals__
+        path = (*path, "<global>")
         assigned = script_code.stored(function.__code__, "STORE_GLOBAL")
         mentioned = dict.fromkeys(script_code.names_in(function.__code__))
         for name in mentioned:
             value = named.get(name)
-            entry = (*path, "<global>", name)
             if isinstance(value, type):
                 if is_of_script(value):
-                    yield from self.from_class(value, entry, name)
+                    yield from self.from_class(value, (*path, name), name)
             elif isinstance(value, types.ModuleType):
-                yield from self._module(value, entry, mentioned)
+                if script_code.is_file_of_script(getattr(value, "__file__", None)):
+                    there = {each: vars(value)[each] for each in mentioned if each in vars(value)}
+                    put = functools.partial(Attribute, value)
+                    yield from self._parts((*path, name), there, put, is_global=True)
             elif name in assigned or isinstance(value, CONTAINERS) or _leads_on(value):
-                put = functools.partial(named.__setitem__, name)
-                yield from self.from_value(Place(entry, value, put, is_global=True))
-
-    def _module(
-        self, module: types.ModuleType, path: Path, mentioned: Iterable[str]
-    ) -> Iterator[Place]:
-        """What a function mentions of a module of the script."""
-        if script_code.is_file_of_script(getattr(module, "__file__", None)):
-            for name in mentioned:
-                if name in vars(module):
-                    put = functools.partial(setattr, module, name)
-                    yield from self.from_value(Place((*path, name), vars(module)[name], put, True))
-
-
-def _set_entry(owner: Any, key: Any, value: Any) -> None:
-    owner[key] = value
+                put_one = functools.partial(named.__setitem__, name)
+                yield from self.from_value(Place((*path, name), value, put_one, is_global=True))
 
 
 def _refuse(value: Any) -> None:
