@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_distplug.backend.tensorflow.runtime import models
-from keras_distplug.python_state import changes, functions_state, plain_values, script_code, walk
+from keras_distplug.python_state import changes, plain_values, script_code, walk
 from keras_distplug.python_state.changes import DELETED, SAME, Changes, Policy, Saved, Value
 from keras_distplug.python_state.walk import Attribute, Owners, Path, Place, Walked
 
@@ -54,7 +54,7 @@ class CallbackChanges:
         self._model = model
         self._lost: dict[str, None] = {}
         self._note_known()
-        self._code = {name: functions_state.of(each) for name, each in callbacks.items()}
+        self._code = {name: script_code.code_of(each) for name, each in callbacks.items()}
         self._changes = {
             name: Changes(owner, functools.partial(self._walk, name), self._policy(name))
             for name, owner in {**callbacks, _MODEL: model}.items()
@@ -77,7 +77,7 @@ class CallbackChanges:
 
     def _policy(self, name: str) -> Policy:
         code = self._code.get(name)
-        codes = [*self._code.values(), functions_state.of(self._model)] if code is None else [code]
+        codes = [*self._code.values(), script_code.code_of(self._model)] if code is None else [code]
         changed = frozenset().union(*(each.changed for each in codes))
         clocks = frozenset() if code is None else code.clocks
         return Policy(
