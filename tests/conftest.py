@@ -33,16 +33,16 @@ LONGEST_FIRST = (
     "tests/examples/test_examples.py",
     "tests/examples/test_examples_of_one_process.py",
     "tests/scenarios/test_schedulers.py",
-    "tests/fit/test_exact_resume.py",
-    "tests/training/test_scheduled.py",
-    "tests/training/test_step_guard.py",
+    "tests/checkpoint/test_exact_resume.py",
+    "tests/backend/test_scheduled.py",
+    "tests/nonfinite/test_step_guard.py",
     "tests/storage/test_kills.py",
-    "tests/training/test_sources.py",
-    "tests/fit/test_nan_watchdog.py",
-    "tests/fit/test_two_tiers.py",
-    "tests/fit/test_resume.py",
-    "tests/fit/test_saves_of_fit.py",
-    "tests/compat/test_upstream.py",
+    "tests/data/test_sources.py",
+    "tests/nonfinite/test_nan_watchdog.py",
+    "tests/checkpoint/test_two_tiers.py",
+    "tests/checkpoint/test_resume.py",
+    "tests/checkpoint/test_saves_of_fit.py",
+    "tests/backend/test_upstream.py",
 )
 
 
@@ -116,7 +116,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
         gc.freeze()
 
 
-UPSTREAM = "tests/compat/test_upstream.py"
+UPSTREAM = "tests/backend/test_upstream.py"
 
 
 @pytest.hookimpl(wrapper=True)

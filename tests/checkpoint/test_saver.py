@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from checkpoints import RUN, Checkpoints
+from storage.checkpoints import RUN, Checkpoints
 
 from keras_distplug.checkpoint.saver import Saved, Saver
 from keras_distplug.core.errors import SaveError
@@ -126,7 +126,7 @@ SCRIPT = """
 import sys, threading
 import numpy as np
 from pathlib import Path
-from checkpoints import Checkpoints
+from storage.checkpoints import Checkpoints
 from keras_distplug.core.state import Cursor, TrainState
 from keras_distplug.checkpoint.saver import Saver
 

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.tf, pytest.mark.timeout(240)]
 
 import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
-from training import inputs  # noqa: E402
+from data import inputs  # noqa: E402
 
 from keras_distplug.backend.tensorflow.input import pipeline  # noqa: E402
 from keras_distplug.core.errors import DataError  # noqa: E402

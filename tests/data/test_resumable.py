@@ -13,8 +13,8 @@ pytestmark = [pytest.mark.tf, pytest.mark.timeout(240)]
 
 import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
+from data import inputs  # noqa: E402
 from support import small  # noqa: E402
-from training import inputs  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.backend.tensorflow import trainer  # noqa: E402
