@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import inspect
+import re
 import subprocess
 import sys
 import typing
@@ -192,6 +193,17 @@ def loaded_with(module: str) -> set[str]:
         loaded |= {each.partition(".")[0] for each in imports(MODULES[name], at_import=True)}
         left += modules_used(MODULES[name], at_import=True)
     return loaded
+
+
+def test_page() -> None:
+    """The page for contributors names every folder, and only files that there are."""
+    page = (PACKAGE.parent / "docs/architecture.md").read_text()
+    for folder in sorted(
+        path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()
+    ):
+        assert f"{folder}/" in page, folder
+    for name in re.findall(r"`([\w/]+\.py)`", page):
+        assert (PACKAGE / name).exists() or (PACKAGE.parent / name).exists(), name
 
 
 def test_names_of_tests() -> None:

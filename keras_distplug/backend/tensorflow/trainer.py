@@ -1,8 +1,8 @@
 """`fit`, `evaluate` and `predict` of Keras 3 under a strategy of several replicas.
 
 What is wrong upstream (Keras 3.10 to 3.15, TensorFlow 2.18 to 2.21; keras-team/keras#20585,
-tensorflow/tensorflow#72388, ray-project/ray#47464), besides what `compat/losses.py`,
-`compat/optimizers.py` and `compat/replica_state.py` list:
+tensorflow/tensorflow#72388, ray-project/ray#47464), besides what `losses.py`,
+`optimizers.py` and `replica_state.py` list:
 
 - `TensorFlowTrainer._maybe_symbolic_build` reduces the per-replica structure of the first batch
   with `strategy.reduce`, which raises ValueError on several workers.
@@ -21,7 +21,7 @@ tensorflow/tensorflow#72388, ray-project/ray#47464), besides what `compat/losses
   counts in `optimizer.iterations` and decays weights. On a single device, too.
 
 Overrides sit on the one model (and its optimizer, losses and variables) that was adapted, but for
-those of `compat/steps.py`, which last as long as a step of such a model is traced or run.
+those of `steps.py`, which last as long as a step of such a model is traced or run.
 """
 
 from __future__ import annotations

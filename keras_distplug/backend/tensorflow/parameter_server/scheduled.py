@@ -5,7 +5,7 @@ What is wrong upstream (Keras 3.10 to 3.15, TensorFlow 2.18 to 2.21; no issue of
 - `fit`, `evaluate` and `predict` read the data on the chief, which TensorFlow refuses ("you need to
   pass this dataset to ClusterCoordinator.create_per_worker_dataset"), and run each step there.
 - Keras' variables `assign` what they have read: of two workers that do it at once, one is lost.
-  `compat/shared_state.py` mends that.
+  `shared_state.py` mends that.
 - The queue of TensorFlow's coordinator takes 262,144 steps at once, so that whoever counts them
   would be through with an epoch before a worker has begun it.
 

@@ -1,6 +1,6 @@
 """Logs of a step: of one replica, of all of them, from the metrics.
 
-Keras 3.10 to 3.15 and TensorFlow 2.18 to 2.21: see `compat/trainer.py`.
+Keras 3.10 to 3.15 and TensorFlow 2.18 to 2.21: see `trainer.py`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Keras scales the loss of every replica by 1/R, R being the number of replicas, a
 summed. That is the mean over the global batch of N samples only where each replica has N/R of them:
 one that has n has to count `weight` = R * n / N times. In whatever is added up over replicas, a
 loss or a loss metric, a replica's value counts `weight` times; what is not a mean over samples is
-divided by it before (`compat/losses.py`).
+divided by it before (`losses.py`).
 """
 
 from __future__ import annotations

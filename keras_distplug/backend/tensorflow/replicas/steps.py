@@ -1,8 +1,8 @@
 """Steps of `fit`, `evaluate` and `predict` that several replicas take together.
 
 Keras 3.10 to 3.15 and TensorFlow 2.18 to 2.21: what is wrong with Keras' own is listed in
-`compat/trainer.py`. What has to be mended outside of the model (`compat/losses.py`,
-`compat/empty_batches.py`) is so for as long as a step of it is traced or run.
+`trainer.py`. What has to be mended outside of the model (`losses.py`,
+`empty_batches.py`) is so for as long as a step of it is traced or run.
 
 A distributed iterator asks all workers for each batch whether anybody has one, by an eager
 collective. What it would do around that is private: `_fetched` does it here.

@@ -1,6 +1,6 @@
 """Variables in parts, seen as a whole.
 
-`compat/embeddings.py` makes them: a Keras variable for each part, which optimizers, who know
+`embeddings.py` makes them: a Keras variable for each part, which optimizers, who know
 nothing of it, train as a variable of its own. What looks at a model from outside (checkpoints,
 files, a model outside of the scope) sees what would be there without parts.
 """
