@@ -6,11 +6,15 @@ import dataclasses
 import functools
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keras_distplug.core.events import VERSION, Entry, Event, OfReplica, Window, name_of
 from keras_distplug.core.hints import require_types
+
+_HUGE = re.compile(r"\d{200}")  # which no float can hold the sum of some of
+_HUGE_IN_BYTES = re.compile(_HUGE.pattern.encode())
 
 
 def to_line(entry: Entry) -> bytes:
@@ -29,6 +33,8 @@ def to_line(entry: Entry) -> bytes:
 def from_line(line: bytes | str) -> Entry | None:
     """The inverse of `to_line`; None for what was cut off, or is not known here."""
     try:
+        if (_HUGE_IN_BYTES if isinstance(line, bytes) else _HUGE).search(line):  # type: ignore[arg-type]
+            return None
         said = json.loads(line)
         kind = Event.kinds[said["event"]]
         if said["v"] > VERSION:

@@ -73,7 +73,7 @@ class Source(Protocol):
         ...
 
     def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
-        """As `compat.data.LateDistributedDataset.of_worker`."""
+        """As `LateDistributedDataset.of_worker`."""
         ...
 
     def fingerprint(self) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -82,6 +83,14 @@ def test_not_finite() -> None:
 def test_passed_over(line: bytes) -> None:
     """What cannot be understood is none."""
     assert from_line(line) is None
+
+
+@pytest.mark.parametrize("encoded", [str, str.encode])
+def test_number_that_no_float_holds(encoded: Callable[[str], str | bytes]) -> None:
+    """Whoever adds it to another one would fail; one of some digits less is taken."""
+    line = to_line(Entry(1.0, "worker-0", events.Hung("waits"))).decode()
+    assert from_line(encoded(line.replace("1.0", "1" + "0" * 400))) is None
+    assert from_line(encoded(line.replace("1.0", "1" + "0" * 100))) is not None
 
 
 def test_field_of_tomorrow() -> None:

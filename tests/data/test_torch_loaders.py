@@ -204,7 +204,7 @@ def test_interrupted(name: str, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*cannot", category=UserWarning)
         whole = fit(name, backup(tmp_path / "whole"))
-    if name == "stream":  # of unknown length: see `compat.empty_batches`
+    if name == "stream":  # of unknown length: see `empty_batches`
         plain = whole
     assert whole == plain
     stops = {"in": small.Stop(1, 1), "behind": StopAtEnd(), "between": small.Stop(2, 0)}

@@ -16,8 +16,10 @@ import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
+from keras_distplug.backend.tensorflow.runtime.attached import attached  # noqa: E402
 from keras_distplug.core.errors import ConfigurationError  # noqa: E402
 from keras_distplug.replicas.stragglers import Straggler  # noqa: E402
+from keras_distplug.step.instrumentation import StepInstrumentation  # noqa: E402
 from keras_distplug.step.stopwatch import Lap, Stopwatch  # noqa: E402
 
 WINDOW = 3
@@ -84,7 +86,7 @@ def test_alone() -> None:
     made = keras.Model(inputs, keras.layers.Dense(1)(inputs))
     made.compile("sgd", "mse")
     made.fit(data(), verbose=0, callbacks=[kd.StragglerWatchdog(WINDOW)])
-    assert "_distplug_guard" not in vars(made)
+    assert attached(made, StepInstrumentation) is None
 
 
 class Past(keras.Model):

@@ -24,6 +24,8 @@ import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
+from keras_distplug.backend.tensorflow.parameter_server import scheduled  # noqa: E402
+from keras_distplug.backend.tensorflow.runtime.attached import attached  # noqa: E402
 
 folder, steps = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 200
 kd.init()  # a worker or parameter server stays here
@@ -90,7 +92,7 @@ outcome = {
     "began": told.began,
     "steps": steps_of(model),
     "samples": float(keras.ops.convert_to_numpy(accuracy.count)),
-    "readers": vars(model)["_distplug_schedule"]._begun.numpy().tolist(),
+    "readers": attached(model, scheduled._Schedule)._begun.numpy().tolist(),
     "evaluate": model.evaluate(X, Y, verbose=0),
     "accuracy": history.history["accuracy"],
     "secs": time.monotonic() - begun_s,
