@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import inspect
 import re
@@ -73,8 +74,13 @@ WITHOUT_TENSORFLOW = (
 REMOTE_STORES = ("remote.py", "object_store.py", "sftp.py")
 
 
-def imports(path: Path, *, at_import: bool = False) -> Iterator[str]:
+@functools.cache
+def imports(path: Path, *, at_import: bool = False) -> tuple[str, ...]:
     """Modules that a file imports, but for type checkers: anywhere, or when imported itself."""
+    return tuple(_imports(path, at_import))
+
+
+def _imports(path: Path, at_import: bool) -> Iterator[str]:
     tree = ast.parse(path.read_text())
     if at_import:
         for node in ast.walk(tree):

@@ -152,7 +152,7 @@ def test_failure_at_the_end_of_the_process(tmp_path: Path) -> None:
     (tmp_path / "run-0001").write_text("a file where a folder has to be")
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.replace("ENDS", ""), str(tmp_path)],
-        cwd=Path(__file__).parent,
+        cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,
         timeout=120,
@@ -169,7 +169,7 @@ def test_end_of_the_process(ends: str, code: int, tmp_path: Path) -> None:
     once the script is through, and for what it deletes."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.replace("ENDS", ends), str(tmp_path)],
-        cwd=Path(__file__).parent,
+        cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,
         timeout=60,

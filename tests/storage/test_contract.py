@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Mapping
@@ -37,13 +38,12 @@ class Replaces(LocalFiles):
         super().create(path, parts)
 
 
-class LooksFirst(LocalFiles):
+class Overwrites(LocalFiles):
     def create(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
-        if path.rpartition("/")[2] in self.names(path.rpartition("/")[0]):
-            raise FileExistsError(path)
-        time.sleep(0.01)
-        self.delete(path)
-        super().create(path, parts)
+        with tempfile.NamedTemporaryFile() as file:
+            file.writelines(parts)
+            file.flush()
+            self.put(Path(file.name), path, overwrite=True)
 
 
 class WritesInPlace(LocalFiles):
@@ -141,7 +141,7 @@ class HasBadTraits(LocalFiles):
 FAULTS: Mapping[str, type[LocalFiles]] = {
     "created_files_are_whole": LosesTheLastPart,
     "create_replaces_nothing": Replaces,
-    "one_writer_wins": LooksFirst,
+    "one_writer_wins": Overwrites,
     "half_a_file_is_never_seen": WritesInPlace,
     "failed_files_do_not_exist": WritesInPlace,
     "put_replaces_if_asked": AlwaysPuts,
