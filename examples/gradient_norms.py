@@ -50,7 +50,7 @@ class PrintNorms(keras.callbacks.Callback):
             print(f"epoch {epoch + 1}, replica {replica}: largest gradient norm {norm:.3f}")
 
     def state_dict(self):
-        return {}  # nothing to save: every epoch starts anew
+        return {}  # nothing to save: every epoch starts with no norms
 
     def load_state_dict(self, state):
         pass

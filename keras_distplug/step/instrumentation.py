@@ -23,11 +23,11 @@ from keras_distplug.step.replica_step import ReplicaStep
 
 
 class StepInstrument:
-    """Measures, or decides, something in every training step of a model.
+    """Base class for measuring or deciding something in every training step of a model.
 
     Derive from it, override the hooks you need, and give it to `instrument_step` in a callback's
     `set_model`. The hooks are called while Keras traces the step, once in each replica: build
-    TensorFlow operations there. To hear of a value in Python, call `tf.py_function` or
+    TensorFlow operations there. To use a value in Python, call `tf.py_function` or
     `tf.numpy_function` in `before` or `after`.
 
     Example:
@@ -98,10 +98,10 @@ Kind = TypeVar("Kind", bound=StepInstrument)
 
 
 def instrument_step(model: keras.Model, instrument: StepInstrument) -> None:
-    """Has an instrument in every training step of the `fit` that begins.
+    """Adds an instrument to every training step of the `fit` that is starting.
 
-    To be called from a callback's `set_model`, because Keras makes the step before
-    `on_train_begin`. The next `fit` is without it, unless it is called again.
+    Call it in a callback's `set_model`, because Keras builds the step before `on_train_begin`. The
+    instrument is removed after this `fit`.
 
     Example:
 
@@ -120,7 +120,8 @@ def instrument_step(model: keras.Model, instrument: StepInstrument) -> None:
         instrument: A `StepInstrument`.
 
     Raises:
-        ConfigurationError: If it is none, or under ParameterServerStrategy.
+        ConfigurationError: If `instrument` is not a `StepInstrument`, or under
+            ParameterServerStrategy.
     """
     if not isinstance(instrument, StepInstrument):
         raise ConfigurationError(
@@ -130,8 +131,8 @@ def instrument_step(model: keras.Model, instrument: StepInstrument) -> None:
     if is_scheduled(model.distribute_strategy):
         raise ConfigurationError(
             "Expected a model whose steps are taken in this process. Received: one under "
-            "ParameterServerStrategy, whose workers cannot call this process's Python. Leave the "
-            "instrument out there."
+            "ParameterServerStrategy, whose workers cannot call this process's Python. Do "
+            "not add the instrument under this strategy."
         )
     StepInstrumentation.of(model).use(instrument)
 

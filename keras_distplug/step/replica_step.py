@@ -15,12 +15,14 @@ from keras_distplug.step.gradients import dense
 
 
 class ReplicaStep:
-    """A step of one replica, as tensors of its trace: what instruments are given.
+    """The training step of one replica, as tensors of its trace. Instruments receive it.
+
+    `carried` is a dictionary for tensors that a hook passes to `after`.
 
     Args:
         batch: The replica's part of the batch.
-        is_compiled: Whether XLA compiles what is between `before` and `after`, where no function of
-            Python's can be called.
+        is_compiled: Whether XLA compiles everything between `before` and `after`, where Python
+            functions cannot be called.
     """
 
     def __init__(self, batch: Any, is_compiled: bool) -> None:

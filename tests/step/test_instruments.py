@@ -15,6 +15,7 @@ from support.small import Watching  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.core.errors import ConfigurationError  # noqa: E402
+from keras_distplug.step import instrumentation  # noqa: E402
 
 X = np.random.default_rng(1).normal(size=(16, 4)).astype("float32")
 Y = X.sum(1, keepdims=True)
@@ -153,3 +154,10 @@ def test_traced_again() -> None:
 def test_no_instrument() -> None:
     with pytest.raises(ConfigurationError, match="Expected `instrument` to be a"):
         fit(model(), Uses(object()))
+
+
+def test_parameter_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that take steps by themselves could not report to it."""
+    monkeypatch.setattr(instrumentation, "is_scheduled", lambda strategy: True)
+    with pytest.raises(ConfigurationError, match="under ParameterServerStrategy"):
+        kd.instrument_step(model(), Norms())
