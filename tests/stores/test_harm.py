@@ -31,7 +31,6 @@ from keras_distplug.storage.files import Files, open_files
 from keras_distplug.storage.store import CheckpointStore
 from keras_distplug.storage.stores.object_store import MemoryStore, ObjectStore
 from keras_distplug.storage.stores.remote import RemoteFiles
-from keras_distplug.storage.stores.sftp import Sftp
 
 pytestmark = [pytest.mark.stores, pytest.mark.timeout(300)]
 
@@ -391,7 +390,7 @@ def test_secrets(
         raise RuntimeError(f"403 for {url} with {options}")
 
     monkeypatch.setattr(ObjectStore, "connect", fail)
-    monkeypatch.setattr(Sftp, "connect", fail)
+    monkeypatch.setattr("keras_distplug.storage.stores.sftp.Sftp.connect", fail)
     stamina.set_testing(True, attempts=1)
     with pytest.raises(OSError, match="403 for") as raised:
         files.names("a")
