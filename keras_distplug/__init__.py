@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from keras_distplug.backend.tensorflow.trainer import adapt
     from keras_distplug.callbacks.chief_only import chief_only
     from keras_distplug.checkpoint.backup_and_restore import BackupAndRestore
+    from keras_distplug.checkpoint.settings import LocalCheckpoints, Saving
     from keras_distplug.core import errors
     from keras_distplug.data.feed import resumable
     from keras_distplug.default_callbacks import defaults
@@ -33,14 +34,18 @@ if TYPE_CHECKING:
     from keras_distplug.startup import global_batch, init, scaled_learning_rate
     from keras_distplug.step.instrumentation import StepInstrument, instrument_step
     from keras_distplug.storage.files import register_store
+    from keras_distplug.storage.retention import Retention
 
 __all__ = [
     "BackupAndRestore",
     "HangWatchdog",
+    "LocalCheckpoints",
     "NaNWatchdog",
     "PreemptionHandler",
     "ReplicaMetrics",
+    "Retention",
     "RunLog",
+    "Saving",
     "StepInstrument",
     "StragglerWatchdog",
     "__version__",
@@ -62,10 +67,13 @@ __version__ = "0.1.0"
 _HOMES = {
     "BackupAndRestore": "keras_distplug.checkpoint.backup_and_restore",
     "HangWatchdog": "keras_distplug.hang.hang_watchdog",
+    "LocalCheckpoints": "keras_distplug.checkpoint.settings",
     "NaNWatchdog": "keras_distplug.nonfinite.nan_watchdog",
     "PreemptionHandler": "keras_distplug.preemption.preemption_handler",
     "ReplicaMetrics": "keras_distplug.replicas.replica_metrics",
+    "Retention": "keras_distplug.storage.retention",
     "RunLog": "keras_distplug.runlog.run_log",
+    "Saving": "keras_distplug.checkpoint.settings",
     "StepInstrument": "keras_distplug.step.instrumentation",
     "StragglerWatchdog": "keras_distplug.replicas.straggler_watchdog",
     "adapt": "keras_distplug.backend.tensorflow.trainer",

@@ -6,7 +6,8 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Unpack
 
 import keras
 
@@ -20,6 +21,14 @@ from keras_distplug.checkpoint.candidates import Candidates, Found
 from keras_distplug.checkpoint.fit_state import FitState
 from keras_distplug.checkpoint.local_tier import LocalTier
 from keras_distplug.checkpoint.saves import Saves, Writes
+from keras_distplug.checkpoint.settings import (
+    RETENTION,
+    SAVING,
+    LocalCheckpoints,
+    Saving,
+    Settings,
+    Single,
+)
 from keras_distplug.cluster import agreement
 from keras_distplug.cluster.roles import single_process
 from keras_distplug.core.errors import ConfigurationError
@@ -35,43 +44,47 @@ from keras_distplug.storage import runs
 from keras_distplug.storage.commit import Team, Writer
 from keras_distplug.storage.export_file import Export, Format
 from keras_distplug.storage.files import open_files
-from keras_distplug.storage.retention import Mode, Retention, require_count
+from keras_distplug.storage.retention import Retention
 from keras_distplug.storage.store import CheckpointStore
 
 
 class BackupAndRestore(RunKeeper):
-    """Saves the state of training, and takes it up again when the script is started again.
+    """Saves the state of training, and resumes from it when the script is started again.
 
-    Takes the arguments of `keras.callbacks.BackupAndRestore`. It differs in that
+    Takes the arguments of `keras.callbacks.BackupAndRestore`. It differs from it:
 
-    - a checkpoint is written beside the earlier ones and counts once it is complete on disk; the
-      newest whose checksums hold is taken, and a damaged one is set aside and named;
-    - weights, optimizers (with their learning rate), seed generators, epoch, step, `History`, and
-      what other callbacks know come back: the patience and best weights of `EarlyStopping`, for
-      example, and what a callback of yours gives in `state_dict()` and takes in
-      `load_state_dict(state)` (numbers, text, arrays, lists and dicts of these). `CSVLogger` keeps
-      its rows;
-    - it acts after all other callbacks, wherever it stands among them, so that what they do at the
-      end of an epoch is in the checkpoint;
-    - it is written in the background, while training goes on: of what changes meanwhile there are
-      two copies in memory. Training ends once the last one is written;
-    - under `MultiWorkerMirroredStrategy` each worker writes its share, and all take up the same
-      one; any number of workers can take it up;
-    - a save that fails is tried again, then told in a warning, and the next one comes when it is
-      due; too many in a row end training;
-    - a directory that holds another model's run is refused;
-    - training that ends by a non-finite loss is neither recorded as finished nor deleted.
+    - A new checkpoint is written next to the earlier ones, and counts once it is complete on disk.
+      Training resumes from the newest one whose checksums hold; a damaged one is quarantined and
+      reported.
+    - Weights, optimizers (with their learning rate), seed generators, epoch, step, `History` and
+      the state of other callbacks are restored: the patience and the best weights of
+      `EarlyStopping`, for example. What changes during training in a callback of yours is saved; if
+      it has `state_dict()` and `load_state_dict(state)`, those are used instead (numbers, text,
+      arrays, lists and dicts of these). `CSVLogger` keeps its rows.
+    - It runs after all other callbacks, wherever it stands among them, so that a checkpoint
+      contains what they do at the end of an epoch.
+    - Checkpoints are written in the background while training continues. Meanwhile, memory holds
+      two copies of what changes. Training ends once the last checkpoint is written.
+    - Under `MultiWorkerMirroredStrategy`, every worker writes its share, and all workers resume
+      from the same checkpoint. Any number of workers can resume from it.
+    - A failed save is retried, then reported in a warning; the next one is made when it is due. Too
+      many consecutive failures end training.
+    - A directory that holds another model's run is refused.
+    - Training that ends with a non-finite loss is neither recorded as finished nor deleted.
 
-    A checkpoint from the middle of an epoch is taken up there: `fit` goes on with the batch that
-    comes next, which callbacks and progress bar see under its own number. The data has to come in
-    the same order again; what does not is warned of. Keras calls `on_epoch_begin` of other
-    callbacks once more; what they know is put back behind that.
+    From a checkpoint made mid-epoch, `fit` continues with the next batch, which callbacks and
+    progress bar see under its own number. The data must come in the same order again; a warning
+    names what doesn't. Keras calls `on_epoch_begin` of other callbacks again; their state is
+    restored after that.
 
     Example:
 
     ```python
     callback = keras_distplug.BackupAndRestore(
-        "runs/mnist", save_freq="auto", delete_checkpoint=False, keep_best=("val_loss", "min", 1)
+        "runs/mnist",
+        save_freq="auto",
+        delete_checkpoint=False,
+        retention=keras_distplug.Retention(keep_best=("val_loss", "min", 1)),
     )
     model.fit(x, y, epochs=10, callbacks=[callback])
     ```
@@ -80,46 +93,35 @@ class BackupAndRestore(RunKeeper):
         backup_dir: Folder for the checkpoints of this training, shared by all workers: a path, or
             a URL (`s3://bucket/runs/mnist`, `gs://`, `az://`, `sftp://`, `memory://`).
         save_freq: `"epoch"`; an integer number of batches; a time, as a `datetime.timedelta` or as
-            in `"30s"`, `"5min"`, `"1.5h"`; `"auto"`, which measures what a save costs and makes one
-            as often as `max_overhead` permits; or `False` to save at the end of training only.
+            in `"30s"`, `"5min"`, `"1.5h"`; `"auto"`, which measures what a save costs and saves as
+            often as `saving.max_overhead` permits; or `False` to save at the end of training only.
             Defaults to `"epoch"`.
         double_checkpoint: Keep one more of the newest. Defaults to `False`.
-        delete_checkpoint: Delete the checkpoints once training has reached its end. Defaults to
-            `True`. With `False` the end is recorded: the same `fit` started again returns at once
-            with the stored `History` and weights, one with more `epochs` goes on.
-        storage_options: What fsspec's file system for the store of `backup_dir` takes, such as
+        delete_checkpoint: Delete the checkpoints when training has finished. Defaults to `True`.
+            With `False`, the end is recorded: the same `fit` started again returns immediately with
+            the stored `History` and weights; with more `epochs`, it continues.
+        saving: What saves may cost, and what happens if one is late or fails, as a `Saving`.
+            Defaults to `Saving()`.
+        retention: Which checkpoints to keep, as a `Retention`. Defaults to `Retention()`, the two
+            newest.
+        local: Further checkpoints on the workers' own machines, as `LocalCheckpoints`. Defaults to
+            `None`.
+        storage_options: Arguments for fsspec's file system for the store of `backup_dir`, such as
             `{"endpoint_url": "https://..."}`. Credentials are better left where the store's own
             tools look for them. Defaults to `None`.
-        local_tier: Folder of each worker's own machine, in memory (`/dev/shm/mnist`) or on a disk,
-            for checkpoints between those in `backup_dir`. Each worker writes the whole state there
-            and keeps two, with one more while it writes; they are deleted when training has reached
-            its end. The newest checkpoint of either place is taken up; a local one if each worker
-            finds a whole copy of it. So processes that die cost what was trained since the last
-            local checkpoint, and machines that are lost what was trained since the last one in
-            `backup_dir`. Defaults to `None`.
-        local_freq: How often a checkpoint goes to `local_tier`, as in `save_freq`. Defaults to
-            `"auto"`.
-        resume: `False` begins a new run beside what the folder holds. Defaults to `True`.
-        allow_batch_change: Go on with the same data in global batches of another size, with the
-            sample that comes next. Defaults to `False`, which refuses it.
-        allow_data_change: Go on though the data is not that of the checkpoint: another global
-            batch, another pipeline. The epoch under way begins again then. Defaults to `False`,
-            which refuses it.
-        on_busy: What becomes of a save that is due while one is under way: `"skip"` it, or `"wait"`
-            for the other. Defaults to `"skip"`. At the end of training it always waits.
-        max_overhead: For `save_freq="auto"`, the share of the time that saves may cost. Defaults to
-            0.01.
-        max_failed_saves: So many failed saves in a row end training with an error. Defaults to 3.
-        keep_last: How many of the newest checkpoints stay. Defaults to 2.
-        keep_every_steps: The first checkpoint behind each multiple of so many steps stays, too.
-            Defaults to `None`.
-        keep_best: A metric of the logs, `"min"` or `"max"`, and how many of the best checkpoints by
-            it stay, too. Defaults to `None`.
+        resume: `False` starts a new run next to what the folder holds. Defaults to `True`.
+        allow_batch_change: Continue with the same data in global batches of another size, from the
+            next sample on. Defaults to `False`, which refuses them.
+        allow_data_change: Continue although the data differs from the checkpoint's: another global
+            batch, another pipeline. The interrupted epoch then starts again. Defaults to `False`,
+            which refuses such data.
+        single: The fields of `Saving`, `Retention` and `LocalCheckpoints` (`on_busy`, `keep_last`,
+            `local_tier`, ...) are also accepted as arguments.
 
     Raises:
         ConfigurationError: For an argument that is not usable.
         OtherRunError: In `fit`, if the folder holds the run of another model, or of other data.
-        SaveError: In `fit`, if `max_failed_saves` saves in a row, or that of the end, have failed.
+        SaveError: In `fit`, if too many consecutive saves, or the one at the end, have failed.
     """
 
     def __init__(
@@ -129,48 +131,33 @@ class BackupAndRestore(RunKeeper):
         double_checkpoint: bool = False,
         delete_checkpoint: bool = True,
         *,
+        saving: Saving = SAVING,
+        retention: Retention = RETENTION,
+        local: LocalCheckpoints | None = None,
         storage_options: Mapping[str, Any] | None = None,
-        local_tier: str | os.PathLike[str] | None = None,
-        local_freq: SaveFreq | None = None,
         resume: bool = True,
         allow_batch_change: bool = False,
         allow_data_change: bool = False,
-        on_busy: Literal["skip", "wait"] = "skip",
-        max_overhead: float = 0.01,
-        max_failed_saves: int = 3,
-        keep_last: int = 2,
-        keep_every_steps: int | None = None,
-        keep_best: tuple[str, Mode, int] | None = None,
+        **single: Unpack[Single],
     ) -> None:
         super().__init__()
         if not backup_dir:
             raise ConfigurationError(f"`backup_dir` is empty. Received: {backup_dir!r}")
-        if on_busy not in ("skip", "wait"):
-            raise ConfigurationError(
-                f'Expected `on_busy` to be "skip" or "wait". Received: {on_busy!r}'
-            )
-        require_count("max_failed_saves", max_failed_saves)
-        require_count("keep_last", keep_last)
+        settings = Settings.of(saving, retention, local, single)
         self.backup_dir = backup_dir
         self.save_freq = save_freq
         self.double_checkpoint = double_checkpoint
         self.delete_checkpoint = delete_checkpoint
+        self.saving = settings.saving
+        self.retention = settings.retention
+        self.local = settings.local
         self.resume = resume
         self.allow_batch_change = allow_batch_change
         self.allow_data_change = allow_data_change
-        self.on_busy = on_busy
-        self.max_overhead = max_overhead
-        self.max_failed_saves = max_failed_saves
-        self.keep_last = keep_last
-        self.keep_every_steps = keep_every_steps
-        self.keep_best = keep_best
-        self.local_tier = local_tier
-        self.local_freq = local_freq
-        self._cadence = cadence_of(save_freq, max_overhead)
-        self._local_place = opening.local_place(local_tier, local_freq, max_overhead)
-        self._retention = Retention(
-            keep_last + bool(double_checkpoint), keep_every_steps, keep_best
-        )
+        keep_last = self.retention.keep_last + bool(double_checkpoint)
+        self._retention = replace(self.retention, keep_last=keep_last)
+        self._cadence = cadence_of(save_freq, self.saving.max_overhead)
+        self._local_place = None if self.local is None else self.local.open(self.saving)
         self._files = open_files(backup_dir, storage_options)
         self._storage_options = dict(storage_options or {})
         self._supervised = Supervised.from_env()
@@ -219,7 +206,7 @@ class BackupAndRestore(RunKeeper):
                 is none any more once training has reached its end.
             CorruptCheckpointError: If it is damaged. There is no new file then.
         """
-        keep_best = self._retention.keep_best
+        keep_best = self.retention.keep_best
         exports.export(
             self._files,
             self._run.name if self._run else None,
@@ -303,7 +290,7 @@ class BackupAndRestore(RunKeeper):
                 keras_callbacks.empty(logger)
         team = Team(self._role.rank, self._role.world_size, self._agreement)
         self._saves = self._saves_to(
-            Writer(self._files, self._store, team), self._cadence, self.max_failed_saves
+            Writer(self._files, self._store, team), self._cadence, self.saving.max_failed_saves
         )
         self._local_saves = None
         if self._local is not None and self._local_place is not None:
@@ -315,7 +302,7 @@ class BackupAndRestore(RunKeeper):
         self._report(Phase.FITTING)
 
     def _saves_to(self, writer: Writes, cadence: Cadence, max_failed_saves: int | None) -> Saves:
-        step, wait = self._state.cursor.step, self.on_busy == "wait"
+        step, wait = self._state.cursor.step, self.saving.on_busy == "wait"
         pace = Pace(cadence, step, time.monotonic(), wait_if_busy=wait)
         return Saves(
             writer,

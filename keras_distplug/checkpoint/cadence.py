@@ -70,11 +70,6 @@ def cadence_of(save_freq: SaveFreq, max_overhead: float, name: str = "save_freq"
     Raises:
         ConfigurationError: If it means nothing.
     """
-    if not isinstance(max_overhead, float) or not 0 < max_overhead < 1:
-        raise ConfigurationError(
-            "Expected `max_overhead` to be a share between 0 and 1, such as 0.01. Received: "
-            f"{max_overhead!r}"
-        )
     match save_freq:
         case False:
             return AtEnd()

@@ -1,4 +1,4 @@
-"""Which run a training belongs to, and where its checkpoints go."""
+"""Which run a training belongs to."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import os
 import random
 from typing import Any
 
-from keras_distplug.checkpoint.cadence import Cadence, SaveFreq, cadence_of
 from keras_distplug.cluster import roles
 from keras_distplug.cluster.roles import Role
 from keras_distplug.core.errors import ConfigurationError, CorruptCheckpointError
 from keras_distplug.storage import runs
-from keras_distplug.storage.files import Files, open_files
+from keras_distplug.storage.files import Files
 
 
 def find_or_begin_run(files: Files, *, resume: bool, job: str | None) -> runs.Run:
@@ -36,26 +35,6 @@ def find_or_begin_run(files: Files, *, resume: bool, job: str | None) -> runs.Ru
     draws = random.Random()
     draws.setstate(random.getstate())
     return runs.begin_run(files, job=job, seed=draws.randrange(2**31))
-
-
-def local_place(
-    local_tier: str | os.PathLike[str] | None, local_freq: SaveFreq | None, max_overhead: float
-) -> tuple[Files, Cadence] | None:
-    """Where local checkpoints go, and how often one is made."""
-    if local_tier is None:
-        if local_freq is not None:
-            raise ConfigurationError(
-                "`local_freq` says how often a checkpoint goes to the folder `local_tier`, which "
-                f"is not given. Received: local_freq={local_freq!r}"
-            )
-        return None
-    if not (files := open_files(local_tier)).traits.is_near:
-        raise ConfigurationError(
-            "Expected `local_tier` to be a folder of each worker's own machine, such as "
-            f"/dev/shm/mnist. Received: {os.fspath(local_tier)!r}"
-        )
-    freq = "auto" if local_freq is None else local_freq
-    return files, cadence_of(freq, max_overhead, "local_freq")
 
 
 def require_one_model(role: Role, strategy: Any) -> None:

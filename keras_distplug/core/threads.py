@@ -35,3 +35,18 @@ def in_daemon(action: Callable[[], T], name: str) -> Future[T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return done
+
+
+def within(timeout_s: float, action: Callable[[], T], name: str) -> T:
+    """Returns the result of `action`, which is left behind in its thread if it takes too long.
+
+    Raises:
+        TimeoutError: If it does.
+    """
+    done = in_daemon(action, name)
+    try:
+        return done.result(timeout_s)
+    except TimeoutError:
+        if done.done():  # the action's own error
+            raise
+        raise TimeoutError(f"no answer within {timeout_s:g} s") from None

@@ -18,8 +18,9 @@ from typing import Literal
 from keras_distplug.cluster.channel import Channel
 from keras_distplug.cluster.listeners import Mailbox
 from keras_distplug.core.errors import AgreementError
-from keras_distplug.core.threads import in_daemon
+from keras_distplug.core.threads import within
 
+_THREAD = "keras_distplug-letters"
 _ANSWER_S = 1.5  # that a worker has to answer in, whose Python runs
 _LOOK_AGAIN_S = 10.0
 
@@ -193,7 +194,9 @@ class InquiryTogether(Inquiry):
         if not self._can_be_heard():
             return
         try:
-            _within(_ANSWER_S, lambda: self._channel.tell_first(f"left/{self._role.rank}", ""))
+            within(
+                _ANSWER_S, lambda: self._channel.tell_first(f"left/{self._role.rank}", ""), _THREAD
+            )
             if self._role.is_chief:
                 end_s = time.monotonic() + _ANSWER_S
                 for rank, name in enumerate(self._role.workers):
@@ -230,20 +233,12 @@ class InquiryTogether(Inquiry):
         return self._role.workers[0] not in self._silent
 
     def _send(self, letter: Mapping[str, object]) -> None:
-        _within(_ANSWER_S, lambda: self._mailbox.send(json.dumps(letter)))
+        # TensorFlow waits forever for a frozen chief.
+        within(_ANSWER_S, lambda: self._mailbox.send(json.dumps(letter)), _THREAD)
 
 
 def _only(reports: Mapping[str, Report], awaits: str | None) -> dict[str, Report]:
     return {worker: report for worker, report in reports.items() if report.awaits == awaits}
-
-
-def _within(timeout_s: float, act: Callable[[], object]) -> None:
-    """TensorFlow waits for ever for a frozen chief.
-
-    Raises:
-        TimeoutError: If it takes longer.
-    """
-    in_daemon(act, "keras_distplug-letters").result(timeout_s)
 
 
 def _and(names: list[str]) -> str:

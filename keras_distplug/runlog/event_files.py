@@ -14,11 +14,11 @@ from tensorboard.plugins.text import metadata as texts
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.util import tensor_util
 
+from keras_distplug.runlog.sinks import UploadPace
 from keras_distplug.storage.files import Files
 from keras_distplug.storage.stores.local import LocalFiles
 
 _FLUSH_SECS = 5.0
-_EVERY_SECS, _LONGEST_SECS, _SHARE = 60.0, 600.0, 0.01  # of uploads
 
 
 class EventFiles:
@@ -41,7 +41,8 @@ class EventFiles:
         else:
             self._here = tempfile.TemporaryDirectory(prefix="keras_distplug-tensorboard-")
             self.path = Path(self._here.name)
-        self._begun_s = self._looked_s = time.monotonic()
+        self._pace = UploadPace(60.0, 600.0)
+        self._looked_s = time.monotonic()
         self._writer: Any = None
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
@@ -65,8 +66,7 @@ class EventFiles:
                 self._writer.flush()
                 self._looked_s = time.monotonic()
             return
-        pause_s = max(_EVERY_SECS, _SHARE * (time.monotonic() - self._begun_s))
-        if passed_s >= min(pause_s, _LONGEST_SECS):
+        if passed_s >= self._pace.every_secs:
             self._looked_s = time.monotonic()
             self._end_file()
 

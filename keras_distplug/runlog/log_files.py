@@ -5,135 +5,38 @@
       20261122T101112Z-worker-1-3f0c9a1b.0002-000017.jsonl    in a store: the second part
       supervisor-8d1e....jsonl
 
-A store has no appending. So what is written is divided into parts, of which the last one, while it
-grows, is written anew under a higher number, and then the file before it is deleted.
+`sinks` writes them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import re
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from keras_distplug.core.errors import CheckpointError, NoCheckpointError
 from keras_distplug.core.event_lines import from_line
 from keras_distplug.core.events import SUPERVISOR, Began, Entry
 from keras_distplug.core.threads import before_threads_end
 from keras_distplug.runlog.goodput_totals import Fit
+from keras_distplug.runlog.sinks import SUFFIX, Sink, sink_for
 from keras_distplug.storage import layout
 from keras_distplug.storage.files import Files, open_files
-from keras_distplug.storage.stores.local import LocalFiles
 
 FOLDER = "log"
-_SUFFIX = ".jsonl"
 _VERSION = re.compile(r"(?P<stem>.+)\.(?P<part>\d{4,})-(?P<version>\d{6,})")
-_PART_BYTES = 2**18
 _KEPT_BYTES = 2**20  # of what cannot be written
 _AGAIN_SECS = 5.0  # after a failure
-_EVERY_SECS, _LONGEST_SECS, _SHARE = 10.0, 60.0, 0.01  # of uploads
 _LAST_SECS = 10.0
 _BEAT_SECS = 60.0  # without a line
 _LOOKS = 5  # for the newer name of a file that is not there any more
 _LEVELS = 3  # of folders in which runs are looked for
-
-
-class Sink(Protocol):
-    """Where lines go."""
-
-    @property
-    def every_secs(self) -> float:
-        """Pause between writes."""
-        ...
-
-    def write(self, lines: bytes) -> None:
-        """Raises OSError, and has written nothing then that counts."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class _Appended:
-    """A file on a disk."""
-
-    every_secs = 0.0
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: int | None = None
-        self._bytes = 0  # that count
-        self._is_torn = False
-
-    def write(self, lines: bytes) -> None:
-        if self._file is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-            self._bytes = os.fstat(self._file).st_size
-        if self._is_torn:
-            self._mend(self._file)
-        self._is_torn = True
-        if (taken := os.write(self._file, lines)) < len(lines):
-            self._mend(self._file)
-            raise OSError(f"{self._path} took {taken} of {len(lines)} bytes only")
-        self._is_torn = False
-        self._bytes += len(lines)
-
-    def _mend(self, file: int) -> None:
-        """Takes back what a full disk has taken, for all of it is written again. Nobody else writes
-        to this file."""
-        os.ftruncate(file, self._bytes)
-        self._is_torn = False
-
-    def close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-
-class _Uploaded:
-    """Files in a store."""
-
-    def __init__(self, files: Files, stem: str) -> None:
-        self._files = files
-        self._stem = stem
-        self._begun_s = time.monotonic()
-        self._part = b""
-        self._number, self._version = 1, 0
-        self._before: str | None = None
-
-    @property
-    def every_secs(self) -> float:
-        return min(max(_EVERY_SECS, _SHARE * (time.monotonic() - self._begun_s)), _LONGEST_SECS)
-
-    def write(self, lines: bytes) -> None:
-        part = self._part + lines
-        self._version += 1
-        name = f"{self._stem}.{self._number:04d}-{self._version:06d}{_SUFFIX}"
-        self._files.create(name, [part])
-        before, self._before, self._part = self._before, name, part
-        if len(part) >= _PART_BYTES:
-            self._number, self._version, self._part, self._before = self._number + 1, 0, b"", None
-        if before is not None:
-            with contextlib.suppress(OSError):  # it does not count any more
-                self._files.delete(before)
-
-    def close(self) -> None:
-        pass
-
-
-def sink_for(files: Files, stem: str) -> Sink:
-    """Where the file `stem` goes, from the folder of `files`."""
-    if isinstance(files, LocalFiles):
-        return _Appended(Path(files.where(f"{stem}{_SUFFIX}")))
-    return _Uploaded(files, stem)
 
 
 @dataclass(frozen=True)
@@ -448,7 +351,7 @@ class _File:
 
     def read_on(self, files: Files, path: str) -> bool:
         """Whether there was something new."""
-        if self._read_bytes and _VERSION.fullmatch(self.name.removesuffix(_SUFFIX)):
+        if self._read_bytes and _VERSION.fullmatch(self.name.removesuffix(SUFFIX)):
             return False  # in a store no file grows: what is new has another name
         buffer = bytearray(max(0, files.size(path) - self._read_bytes))
         filled = files.read_into(path, self._read_bytes, memoryview(buffer)) if buffer else 0
@@ -469,9 +372,9 @@ def newest(names: list[str]) -> dict[tuple[str, int], str]:
     """Of each part of each file, the one that counts."""
     found: dict[tuple[str, int], tuple[int, str]] = {}
     for name in names:
-        if not name.endswith(_SUFFIX):
+        if not name.endswith(SUFFIX):
             continue
-        stem, part, version = name.removesuffix(_SUFFIX), 0, 0
+        stem, part, version = name.removesuffix(SUFFIX), 0, 0
         if match := _VERSION.fullmatch(stem):
             stem, part, version = match["stem"], int(match["part"]), int(match["version"])
         found[stem, part] = max(found.get((stem, part), (-1, "")), (version, name))

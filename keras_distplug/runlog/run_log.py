@@ -35,8 +35,9 @@ from keras_distplug.python_state import json_values
 from keras_distplug.runlog.event_files import EventFiles
 from keras_distplug.runlog.goodput_curves import GoodputCurves
 from keras_distplug.runlog.goodput_totals import Fit
-from keras_distplug.runlog.log_files import FOLDER, Log, read, sink_for
+from keras_distplug.runlog.log_files import FOLDER, Log, read
 from keras_distplug.runlog.process import started_at
+from keras_distplug.runlog.sinks import sink_for
 from keras_distplug.step.executions import Executions
 from keras_distplug.step.step_reports import StepReport
 from keras_distplug.step.step_windows import OwnWindows

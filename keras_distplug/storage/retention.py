@@ -29,15 +29,24 @@ class Kept:
 
 @dataclass(frozen=True)
 class Retention:
-    """What stays: all that one of the three rules keeps.
+    """Which checkpoints to keep: everything that one of three rules keeps.
+
+    Example:
+
+    ```python
+    kd.BackupAndRestore("runs/mnist", retention=kd.Retention(keep_best=("val_loss", "min", 3)))
+    ```
 
     Args:
-        keep_last: So many of the newest, at least 1. Defaults to 2.
-        keep_every_steps: The first checkpoint in each stretch of so many steps, for good. Defaults
-            to none.
-        keep_best: Metric, `"min"` or `"max"`, and how many of the best by it, such as
-            `("val_loss", "min", 3)`. Of equal ones the newer is the better one; one without the
-            metric, or with NaN, is none of the best. Defaults to none.
+        keep_last: This many of the newest, at least 1. Defaults to 2.
+        keep_every_steps: The first checkpoint after every multiple of this many steps, forever.
+            Defaults to `None`.
+        keep_best: A metric of the logs, `"min"` or `"max"`, and how many of the best by it, such as
+            `("val_loss", "min", 3)`. Of equal ones, the newer counts as better; one whose metric is
+            missing or NaN never counts. Defaults to `None`.
+
+    Raises:
+        ConfigurationError: For an argument that is not usable.
     """
 
     keep_last: int = 2

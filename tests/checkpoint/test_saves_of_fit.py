@@ -22,9 +22,11 @@ from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.checkpoint import capture, saver  # noqa: E402
+from keras_distplug.checkpoint.settings import Saving  # noqa: E402
 from keras_distplug.cluster.channel import Channel  # noqa: E402
 from keras_distplug.core.errors import CorruptCheckpointError, SaveError  # noqa: E402
 from keras_distplug.storage.files import open_files  # noqa: E402
+from keras_distplug.storage.retention import Retention  # noqa: E402
 from keras_distplug.storage.store import CheckpointStore  # noqa: E402
 from keras_distplug.storage.stores.local import LocalFiles  # noqa: E402
 
@@ -259,18 +261,18 @@ def test_last_save_that_fails(tmp_path: Path, before_writing: Callable[[Hook], N
 
 
 def test_retention(tmp_path: Path) -> None:
-    """The best by a metric and one of each stretch stay beside the newest."""
+    """The best by a metric and one of every stretch stay, as well as the newest, of which Keras'
+    `double_checkpoint` keeps one more."""
     model = fit(
         tmp_path,
+        double_checkpoint=True,
         epochs=6,
-        on_busy="wait",
-        keep_last=1,
-        keep_every_steps=15,
-        keep_best=("loss", "max", 2),
+        saving=Saving(on_busy="wait"),
+        retention=Retention(keep_last=1, keep_every_steps=15, keep_best=("loss", "max", 2)),
     )
     losses = model.history.history["loss"]
     worst = sorted(range(6), key=losses.__getitem__)[-2:]
-    assert steps_in(tmp_path) == sorted({16, 24} | {4 * epoch + 4 for epoch in worst})
+    assert steps_in(tmp_path) == sorted({16, 20, 24} | {4 * epoch + 4 for epoch in worst})
 
 
 @pytest.mark.parametrize("changed", [False, True])

@@ -17,7 +17,7 @@ from werkzeug.test import Client
 import keras_distplug as kd
 from keras_distplug.cli import main
 from keras_distplug.core.event_lines import to_line
-from keras_distplug.runlog import log_files
+from keras_distplug.runlog import log_files, sinks
 from keras_distplug.storage.files import open_files
 from keras_distplug.storage.stores.local import LocalFiles
 from keras_distplug.tensorboard_plugin import plugin as plugin_module
@@ -193,7 +193,7 @@ def test_requests_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_files, "open_files", lambda url: Counted(open_files(url), asked))
     files = open_files(root)
     for rank, fit in enumerate(logged.fits(4, 10)[0]):
-        sink = log_files.sink_for(files, f"run-0001/log/20260101T000000Z-worker-{rank}-aaaa")
+        sink = sinks.sink_for(files, f"run-0001/log/20260101T000000Z-worker-{rank}-aaaa")
         sink.write(b"".join(map(to_line, fit.entries)))
     watching = plugin(logdir=root, logdir_spec="")
     [run] = shown(watching)

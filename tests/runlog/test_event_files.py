@@ -10,7 +10,6 @@ import pytest
 from support.curves import curves_in
 
 from keras_distplug.replicas.replica_curves import ReplicaCurves
-from keras_distplug.runlog import event_files
 from keras_distplug.runlog.event_files import EventFiles
 from keras_distplug.step.step_reports import StepReport
 from keras_distplug.storage.files import open_files
@@ -43,8 +42,7 @@ class Trouble(RemoteFiles):
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file is complete each time that somebody looks."""
-    monkeypatch.setattr(event_files, "_EVERY_SECS", 0.0)
-    monkeypatch.setattr(event_files, "_SHARE", 0.0)
+    monkeypatch.setattr("keras_distplug.runlog.sinks.UploadPace.every_secs", 0.0)
 
 
 @pytest.fixture

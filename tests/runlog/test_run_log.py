@@ -591,8 +591,7 @@ def test_in_a_store() -> None:
 
 def test_curves_in_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """TensorBoard's files come there whole, one after the other."""
-    monkeypatch.setattr("keras_distplug.runlog.event_files._EVERY_SECS", 0.0)
-    monkeypatch.setattr("keras_distplug.runlog.event_files._SHARE", 0.0)
+    monkeypatch.setattr("keras_distplug.runlog.sinks.UploadPace.every_secs", 0.0)
     directory = f"memory://{uuid.uuid4().hex}"
     fit(kd.defaults(directory))
     [found] = logged(directory)
@@ -612,8 +611,7 @@ def test_store_that_fails(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Curves that do not reach it are told of, once, and training goes on."""
-    monkeypatch.setattr("keras_distplug.runlog.event_files._EVERY_SECS", 0.0)
-    monkeypatch.setattr("keras_distplug.runlog.event_files._SHARE", 0.0)
+    monkeypatch.setattr("keras_distplug.runlog.sinks.UploadPace.every_secs", 0.0)
 
     def fails(files: Any, path: str, parts: Any, stock: Any = RemoteFiles.create) -> None:
         if "tfevents" in path:

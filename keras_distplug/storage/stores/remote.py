@@ -22,7 +22,7 @@ from urllib.parse import urlsplit, urlunsplit
 import fsspec
 import stamina
 
-from keras_distplug.core.threads import in_daemon
+from keras_distplug.core.threads import within
 from keras_distplug.storage.files import Traits
 from keras_distplug.storage.request_body import RequestBody
 
@@ -32,7 +32,6 @@ _REFUSALS = (401, 403)
 # Refusals that may pass: of a token that is about to be renewed, and of a clock that is being set.
 _PASSING_REFUSALS = ("ExpiredToken", "RequestTimeTooSkewed")
 _SECRET = ("key", "secret", "token", "password", "passphrase", "credential", "connection_string")
-_NO_ANSWER = "no answer within {:g} s"
 T = TypeVar("T")
 
 
@@ -221,10 +220,11 @@ class RemoteFiles:
                 return request(fs, f"{root}/{path}" if path else root)
 
         try:
-            return _within(timeout_s or self._timeout_s, ask, left_behind)
+            return within(timeout_s or self._timeout_s, ask, "keras_distplug-request")
         except _ANSWERS:
             raise
         except Exception as error:  # noqa: BLE001 (each store's library has its own)
+            left_behind.set()
             # What is left of a connection that has failed may never answer again.
             self._connections.pop(os.getpid(), None)
             raise self._told(error) from None
@@ -239,7 +239,7 @@ class RemoteFiles:
 
     def _told(self, error: Exception) -> OSError:
         if isinstance(error, fsspec.exceptions.FSTimeoutError):
-            return TimeoutError(_NO_ANSWER.format(self._timeout_s))
+            return TimeoutError(f"no answer within {self._timeout_s:g} s")
         # s3fs hands on the message that a store gave, and Ceph gives none: only the code.
         said = error.__cause__ if error.__cause__ and str(error) in ("", "None") else error
         text = f"{type(error).__name__}: {said}" if str(said) else type(error).__name__
@@ -248,18 +248,6 @@ class RemoteFiles:
         told = _kind_of(error)(text)
         told.errno = error.errno if isinstance(error, OSError) else None
         return told
-
-
-def _within(timeout_s: float, action: Callable[[], T], left_behind: threading.Event) -> T:
-    """What `action` gives, if it does so in time; else it is left behind, and can see that."""
-    done = in_daemon(action, "keras_distplug-request")
-    try:
-        return done.result(timeout_s)
-    except TimeoutError:
-        if done.done():
-            raise
-        left_behind.set()
-        raise TimeoutError(_NO_ANSWER.format(timeout_s)) from None
 
 
 def _may_pass(error: Exception) -> bool:

@@ -1,0 +1,166 @@
+"""The values that `BackupAndRestore` takes, and the names that they had as single arguments."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypedDict, TypeVar
+
+from keras_distplug.checkpoint.cadence import Cadence, SaveFreq, cadence_of
+from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.storage.files import Files, open_files
+from keras_distplug.storage.retention import Mode, Retention, require_count
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What saves may cost, and what happens if one is late or fails.
+
+    Example:
+
+    ```python
+    kd.BackupAndRestore("runs/mnist", save_freq="auto", saving=kd.Saving(max_overhead=0.05))
+    ```
+
+    Args:
+        on_busy: If a save is due while another is in progress, `"skip"` it, or `"wait"` for the
+            other. Defaults to `"skip"`. The save at the end of training always waits.
+        max_overhead: With `save_freq="auto"`, the largest share of the time that saves may take.
+            Defaults to 0.01.
+        max_failed_saves: Training ends with an error after this many consecutive failed saves.
+            Defaults to 3.
+
+    Raises:
+        ConfigurationError: For an argument that is not usable.
+    """
+
+    on_busy: Literal["skip", "wait"] = "skip"
+    max_overhead: float = 0.01
+    max_failed_saves: int = 3
+
+    def __post_init__(self) -> None:
+        if self.on_busy not in ("skip", "wait"):
+            raise ConfigurationError(
+                f'Expected `on_busy` to be "skip" or "wait". Received: {self.on_busy!r}'
+            )
+        if not isinstance(self.max_overhead, float) or not 0 < self.max_overhead < 1:
+            raise ConfigurationError(
+                "Expected `max_overhead` to be a share between 0 and 1, such as 0.01. Received: "
+                f"{self.max_overhead!r}"
+            )
+        require_count("max_failed_saves", self.max_failed_saves)
+
+
+@dataclass(frozen=True)
+class LocalCheckpoints:
+    """Checkpoints on the workers' own machines, in between those in `backup_dir`.
+
+    Every worker writes the whole state to its machine and keeps two copies of it, three while it
+    writes. They are deleted when training has finished. Training resumes from the newest checkpoint
+    in either place; a local one counts only if every worker finds a complete copy of it. A process
+    that dies therefore costs the training since the last local checkpoint, a lost machine that
+    since the last checkpoint in `backup_dir`.
+
+    Example:
+
+    ```python
+    kd.BackupAndRestore("s3://bucket/mnist", local=kd.LocalCheckpoints("/dev/shm/mnist", "30s"))
+    ```
+
+    Args:
+        local_tier: A folder on every worker's own machine, in memory (`/dev/shm/mnist`) or on a
+            disk.
+        local_freq: How often to save there, as in `save_freq`. Defaults to `"auto"`.
+
+    Raises:
+        ConfigurationError: For an argument that is not usable.
+    """
+
+    local_tier: str | os.PathLike[str]
+    local_freq: SaveFreq = "auto"
+
+    def __post_init__(self) -> None:
+        if not open_files(self.local_tier).traits.is_near:
+            raise ConfigurationError(
+                "Expected `local_tier` to be a folder of each worker's own machine, such as "
+                f"/dev/shm/mnist. Received: {os.fspath(self.local_tier)!r}"
+            )
+        cadence_of(self.local_freq, Saving.max_overhead, "local_freq")
+
+    def open(self, saving: Saving) -> tuple[Files, Cadence]:
+        """Returns where local checkpoints go, and how often one is made."""
+        cadence = cadence_of(self.local_freq, saving.max_overhead, "local_freq")
+        return open_files(self.local_tier), cadence
+
+
+class Single(TypedDict, total=False):
+    """The fields of these values as single arguments of `BackupAndRestore`."""
+
+    on_busy: Literal["skip", "wait"]
+    max_overhead: float
+    max_failed_saves: int
+    keep_last: int
+    keep_every_steps: int | None
+    keep_best: tuple[str, Mode, int] | None
+    local_tier: str | os.PathLike[str] | None
+    local_freq: SaveFreq | None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All of them."""
+
+    saving: Saving
+    retention: Retention
+    local: LocalCheckpoints | None
+
+    @classmethod
+    def of(
+        cls,
+        saving: Saving,
+        retention: Retention,
+        local: LocalCheckpoints | None,
+        single: Mapping[str, Any],
+    ) -> Settings:
+        """Merges values and single arguments, each of which may be given in one of the two ways."""
+        if unknown := sorted(single.keys() - Single.__annotations__.keys()):
+            raise TypeError(
+                f"BackupAndRestore.__init__() got an unexpected keyword argument {unknown[0]!r}"
+            )
+        if single.get("local_freq") is not None and local is None is single.get("local_tier"):
+            raise ConfigurationError(
+                "`local_freq` says how often a checkpoint goes to the folder `local_tier`, which "
+                f"is not given. Received: local_freq={single['local_freq']!r}"
+            )
+        of_local = {
+            name: single[name]
+            for name in ("local_tier", "local_freq")
+            if single.get(name) is not None
+        }
+        return cls(
+            _merged("saving", Saving, saving, single),
+            _merged("retention", Retention, retention, single),
+            _merged("local", LocalCheckpoints, local, of_local) if local or of_local else None,
+        )
+
+
+SAVING, RETENTION = Saving(), Retention()  # as they are by default
+_V = TypeVar("_V", Saving, Retention, LocalCheckpoints)
+
+
+def _merged(name: str, kind: type[_V], value: object, single: Mapping[str, Any]) -> _V:
+    own = {each.name: single[each.name] for each in fields(kind) if each.name in single}
+    if value in (None, SAVING, RETENTION):
+        return kind(**own)
+    if not isinstance(value, kind):
+        raise ConfigurationError(
+            f"Expected `{name}` to be a `keras_distplug.{kind.__name__}`. Received: {value!r}"
+        )
+    if own:
+        raise ConfigurationError(
+            f"Expected {', '.join(f'`{each}`' for each in own)} inside `{name}` or as an argument "
+            f"next to it, not both. Received: {name}={value!r} and "
+            f"{', '.join(f'{each}={setting!r}' for each, setting in own.items())}"
+        )
+    return value

@@ -1,0 +1,129 @@
+"""Where lines go: appended to a file on a disk, or uploaded to a store.
+
+A store cannot append. So what is written is divided into parts. The last one, while it grows, is
+written again under a higher number, and then the file before it is deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+from typing import Protocol
+
+from keras_distplug.storage.files import Files
+from keras_distplug.storage.stores.local import LocalFiles
+
+SUFFIX = ".jsonl"
+_PART_BYTES = 2**18
+_SHARE = 0.01  # of the time so far, between two uploads
+
+
+class UploadPace:
+    """How long to wait between uploads: longer, the longer they have been going on.
+
+    Args:
+        least_secs: At the start.
+        most_secs: Later.
+    """
+
+    def __init__(self, least_secs: float, most_secs: float) -> None:
+        self._least_secs = least_secs
+        self._most_secs = most_secs
+        self._started_s = time.monotonic()
+
+    @property
+    def every_secs(self) -> float:
+        passed_secs = time.monotonic() - self._started_s
+        return min(max(self._least_secs, _SHARE * passed_secs), self._most_secs)
+
+
+class Sink(Protocol):
+    """Where lines go."""
+
+    @property
+    def every_secs(self) -> float:
+        """Pause between writes."""
+        ...
+
+    def write(self, lines: bytes) -> None:
+        """Raises OSError, and has written nothing then that counts."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Appended:
+    """A file on a disk."""
+
+    every_secs = 0.0
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: int | None = None
+        self._bytes = 0  # that count
+        self._is_torn = False
+
+    def write(self, lines: bytes) -> None:
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            self._bytes = os.fstat(self._file).st_size
+        if self._is_torn:
+            self._mend(self._file)
+        self._is_torn = True
+        if (taken := os.write(self._file, lines)) < len(lines):
+            self._mend(self._file)
+            raise OSError(f"{self._path} took {taken} of {len(lines)} bytes only")
+        self._is_torn = False
+        self._bytes += len(lines)
+
+    def _mend(self, file: int) -> None:
+        """Takes back what a full disk has taken, for all of it is written again. Nobody else writes
+        to this file."""
+        os.ftruncate(file, self._bytes)
+        self._is_torn = False
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+class Uploaded:
+    """Files in a store."""
+
+    def __init__(self, files: Files, stem: str) -> None:
+        self._files = files
+        self._stem = stem
+        self._pace = UploadPace(10.0, 60.0)
+        self._part = b""
+        self._number, self._version = 1, 0
+        self._before: str | None = None
+
+    @property
+    def every_secs(self) -> float:
+        return self._pace.every_secs
+
+    def write(self, lines: bytes) -> None:
+        part = self._part + lines
+        self._version += 1
+        name = f"{self._stem}.{self._number:04d}-{self._version:06d}{SUFFIX}"
+        self._files.create(name, [part])
+        before, self._before, self._part = self._before, name, part
+        if len(part) >= _PART_BYTES:
+            self._number, self._version, self._part, self._before = self._number + 1, 0, b"", None
+        if before is not None:
+            with contextlib.suppress(OSError):  # it does not count any more
+                self._files.delete(before)
+
+    def close(self) -> None:
+        pass
+
+
+def sink_for(files: Files, stem: str) -> Sink:
+    """Where the file `stem` goes, from the folder of `files`."""
+    if isinstance(files, LocalFiles):
+        return Appended(Path(files.where(f"{stem}{SUFFIX}")))
+    return Uploaded(files, stem)

@@ -1,0 +1,92 @@
+"""The values that `BackupAndRestore` takes, and the single arguments that they stand for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keras_distplug.checkpoint.settings import (
+    RETENTION,
+    SAVING,
+    LocalCheckpoints,
+    Saving,
+    Settings,
+    Single,
+)
+from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.storage.retention import Retention
+
+BEST = ("val_loss", "min", 3)
+
+
+def test_single_arguments(tmp_path: Path) -> None:
+    """Every field is also accepted as an argument, and means the same."""
+    saving = Saving("wait", 0.05, 5)
+    retention = Retention(4, 100, BEST)
+    local = LocalCheckpoints(tmp_path, "30s")
+    values = vars(saving) | vars(retention) | vars(local)
+    assert values.keys() == Single.__annotations__.keys()
+    assert Settings.of(SAVING, RETENTION, None, values) == Settings.of(saving, retention, local, {})
+    assert Settings.of(SAVING, RETENTION, None, {}) == Settings(Saving(), Retention(), None)
+
+
+def test_local_tier_alone(tmp_path: Path) -> None:
+    """`None`, the former default, means that it was not given."""
+    given = {"local_tier": tmp_path, "local_freq": None}
+    assert Settings.of(SAVING, RETENTION, None, given).local == LocalCheckpoints(tmp_path, "auto")
+    none = {"local_tier": None, "local_freq": None}
+    assert Settings.of(SAVING, RETENTION, None, none).local is None
+
+
+@pytest.mark.parametrize(
+    ("values", "single", "message"),
+    [
+        (
+            {"saving": Saving("skip", 0.05)},
+            {"on_busy": "wait"},
+            "Expected `on_busy` inside `saving` or as an argument next to it, not both. Received: "
+            "saving=Saving(on_busy='skip', max_overhead=0.05, max_failed_saves=3) and "
+            "on_busy='wait'",
+        ),
+        (
+            {"retention": Retention(3)},
+            {"keep_last": 3, "keep_best": BEST},
+            "Expected `keep_last`, `keep_best` inside `retention`",
+        ),
+        (
+            {"local": LocalCheckpoints("/dev/shm/a")},
+            {"local_freq": "30s"},
+            "Expected `local_freq` inside `local`",
+        ),
+        (
+            {"retention": 3},
+            {},
+            "Expected `retention` to be a `keras_distplug.Retention`. Received: 3",
+        ),
+        (
+            {"saving": "wait"},
+            {},
+            "Expected `saving` to be a `keras_distplug.Saving`. Received: 'wait'",
+        ),
+        (
+            {"local": "/dev/shm/a"},
+            {},
+            "Expected `local` to be a `keras_distplug.LocalCheckpoints`. Received: '/dev/shm/a'",
+        ),
+        ({}, {"local_freq": "30s"}, "folder `local_tier`, which is not given"),
+    ],
+)
+def test_refused(values: dict[str, Any], single: dict[str, Any], message: str) -> None:
+    given = {"saving": SAVING, "retention": RETENTION, "local": None, **values}
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        Settings.of(**given, single=single)
+
+
+def test_unknown() -> None:
+    """As Python says it."""
+    message = "BackupAndRestore.__init__() got an unexpected keyword argument 'keep_lst'"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        Settings.of(SAVING, RETENTION, None, {"keep_lst": 3})
