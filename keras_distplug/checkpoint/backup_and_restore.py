@@ -19,6 +19,7 @@ from keras_distplug.checkpoint import capture, exports, opening, resuming, saver
 from keras_distplug.checkpoint.cadence import Cadence, Pace, SaveFreq, cadence_of
 from keras_distplug.checkpoint.candidates import Candidates, Found
 from keras_distplug.checkpoint.fit_state import FitState
+from keras_distplug.checkpoint.holding import Hold
 from keras_distplug.checkpoint.local_tier import LocalTier
 from keras_distplug.checkpoint.saves import Saves, Writes
 from keras_distplug.checkpoint.settings import (
@@ -166,6 +167,9 @@ class BackupAndRestore(RunKeeper):
         self._trained_here = False
         self._role = single_process()
         self._agreement = agreement.alone()
+        self._hold = Hold(self._files)
+        self._saves: Saves | None = None
+        self._local_saves: Saves | None = None
         trainer.install_dispatch()  # before `fit` looks at the data
 
     def export(
@@ -233,6 +237,7 @@ class BackupAndRestore(RunKeeper):
         self._agreement = agreement.among(self._role)
         name = None
         if self._role.is_chief:
+            self._hold.claim()
             job = self._supervised.job if self._supervised else None
             name = opening.find_or_begin_run(self._files, resume=self.resume, job=job).name
         self._run = runs.read_run(self._files, self._agreement.from_chief("run", name))
@@ -262,6 +267,8 @@ class BackupAndRestore(RunKeeper):
         for logger in self._spared:
             logger.append = False
         run = self._run = self._run or self.open_run(self.model.distribute_strategy)
+        self._saves = self._local_saves = None
+        self._hold.start(self.model, lambda: list(self._all_saves()))
         self._store = CheckpointStore(self._files, run.name, self._retention)
         self._finished = None
         self._trained_here = False
@@ -290,9 +297,10 @@ class BackupAndRestore(RunKeeper):
                 keras_callbacks.empty(logger)
         team = Team(self._role.rank, self._role.world_size, self._agreement)
         self._saves = self._saves_to(
-            Writer(self._files, self._store, team), self._cadence, self.saving.max_failed_saves
+            Writer(self._files, self._store, team, self._hold.ownership),
+            self._cadence,
+            self.saving.max_failed_saves,
         )
-        self._local_saves = None
         if self._local is not None and self._local_place is not None:
             session = Writer.new_attempt() if self._role.is_chief else None
             session = self._agreement.from_chief("session", session)
@@ -311,6 +319,7 @@ class BackupAndRestore(RunKeeper):
             is_chief=self._role.is_chief,
             max_failed_saves=max_failed_saves,
             on_saved=self._on_saved,
+            is_alone=self._role.world_size == 1,
         )
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
@@ -374,12 +383,14 @@ class BackupAndRestore(RunKeeper):
         elif not _is_finite(logs):
             self._finish_saves()
             self._run = None
+            self._hold.release()
             return
         else:
             completion = Completion(
                 epochs=self._epochs, stopped_early=bool(self.model.stop_training)
             )
             with time_spent(Category.SAVE):
+                assert self._saves is not None
                 self._saves.save(lambda: self._state.take(logs, completion))
                 self._finish_saves()
         self._agreement.barrier("finished")
@@ -387,11 +398,12 @@ class BackupAndRestore(RunKeeper):
         report(Finished(self._state.cursor.step, self._epochs, bool(self.model.stop_training)))
         if self._local is not None:
             self._local.delete_sessions()
-        if self.delete_checkpoint and self._role.is_chief:
-            self._store.delete_run()
+        if self.delete_checkpoint:
+            self._hold.delete(self._store)
         if self._run is not None:
             resuming.finished_here.add(self._run.record.run_id)
         self._run = None
+        self._hold.release()
 
     def save_before_leaving(
         self, logs: Mapping[str, Any] | None, left_s: float | None

@@ -8,13 +8,14 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from keras_distplug.checkpoint.cadence import Pace, Plan
 from keras_distplug.checkpoint.progress_line import shown
 from keras_distplug.checkpoint.saver import Saver
+from keras_distplug.cluster import leaving
 from keras_distplug.cluster.channel import Channel
-from keras_distplug.core.errors import SaveError
+from keras_distplug.core.errors import FencedError, SaveError
 from keras_distplug.core.events import Saved, SaveFailed
 from keras_distplug.core.log import announce
 from keras_distplug.core.reporting import report
@@ -48,6 +49,7 @@ class Saves:
         max_failed_saves: So many failed saves in a row are an error. None if each worker saves for
             itself, as a help only: it tells its own failures, and they end nothing.
         on_saved: Called, from a thread, with the step of each checkpoint that is complete.
+        is_alone: Whether there is no other worker.
     """
 
     def __init__(
@@ -59,11 +61,13 @@ class Saves:
         is_chief: bool,
         max_failed_saves: int | None,
         on_saved: Callable[[int], None],
+        is_alone: bool = True,
     ) -> None:
         self._writer = writer
         self._agreement = agreement
         self._pace = pace
         self._is_chief = is_chief
+        self._is_alone = is_alone
         self._patience = math.inf if max_failed_saves is None else max_failed_saves
         self._is_local = max_failed_saves is None
         self._on_saved = on_saved
@@ -91,6 +95,7 @@ class Saves:
 
         Raises:
             SaveError: If too many saves have failed in a row.
+            FencedError: If another process has taken the directory over.
         """
         self._look_after_ended()
         if seconds is not None:
@@ -185,6 +190,11 @@ class Saves:
         self._look_after_ended()
         return None
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is in progress."""
+        return self._saver.is_busy
+
     def wait(self) -> None:
         """Waits for a save under way."""
         self._wait_until(None)
@@ -198,6 +208,8 @@ class Saves:
         self._wait_for_saver()
         self._look_after_ended()
         if self._failures and not self._is_local:
+            if isinstance(self._failures[-1], FencedError):
+                self._end_fenced(self._failures[-1])
             raise self._failures[-1]
         if self._pace.skipped and self._is_chief:
             of_several = f"{self._pace.skipped} {self._what}s that were due were"
@@ -217,8 +229,11 @@ class Saves:
         if self._is_chief:
             too_many = len(self._failures) >= self._patience
             failed = str(self._failures[-1]) if too_many else None
-            word = json.dumps({"failed": failed, "plan": asdict(plan())})
+            fenced = next((str(e) for e in self._failures if isinstance(e, FencedError)), None)
+            word = json.dumps({"failed": failed, "fenced": fenced, "plan": asdict(plan())})
         said = json.loads(self._agreement.from_chief("save", word))
+        if said["fenced"] is not None:
+            self._end_fenced(FencedError(said["fenced"]))
         if said["failed"] is not None:
             raise SaveError(
                 f"{self._patience} checkpoints in a row could not be written. The last "
@@ -236,6 +251,10 @@ class Saves:
                 self._tell_interval()
                 continue
             self._failures.append(saved.error)
+            if isinstance(saved.error, FencedError):
+                if self._is_alone:
+                    self._end_fenced(saved.error)
+                continue  # all workers end at the same step, by the chief's next word
             report(SaveFailed(saved.step, len(self._failures), self._is_local, str(saved.error)))
             if self._is_local or self._is_chief:
                 end = "" if self._is_local else f", and ends at {self._patience}"
@@ -244,6 +263,10 @@ class Saves:
                     f"{end}. {saved.error}",
                     stacklevel=2,
                 )
+
+    def _end_fenced(self, error: FencedError) -> NoReturn:
+        leaving.is_fenced()
+        raise error
 
     def _tell_interval(self) -> None:
         interval_s, cost_s = self._pace.interval_s, self._pace.cost_s

@@ -9,12 +9,13 @@ from typing import Any, Literal, TypedDict, TypeVar
 
 from keras_distplug.checkpoint.cadence import Cadence, SaveFreq, cadence_of
 from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.core.values import Shown
 from keras_distplug.storage.files import Files, open_files
 from keras_distplug.storage.retention import Mode, Retention, require_count
 
 
-@dataclass(frozen=True)
-class Saving:
+@dataclass(frozen=True, repr=False)
+class Saving(Shown):
     """What saves may cost, and what happens if one is late or fails.
 
     Example:
@@ -52,8 +53,8 @@ class Saving:
         require_count("max_failed_saves", self.max_failed_saves)
 
 
-@dataclass(frozen=True)
-class LocalCheckpoints:
+@dataclass(frozen=True, repr=False)
+class LocalCheckpoints(Shown):
     """Checkpoints on the workers' own machines, in between those in `backup_dir`.
 
     Every worker writes the whole state to its machine and keeps two copies of it, three while it
@@ -87,6 +88,7 @@ class LocalCheckpoints:
                 f"/dev/shm/mnist. Received: {os.fspath(self.local_tier)!r}"
             )
         cadence_of(self.local_freq, Saving.max_overhead, "local_freq")
+        object.__setattr__(self, "local_tier", os.fspath(self.local_tier))
 
     def open(self, saving: Saving) -> tuple[Files, Cadence]:
         """Returns where local checkpoints go, and how often one is made."""

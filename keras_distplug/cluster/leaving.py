@@ -24,7 +24,12 @@ from collections.abc import Mapping
 from types import FrameType, TracebackType
 
 from keras_distplug.cluster import roles
-from keras_distplug.core.errors import ClusterError, ConfigurationError, PeerLostError
+from keras_distplug.core.errors import (
+    ClusterError,
+    ConfigurationError,
+    FencedError,
+    PeerLostError,
+)
 from keras_distplug.core.exit_codes import ExitCode
 from keras_distplug.core.interactive import is_interactive
 from keras_distplug.core.supervised import JOB, Phase, Supervised
@@ -73,6 +78,12 @@ def peer_is_lost() -> None:
     _hear_of_errors()
 
 
+def is_fenced() -> None:
+    """To be called before a `FencedError` is raised."""
+    register()
+    _hear_of_errors()
+
+
 @functools.cache
 def register() -> None:
     """Has this process leave by its code at its very end, if it has one; done once."""
@@ -100,8 +111,9 @@ def _hear_of_errors() -> None:
 def _code_after(error: BaseException) -> int | None:
     if _is_for_a_lost_peer(error):
         return ExitCode.PEER_LOST
-    reason = _unusable(error)
-    if reason is None or not is_started_by_others(os.environ):
+    reason = _cause(error, (ConfigurationError, FencedError))
+    is_ours_to_say = isinstance(reason, FencedError) or is_started_by_others(os.environ)
+    if reason is None or not is_ours_to_say:
         return None
     supervised = Supervised.from_env()
     if supervised is not None:
@@ -117,9 +129,12 @@ def _is_for_a_lost_peer(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _unusable(error: BaseException | None) -> ConfigurationError | None:
-    # Not by way of the context: whoever has caught the error may have failed at something else.
-    while error is not None and not isinstance(error, ConfigurationError):
+def _cause(
+    error: BaseException | None, kinds: tuple[type[BaseException], ...]
+) -> BaseException | None:
+    # Not by way of the context: a caller that has caught the error may have failed at something
+    # else.
+    while error is not None and not isinstance(error, kinds):
         error = error.__cause__
     return error
 

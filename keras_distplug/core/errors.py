@@ -4,12 +4,14 @@
     ├── ConfigurationError (a ValueError)   argument or environment; always before training
     │   ├── ClusterError                    the environment describes no valid cluster
     │   ├── VersionError                    a package is outside the tested range
+    │   ├── InUseError                      another process is training in the folder
     │   ├── ModelError                      the model cannot be placed under the strategy
     │   └── DataError                       the data cannot be read or split as asked
     ├── CheckpointError
     │   ├── CorruptCheckpointError          bytes on disk are not those that were committed
     │   ├── OtherRunError                   the directory holds the run of another model
     │   ├── NoCheckpointError               there is no such run, or no such checkpoint
+    │   ├── FencedError                     another process has taken the folder over
     │   └── SaveError                       a checkpoint could not be committed
     ├── AgreementError                      a worker did not answer in time
     ├── PeerLostError                       another worker is gone, and training with it
@@ -40,6 +42,10 @@ class VersionError(ConfigurationError):
     """An installed package is missing or outside the range this release was tested with."""
 
 
+class InUseError(ConfigurationError):
+    """Another process is training in the folder."""
+
+
 class ModelError(ConfigurationError):
     """The model cannot be placed under the chosen strategy."""
 
@@ -62,6 +68,13 @@ class OtherRunError(CheckpointError):
 
 class NoCheckpointError(CheckpointError):
     """There is no such run, or no such checkpoint."""
+
+
+class FencedError(CheckpointError):
+    """Another process has taken the folder over: this one saves nothing more.
+
+    A process that ends with this error exits with code 93, which means "do not restart".
+    """
 
 
 class SaveError(CheckpointError):

@@ -30,13 +30,13 @@ from keras_distplug.core.events import Entry, Event, OfReplica, Window
 from keras_distplug.core.interactive import is_interactive
 from keras_distplug.core.ledger import Category, Ledger, split
 from keras_distplug.core.log import announce
+from keras_distplug.core.process import started_at
 from keras_distplug.core.supervised import Supervised
 from keras_distplug.python_state import json_values
 from keras_distplug.runlog.event_files import EventFiles
 from keras_distplug.runlog.goodput_curves import GoodputCurves
 from keras_distplug.runlog.goodput_totals import Fit
 from keras_distplug.runlog.log_files import FOLDER, Log, read
-from keras_distplug.runlog.process import started_at
 from keras_distplug.runlog.sinks import sink_for
 from keras_distplug.step.executions import Executions
 from keras_distplug.step.step_reports import StepReport

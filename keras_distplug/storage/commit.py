@@ -25,6 +25,7 @@ from keras_distplug.core.errors import (
     AgreementError,
     CheckpointError,
     CorruptCheckpointError,
+    FencedError,
     SaveError,
 )
 from keras_distplug.core.protocols import Exchange
@@ -34,6 +35,7 @@ from keras_distplug.storage.ahead import in_order
 from keras_distplug.storage.files import Files
 from keras_distplug.storage.manifest import Manifest, Shard
 from keras_distplug.storage.meter import Meter
+from keras_distplug.storage.ownership import Ownership
 from keras_distplug.storage.sealed import digest_of, unwritable
 from keras_distplug.storage.store import CheckpointStore
 
@@ -68,12 +70,21 @@ class Writer:
         files: The folder that holds the run's folder.
         store: The run's checkpoints.
         team: Who writes.
+        ownership: That of the worker that writes manifests. Defaults to `None`: nothing else
+            writes there.
     """
 
-    def __init__(self, files: Files, store: CheckpointStore, team: Team) -> None:
+    def __init__(
+        self,
+        files: Files,
+        store: CheckpointStore,
+        team: Team,
+        ownership: Ownership | None = None,
+    ) -> None:
         self._files = files
         self._store = store
         self._team = team
+        self._ownership = ownership
         self._written: dict[int, tuple[str, Shard]] = {}  # by share: where it was written last
         self.meter = Meter()  # of this worker's share of the save under way
 
@@ -93,12 +104,15 @@ class Writer:
         Raises:
             SaveError: If it could not be committed, or cannot be read back when it is to replace
                 old ones. Those committed before are untouched.
+            FencedError: On all workers, if another process has taken the directory over.
         """
         try:
             if self._team.rank == 0:
                 self._lead(state, attempt)
             else:
                 self._follow(state, attempt)
+        except FencedError:
+            raise
         except _FAILURES as error:
             self._written = {}
             raise SaveError(
@@ -114,9 +128,11 @@ class Writer:
         )
         self._tell(f"{attempt}/end", lambda: self._commit(state, name, kind, attempt))
         try:
+            if self._ownership is not None:
+                self._ownership.require_recent()
             self._store.clear_other_attempts(name, attempt)
             self._store.clean(kind)
-        except CorruptCheckpointError:
+        except (CorruptCheckpointError, FencedError):
             raise
         except CheckpointError as error:
             warnings.warn(
@@ -140,7 +156,12 @@ class Writer:
         try:
             shards = self._all_shares(state, name, attempt)
             manifest = self._manifest(state, shards, attempt)
-            self._publish(self._store.path(name, layout.MANIFEST), _verified(manifest).encode())
+            text = _verified(manifest).encode()
+            if self._ownership is not None:
+                self._ownership.require()
+            self._publish(self._store.path(name, layout.MANIFEST), text)
+        except FencedError:
+            raise  # what is there is another process's now
         except Exception:
             self._make_room(kind)
             raise
@@ -273,13 +294,16 @@ class Writer:
         try:
             value = make()
         except Exception as error:
-            self._team.exchange.tell(topic, json.dumps({"failed": str(error)}))
+            kind = "fenced" if isinstance(error, FencedError) else "failed"
+            self._team.exchange.tell(topic, json.dumps({kind: str(error)}))
             raise
         self._team.exchange.tell(topic, json.dumps({"value": value}))
         return value
 
     def _hear(self, topic: str) -> Any:
         said = json.loads(self._team.exchange.hear(topic, self._team.timeout_s))
+        if "fenced" in said:
+            raise FencedError(said["fenced"])
         if "failed" in said:
             raise CheckpointError(said["failed"])
         return said["value"]

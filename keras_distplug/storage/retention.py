@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.core.values import Shown
 
 Mode = Literal["min", "max"]
 
@@ -27,8 +28,8 @@ class Kept:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Retention:
+@dataclass(frozen=True, repr=False)
+class Retention(Shown):
     """Which checkpoints to keep: everything that one of three rules keeps.
 
     Example:

@@ -224,11 +224,10 @@ class CheckpointStore:
             ) from error
 
     def delete_run(self) -> None:
-        """Deletes the run with its checkpoints, and the folder of all runs if it was the last."""
+        """Deletes the run with its checkpoints."""
         # Without its record the rest does not count, should this be cut off.
         self.delete(layout.RECORD)
         self.delete("")
-        self._files.delete_if_empty()
 
     # Names
 

@@ -96,12 +96,6 @@ def test_unusable_save_freq(save_freq: Any) -> None:
         cadence_of(save_freq, 0.01)
 
 
-@pytest.mark.parametrize("max_overhead", [0.0, 1.0, -0.1, "1%", None, 1])
-def test_unusable_overhead(max_overhead: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"`max_overhead`.*Received: "):
-        cadence_of("auto", max_overhead)
-
-
 def test_batches() -> None:
     """Every so many batches, and asked at those only."""
     run = Run(EveryBatches(10)).steps(35)

@@ -312,14 +312,16 @@ def test_metrics_that_no_step_has_built(validation: Any, tmp_path: Path) -> None
 def test_other_model(tmp_path: Path) -> None:
     """A folder with another model's run is refused, names the difference, and stays as it is."""
     train(tmp_path, epochs=1)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    before = {path: path.read_bytes() for path in tmp_path.rglob("run-*/**/*") if path.is_file()}
     other = keras.Sequential([keras.Input((4,)), keras.layers.Dense(9), keras.layers.Dense(1)])
     other.compile("adam", "mse")
     counted = small.Stop()
     with pytest.raises(OtherRunError, match=r"variable 1 is `.*kernel \[4, 8\].*\[4, 9\]"):
         kd.distributed_fit(other, small.X, small.Y, directory=tmp_path, callbacks=[counted])
     assert counted.batches == 0
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert {
+        path: path.read_bytes() for path in tmp_path.rglob("run-*/**/*") if path.is_file()
+    } == before
 
 
 def test_mid_epoch_checkpoint(

@@ -199,9 +199,10 @@ def test_follower() -> None:
     writer = Writer()
     words = [
         "attempts",
-        '{"failed": null, "plan": {"save": true, "next_look": 5}}',
-        '{"failed": null, "plan": {"save": false, "next_look": 6}}',
-        '{"failed": "the disk of worker 0 is full", "plan": {"save": true, "next_look": 7}}',
+        '{"failed": null, "fenced": null, "plan": {"save": true, "next_look": 5}}',
+        '{"failed": null, "fenced": null, "plan": {"save": false, "next_look": 6}}',
+        '{"failed": "the disk of worker 0 is full", "fenced": null, '
+        '"plan": {"save": true, "next_look": 7}}',
     ]
     running = saves(writer, EveryBatches(3), Follower(*words), is_chief=False)
     train(running, range(1, 6))

@@ -27,6 +27,7 @@ def test_single_arguments(tmp_path: Path) -> None:
     saving = Saving("wait", 0.05, 5)
     retention = Retention(4, 100, BEST)
     local = LocalCheckpoints(tmp_path, "30s")
+    assert local == LocalCheckpoints(str(tmp_path), "30s")
     values = vars(saving) | vars(retention) | vars(local)
     assert values.keys() == Single.__annotations__.keys()
     assert Settings.of(SAVING, RETENTION, None, values) == Settings.of(saving, retention, local, {})
@@ -48,8 +49,7 @@ def test_local_tier_alone(tmp_path: Path) -> None:
             {"saving": Saving("skip", 0.05)},
             {"on_busy": "wait"},
             "Expected `on_busy` inside `saving` or as an argument next to it, not both. Received: "
-            "saving=Saving(on_busy='skip', max_overhead=0.05, max_failed_saves=3) and "
-            "on_busy='wait'",
+            "saving=Saving(max_overhead=0.05) and on_busy='wait'",
         ),
         (
             {"retention": Retention(3)},
@@ -83,6 +83,12 @@ def test_refused(values: dict[str, Any], single: dict[str, Any], message: str) -
     given = {"saving": SAVING, "retention": RETENTION, "local": None, **values}
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         Settings.of(**given, single=single)
+
+
+@pytest.mark.parametrize("max_overhead", [0.0, 1.0, -0.1, "1%", None, 1])
+def test_unusable_overhead(max_overhead: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"`max_overhead`.*Received: "):
+        Saving(max_overhead=max_overhead)
 
 
 def test_unknown() -> None:

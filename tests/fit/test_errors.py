@@ -265,8 +265,9 @@ def on_fault(left_out: Any) -> None:
                 keep_best=("loss", "min", 1),
             ),
             "BackupAndRestore(backup_dir='runs/mnist', delete_checkpoint=False, "
-            "local_tier='{folder}', max_overhead=0.1, keep_last=5, keep_every_steps=100, "
-            "keep_best=('loss', 'min', 1))",
+            "saving=Saving(max_overhead=0.1), retention=Retention(keep_last=5, "
+            "keep_every_steps=100, keep_best=('loss', 'min', 1)), "
+            "local=LocalCheckpoints(local_tier='{folder}'))",
         ),
         (
             lambda folder: kd.BackupAndRestore(

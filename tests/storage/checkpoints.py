@@ -9,6 +9,7 @@ from keras_distplug.core.state import TrainState
 from keras_distplug.storage.commit import Team, Writer
 from keras_distplug.storage.files import Files
 from keras_distplug.storage.layout import Kind
+from keras_distplug.storage.ownership import Ownership
 from keras_distplug.storage.retention import Retention
 from keras_distplug.storage.store import CheckpointStore, Stored
 from keras_distplug.storage.stores.local import LocalFiles
@@ -31,14 +32,20 @@ class Checkpoints(CheckpointStore):
 
     Args:
         files: The folder of the run's folder, or its path.
+        owned: The right to write there.
     """
 
     def __init__(
-        self, files: Files | Path, keep_last: int = 2, run: str = RUN, **rules: object
+        self,
+        files: Files | Path,
+        keep_last: int = 2,
+        run: str = RUN,
+        owned: Ownership | None = None,
+        **rules: object,
     ) -> None:
         files = LocalFiles(files) if isinstance(files, Path) else files
         super().__init__(files, run, Retention(keep_last, **rules))  # type: ignore[arg-type]
-        self._writer = Writer(files, self, Team(rank=0, size=1, exchange=Nobody()))
+        self._writer = Writer(files, self, Team(rank=0, size=1, exchange=Nobody()), owned)
 
     def newest(self, kind: Kind) -> Stored | None:
         """The newest that is whole; what is damaged is set aside."""

@@ -17,7 +17,6 @@ pytestmark = [pytest.mark.stores, pytest.mark.timeout(300)]
 
 COPYING = ("local", "memory", "moto", "ceph", "gcs")
 CANNOT = {
-    "sftp": ("one_writer_wins",),  # looks before it gives a file its name
     # The emulator of Google's overwrites what should only be created.
     "gcs": ("create_replaces_nothing", "one_writer_wins", "put_replaces_if_asked"),
 }

@@ -48,14 +48,23 @@ class Sftp:
         temporary = f"{folder}/.{name}.{uuid.uuid4().hex}.tmp"
         try:
             yield temporary
-            # SFTP has nothing that creates a whole file exclusively: the one writer that each file
-            # has looks before.
-            if not overwrite and fs.exists(path):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-            fs.ftp.posix_rename(temporary, path)
+            if overwrite:
+                fs.ftp.posix_rename(temporary, path)
+            else:
+                self._rename_exclusively(fs, temporary, path)
         except BaseException:
             with contextlib.suppress(Exception):
                 fs.ftp.remove(temporary)
+            raise
+
+    def _rename_exclusively(self, fs: Any, temporary: str, path: str) -> None:
+        try:
+            # Of SFTP's two ways to rename, this one fails if the name is taken. OpenSSH makes a
+            # link, so that of two writers one wins.
+            fs.ftp.rename(temporary, path)
+        except OSError:  # without a reason
+            if fs.exists(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
             raise
 
     def read(self, fs: Any, path: str, start: int, end: int) -> bytes:

@@ -1,4 +1,5 @@
-"""What `fit`, `evaluate` and `predict` raise when they fail. Keras 3.10 to 3.15."""
+"""What `fit`, `evaluate` and `predict` raise when they fail, and what happens when `fit` ends.
+Keras 3.10 to 3.15."""
 
 from __future__ import annotations
 
@@ -30,28 +31,50 @@ _OF_A_CONNECTION = (
 _SERVER = re.compile(r"/job:ps/replica:0/task:(\d+)")
 
 
+_explanations: list[Explain] = []
+_endings: list[Callable[[keras.Model], None]] = []
+
+
 def explain_with(explain: Explain) -> None:
     """Lets `explain` say what is raised instead of an error of any model; None leaves it."""
+    if explain not in _explanations:
+        _explanations.append(explain)
+    _wrap_methods()
+
+
+def when_fit_ends(act: Callable[[keras.Model], None]) -> None:
+    """Calls `act` with every model whose `fit` has returned or raised."""
+    if act not in _endings:
+        _endings.append(act)
+    _wrap_methods()
+
+
+def _wrap_methods() -> None:
     trainer = keras_trainer.TensorFlowTrainer
     for name in ("fit", "evaluate", "predict"):
         stock = getattr(trainer, name)
         if not is_marked(stock):
-            _UPSTREAM.patch(trainer, name, _explained(stock, explain))
+            _UPSTREAM.patch(trainer, name, _wrapped(stock, _endings if name == "fit" else []))
 
 
-def _explained(stock: Callable[..., Any], explain: Explain) -> Callable[..., Any]:
+def _wrapped(
+    stock: Callable[..., Any], endings: list[Callable[[keras.Model], None]]
+) -> Callable[..., Any]:
     @functools.wraps(stock)
-    def explained(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
         try:
             return stock(self, *args, **kwargs)
         except Exception as error:
-            told = explain(error, self.distribute_strategy)
-            if told is None:
-                raise
-            raise told from error
+            for explain in _explanations:
+                if (told := explain(error, self.distribute_strategy)) is not None:
+                    raise told from error
+            raise
+        finally:
+            for act in endings:
+                act(self)
 
-    mark(explained)
-    return explained
+    mark(wrapped)
+    return wrapped
 
 
 def is_of_a_frozen_service(error: BaseException) -> bool:

@@ -1,0 +1,103 @@
+"""The folder of a run, which the chief owns from the start of a `fit` to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import keras
+
+from keras_distplug.backend.tensorflow.runtime import failures
+from keras_distplug.backend.tensorflow.runtime.attached import attach, attached, detach
+from keras_distplug.core.log import announce
+from keras_distplug.core.threads import in_daemon
+from keras_distplug.storage import ownership
+from keras_distplug.storage.files import Files
+from keras_distplug.storage.store import CheckpointStore
+
+
+class Background(Protocol):
+    """Saves that may be in progress."""
+
+    @property
+    def is_busy(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+
+class Hold:
+    """Owns a folder while a `fit` uses it. Does nothing before `claim`.
+
+    Args:
+        files: The folder.
+    """
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self.ownership: ownership.Ownership | None = None
+        self._saves: Callable[[], list[Background]] = list
+        failures.when_fit_ends(_give_up)
+
+    def claim(self) -> None:
+        """Makes this process the owner of the folder.
+
+        Raises:
+            InUseError: If another training uses it.
+        """
+        self.ownership = ownership.claim(self._files, announce)
+
+    def start(self, model: keras.Model, saves: Callable[[], list[Background]]) -> None:
+        """Keeps the folder until `release`, or until the `fit` of `model` has failed.
+
+        Args:
+            model: The model.
+            saves: Returns the saves that a release waits for.
+        """
+        if self.ownership is None:
+            return
+        self.ownership.is_training = True
+        self._saves = saves
+        attach(model, self)
+
+    def release(self) -> None:
+        """Lets other trainings use the folder."""
+        if self.ownership is not None:
+            self.ownership.is_training = False
+            self.ownership.release()
+            self.ownership = None
+
+    def delete(self, store: CheckpointStore) -> None:
+        """Deletes the run, and the folder if it held nothing else.
+
+        Raises:
+            FencedError: If another process has taken it over; nothing is deleted then.
+        """
+        if self.ownership is not None:
+            self.ownership.require_recent()
+            store.delete_run()
+            self.ownership.remove()
+
+    def give_up(self) -> None:
+        """Releases the folder once no save is in progress."""
+        if self.ownership is None:
+            return
+        owned, uses, saves = self.ownership, self.ownership.uses, self._saves()
+
+        def release() -> None:
+            for each in saves:
+                each.wait()
+            owned.release(after_uses=uses)
+
+        if any(each.is_busy for each in saves):
+            owned.is_training = False
+            self.ownership = None
+            in_daemon(release, "keras_distplug-release")
+        else:
+            self.release()
+
+
+def _give_up(model: keras.Model) -> None:
+    hold = attached(model, Hold)
+    if hold is not None:
+        detach(model, Hold)
+        hold.give_up()

@@ -1,0 +1,336 @@
+"""Who writes in a directory: one process at a time, its owner.
+
+    <directory>/.owner/
+      0003.json           a claim: the process that made it
+      0003.7d1f....beat   its heartbeat: a number that counts up
+      0003.released       its training has ended
+
+Claims are numbered, and created exclusively. The process with the highest number is the owner; a
+process that finds a higher number than its own has lost the directory, and saves nothing more. Old
+claims are deleted by the owner; a claim without its heartbeat file has lost, too, so that numbers
+may start again in a folder that was deleted.
+
+Whether another owner is alive is looked up among the processes of this machine. Elsewhere its
+heartbeat is watched, by the clock of the process that watches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from keras_distplug.core.errors import CheckpointError, FencedError, InUseError, SaveError
+from keras_distplug.core.hints import require_types
+from keras_distplug.core.process import Process, is_alive, this_process
+from keras_distplug.storage import layout
+from keras_distplug.storage.files import Files
+
+FOLDER = ".owner"
+_CLAIM = re.compile(r"(\d{4,})\.json")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long it takes to notice that an owner has gone.
+
+    Args:
+        beat_secs: Between two heartbeats.
+        stale_secs: Without a heartbeat, an owner that cannot be seen from here counts as dead.
+        look_secs: Between two looks at its heartbeat.
+    """
+
+    beat_secs: float = 10.0
+    stale_secs: float = 60.0
+    look_secs: float = 0.5
+
+
+TIMING = Timing()
+
+
+class Ownership:
+    """A claim of this process. Made by `claim`."""
+
+    def __init__(self, files: Files, number: int, token: str, timing: Timing) -> None:
+        self._files = files
+        self._number = number
+        self._token = token
+        self._timing = timing
+        self._beats = 0
+        self.is_training = False  # a `fit` of this process uses it
+        self.uses = 1  # how often this process has claimed it
+        self._releasing = threading.Lock()
+        self._confirmed_s = _now_s()
+        self._released = threading.Event()
+
+    def start_beating(self) -> None:
+        thread = threading.Thread(target=self._beat_on, name="keras_distplug-owner", daemon=True)
+        thread.start()
+
+    def require(self, known_for_secs: float = 0.0) -> None:
+        """Checks that this process still owns the directory.
+
+        Args:
+            known_for_secs: Do not look if it did at most this long ago.
+
+        Raises:
+            FencedError: If another process owns it.
+            CheckpointError: If the storage does not say.
+        """
+        looked_s = _now_s()
+        if looked_s - self._confirmed_s <= known_for_secs:
+            return
+        if not self._is_newest(layout.names(self._files, FOLDER)):
+            self._released.set()
+            raise FencedError(
+                f"{self._files.where()} was taken over by {self._successor()}, because this "
+                f"process, {os.getpid()}, showed no sign of life. It saves and deletes nothing "
+                "more. Do not start it again: the other process continues the run."
+            )
+        self._confirmed_s = looked_s
+
+    def require_recent(self) -> None:
+        """Checks that this process still owns the directory, unless it did very recently."""
+        self.require(self._timing.stale_secs / 3)
+
+    def use_again(self) -> bool:
+        """Returns whether the directory is still this process's, which then uses it again."""
+        with self._releasing:
+            self.uses += 1
+            return not self.is_released
+
+    def release(self, after_uses: int | None = None) -> None:
+        """Lets other processes take the directory immediately.
+
+        Args:
+            after_uses: Not if this process has claimed it more often by then.
+        """
+        with self._releasing:
+            if self.is_released or after_uses not in (None, self.uses):
+                return
+            self._released.set()
+            with contextlib.suppress(OSError):  # they will find it dead, or its heartbeat stale
+                self._files.create(f"{FOLDER}/{self._number:04d}.released", [b""])
+
+    def remove(self) -> None:
+        """Deletes all claims, with the folder of the directory if nothing else is in it."""
+        self._released.set()
+        try:
+            self._files.delete(FOLDER)
+            self._files.delete_if_empty()
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._files.where(FOLDER)} could not be deleted: {error}. Delete it by hand."
+            ) from error
+
+    @property
+    def is_released(self) -> bool:
+        return self._released.is_set()
+
+    def beat(self) -> None:
+        """Shows that this process is alive.
+
+        Raises:
+            OSError: If the storage fails.
+        """
+        self._beats += 1
+        # Always of the same size: that of a file in a store is looked up once.
+        text = f"{self._beats:012d}"
+        with tempfile.TemporaryDirectory(prefix="keras_distplug-") as folder:
+            path = Path(folder) / "beat"
+            path.write_text(text)
+            self._files.put(path, f"{FOLDER}/{self._beat_file}", overwrite=True)
+
+    def _beat_on(self) -> None:
+        while not self._released.wait(self._timing.beat_secs):
+            try:
+                self.beat()
+            except OSError:
+                continue  # a save will say so
+
+    def _is_newest(self, names: list[str]) -> bool:
+        return self._beat_file in names and self._number == _newest(names)
+
+    @property
+    def _beat_file(self) -> str:
+        return f"{self._number:04d}.{self._token}.beat"
+
+    def _successor(self) -> str:
+        names = layout.names(self._files, FOLDER)
+        newest = _newest(names)
+        owner = _owner(self._files, newest) if newest else None
+        return "another process" if owner is None else str(owner)
+
+
+def claim(
+    files: Files,
+    report: Callable[[str], None],
+    *,
+    here: Process | None = None,
+    timing: Timing | None = None,
+) -> Ownership:
+    """Makes a process the owner of a directory.
+
+    Args:
+        files: The directory.
+        report: Called with a line if it has to wait.
+        here: The process. Defaults to this one.
+        timing: How long it takes to notice that an owner has gone. Defaults to `TIMING`.
+
+    Raises:
+        InUseError: If it has another owner, which is alive.
+        SaveError: If it cannot be written.
+        CheckpointError: If it cannot be read.
+    """
+    here = here or this_process()
+    key = (os.getpid(), files.where())
+    held = _held.get(key)
+    if held is not None and held.is_training and not held.is_released:
+        raise _in_use(files, here)
+    if held is not None and held.use_again():
+        return held  # that of a `fit` which was not started, or has failed
+    _held[key] = ownership = _win(files, report, here, timing or TIMING)
+    return ownership
+
+
+_held: dict[tuple[int, str], Ownership] = {}  # by process and directory: forks have their own
+
+
+def _win(files: Files, report: Callable[[str], None], here: Process, timing: Timing) -> Ownership:
+    has_told = False
+    while True:
+        names = layout.names(files, FOLDER)
+        newest = _newest(names)
+        if newest and f"{newest:04d}.released" not in names:
+            owner = _owner(files, newest)
+            # What this process itself has claimed before, it has released, if only here.
+            alive = None if owner is None else owner != here and is_alive(owner, here)
+            if alive:
+                raise _in_use(files, owner)
+            if alive is None:
+                if not has_told:
+                    report(_waits(files, owner, timing))
+                    has_told = True
+                if not _goes_stale(files, newest, timing):
+                    raise _in_use(files, _owner(files, newest))
+        if (ownership := _try(files, newest + 1, here, timing)) is not None:
+            _delete_claims_before(files, newest + 1)
+            ownership.start_beating()
+            return ownership
+
+
+def _try(files: Files, number: int, here: Process, timing: Timing) -> Ownership | None:
+    """Makes a claim; None if another process was faster."""
+    ownership = Ownership(files, number, uuid.uuid4().hex, timing)
+    path = f"{FOLDER}/{number:04d}.json"
+    text = json.dumps({**asdict(here), "token": ownership._token}, indent=1).encode()
+    try:
+        try:
+            files.create(path, [text])
+        except FileExistsError:
+            if files.read(path) != text:  # ours, if only the storage's answer was lost
+                return None
+        ownership.beat()
+    except FileNotFoundError:
+        return None  # deleted by a newer owner
+    except OSError as error:
+        raise SaveError(
+            f"Nothing can be saved in {files.where()}: {error}. Give a folder that can be written."
+        ) from error
+    # The others may have come to higher numbers, and deleted this one before it was made.
+    if ownership._is_newest(layout.names(files, FOLDER)):
+        return ownership
+    ownership._released.set()
+    for name in (ownership._beat_file, f"{number:04d}.json"):
+        files.delete(f"{FOLDER}/{name}")
+    return None
+
+
+def _goes_stale(files: Files, number: int, timing: Timing) -> bool:
+    """Watches a heartbeat until it moves, stops for too long, or is released."""
+    first = last_s = None
+    while True:
+        looked_s = _now_s()
+        names = layout.names(files, FOLDER)
+        if _newest(names) != number:
+            return True  # there is a newer claim to look at
+        if f"{number:04d}.released" in names:
+            return True
+        beat = _beat_in(files, number, names)
+        if first is None or last_s is None:
+            first, last_s = beat, looked_s
+        if beat != first:
+            return False
+        if looked_s - last_s >= timing.stale_secs:
+            return True
+        time.sleep(timing.look_secs)
+
+
+def _beat_in(files: Files, number: int, names: list[str]) -> bytes:
+    name = next((n for n in names if n.startswith(f"{number:04d}.") and n.endswith(".beat")), None)
+    if name is None:
+        return b""
+    try:
+        return files.read(f"{FOLDER}/{name}")
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise CheckpointError(
+            f"{files.where(f'{FOLDER}/{name}')} cannot be read: {error}. Check the storage and its "
+            "permissions, then start the script again."
+        ) from error
+
+
+def _delete_claims_before(files: Files, number: int) -> None:
+    for name in layout.names(files, FOLDER):
+        of = name.partition(".")[0]
+        if of.isdecimal() and int(of) < number:
+            try:
+                files.delete(f"{FOLDER}/{name}")
+            except OSError:
+                continue  # it does no harm
+
+
+def _newest(names: list[str]) -> int:
+    return max((int(match[1]) for match in map(_CLAIM.fullmatch, names) if match), default=0)
+
+
+def _owner(files: Files, number: int) -> Process | None:
+    """The process that made a claim; None if the claim does not say."""
+    try:
+        found = json.loads(files.read(f"{FOLDER}/{number:04d}.json"))
+        found.pop("token", None)
+        owner = Process(**found)
+        require_types(owner)
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+    return owner
+
+
+def _in_use(files: Files, owner: Process | None) -> InUseError:
+    return InUseError(
+        f"Expected a folder that no other training uses. Received: {files.where()}, in which "
+        f"{owner or 'another process'} is training. Wait until it has finished or end it, or give "
+        "this training another folder. Nothing was changed."
+    )
+
+
+def _waits(files: Files, owner: Process | None, timing: Timing) -> str:
+    return (
+        f"{files.where()} was last used by {owner or 'another process'}, which has not said that "
+        "it has finished, and cannot be seen from here: waiting up to "
+        f"{timing.stale_secs:.0f} s for a sign of life"
+    )
+
+
+def _now_s() -> float:
+    """A clock that goes on while the machine is suspended."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

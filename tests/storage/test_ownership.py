@@ -1,0 +1,316 @@
+"""One process at a time writes in a directory; one that has lost it finds out."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import RUN, Checkpoints
+from support.owners import HERE, PATIENT, require_one_winner, silent
+
+from keras_distplug.core.errors import CheckpointError, FencedError, InUseError, SaveError
+from keras_distplug.core.process import Process, is_alive, this_process
+from keras_distplug.core.state import Cursor, TrainState
+from keras_distplug.storage import ownership, runs
+from keras_distplug.storage.commit import Writer
+from keras_distplug.storage.files import Files, open_files
+from keras_distplug.storage.ownership import FOLDER, Timing
+from keras_distplug.storage.store import CheckpointStore
+
+# A process that owns a directory until its input ends.
+OWNER = """
+import sys
+from keras_distplug.storage import ownership
+from keras_distplug.storage.files import open_files
+timing = ownership.Timing(beat_secs=0.02)
+owned = ownership.claim(open_files(sys.argv[1]), print, timing=timing)
+print("claimed", flush=True)
+for line in sys.stdin:
+    try:
+        owned.require()
+        print("owns", flush=True)
+    except Exception as error:
+        print(type(error).__name__, error, flush=True)
+"""
+HASTY = Timing(beat_secs=60.0, stale_secs=0.1, look_secs=0.01)
+ELSEWHERE = replace(HERE, host="another", boot="another")
+
+
+@contextmanager
+def owner(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", OWNER, str(folder)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "claimed\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def ask(process: subprocess.Popen[str]) -> str:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("?\n")
+    process.stdin.flush()
+    return process.stdout.readline()
+
+
+@pytest.mark.timeout(60)
+def test_live_owner(tmp_path: Path) -> None:
+    """A second process is refused without a wait, with the name of the first one; once that is
+    dead, it takes over without one."""
+    files = open_files(tmp_path)
+    with owner(tmp_path) as first:
+        with pytest.raises(InUseError) as raised:
+            ownership.claim(files, silent)
+        assert f"process {first.pid} on {HERE.host} (started 2" in str(raised.value)
+        assert ask(first) == "owns\n"
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        ownership.claim(files, silent).release()
+
+
+@pytest.mark.timeout(60)
+def test_stopped_owner(tmp_path: Path) -> None:
+    """A process that is stopped for longer than the limit loses the directory, and finds out."""
+    files, said = open_files(tmp_path), []
+    with owner(tmp_path) as first:
+        first.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, first.pid, os.WSTOPPED)
+        second = ownership.claim(files, said.append, timing=HASTY)
+        assert len(said) == 1
+        assert f"process {first.pid} on" in said[0]
+        first.send_signal(signal.SIGCONT)
+        answer = ask(first)
+        assert answer.startswith("FencedError ")
+        assert f"taken over by process {os.getpid()} on" in answer
+        second.require()
+        second.release()
+
+
+@pytest.mark.timeout(60)
+def test_on_another_machine(tmp_path: Path) -> None:
+    """Where the owner cannot be seen, its heartbeat decides, by the watcher's own clock."""
+    files, said = open_files(tmp_path), []
+    with owner(tmp_path), pytest.raises(InUseError):
+        ownership.claim(files, said.append, here=ELSEWHERE, timing=PATIENT)
+    # It is dead now, which cannot be seen from there.
+    ownership.claim(files, said.append, here=ELSEWHERE, timing=HASTY).release()
+    assert len(said) == 2
+    assert "waiting up to 60 s for a sign of life" in said[0]
+
+
+def test_released(tmp_path: Path) -> None:
+    """After a training that has ended, the next process takes the directory without a wait."""
+    files = open_files(tmp_path)
+    ownership.claim(files, silent).release()
+    ownership.claim(files, silent, here=ELSEWHERE).release()
+
+
+@pytest.mark.parametrize(
+    ("change", "seen"),
+    [
+        ({}, True),
+        ({"ticks": HERE.ticks + 1}, False),  # its number was given to another process
+        ({"pid": 2**22 + 1}, False),  # there are no such numbers
+        ({"boot": "another"}, None),
+        ({"boot": ""}, None),
+        ({"namespace": "another"}, None),
+        ({"namespace": "another", "pod": "a"}, False),  # a container that was started again
+        ({"namespace": "another", "boot": "another", "pod": "a"}, None),
+        ({"boot": "another", "job": "Slurm job 7 of a", "attempt": 1}, False),  # requeued
+        ({"boot": "another", "job": "Slurm job 7 of a", "attempt": 2}, None),  # a step next to us
+        ({"boot": "another", "job": "Slurm job 8 of a", "attempt": 1}, None),
+    ],
+)
+def test_signs_of_life(change: dict[str, object], seen: bool | None) -> None:
+    here = replace(HERE, pod="a", job="Slurm job 7 of a", attempt=2)
+    assert is_alive(replace(HERE, **change), here) is seen  # type: ignore[arg-type]
+
+
+def test_hidden_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that `/proc` does not show, as of another user, may be alive."""
+    monkeypatch.setattr("keras_distplug.core.process._look_at", lambda pid: None)
+    assert is_alive(HERE, HERE) is None
+    assert is_alive(replace(HERE, pid=2**22 + 1), HERE) is False
+
+
+def test_attempts() -> None:
+    """Schedulers and our supervisor count the starts of a job."""
+    slurm = this_process({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"})
+    assert (slurm.job, slurm.attempt) == ("Slurm job 7 of ", 2)
+    ours = this_process({"KERAS_DISTPLUG_JOB": "a", "KERAS_DISTPLUG_ATTEMPT": "3"})
+    assert (ours.job, ours.attempt) == ("a", 3)
+    assert this_process({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}).pod == HERE.host
+
+
+@pytest.mark.parametrize("url", ["disk", "memory://{}"])
+def test_races(url: str, tmp_path: Path) -> None:
+    """Of writers that claim at the same time, one wins, and the others are refused."""
+    for number in range(25):
+        place = f"{tmp_path}/{number}" if url == "disk" else url.format(f"{tmp_path}/{number}")
+        require_one_winner(open_files(place))
+
+
+def test_in_one_process(tmp_path: Path) -> None:
+    """A `fit` that has failed before it began leaves the directory to the next one of its process,
+    one that trains does not."""
+    files = open_files(tmp_path)
+    first = ownership.claim(files, silent)
+    assert ownership.claim(open_files(tmp_path), silent) is first
+    first.is_training = True
+    with pytest.raises(InUseError, match=f"in which process {os.getpid()} on"):
+        ownership.claim(files, silent)
+    first.release()
+    assert ownership.claim(files, silent) is not first
+
+
+def test_old_claims(tmp_path: Path) -> None:
+    """They do not pile up."""
+    files = open_files(tmp_path)
+    for _ in range(5):
+        ownership.claim(files, silent).release()
+    assert [name for name in files.names(FOLDER) if name.endswith(".json")] == ["0005.json"]
+    assert len(files.names(FOLDER)) == 3
+
+
+def test_deleted_folder(tmp_path: Path) -> None:
+    """A process whose directory was deleted, and used again, has lost it: numbers start again, but
+    the claim is another one."""
+    files = open_files(tmp_path / "a")
+    first = ownership.claim(files, silent)
+    ownership.Ownership(files, 1, "", PATIENT).remove()
+    assert not (tmp_path / "a").exists()
+    second = ownership._win(files, silent, HERE, PATIENT)
+    assert files.names(FOLDER)[0].startswith("0001.")
+    with pytest.raises(FencedError):
+        first.require()
+    second.require()
+    second.release()
+
+
+def test_late_claim(tmp_path: Path) -> None:
+    """A claim that comes so late that newer ones have been made and deleted since is withdrawn."""
+    files = open_files(tmp_path)
+    newer = ownership._try(files, 7, HERE, PATIENT)
+    assert newer is not None
+    assert ownership._try(files, 3, HERE, PATIENT) is None
+    assert not [name for name in files.names(FOLDER) if name.startswith("0003")]
+    newer.require()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}', '{"host": 1}'])
+@pytest.mark.timeout(60)
+def test_damaged_claim(text: str, tmp_path: Path) -> None:
+    """A claim that does not say whose it is counts by its heartbeat."""
+    files, said = open_files(tmp_path), []
+    files.create(f"{FOLDER}/0001.json", [text.encode()])
+    ownership.claim(files, said.append, timing=HASTY).release()
+    assert "was last used by another process" in said[0]
+
+
+def test_unwritable(tmp_path: Path) -> None:
+    """It is noticed before anything is trained."""
+    (tmp_path / FOLDER).write_text("a file")
+    with pytest.raises(SaveError, match=r"Nothing can be saved in .*Give a folder that can be"):
+        ownership.claim(open_files(tmp_path), silent)
+
+
+# Saves
+
+
+def write(files: Files, step: int, owned: ownership.Ownership) -> CheckpointStore:
+    checkpoints = Checkpoints(files, owned=owned)
+    checkpoints.save(TrainState(Cursor(0, step, step), {"model/a": np.arange(3.0)}))
+    return checkpoints
+
+
+def test_fenced_save(tmp_path: Path) -> None:
+    """A process that has lost the directory commits nothing and deletes nothing."""
+    files = open_files(tmp_path)
+    first = ownership._win(files, silent, HERE, PATIENT)
+    runs.begin_run(files, job=None, seed=0)
+    write(files, 1, first)
+    first.release()
+    second = ownership._win(files, silent, HERE, PATIENT)
+    store = write(files, 2, second)
+    before = sorted(str(path) for path in tmp_path.rglob("*"))
+    with pytest.raises(FencedError):
+        write(files, 3, first)
+    assert store.committed("step") == ["step-00000001", "step-00000002"]
+    assert set(before) <= {str(path) for path in tmp_path.rglob("*")}
+    write(files, 4, second)
+    assert store.committed("step") == ["step-00000002", "step-00000004"]
+
+
+def test_lost_between_commit_and_cleaning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was stopped for long after its commit looks again before it deletes."""
+    files = open_files(tmp_path)
+    first = ownership._win(files, silent, HERE, PATIENT)
+    runs.begin_run(files, job=None, seed=0)
+    for step in (1, 2):
+        store = write(files, step, first)
+    publish = Writer._publish
+
+    def stop_after(self: Writer, path: str, text: bytes) -> None:
+        publish(self, path, text)
+        first.release()
+        ownership._win(files, silent, HERE, PATIENT)
+        now_s = ownership._now_s()
+        monkeypatch.setattr(ownership, "_now_s", lambda: now_s + 61)
+
+    monkeypatch.setattr(Writer, "_publish", stop_after)
+    with pytest.raises(FencedError):
+        write(files, 3, first)
+    assert store.committed("step") == ["step-00000001", "step-00000002", "step-00000003"]
+
+
+def test_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save asks once whether it may."""
+    files = open_files(tmp_path)
+    owned = ownership._win(files, silent, HERE, replace(PATIENT, beat_secs=60.0))
+    runs.begin_run(files, job=None, seed=0)
+    asked: list[str] = []
+    names = type(files).names
+
+    def counted(self: Files, folder: str = "") -> list[str]:
+        asked.append(folder)
+        return names(self, folder)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(type(files), "names", counted)
+    write(files, 1, owned)
+    assert asked.count(FOLDER) == 1
+
+
+def test_storage_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who owns the directory is not known then: nothing is committed."""
+    files = open_files(tmp_path)
+    owned = ownership._win(files, silent, HERE, PATIENT)
+    runs.begin_run(files, job=None, seed=0)
+    names = type(files).names
+
+    def fail(self: Files, folder: str = "") -> list[str]:
+        if folder == FOLDER:
+            raise OSError("no answer")
+        return names(self, folder)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(type(files), "names", fail)
+    with pytest.raises(CheckpointError, match="no answer"):
+        write(files, 1, owned)
+    assert CheckpointStore(files, RUN).committed("step") == []
+
+
+def test_process_in_words() -> None:
+    process = Process("node-7", 123, "2026-11-26T10:00:00+00:00", "", "", -1, "", "", 0)
+    assert str(process) == "process 123 on node-7 (started 2026-11-26T10:00:00+00:00)"
