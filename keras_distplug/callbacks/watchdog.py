@@ -13,6 +13,7 @@ import keras
 
 from keras_distplug.backend.tensorflow.runtime import callback_list
 from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.core.values import Shown
 
 _PASSWORD = re.compile(r"(?<=://)[^/]*:[^/]*@")
 _MOST_CHARACTERS = 80  # of a value
@@ -80,6 +81,8 @@ def _shown(value: Any) -> str:
         value = _PASSWORD.sub("", value.partition("?")[0])
     if isinstance(value, signal.Signals):
         text = value.name
+    elif isinstance(value, Shown):
+        return repr(value)
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         inside = ", ".join(map(_shown, value))
         text = f"({inside}{',' * (len(value) == 1)})"

@@ -290,7 +290,7 @@ class BackupAndRestore(RunKeeper):
                 self._state, self._candidates(), self._make_ready_for, self._go_on_from
             )
         if is_new and self._role.is_chief:
-            announce(f"new run {self._files.where(run.name)}")
+            announce(resuming.new_run_line(self._files, run.name, self._role.name))
         exports.remember(self._files, run.name, made, self._state.cursor.step)
         for logger in self._spared:
             if logger not in self._state.restored:

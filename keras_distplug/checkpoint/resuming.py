@@ -83,6 +83,31 @@ def line(found: Found, files: Files, run: str, *, chief: str, epochs: int) -> st
     )
 
 
+def new_run_line(files: Files, run: str, chief: str) -> str:
+    """Returns what is said of a run without a checkpoint, which may have had attempts.
+
+    Args:
+        files: The directory.
+        run: The name of the run's folder in it.
+        chief: The name of the worker that says it.
+    """
+    where = files.where(run)
+    try:
+        before = look_back(files, run, chief)
+    except (CheckpointError, OSError):
+        before = None  # training needs no log
+    if before is None:
+        return f"new run {where}"
+    trained = ""
+    if before.last_step:
+        steps = "1 step" if before.last_step == 1 else f"{before.last_step} steps"
+        trained = f" after {'' if before.has_told_all else 'at least '}{steps}"
+    return (
+        f"{where}: attempt {before.attempts} left no checkpoint{trained}; starting from the "
+        "beginning"
+    )
+
+
 def _attempts(files: Files, run: str, chief: str, step: int) -> str:
     """How many there are, and what the last one loses; nothing where no log was kept."""
     try:

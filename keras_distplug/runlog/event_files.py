@@ -80,6 +80,8 @@ class EventFiles:
         self, tag: str, metadata: summary_pb2.SummaryMetadata, value: Any, step: int, at: float
     ) -> None:
         if self._writer is None:
+            # TensorFlow's own way to make folders ignores the umask.
+            self.path.mkdir(parents=True, exist_ok=True)
             self._writer = EventFileWriter(str(self.path))
         tensor = tensor_util.make_tensor_proto(value)
         told = summary_pb2.Summary.Value(tag=tag, metadata=metadata, tensor=tensor)

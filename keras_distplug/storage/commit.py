@@ -156,14 +156,27 @@ class Writer:
         try:
             shards = self._all_shares(state, name, attempt)
             manifest = self._manifest(state, shards, attempt)
-            text = _verified(manifest).encode()
-            if self._ownership is not None:
-                self._ownership.require()
-            self._publish(self._store.path(name, layout.MANIFEST), text)
+            self._publish_owned(
+                self._store.path(name, layout.MANIFEST), _verified(manifest).encode()
+            )
         except FencedError:
             raise  # what is there is another process's now
         except Exception:
             self._make_room(kind)
+            raise
+
+    def _publish_owned(self, path: str, text: bytes) -> None:
+        if self._ownership is None:
+            self._publish(path, text)
+            return
+        self._ownership.require()
+        self._publish(path, text)
+        try:
+            # If this process was stopped just now, between the two.
+            self._ownership.require_recent()
+        except FencedError:
+            with contextlib.suppress(OSError):
+                self._files.delete(path)
             raise
 
     def _publish(self, path: str, text: bytes) -> None:

@@ -331,7 +331,7 @@ def test_mid_epoch_checkpoint(
     said, where the place in the data is not known."""
     model = small.model()
     callbacks = [*kd.defaults(tmp_path / "run", save_freq=3), small.Stop(1, 3)]
-    callbacks[0].on_busy = "wait"
+    callbacks[0].saving = kd.Saving(on_busy="wait")
     with pytest.raises(small.Interrupted):
         model.fit(small.X, small.Y, batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
@@ -393,7 +393,7 @@ def test_nan(tmp_path: Path) -> None:
         kd.defaults(tmp_path)[0],
         kd.BackupAndRestore(tmp_path, delete_checkpoint=True),
     ):
-        backup.on_busy = "wait"
+        backup.saving = kd.Saving(on_busy="wait")
         small.model().fit(small.X, small.Y, epochs=3, verbose=0, callbacks=[Poison(), backup])
         kept = sorted(path.name for path in (tmp_path / "run-0001").iterdir() if path.is_dir())
         assert kept == ["step-00000001", "step-00000002"]

@@ -219,11 +219,23 @@ def test_traced_anew(tmp_path: Path) -> None:
     assert window.secs["input"] < 1
 
 
+def test_nothing_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An attempt that ended before its first checkpoint is no new run."""
+    with pytest.raises(small.Interrupted):
+        fit(kd.defaults(tmp_path, save_freq="epoch"), small.Stop(0, 2))
+    saver.wait_for_all()
+    fit(kd.defaults(tmp_path))
+    assert (
+        f"{tmp_path / 'run-0001'}: attempt 1 left no checkpoint after at least 3 "
+        "steps; starting from the beginning"
+    ) in caplog.messages
+
+
 def test_interrupted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Another attempt begins where the checkpoint was, and says what is lost; what it trains once
     more is no progress."""
     callbacks = kd.defaults(tmp_path, save_freq=4)
-    callbacks[0].on_busy = "wait"
+    callbacks[0].saving = kd.Saving(on_busy="wait")
     with pytest.raises(small.Interrupted):
         fit(callbacks, small.Stop(1, 2))
     saver.wait_for_all()
@@ -357,7 +369,7 @@ def test_rolled_back(tmp_path: Path) -> None:
     x = np.concatenate([small.X[:16], np.full((16, 4), np.nan, "float32"), small.X[:8]])
     y = np.concatenate([small.Y[:16], small.Y[:16], small.Y[:8]])
     callbacks = kd.defaults(tmp_path, save_freq=1)
-    callbacks[0].on_busy = "wait"
+    callbacks[0].saving = kd.Saving(on_busy="wait")
     fit(callbacks, kd.NaNWatchdog(max_skips=1), x=x, y=y, epochs=1, shuffle=False)
     [found] = logged(tmp_path)
     [rolled_back] = of_kind(found, events.RolledBack)
@@ -372,8 +384,7 @@ def test_saves_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         raise OSError("the disk is gone")
 
     callbacks = kd.defaults(tmp_path)
-    callbacks[0].on_busy = "wait"
-    callbacks[0].max_failed_saves = 9
+    callbacks[0].saving = kd.Saving(on_busy="wait", max_failed_saves=9)
     monkeypatch.setattr(stock, fails)
     with (
         pytest.raises(OSError, match="the disk is gone"),
@@ -390,7 +401,7 @@ def test_saves_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_damaged(tmp_path: Path) -> None:
     """A checkpoint that is set aside."""
     callbacks = kd.defaults(tmp_path)
-    callbacks[0].on_busy = "wait"
+    callbacks[0].saving = kd.Saving(on_busy="wait")
     with pytest.raises(small.Interrupted):
         fit(callbacks, small.Stop(2, 1))
     saver.wait_for_all()

@@ -254,8 +254,9 @@ def test_fenced_save(tmp_path: Path) -> None:
     assert store.committed("step") == ["step-00000002", "step-00000004"]
 
 
-def test_lost_between_commit_and_cleaning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that was stopped for long after its commit looks again before it deletes."""
+def test_lost_during_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was stopped for long after it looked, and before its commit, looks again: it
+    withdraws what it committed, and deletes nothing else."""
     files = open_files(tmp_path)
     first = ownership._win(files, silent, HERE, PATIENT)
     runs.begin_run(files, job=None, seed=0)
@@ -263,17 +264,17 @@ def test_lost_between_commit_and_cleaning(tmp_path: Path, monkeypatch: pytest.Mo
         store = write(files, step, first)
     publish = Writer._publish
 
-    def stop_after(self: Writer, path: str, text: bytes) -> None:
-        publish(self, path, text)
+    def stop_before(self: Writer, path: str, text: bytes) -> None:
         first.release()
         ownership._win(files, silent, HERE, PATIENT)
         now_s = ownership._now_s()
         monkeypatch.setattr(ownership, "_now_s", lambda: now_s + 61)
+        publish(self, path, text)
 
-    monkeypatch.setattr(Writer, "_publish", stop_after)
+    monkeypatch.setattr(Writer, "_publish", stop_before)
     with pytest.raises(FencedError):
         write(files, 3, first)
-    assert store.committed("step") == ["step-00000001", "step-00000002", "step-00000003"]
+    assert store.committed("step") == ["step-00000001", "step-00000002"]
 
 
 def test_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
