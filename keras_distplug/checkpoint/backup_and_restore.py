@@ -268,7 +268,7 @@ class BackupAndRestore(RunKeeper):
             logger.append = False
         run = self._run = self._run or self.open_run(self.model.distribute_strategy)
         self._saves = self._local_saves = None
-        self._hold.start(self.model, lambda: list(self._all_saves()))
+        self._hold.start(self.model, lambda: list(self._all_saves()), self._forget_run)
         self._store = CheckpointStore(self._files, run.name, self._retention)
         self._finished = None
         self._trained_here = False
@@ -401,7 +401,7 @@ class BackupAndRestore(RunKeeper):
         if self.delete_checkpoint:
             self._hold.delete(self._store)
         if self._run is not None:
-            resuming.finished_here.add(self._run.record.run_id)
+            opening.note_finished(self._files, self._run)
         self._run = None
         self._hold.release()
 
@@ -440,6 +440,10 @@ class BackupAndRestore(RunKeeper):
             raise RuntimeError("no run is under way")
         return RunContext(self._files, self._run.name, self.backup_dir, self._storage_options)
 
+    def _forget_run(self) -> None:
+        """After a `fit` that has failed: the next one looks for the run again."""
+        self._run = None
+
     def _all_saves(self) -> list[Saves]:
         return [each for each in (self._saves, self._local_saves) if each is not None]
 
@@ -459,7 +463,6 @@ class BackupAndRestore(RunKeeper):
     def _make_ready_for(self, found: Found) -> None:
         assert self._run is not None
         where = self._files.where(self._run.name)
-        resuming.require_unfinished(found, self._run.record.run_id, where)
         self._state.make_ready_for(
             found.stored.manifest,
             where,

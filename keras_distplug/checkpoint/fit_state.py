@@ -395,6 +395,10 @@ class FitState:
         self._take_history(manifest)
         if self._progress is not None and "train" in manifest.data:
             self._progress.note_end(manifest.data["train"])
+        if self._role.rank < len(manifest.random):
+            # The script may draw before its next `fit`.
+            random_states.restore(manifest.random[self._role.rank])
+            self._restore_draws(manifest)
         models.start_at_epoch(self._model, epochs)
 
     def _take_history(self, manifest: Manifest) -> None:

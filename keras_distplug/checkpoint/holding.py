@@ -36,6 +36,8 @@ class Hold:
         self._files = files
         self.ownership: ownership.Ownership | None = None
         self._saves: Callable[[], list[Background]] = list
+        self._on_failure: Callable[[], None] = lambda: None
+        self._is_in_fit = False
         failures.when_fit_ends(_give_up)
 
     def claim(self) -> None:
@@ -46,21 +48,28 @@ class Hold:
         """
         self.ownership = ownership.claim(self._files, announce)
 
-    def start(self, model: keras.Model, saves: Callable[[], list[Background]]) -> None:
+    def start(
+        self,
+        model: keras.Model,
+        saves: Callable[[], list[Background]],
+        on_failure: Callable[[], None],
+    ) -> None:
         """Keeps the folder until `release`, or until the `fit` of `model` has failed.
 
         Args:
             model: The model.
             saves: Returns the saves that a release waits for.
+            on_failure: Called if the `fit` fails.
         """
-        if self.ownership is None:
-            return
-        self.ownership.is_training = True
-        self._saves = saves
+        if self.ownership is not None:
+            self.ownership.is_training = True
+        self._saves, self._on_failure = saves, on_failure
+        self._is_in_fit = True
         attach(model, self)
 
     def release(self) -> None:
         """Lets other trainings use the folder."""
+        self._is_in_fit = False
         if self.ownership is not None:
             self.ownership.is_training = False
             self.ownership.release()
@@ -78,7 +87,11 @@ class Hold:
             self.ownership.remove()
 
     def give_up(self) -> None:
-        """Releases the folder once no save is in progress."""
+        """Releases the folder of a `fit` that has failed, once no save is in progress."""
+        if not self._is_in_fit:
+            return
+        self._is_in_fit = False
+        self._on_failure()
         if self.ownership is None:
             return
         owned, uses, saves = self.ownership, self.ownership.uses, self._saves()

@@ -7,13 +7,11 @@ from collections.abc import Callable
 
 from keras_distplug.checkpoint.candidates import Candidates, Found
 from keras_distplug.checkpoint.fit_state import FitState
-from keras_distplug.core.errors import CheckpointError, ConfigurationError
+from keras_distplug.core.errors import CheckpointError
 from keras_distplug.core.events import Restored
 from keras_distplug.core.reporting import report
 from keras_distplug.runlog.last_attempt import look_back
 from keras_distplug.storage.files import Files
-
-finished_here: set[str] = set()  # ids of runs that this process has brought to their end
 
 
 def take_up_newest(
@@ -46,16 +44,6 @@ def take_up_newest(
             return True
         candidates.reject(found, damage)
     return False
-
-
-def require_unfinished(found: Found, run_id: str, where: str) -> None:
-    """Checks that this process has not trained the run to its end already."""
-    if found.ends and run_id in finished_here:
-        raise ConfigurationError(
-            f"This process has finished the run in {where} already, so `fit` "
-            "would train nothing. Give each training a directory of its own, more epochs to go "
-            "on, or resume=False to begin a new run."
-        )
 
 
 def line(found: Found, files: Files, run: str, *, chief: str, epochs: int) -> str:

@@ -21,12 +21,15 @@ class RunRecord:
         job: The supervised job that began it, if one did.
         seed: From which the order of its data is drawn.
         created_utc: ISO 8601.
+        place: 1 for the run of a script's first `fit` in the directory, 2 for that of its second,
+            and so on.
     """
 
     run_id: str
     job: str | None
     seed: int
     created_utc: str
+    place: int = 1
 
 
 @dataclass(frozen=True)
@@ -37,14 +40,20 @@ class Run:
     record: RunRecord
 
 
-def begin_run(files: Files, *, job: str | None, seed: int) -> Run:
+def begin_run(files: Files, *, job: str | None, seed: int, place: int = 1) -> Run:
     """Begins a run in a new folder.
+
+    Args:
+        files: The directory.
+        job: As in `RunRecord`, here and below.
+        seed: From which the order of its data is drawn.
+        place: Of its `fit` among those of the script.
 
     Raises:
         SaveError: If that cannot be written.
         CheckpointError: If the folder cannot be listed.
     """
-    record = RunRecord(uuid.uuid4().hex, job, seed, layout.now())
+    record = RunRecord(uuid.uuid4().hex, job, seed, layout.now(), place)
     # A folder without a record is what is left of a run that was deleted.
     number = max((number for number, _ in layout.runs(files)), default=0)
     text = seal(asdict(record))
@@ -94,6 +103,38 @@ def _holds_checkpoint(files: Files, run: str) -> bool:
         layout.MANIFEST in layout.names(files, f"{run}/{place.name}")
         for place in layout.places(files, run)
     )
+
+
+def first_of(files: Files, run: Run) -> Run | None:
+    """Returns the run of the first `fit` of the script that made `run`; None if it is gone.
+
+    Raises:
+        CheckpointError: If one cannot be read.
+        CorruptCheckpointError: If the record of one is damaged.
+    """
+    names = [name for _, name in layout.runs(files) if name < run.name]
+    place = run.record.place
+    while place > 1:
+        before = read_run(files, names.pop()) if names else None
+        if before is None or before.record.place != place - 1:
+            return None
+        run, place = before, before.record.place
+    return run
+
+
+def next_of(files: Files, run: Run) -> Run | None:
+    """Returns the run of the `fit` that follows that of `run` in its script; None if there is none.
+
+    Raises:
+        CheckpointError: If it cannot be read.
+        CorruptCheckpointError: If its record is damaged.
+    """
+    number = int(run.name.partition("-")[2])
+    name = next((name for n, name in layout.runs(files) if n > number), None)
+    if name is None or layout.RECORD not in layout.names(files, name):
+        return None
+    found = read_run(files, name)
+    return found if found.record.place == run.record.place + 1 else None
 
 
 def read_run(files: Files, name: str) -> Run:

@@ -23,9 +23,9 @@ from support import small  # noqa: E402
 import keras_distplug as kd  # noqa: E402
 from keras_distplug import default_callbacks  # noqa: E402
 from keras_distplug.backend.tensorflow.input import epochs as compat_epochs  # noqa: E402
-from keras_distplug.checkpoint import resuming, saver  # noqa: E402
+from keras_distplug.checkpoint import opening, saver  # noqa: E402
 from keras_distplug.core import log  # noqa: E402
-from keras_distplug.core.errors import ConfigurationError, OtherRunError  # noqa: E402
+from keras_distplug.core.errors import OtherRunError  # noqa: E402
 from keras_distplug.core.events import Window  # noqa: E402
 from keras_distplug.runlog import log_files  # noqa: E402
 from keras_distplug.storage.files import open_files  # noqa: E402
@@ -34,7 +34,7 @@ from keras_distplug.storage.files import open_files  # noqa: E402
 @pytest.fixture(autouse=True)
 def as_if_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that forgets which runs it has finished, for tests that stand for several."""
-    monkeypatch.setattr(resuming, "finished_here", Forgetful())
+    monkeypatch.setattr(opening, "finished_here", Forgetful())
 
 
 @pytest.fixture(autouse=True)
@@ -49,9 +49,9 @@ def no_save_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saver.Saver, "start", start)
 
 
-class Forgetful(set):  # type: ignore[type-arg]
-    def __contains__(self, run_id: object) -> bool:
-        return False
+class Forgetful(dict):  # type: ignore[type-arg]
+    def __setitem__(self, key: object, value: object) -> None:
+        return
 
 
 def train(
@@ -514,18 +514,6 @@ def test_name_of_the_script(script: str, name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("sys.argv", [script])
     monkeypatch.setattr(default_callbacks, "_trainings", itertools.count(1))
     assert default_callbacks.default_directory() == Path("keras_distplug_runs") / name
-
-
-def test_second_training_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second training into the directory of a finished one is an error, not a silent nothing."""
-    monkeypatch.setattr(resuming, "finished_here", set())
-    train(tmp_path, epochs=1)
-    with pytest.raises(ConfigurationError, match="Give each training a directory of its own"):
-        train(tmp_path, epochs=1)
-    for more in ({"epochs": 2}, {"epochs": 1, "resume": False}):
-        counted = small.Stop()
-        train(tmp_path, stop=counted, **more)
-        assert counted.batches == small.BATCHES
 
 
 def test_more_epochs_after_an_early_end(tmp_path: Path) -> None:
