@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from types import FrameType
 from typing import Any
 
 import keras
@@ -29,13 +28,11 @@ _UPSTREAM = Upstream(keras="3.10 to 3.15")
 
 def of_fit() -> Loop | None:
     """The loop of the innermost `fit` that calls; None if Keras' own `fit` is not among them."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in frames.callers(sys._getframe(1)):
         if frame.f_code.co_name == "fit":
             found = frames.local(frame, "epoch_iterator")
             if found is not None:
                 return Loop(found) if isinstance(found, EpochIterator) else None
-        frame = frame.f_back
     return None
 
 

@@ -12,11 +12,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+
+from keras_distplug.backend.tensorflow.runtime.frames import callers
 
 Drawn = Callable[[FrameType, str], None]
 
@@ -85,9 +88,6 @@ def _noting(function: Callable[..., Any], title: str) -> Callable[..., Any]:
     return noted
 
 
-def _makes_variables(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_code.co_filename != __file__:
-        if frame.f_code.co_name in _MAKES_VARIABLES:
-            return True
-        frame = frame.f_back
-    return False
+def _makes_variables(frame: FrameType) -> bool:
+    within = takewhile(lambda each: each.f_code.co_filename != __file__, callers(frame))
+    return any(each.f_code.co_name in _MAKES_VARIABLES for each in within)

@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import keras
@@ -27,6 +26,7 @@ from tensorflow.python.ops import control_flow_v2_func_graphs, gen_random_ops
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from keras_distplug.backend.tensorflow.runtime.attached import is_marked, mark
+from keras_distplug.backend.tensorflow.runtime.frames import callers
 from keras_distplug.backend.tensorflow.runtime.patching import Upstream
 
 _UPSTREAM = Upstream(tensorflow="2.18 to 2.21")
@@ -137,12 +137,10 @@ class _Step:
         graph = tf.compat.v1.get_default_graph()
         while graph is not self.graph and isinstance(graph, _WITHIN):
             graph = graph.outer_graph
-        frame: FrameType | None = sys._getframe()
-        while frame is not None and graph is self.graph:
-            if _VECTORIZED in frame.f_code.co_filename:
-                return False  # it makes an op for many numbers of one for one
-            frame = frame.f_back
-        return graph is self.graph
+        # There, TensorFlow makes an op for many numbers of one for one.
+        return graph is self.graph and not any(
+            _VECTORIZED in frame.f_code.co_filename for frame in callers(sys._getframe())
+        )
 
     def state(self, seeds: tuple[int, int]) -> ResourceVariable:
         states = _states_in.setdefault(self.graph, [])

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,6 +25,7 @@ from tensorflow.python.framework import op_callbacks
 
 from keras_distplug.backend.tensorflow.replicas import python_draws, random_ops
 from keras_distplug.backend.tensorflow.runtime.attached import attach, attached
+from keras_distplug.backend.tensorflow.runtime.frames import callers
 from keras_distplug.backend.tensorflow.runtime.workers import has_several_replicas
 
 OnData = Callable[[Any], Any]
@@ -291,8 +293,7 @@ def _operations(graph: Any, seen: set[str]) -> Iterator[Any]:
 
 
 def _place_of_use(tensor: Any) -> str | None:
-    places = (_place(operation) for operation in tensor.consumers())
-    return next((place for place in places if place is not None), None)
+    return next(filter(None, map(_place, tensor.consumers())), None)
 
 
 def _place(operation: Any) -> str | None:
@@ -313,13 +314,10 @@ def _place_of(frame: FrameType) -> str | None:
     return f"{code.co_name} ({Path(code.co_filename).name}, line {frame.f_lineno})"
 
 
-def _place_in_stack(frame: FrameType | None) -> str | None:
+def _place_in_stack(frame: FrameType) -> str | None:
     """As `_place`, of what runs below a step."""
-    while frame is not None and frame.f_code.co_filename != __file__:
-        if (place := _place_of(frame)) is not None:
-            return place
-        frame = frame.f_back
-    return None
+    within = takewhile(lambda each: each.f_code.co_filename != __file__, callers(frame))
+    return next(filter(None, map(_place_of, within)), None)
 
 
 def _is_the_users(filename: str) -> bool:

@@ -24,10 +24,6 @@ def attached(owner: object, kind: type[Kind]) -> Kind | None:
     return found
 
 
-def detach(owner: object, kind: type) -> None:
-    _all(owner).pop(kind, None)
-
-
 class _Adapted:
     """That an object was adapted."""
 

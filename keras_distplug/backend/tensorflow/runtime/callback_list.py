@@ -38,19 +38,19 @@ class Calling:
         if frame is None or callbacks is None:
             return None
         code = frame.f_code.co_filename
-        while frame is not None and frame.f_code.co_filename == code:
-            frame = frame.f_back
-        return None if frame is None else cls(weakref.ref(callbacks), id(frame), frame.f_code)
+        for each in frames.callers(frame):
+            if each.f_code.co_filename != code:
+                return cls(weakref.ref(callbacks), id(each), each.f_code)
+        return None
 
     def is_above(self, frame: FrameType | None) -> bool:
         """Whether `frame` is called by that `fit`. From any thread."""
         # While the list lives, so does the frame that has it, whose number no other one can have;
         # but an error may leave the list to somebody else.
-        while frame is not None and self._callbacks() is not None:
-            if id(frame) == self._frame and frame.f_code is self._code:
-                return True
-            frame = frame.f_back
-        return False
+        return any(
+            self._callbacks() is not None and id(each) == self._frame and each.f_code is self._code
+            for each in frames.callers(frame)
+        )
 
 
 def move_to_end(callback: keras.callbacks.Callback) -> list[keras.callbacks.Callback]:
@@ -94,9 +94,8 @@ def _list_above(
     frame: FrameType | None,
 ) -> tuple[FrameType | None, keras.callbacks.CallbackList | None]:
     """Which list calls, and its frame."""
-    while frame is not None:
-        caller = frames.local(frame, "self")
+    for each in frames.callers(frame):
+        caller = frames.local(each, "self")
         if isinstance(caller, keras.callbacks.CallbackList):
-            return frame, caller
-        frame = frame.f_back
+            return each, caller
     return None, None

@@ -1,4 +1,4 @@
-"""The local variables of callers.
+"""Callers, and their local variables.
 
 Python 3.11 and 3.12 keep what `f_locals` has given until somebody asks again, and with it what the
 function itself has let go. From 3.13 on (PEP 667) nothing is kept.
@@ -6,8 +6,16 @@ function itself has let go. From 3.13 on (PEP 667) nothing is kept.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
+
+
+def callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """`frame`, and those that have called it, the innermost first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def local(frame: FrameType, name: str) -> Any:

@@ -9,7 +9,7 @@ import random
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from types import FrameType, MappingProxyType
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -21,6 +21,7 @@ from keras.src.models.functional import Functional, functional_like_constructor
 from keras.src.saving.serialization_lib import ObjectSharingScope
 
 from keras_distplug.backend.tensorflow.runtime.embedding_tables import parts_of, wholes
+from keras_distplug.backend.tensorflow.runtime.frames import callers
 
 _GLOBAL_SEED_GENERATOR = "global_seed_generator"
 
@@ -105,12 +106,10 @@ def runs_eagerly(model: keras.Model) -> bool:
 
 def is_in_fit(model: keras.Model) -> bool:
     """Is this called, in any depth, by Keras' `fit` of `model`?"""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "fit" and frame.f_locals.get("self") is model:
-            return True
-        frame = frame.f_back
-    return False
+    return any(
+        frame.f_code.co_name == "fit" and frame.f_locals.get("self") is model
+        for frame in callers(sys._getframe(1))
+    )
 
 
 def is_traced_twice(model: keras.Model) -> bool:

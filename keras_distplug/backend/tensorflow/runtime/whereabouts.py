@@ -11,11 +11,12 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Literal
+
+from keras_distplug.backend.tensorflow.runtime.frames import callers
 
 _PACKAGE = str(Path(__file__).parents[1])
 _NOT_THE_USERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
@@ -44,8 +45,8 @@ class Whereabouts:
 def whereabouts(thread: int | None) -> Whereabouts:
     """Where the thread of that `ident` is."""
     everywhere = sys._current_frames()
-    trains = list(_callers(everywhere.pop(thread or 0, None)))
-    lines = (_line_of(list(_callers(frame))) for frame in everywhere.values() if _is_making(frame))
+    trains = list(callers(everywhere.pop(thread or 0, None)))
+    lines = (_line_of(list(callers(frame))) for frame in everywhere.values() if _is_making(frame))
     return Whereabouts(
         line=_line_of(_within_fit(trains)),
         input_line=next((line for line in lines if line), None),
@@ -58,7 +59,7 @@ def is_debugged(thread: int) -> bool:
     return any(
         Path(frame.f_code.co_filename).name in ("pdb.py", "bdb.py")
         or "pydevd" in frame.f_code.co_filename
-        for frame in _callers(sys._current_frames().get(thread))
+        for frame in callers(sys._current_frames().get(thread))
     )
 
 
@@ -85,12 +86,6 @@ def _stack(title: str, frame: FrameType) -> str:
     return f"{title}:\n{''.join(traceback.format_stack(frame))}"
 
 
-def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def _awaited(frames: list[FrameType]) -> Literal["input", "others"] | None:
     for frame in frames:
         if frame.f_code.co_name.startswith("iterator_get_next") and _is_in(frame, _FETCHES):
@@ -110,7 +105,7 @@ def _within_fit(frames: list[FrameType]) -> list[FrameType]:
 
 
 def _is_making(frame: FrameType) -> bool:
-    return any(_is_in(each, *_MAKERS) for each in _callers(frame))
+    return any(_is_in(each, *_MAKERS) for each in callers(frame))
 
 
 def _line_of(frames: list[FrameType]) -> str | None:
