@@ -28,7 +28,12 @@ from keras_distplug.backend.tensorflow.input.readers import LateDistributedDatas
 from keras_distplug.backend.tensorflow.parameter_server import embeddings, shared_state
 from keras_distplug.backend.tensorflow.replicas import gates, optimizers, touched
 from keras_distplug.backend.tensorflow.runtime.attached import attach, attached
-from keras_distplug.backend.tensorflow.runtime.models import all_variables, layers_of, optimizers_of
+from keras_distplug.backend.tensorflow.runtime.models import (
+    all_variables,
+    inner_of,
+    layers_of,
+    optimizers_of,
+)
 from keras_distplug.backend.tensorflow.runtime.patching import Upstream
 from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled, resolver_of
 from keras_distplug.core.errors import DataError, ModelError
@@ -307,7 +312,7 @@ def _refuse_what_stays_wrong(model: keras.Model) -> None:
     if getattr(model, "jit_compile", False):
         refuse("has jit_compile=True", "a step has variables elsewhere", "Leave jit_compile out.")
     for optimizer in optimizers_of(model).values():
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        inner = inner_of(optimizer)
         if inner is not optimizer:
             refuse(
                 "has a LossScaleOptimizer",

@@ -21,6 +21,7 @@ from keras.src import backend
 from keras_distplug.backend.tensorflow.replicas import masked
 from keras_distplug.backend.tensorflow.replicas.share import current as current_share
 from keras_distplug.backend.tensorflow.runtime.attached import attach, attached
+from keras_distplug.backend.tensorflow.runtime.models import inner_of
 from keras_distplug.backend.tensorflow.runtime.patching import Upstream
 from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled
 
@@ -98,7 +99,7 @@ def apply(
     if variables is not None:
         variables = list(variables)
         _build(optimizer, variables)
-    trained = _inner(optimizer)._trainable_variables if variables is None else variables
+    trained = inner_of(optimizer)._trainable_variables if variables is None else variables
     summed = gate.received(optimizer, summed)
     opens = gate.opens(optimizer, own, summed, trained)
     if opens is None:
@@ -125,10 +126,6 @@ def _build(optimizer: Any, variables: Sequence[Any]) -> None:
         with keras.name_scope(optimizer.name, caller=optimizer):
             optimizer.build(variables)
         optimizer.built = True
-
-
-def _inner(optimizer: Any) -> Any:
-    return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def cond_over_replicas(

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, MutableSequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
@@ -102,28 +102,19 @@ def _is_a_loss(value: Any) -> bool:
 def noted() -> Iterator[None]:
     """Takes down the losses that a step computes."""
     stock = keras_loss.scale_loss_for_distribution
-
-    def scale_loss_for_distribution(value: Any) -> Any:
-        return _note(stock(value))
-
-    with _UPSTREAM.patched(
-        keras_loss, scale_loss_for_distribution.__name__, scale_loss_for_distribution
-    ):
+    with _UPSTREAM.patched(keras_loss, "scale_loss_for_distribution", noting(stock)):
         yield
 
 
 def noting(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compute_loss)
     def noted(*args: Any, **kwargs: Any) -> Any:
-        return _note(compute_loss(*args, **kwargs))
+        loss = compute_loss(*args, **kwargs)
+        if (share := current()) is not None:
+            share.losses.append(loss)
+        return loss
 
     return noted
-
-
-def _note(loss: Any) -> Any:
-    if (share := current()) is not None:
-        share.losses.append(loss)
-    return loss
 
 
 def keep_apart(model: keras.Model) -> None:
@@ -268,18 +259,14 @@ def _valid_values(values: tf.Tensor, mask: Any) -> tf.Tensor:
 @contextmanager
 def sums_over_samples(model: keras.Model) -> Iterator[None]:
     """Makes `activity_regularizer`s those of the global batch, while a step runs or is traced."""
-    stock = {
-        layer: layer.activity_regularizer
-        for layer in layers_of(model)
-        if layer.activity_regularizer is not None and not _activities_are_averaged()
-    }
-    for layer, regularizer in stock.items():
-        _UPSTREAM.patch(layer, "activity_regularizer", _undivided(regularizer))
-    try:
+    with ExitStack() as stack:
+        for layer in layers_of(model):
+            regularizer = layer.activity_regularizer
+            if regularizer is not None and not _activities_are_averaged():
+                stack.enter_context(
+                    _UPSTREAM.patched(layer, "activity_regularizer", _undivided(regularizer))
+                )
         yield
-    finally:
-        for layer, regularizer in stock.items():
-            _UPSTREAM.patch(layer, "activity_regularizer", regularizer)
 
 
 @cache

@@ -7,8 +7,9 @@ step. Here, what is added is zero instead.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import keras
@@ -34,15 +35,10 @@ def changed_only_if(ok: tf.Tensor, variables: Sequence[keras.Variable]) -> Itera
     that a step has values of its own of are left to it."""
     held = {id(variable._value): variable._value for variable in variables}.values()
     natives = [value for value in held if isinstance(value, tf.Variable)]
-    for native in natives:
-        for name in _METHODS:
-            _UPSTREAM.patch(native, name, _masked(native, name, ok))
-    try:
+    with ExitStack() as stack:
+        for native, name in itertools.product(natives, _METHODS):
+            stack.enter_context(_UPSTREAM.patched(native, name, _masked(native, name, ok)))
         yield
-    finally:
-        for native in natives:
-            for name in _METHODS:
-                vars(native).pop(name)
 
 
 def _masked(native: tf.Variable, name: str, ok: tf.Tensor) -> Callable[..., Any]:

@@ -10,7 +10,6 @@ What is wrong upstream on several replicas (Keras 3.10 to 3.15):
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from keras_distplug.backend.tensorflow.replicas import gates
 from keras_distplug.backend.tensorflow.replicas.gates import cond_over_replicas
 from keras_distplug.backend.tensorflow.replicas.share import current
 from keras_distplug.backend.tensorflow.runtime.attached import mark
+from keras_distplug.backend.tensorflow.runtime.models import inner_of
 from keras_distplug.backend.tensorflow.runtime.patching import Upstream
 
 _UPSTREAM = Upstream(keras="3.10 to 3.15")
@@ -35,34 +35,28 @@ def see_global_gradients(optimizer: keras.optimizers.Optimizer) -> None:
     """
     if not mark(optimizer):
         return
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = inner_of(optimizer)
     stock_apply = optimizer.apply
     stock_scale_loss = optimizer.scale_loss
 
-    def scale_loss(self: Any, loss: Any) -> Any:
+    def scale_loss(loss: Any) -> Any:
         if (share := current()) is not None:
             loss = loss * tf.cast(share.weight, loss.dtype)
-            share.in_loss.add(id(self))
+            share.in_loss.add(id(optimizer))
         return stock_scale_loss(loss)
 
-    def apply(self: Any, grads: Iterable[Any], trainable_variables: Any = None) -> Any:
+    def apply(grads: Iterable[Any], trainable_variables: Any = None) -> Any:
         context = tf.distribute.get_replica_context()
         own = summed = list(grads)
         if context is not None:
             share = current()
-            weight = None if share is None or id(self) in share.in_loss else share.weight
-            summed = _summed(gates.marked(self, own), weight, context)
-        return gates.apply(self, stock_apply, own, summed, trainable_variables)
+            weight = None if share is None or id(optimizer) in share.in_loss else share.weight
+            summed = _summed(gates.marked(optimizer, own), weight, context)
+        return gates.apply(optimizer, stock_apply, own, summed, trainable_variables)
 
-    def _all_reduce_sum_gradients(self: Any, grads_and_vars: Iterable[Any]) -> list[Any]:
-        return list(grads_and_vars)
-
-    for target, method in (
-        (optimizer, scale_loss),
-        (optimizer, apply),
-        (inner, _all_reduce_sum_gradients),
-    ):
-        _UPSTREAM.patch(target, method.__name__, types.MethodType(method, target))
+    _UPSTREAM.patch(optimizer, "scale_loss", scale_loss)
+    _UPSTREAM.patch(optimizer, "apply", apply)
+    _UPSTREAM.patch(inner, "_all_reduce_sum_gradients", list)
     _UPSTREAM.patch(inner, "_backend_apply_gradients", _apply_over_replicas(inner))
 
 
@@ -72,12 +66,12 @@ def give_gate(optimizer: keras.optimizers.Optimizer) -> None:
         return
     stock = optimizer.apply
 
-    def apply(self: Any, grads: Iterable[Any], trainable_variables: Any = None) -> Any:
+    def apply(grads: Iterable[Any], trainable_variables: Any = None) -> Any:
         own = list(grads)
-        marked = gates.marked(self, own)
-        return gates.apply(self, stock, own, marked, trainable_variables)
+        marked = gates.marked(optimizer, own)
+        return gates.apply(optimizer, stock, own, marked, trainable_variables)
 
-    _UPSTREAM.patch(optimizer, "apply", types.MethodType(apply, optimizer))
+    _UPSTREAM.patch(optimizer, "apply", apply)
 
 
 def _apply_over_replicas(optimizer: Any) -> Callable[..., None]:
@@ -86,7 +80,8 @@ def _apply_over_replicas(optimizer: Any) -> Callable[..., None]:
 
     def _backend_apply_gradients(grads: Iterable[Any], trainable_variables: Iterable[Any]) -> None:
         context = tf.distribute.get_replica_context()
-        every, overwrite_every = _accumulation(optimizer), _overwriting(optimizer)
+        every = optimizer.gradient_accumulation_steps
+        overwrite_every = optimizer.ema_overwrite_frequency if optimizer.use_ema else None
         if context is None or not (every or overwrite_every):
             stock(grads, trainable_variables)
             return
@@ -122,16 +117,6 @@ def _apply_over_replicas(optimizer: Any) -> Callable[..., None]:
                 _overwrite_with_average(context, due, optimizer)
 
     return _backend_apply_gradients
-
-
-def _accumulation(optimizer: Any) -> int | None:
-    steps: int | None = optimizer.gradient_accumulation_steps
-    return steps
-
-
-def _overwriting(optimizer: Any) -> int | None:
-    steps: int | None = optimizer.ema_overwrite_frequency
-    return steps if optimizer.use_ema else None
 
 
 def _overwrite_with_average(

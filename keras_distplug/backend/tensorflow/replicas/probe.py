@@ -16,7 +16,12 @@ import keras
 import tensorflow as tf
 
 from keras_distplug.backend.tensorflow.replicas.touched import Touched
-from keras_distplug.backend.tensorflow.runtime.models import all_variables, layers_of, optimizers_of
+from keras_distplug.backend.tensorflow.runtime.models import (
+    all_variables,
+    inner_of,
+    layers_of,
+    optimizers_of,
+)
 from keras_distplug.backend.tensorflow.runtime.patching import Upstream
 
 _UPSTREAM = Upstream(keras="3.10 to 3.15")
@@ -64,37 +69,27 @@ def listening(
         on_gradients: Called with the name of an optimizer, gradients, and their variables.
     """
     with ExitStack() as stack:
+
+        def put(target: object, name: str, value: Any) -> None:
+            stack.enter_context(_UPSTREAM.patched(target, name, value))
+
         for layer in layers_of(model):
-            stack.enter_context(_replaced(layer, "call", _telling(layer, on_call)))
-        stack.enter_context(_replaced(model, "compute_loss", _hearing(model, on_loss)))
+            put(layer, "call", _telling(layer.call, functools.partial(on_call, layer)))
+        put(model, "compute_loss", _telling(model.compute_loss, lambda _, loss: on_loss(loss)))
         for name, optimizer in optimizers_of(model).items():
             apply = functools.partial(_instead_of_apply, name, optimizer, on_gradients)
-            stack.enter_context(_replaced(optimizer, "apply", apply))
+            put(optimizer, "apply", apply)
         yield
 
 
-def _telling(layer: keras.Layer, on_call: OnCall) -> Callable[..., Any]:
-    stock = layer.call
-
+def _telling(stock: Callable[..., Any], tell: Callable[[Any, Any], None]) -> Callable[..., Any]:
     @functools.wraps(stock)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def telling(*args: Any, **kwargs: Any) -> Any:
         given = stock(*args, **kwargs)
-        on_call(layer, (args, kwargs), given)
+        tell((args, kwargs), given)
         return given
 
-    return call
-
-
-def _hearing(model: keras.Model, on_loss: Callable[[Any], None]) -> Callable[..., Any]:
-    stock = model.compute_loss
-
-    @functools.wraps(stock)
-    def compute_loss(*args: Any, **kwargs: Any) -> Any:
-        loss = stock(*args, **kwargs)
-        on_loss(loss)
-        return loss
-
-    return compute_loss
+    return telling
 
 
 def _instead_of_apply(
@@ -104,23 +99,9 @@ def _instead_of_apply(
     grads: Sequence[Any],
     trainable_variables: Sequence[keras.Variable] | None = None,
 ) -> None:
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    variables = inner._trainable_variables if trainable_variables is None else trainable_variables
-    on_gradients(name, list(grads), list(variables))
-
-
-@contextmanager
-def _replaced(target: object, name: str, value: Any) -> Iterator[None]:
-    absent = object()
-    before = vars(target).get(name, absent)
-    _UPSTREAM.patch(target, name, value)
-    try:
-        yield
-    finally:
-        if before is absent:
-            object.__delattr__(target, name)
-        else:
-            _UPSTREAM.patch(target, name, before)
+    if trainable_variables is None:
+        trainable_variables = inner_of(optimizer)._trainable_variables
+    on_gradients(name, list(grads), list(trainable_variables))
 
 
 def _is_of_all_replicas(variable: keras.Variable) -> bool:

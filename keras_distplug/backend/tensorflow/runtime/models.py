@@ -226,7 +226,7 @@ def optimizer_targets(
     return {
         name: list(
             dict.fromkeys(
-                places[id(v)] for v in _inner(optimizer)._trainable_variables if id(v) in places
+                places[id(v)] for v in inner_of(optimizer)._trainable_variables if id(v) in places
             )
         )
         for name, optimizer in optimizers_of(model).items()
@@ -278,7 +278,8 @@ def _is_on_default_device(model: keras.Model) -> bool:
     return devices == {tf.zeros(()).device}
 
 
-def _inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+def inner_of(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """That which a `LossScaleOptimizer` has inside; another optimizer itself."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
