@@ -18,8 +18,7 @@ from keras_distplug.backend.tensorflow.runtime.patching import override
 from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled
 from keras_distplug.backend.tensorflow.trainer import adapt
 from keras_distplug.core.errors import ConfigurationError
-from keras_distplug.step import replica_step
-from keras_distplug.step.replica_step import ReplicaStep
+from keras_distplug.step.replica_step import ReplicaStep, tracing
 
 
 class StepInstrument:
@@ -275,7 +274,7 @@ class StepInstrumentation:
         return self._taken(step), step.carried
 
     def _taken(self, step: ReplicaStep) -> Any:
-        with replica_step.traced(step), gates.assignments_noted() as assigned:
+        with tracing.at(step), gates.assignments_noted() as assigned:
             found = self.stock["train_step"](step.batch)
             allowed = [each for each in step.allowed if gates.is_here(each)]
             if allowed:
@@ -289,7 +288,7 @@ class StepInstrumentation:
 
     def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         loss = self.stock["compute_loss"](*args, **kwargs)
-        step = replica_step.current()
+        step = tracing.now
         if step is not None and loss is not None:
             step.note_loss(loss)
         return loss
@@ -297,7 +296,7 @@ class StepInstrumentation:
     # The gate of optimizers
 
     def mark(self, optimizer: keras.optimizers.Optimizer, own: Sequence[Any]) -> Sequence[Any]:
-        step = replica_step.current()
+        step = tracing.now
         if step is not None and any(gradient is not None for gradient in own):
             for each in self._there:
                 own = each.after_gradients(step, optimizer, own)
@@ -306,7 +305,7 @@ class StepInstrumentation:
     def received(
         self, optimizer: keras.optimizers.Optimizer, summed: Sequence[Any]
     ) -> Sequence[Any]:
-        step = replica_step.current()
+        step = tracing.now
         if step is not None and any(gradient is not None for gradient in summed):
             for each in self._there:
                 summed = each.after_sum(step, optimizer, summed)
@@ -319,7 +318,7 @@ class StepInstrumentation:
         summed: Sequence[Any],
         variables: Sequence[keras.Variable],
     ) -> tf.Tensor | None:
-        step = replica_step.current()
+        step = tracing.now
         if step is None or all(gradient is None for gradient in summed):
             return None
         said = [each.allows(step, optimizer, own, summed, variables) for each in self._there]

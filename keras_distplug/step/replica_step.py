@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from keras_distplug.backend.tensorflow.replicas import gates, share
+from keras_distplug.backend.tensorflow.runtime.current import Current
 from keras_distplug.step.gradients import dense
 
 
@@ -111,23 +110,4 @@ def _half_square(gradient: Any) -> tf.Tensor:
     return tf.nn.l2_loss(tf.cast(dense(gradient), tf.float32))
 
 
-class _Current(threading.local):
-    step: ReplicaStep | None = None  # replicas are traced in threads
-
-
-_current = _Current()
-
-
-def current() -> ReplicaStep | None:
-    """The step that this thread is tracing."""
-    return _current.step
-
-
-@contextmanager
-def traced(step: ReplicaStep) -> Iterator[ReplicaStep]:
-    """Makes `step` the current one."""
-    before, _current.step = _current.step, step
-    try:
-        yield step
-    finally:
-        _current.step = before
+tracing: Current[ReplicaStep] = Current()

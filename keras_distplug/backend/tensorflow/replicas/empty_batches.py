@@ -9,7 +9,6 @@ of a maximum pool of an empty batch aborts the process.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, wraps
@@ -19,6 +18,7 @@ import tensorflow as tf
 from keras.src import backend
 
 from keras_distplug.backend.tensorflow.replicas.share import current
+from keras_distplug.backend.tensorflow.runtime.current import Current
 from keras_distplug.backend.tensorflow.runtime.patching import Upstream
 
 _UPSTREAM = Upstream(tensorflow="2.18 to 2.21")
@@ -53,11 +53,7 @@ def _shapes_get_lost() -> bool:
     return bool(empty.shape != (0, 2, 2, 3))
 
 
-class _Inside(threading.local):
-    operation = False  # one operation calls another
-
-
-_inside = _Inside()
+_operation: Current[str] = Current()  # one calls another
 
 
 def _of_any_batch(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,13 +63,10 @@ def _of_any_batch(stock: Callable[..., Any]) -> Callable[..., Any]:
     def operation(inputs: Any, *args: Any, **kwargs: Any) -> Any:
         context = tf.distribute.get_replica_context()
         one = context is None or context.num_replicas_in_sync == 1
-        if one or _inside.operation or not isinstance(inputs, tf.Tensor):
+        if one or _operation.now or not isinstance(inputs, tf.Tensor):
             return stock(inputs, *args, **kwargs)
-        _inside.operation = True
-        try:
+        with _operation.at(stock.__name__):
             return choose(_has_samples(inputs), lambda some: stock(some, *args, **kwargs), inputs)
-        finally:
-            _inside.operation = False
 
     return operation
 

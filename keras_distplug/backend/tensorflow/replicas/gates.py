@@ -8,7 +8,6 @@ of BatchNormalization, goes through `_direct_assign` of Keras' variables, which 
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from keras.src import backend
 from keras_distplug.backend.tensorflow.replicas import masked
 from keras_distplug.backend.tensorflow.replicas.share import current as current_share
 from keras_distplug.backend.tensorflow.runtime.attached import attach, attached
+from keras_distplug.backend.tensorflow.runtime.current import Current
 from keras_distplug.backend.tensorflow.runtime.models import inner_of
 from keras_distplug.backend.tensorflow.runtime.patching import Upstream
 from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled
@@ -113,7 +113,7 @@ def apply(
         grads: list[Any] = [None] * len(summed)
         for place, gradient in zip(places, present, strict=True):
             grads[place] = gradient
-        with _not_noting():
+        with _noting_in.at(None):
             stock(grads, variables)
 
     cond_over_replicas(context, opens, update, lambda _: None, [summed[i] for i in places])
@@ -193,31 +193,16 @@ def is_here(tensor: tf.Tensor) -> bool:
     return here
 
 
-class _Current(threading.local):
-    assigned: Assigned | None = None  # replicas are traced in threads
-
-
-_current = _Current()
+_noting_in: Current[Assigned] = Current()
 
 
 @contextmanager
 def assignments_noted() -> Iterator[Assigned]:
     """Notes what variables are given, but for those that optimizers give to what they train."""
-    before, _current.assigned = _current.assigned, Assigned()
-    try:
-        with _new_variables_noted() if current_share() is None else nullcontext():
-            yield _current.assigned
-    finally:
-        _current.assigned = before
-
-
-@contextmanager
-def _not_noting() -> Iterator[None]:
-    before, _current.assigned = _current.assigned, None
-    try:
-        yield
-    finally:
-        _current.assigned = before
+    assigned = Assigned()
+    new_ones = _new_variables_noted() if current_share() is None else nullcontext()
+    with _noting_in.at(assigned), new_ones:
+        yield assigned
 
 
 def note_assignments(variables: Sequence[keras.Variable]) -> None:
@@ -236,8 +221,8 @@ def never_note_assignments(variables: Sequence[keras.Variable]) -> None:
 def _noting(variable: keras.Variable, stock: Callable[[Any], None]) -> Callable[[Any], None]:
     def _direct_assign(value: Any) -> None:
         noted = attached(variable, _IsNoted)
-        if _current.assigned is not None and (noted is None or noted.value):
-            _current.assigned.note(variable)
+        if _noting_in.now is not None and (noted is None or noted.value):
+            _noting_in.now.note(variable)
         stock(value)
 
     return _direct_assign

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from keras_distplug.backend.tensorflow.runtime.current import Current
 from keras_distplug.backend.tensorflow.runtime.frames import callers
 
 Drawn = Callable[[FrameType, str], None]
@@ -30,7 +31,7 @@ _GENERATORS = (
 _NO_DRAWS = frozenset({"seed", "getstate", "setstate", "get_state", "set_state"})
 # What is drawn there is a variable's first value, which a checkpoint holds.
 _MAKES_VARIABLES = frozenset({"build", "__init__"})
-_heard = threading.local()
+_hears: Current[Drawn] = Current()
 _lock = threading.Lock()
 _stock: list[tuple[Any, str, Any]] = []
 _tracing = 0
@@ -43,13 +44,12 @@ def heard(drawn: Drawn) -> Iterator[None]:
 
     Modules are patched while any thread is inside; replicas are traced by threads of their own.
     """
-    before, _heard.drawn = getattr(_heard, "drawn", None), drawn
     _patch()
     try:
-        yield
+        with _hears.at(drawn):
+            yield
     finally:
         _restore()
-        _heard.drawn = before
 
 
 def _patch() -> None:
@@ -79,10 +79,10 @@ def _restore() -> None:
 def _noting(function: Callable[..., Any], title: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def noted(*args: Any, **kwargs: Any) -> Any:
-        drawn: Drawn | None = getattr(_heard, "drawn", None)
-        is_constant = drawn is not None and not tf.executing_eagerly()  # not in `tf.init_scope`
-        if drawn is not None and is_constant and not _makes_variables(sys._getframe(1)):
-            drawn(sys._getframe(1), title)
+        drawn, caller = _hears.now, sys._getframe(1)
+        # In `tf.init_scope`, it is no constant.
+        if drawn and not tf.executing_eagerly() and not _makes_variables(caller):
+            drawn(caller, title)
         return function(*args, **kwargs)
 
     return noted

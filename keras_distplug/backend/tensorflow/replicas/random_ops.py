@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from tensorflow.python.ops import control_flow_v2_func_graphs, gen_random_ops
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from keras_distplug.backend.tensorflow.runtime.attached import is_marked, mark
+from keras_distplug.backend.tensorflow.runtime.current import Current
 from keras_distplug.backend.tensorflow.runtime.frames import callers
 from keras_distplug.backend.tensorflow.runtime.patching import Upstream
 
@@ -118,12 +118,8 @@ def counted(draws: Draws, step: str, data: Any) -> Iterator[None]:
         for value in keras.tree.flatten(data)
         if isinstance(value, tf.Tensor)
     )
-    before = _current.step
-    _current.step = _Step(draws, f"{step}({shapes})", tf.compat.v1.get_default_graph())
-    try:
+    with _current.at(_Step(draws, f"{step}({shapes})", tf.compat.v1.get_default_graph())):
         yield
-    finally:
-        _current.step = before
 
 
 @dataclass(frozen=True)
@@ -149,11 +145,7 @@ class _Step:
         return state
 
 
-class _Current(threading.local):
-    step: _Step | None = None  # replicas are traced in threads
-
-
-_current = _Current()
+_current: Current[_Step] = Current()
 _all_draws: weakref.WeakSet[Draws] = weakref.WeakSet()
 # They have to live as long as the graphs that use them.
 _states_in: weakref.WeakKeyDictionary[tf.Graph, list[ResourceVariable]] = (
@@ -220,7 +212,7 @@ def _of_integers(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _drawn(shape: Any, seed: int, seed2: int) -> dict[str, Any] | None:
     """What a stateless op takes to draw what a kernel with these seeds would; None where the kernel
     shall draw."""
-    step = _current.step
+    step = _current.now
     if step is None or not (seed or seed2) or not step.is_here():
         return None
     state = step.state((seed, seed2))

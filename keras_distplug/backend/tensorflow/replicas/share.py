@@ -9,13 +9,14 @@ divided by it before (`losses.py`).
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import keras
 import tensorflow as tf
+
+from keras_distplug.backend.tensorflow.runtime.current import Current
 
 
 class Share:
@@ -51,26 +52,19 @@ class Share:
         return self._context.all_reduce(tf.distribute.ReduceOp.SUM, value)
 
 
-class _Current(threading.local):
-    share: Share | None = None  # replicas are traced in threads
-
-
-_current = _Current()
+_current: Current[Share] = Current()
 
 
 @contextmanager
 def share_of(data: Any, total: tf.Tensor) -> Iterator[Share]:
     """Makes the share that `data` is the current one."""
     share = Share(data, total)
-    before, _current.share = _current.share, share
-    try:
+    with _current.at(share):
         yield share
-    finally:
-        _current.share = before
 
 
 def current() -> Share | None:
-    return _current.share
+    return _current.now
 
 
 def first_of(batch: Any) -> Any:
