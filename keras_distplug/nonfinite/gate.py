@@ -15,12 +15,12 @@ import numpy as np
 import tensorflow as tf
 
 from keras_distplug.backend.tensorflow.replicas import gates, share
+from keras_distplug.backend.tensorflow.replicas.gates import dense
 from keras_distplug.backend.tensorflow.runtime import models
 from keras_distplug.backend.tensorflow.runtime.workers import replicas_here
 from keras_distplug.nonfinite.spikes import Window
-from keras_distplug.step.gradients import dense, size_of
 from keras_distplug.step.instrumentation import StepInstrument
-from keras_distplug.step.replica_step import ReplicaStep, scales_loss
+from keras_distplug.step.replica_step import ReplicaStep, scales_loss, size_of
 
 _Seen = tuple[tf.Tensor, ...]  # updates, loss, norm, both scores, and which gradients are finite
 

@@ -136,7 +136,7 @@ def instrument_step(model: keras.Model, instrument: StepInstrument) -> None:
     StepInstrumentation.of(model).use(instrument)
 
 
-class StepInstrumentation:
+class StepInstrumentation(gates.Gate):
     """The instruments in the step of one model, while it is trained by `fit`.
 
     An update that an instrument does not allow is not applied on any replica; what else such a step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,8 +10,8 @@ import keras
 import tensorflow as tf
 
 from keras_distplug.backend.tensorflow.replicas import gates, share
+from keras_distplug.backend.tensorflow.replicas.gates import dense
 from keras_distplug.backend.tensorflow.runtime.current import Current
-from keras_distplug.step.gradients import dense
 
 
 class ReplicaStep:
@@ -100,6 +101,12 @@ class ReplicaStep:
         return gates.of_first(
             context, lambda each: tf.sqrt(2 * tf.add_n([*map(_half_square, each)])), present
         )
+
+
+def size_of(gradient: Any) -> float:
+    """How many values a gradient has; infinite if that is not known."""
+    shape = dense(gradient).shape
+    return math.inf if shape.rank is None or None in shape else math.prod(shape)
 
 
 def scales_loss(optimizer: keras.optimizers.Optimizer) -> bool:

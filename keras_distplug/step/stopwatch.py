@@ -15,10 +15,10 @@ import tensorflow as tf
 import xxhash
 
 from keras_distplug.backend.tensorflow.replicas import gates, share
+from keras_distplug.backend.tensorflow.replicas.gates import dense
 from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled
-from keras_distplug.step.gradients import dense, size_of
 from keras_distplug.step.instrumentation import StepInstrument, StepInstrumentation
-from keras_distplug.step.replica_step import ReplicaStep, scales_loss
+from keras_distplug.step.replica_step import ReplicaStep, scales_loss, size_of
 
 _KEPT = 10_000  # of what nobody takes
 _BEGUN, _COMPUTED = "begun", "computed"

@@ -54,7 +54,7 @@ def test_dispatch_leaves_other_models_alone() -> None:
     trainer.install_dispatch()
     mine = model()
     mine.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
-    assert not trainer.is_adapted(mine)
+    assert not is_marked(mine)
 
 
 def test_one_device_takes_no_step_without_data() -> None:

@@ -78,10 +78,6 @@ class _BatchSpec:
     spec: Any
 
 
-class _Warned:
-    """That it was warned of batches that do not divide."""
-
-
 @dataclass(frozen=True)
 class _Stock:
     """Keras' method that a function of ours stands for."""
@@ -215,10 +211,6 @@ def _has_twins(model: keras.Model) -> bool:
     return not model.jit_compile and not is_scheduled(model.distribute_strategy)
 
 
-def is_adapted(model: keras.Model) -> bool:
-    return is_marked(model)
-
-
 def install_dispatch() -> None:
     """Lets a plain `model.fit` under MultiWorkerMirroredStrategy adapt its model, passes a model's
     strategy to `resumable` data, and looks at the first batch of other data in Keras' place.
@@ -237,7 +229,7 @@ def install_dispatch() -> None:
     ) -> None:
         strategy = self.distribute_strategy
         is_ours = is_multi_worker(strategy) or is_scheduled(strategy)
-        if is_ours and not is_adapted(self):
+        if is_ours and not is_marked(self):
             adapt(self)
             self._maybe_symbolic_build(iterator=iterator, data_batch=data_batch)
             return
@@ -334,9 +326,9 @@ def _warn_of_uneven_batches(model: keras.Model, iterator: Any) -> None:
     if batch is None and isinstance(dataset, tf.data.Dataset):
         batch = batch_size(dataset)
     first_worker = not getattr(strategy.cluster_resolver, "task_id", 0)
-    if batch is None or batch % replicas == 0 or not first_worker or attached(model, _Warned):
+    is_right = batch is None or batch % replicas == 0
+    if is_right or not first_worker or not mark(model, "warned of uneven batches"):
         return
-    attach(model, _Warned())
     fewer, more = batch // replicas, batch // replicas + 1
     evenly = " or ".join(str(each * replicas) for each in (fewer, more) if each)
     warnings.warn(

@@ -21,9 +21,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_distplug.backend.tensorflow.replicas import gates, touched
-from keras_distplug.backend.tensorflow.runtime.attached import attach, attached, mark
-from keras_distplug.backend.tensorflow.runtime.models import layers_of, optimizers_of
+from keras_distplug.backend.tensorflow.replicas import gates, replica_state, touched
+from keras_distplug.backend.tensorflow.runtime.attached import mark
+from keras_distplug.backend.tensorflow.runtime.models import optimizers_of, seed_generators_of
 from keras_distplug.backend.tensorflow.runtime.patching import Upstream
 
 _UPSTREAM = Upstream(keras="3.10 to 3.15")
@@ -44,10 +44,7 @@ def share(model: keras.Model) -> None:
     for optimizer in optimizers_of(model).values():
         if mark(optimizer.iterations):
             _UPSTREAM.patch(optimizer.iterations, "assign_add", _natively(optimizer.iterations))
-    for layer in (model, *layers_of(model)):
-        for generator in layer._seed_generators:
-            if mark(generator):
-                _UPSTREAM.patch(generator, "next", _seed_of_step(generator))
+    replica_state.give_streams(model, _number_of_step)
 
 
 def begin_averages(model: keras.Model) -> None:
@@ -99,15 +96,10 @@ def step(model: keras.Model, number: tf.Tensor, left_out: LeftOut | None) -> Ite
             native.assign_add(change if ok is None else tf.where(ok, change, 0))
 
 
-class _NotesLosses:
-    """That the losses of a model are noted."""
-
-
 def note_losses(model: keras.Model) -> None:
     """Lets a `LeftOut` see the losses of `model`."""
-    if attached(model, _NotesLosses) is not None:
+    if not mark(model, "losses noted"):
         return
-    attach(model, _NotesLosses())
     stock = model.compute_loss
 
     def compute_loss(*args: Any, **kwargs: Any) -> Any:
@@ -119,7 +111,7 @@ def note_losses(model: keras.Model) -> None:
     _UPSTREAM.patch(model, "compute_loss", compute_loss)
 
 
-class LeftOut:
+class LeftOut(gates.Gate):
     """Steps that are not finite, which are left out. To be made in the strategy's scope."""
 
     def __init__(self) -> None:
@@ -146,16 +138,6 @@ class LeftOut:
             self._counts.assign_add(tf.where(ok, tf.stack([0, -in_a_row]), [1, 1]))
         return ok
 
-    # The gate of optimizers
-
-    def mark(self, optimizer: keras.optimizers.Optimizer, own: Sequence[Any]) -> Sequence[Any]:
-        return own
-
-    def received(
-        self, optimizer: keras.optimizers.Optimizer, summed: Sequence[Any]
-    ) -> Sequence[Any]:
-        return summed
-
     def opens(
         self,
         optimizer: keras.optimizers.Optimizer,
@@ -167,7 +149,7 @@ class LeftOut:
         present = [each for each in summed if each is not None]
         if step is None or not present:
             return None
-        finite = [tf.reduce_all(tf.math.is_finite(_values_of(each))) for each in present]
+        finite = [tf.reduce_all(tf.math.is_finite(gates.dense(each))) for each in present]
         step.finite += finite
         return step.all_of([ok for ok in step.finite if gates.is_here(ok)])
 
@@ -202,7 +184,7 @@ _current = _Current()
 
 def _held(model: keras.Model) -> list[tuple[keras.Variable, _Kind]]:
     """What a step has values of its own of."""
-    seeds = {id(g.state) for layer in (model, *layers_of(model)) for g in layer._seed_generators}
+    seeds = {id(generator.state) for generator in seed_generators_of(model)}
     metrics = {id(variable) for variable in model.metrics_variables}
     found = {id(v): (v, _Kind.SUM) for v in model.metrics_variables}
     for variable in model.non_trainable_variables:
@@ -243,21 +225,6 @@ def _natively(variable: keras.Variable) -> Callable[[Any], Any]:
     return assign_add
 
 
-def _seed_of_step(generator: keras.random.SeedGenerator) -> Callable[..., Any]:
-    """Seeds of a stream for each step: workers read the same state where steps overlap."""
-    stock = generator.next
-
-    def next_seed(ordered: bool = True) -> Any:
-        seed = stock(ordered=ordered)
-        if _current.step is None:
-            return seed
-        folded = tf.random.experimental.stateless_fold_in(
-            tf.cast(seed, tf.int64), _current.step.number
-        )
-        return tf.cast(folded, seed.dtype)
-
-    return next_seed
-
-
-def _values_of(gradient: Any) -> tf.Tensor:
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+def _number_of_step() -> tf.Tensor | None:
+    """For seeds: workers read the same state of them where steps overlap."""
+    return None if _current.step is None else _current.step.number

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -28,18 +28,18 @@ from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled
 _UPSTREAM = Upstream(keras="3.10 to 3.15")
 
 
-class Gate(Protocol):
+class Gate:
     """Called in the context of a replica, with one gradient or None for each variable."""
 
     def mark(self, optimizer: keras.optimizers.Optimizer, own: Sequence[Any]) -> Sequence[Any]:
         """The gradients of this replica as the others shall get them."""
-        ...
+        return own
 
     def received(
         self, optimizer: keras.optimizers.Optimizer, summed: Sequence[Any]
     ) -> Sequence[Any]:
         """The gradients of all replicas together as the optimizer shall get them."""
-        ...
+        return summed
 
     def opens(
         self,
@@ -50,7 +50,12 @@ class Gate(Protocol):
     ) -> tf.Tensor | None:
         """Whether `summed`, those of all replicas together, are applied to `variables`; None: as if
         there were no gate."""
-        ...
+        return None
+
+
+def dense(gradient: Any) -> tf.Tensor:
+    """The values of a gradient, some of which say only what is not 0."""
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 @dataclass(frozen=True)

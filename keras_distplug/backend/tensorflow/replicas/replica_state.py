@@ -19,7 +19,12 @@ import tensorflow as tf
 
 from keras_distplug.backend.tensorflow.replicas.share import Share, current
 from keras_distplug.backend.tensorflow.runtime.attached import mark
-from keras_distplug.backend.tensorflow.runtime.models import all_variables, layers_of, optimizers_of
+from keras_distplug.backend.tensorflow.runtime.models import (
+    all_variables,
+    layers_of,
+    optimizers_of,
+    seed_generators_of,
+)
 from keras_distplug.backend.tensorflow.runtime.patching import Upstream
 
 _UPSTREAM = Upstream(keras="3.10 to 3.15", tensorflow="2.18 to 2.21")
@@ -46,10 +51,8 @@ def share_state(model: keras.Model) -> None:
                 _add_centrally(variable)
             elif _aggregation(variable) == tf.VariableAggregation.NONE:
                 _assign_centrally(variable, at_once=integer or id(variable) in conditional)
+    give_streams(model, _replica)
     for layer in (model, *layers_of(model)):
-        for generator in layer._seed_generators:
-            if mark(generator):
-                _UPSTREAM.patch(generator, "next", _seed_of_replica(generator))
         if isinstance(layer, keras.layers.BatchNormalization) and mark(layer):
             _UPSTREAM.patch(layer, "_moments", _moments_of(layer))
 
@@ -171,18 +174,27 @@ def _assign_centrally(variable: keras.Variable, *, at_once: bool) -> None:
     _UPSTREAM.patch(variable, "_direct_assign", _direct_assign)
 
 
-def _seed_of_replica(generator: keras.random.SeedGenerator) -> Callable[..., Any]:
-    """Seeds of a stream for each replica. The state stays the same on all, as it is saved."""
-    stock = generator.next
+def give_streams(model: keras.Model, stream: Callable[[], tf.Tensor | None]) -> None:
+    """Has the seeds of `model` drawn from a stream for each number that `stream` gives, where it
+    gives one. The state is the same for all, as it is saved."""
+    for generator in seed_generators_of(model):
+        if mark(generator):
+            _UPSTREAM.patch(generator, "next", _next_of(generator.next, stream))
 
+
+def _next_of(stock: Callable[..., Any], stream: Callable[[], tf.Tensor | None]) -> Any:
     def next_seed(ordered: bool = True) -> Any:
-        seed = stock(ordered=ordered)
-        context = tf.distribute.get_replica_context()
-        if context is None or context.num_replicas_in_sync == 1:
+        seed, number = stock(ordered=ordered), stream()
+        if number is None:
             return seed
-        folded = tf.random.experimental.stateless_fold_in(
-            tf.cast(seed, tf.int64), tf.cast(context.replica_id_in_sync_group, tf.int64)
-        )
+        folded = tf.random.experimental.stateless_fold_in(tf.cast(seed, tf.int64), number)
         return tf.cast(folded, seed.dtype)
 
     return next_seed
+
+
+def _replica() -> tf.Tensor | None:
+    context = tf.distribute.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1:
+        return None
+    return tf.cast(context.replica_id_in_sync_group, tf.int64)

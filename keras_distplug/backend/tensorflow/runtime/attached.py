@@ -24,20 +24,20 @@ def attached(owner: object, kind: type[Kind]) -> Kind | None:
     return found
 
 
-class _Adapted:
-    """That an object was adapted."""
+class _Marks(set[str]):
+    """What was done to an object."""
 
 
-def mark(target: object) -> bool:
-    """Marks `target` as adapted. False if it was."""
-    if is_marked(target):
+def mark(target: object, done: str = "adapted") -> bool:
+    """Marks `target` as adapted, or what else was `done` to it. False if it was."""
+    if is_marked(target, done):
         return False
-    attach(target, _Adapted())
+    _all(target).setdefault(_Marks, _Marks()).add(done)
     return True
 
 
-def is_marked(target: object) -> bool:
-    return attached(target, _Adapted) is not None
+def is_marked(target: object, done: str = "adapted") -> bool:
+    return done in (attached(target, _Marks) or ())
 
 
 def _all(owner: object) -> dict[type, Any]:

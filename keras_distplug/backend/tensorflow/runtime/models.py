@@ -65,10 +65,14 @@ def deserialize(config: Mapping[str, Any]) -> keras.Model:
         return keras.saving.deserialize_keras_object(dict(config), safe_mode=True)
 
 
+def seed_generators_of(model: keras.Model) -> list[keras.random.SeedGenerator]:
+    """Those of `model` and its layers."""
+    return [each for owner in (model, *layers_of(model)) for each in owner._seed_generators]
+
+
 def seeds_of(model: keras.Model) -> list[keras.Variable]:
     """The states of the seed generators of `model` and its layers, and of that behind them."""
-    owners = (model, *layers_of(model))
-    generators = [generator for owner in owners for generator in owner._seed_generators]
+    generators = seed_generators_of(model)
     if (of_all := global_seed_generator()) is not None:
         generators.append(of_all)
     return [generator.state for generator in generators]
