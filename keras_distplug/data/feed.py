@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from keras_distplug.backend.tensorflow import trainer
 from keras_distplug.backend.tensorflow.input import readers
+from keras_distplug.backend.tensorflow.input.earlier_passes import made_from
 from keras_distplug.backend.tensorflow.runtime.workers import of_chief
 from keras_distplug.core.errors import DataError
 from keras_distplug.data.advice import PREFETCHED
@@ -129,7 +130,7 @@ class OpaqueInput(InputAdapter):
 
 def seed_of(dataset: tf.data.Dataset, default: int) -> int:
     """Returns the seed of the `resumable` data that `dataset` was made of, or `default`."""
-    found = (each.seed for each in readers.made_from(dataset) if isinstance(each, InputDataset))
+    found = (each.seed for each in made_from(dataset) if isinstance(each, InputDataset))
     return next(found, default)
 
 

@@ -23,6 +23,7 @@ import tensorflow as tf  # noqa: E402
 from data import inputs  # noqa: E402
 
 from keras_distplug.backend.tensorflow.input import pipeline  # noqa: E402
+from keras_distplug.backend.tensorflow.input.earlier_passes import made_from  # noqa: E402
 from keras_distplug.core.errors import DataError  # noqa: E402
 from keras_distplug.data import python_sources, sources  # noqa: E402
 from keras_distplug.data.position import Positioned  # noqa: E402
@@ -199,7 +200,7 @@ def test_large_tensors_are_held_once(dtype: str) -> None:
     numbers, others = (tf.cast(tf.range(first, first + 2000), dtype) for first in (0, 1))
     dataset = tf.data.Dataset.from_tensor_slices((numbers, others)).batch(8)
     parts = pipeline.read(dataset)
-    given = next(d for d in pipeline._chain(dataset) if hasattr(d, "_tensors"))._tensors
+    given = next(d for d in made_from(dataset) if hasattr(d, "_tensors"))._tensors
     assert len(given) == 2
     assert {id(each) for each in given} == {id(each) for each in parts._held.values()}
     assert len(parts._graph.SerializeToString()) < 4000

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import sys
 import threading
 import weakref
@@ -82,16 +83,19 @@ def add(dataset: Any, made: int, read: int, *, least: tuple[int, int] = (0, 0)) 
         _counts[each] = (next(before) + made, next(before) + read)
 
 
-def _chain(dataset: Any) -> Iterator[Any]:
-    """A dataset and its inputs. Runs whenever a script iterates one, so not by recursion, which
-    long chains would exhaust."""
+def made_from(dataset: Any) -> Iterator[Any]:
+    """Yields `dataset` and all datasets that it was made from by transformations. By no recursion:
+    chains can be long."""
     left = [dataset]
-    for _ in range(_MOST_DATASETS):
-        if not left:
-            return
+    while left:
         each = left.pop()
         yield each
         left += reversed(each._inputs())
+
+
+def _chain(dataset: Any) -> Iterator[Any]:
+    # Runs whenever a script iterates a dataset.
+    return itertools.islice(made_from(dataset), _MOST_DATASETS)
 
 
 def _is_shuffle(dataset: Any) -> bool:

@@ -27,6 +27,7 @@ from tensorflow.core.framework import graph_pb2
 from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.framework import config
 
+from keras_distplug.backend.tensorflow.input.earlier_passes import made_from
 from keras_distplug.backend.tensorflow.input.pipeline_steps import (
     RESHUFFLING,
     Step,
@@ -306,7 +307,7 @@ class Pipeline:
 def _take_large(graph: graph_pb2.GraphDef, dataset: tf.data.Dataset) -> dict[str, tf.Tensor]:
     """Takes the values of large constants out of `graph`. They are the tensors that `dataset` was
     made of, as far as possible, so that they are held once."""
-    given = itertools.chain.from_iterable(map(_tensors_of, _chain(dataset)))
+    given = itertools.chain.from_iterable(map(_tensors_of, made_from(dataset)))
     candidates = [each for each in given if _bytes_of(each) > _LARGE_BYTES]
     found: dict[str, tf.Tensor] = {}
     for node in graph.node:
@@ -358,7 +359,7 @@ def read(dataset: tf.data.Dataset) -> Pipeline:
     Raises:
         UnreadableError: If that is not possible.
     """
-    held = sum(map(_bytes_of, itertools.chain.from_iterable(map(_tensors_of, _chain(dataset)))))
+    held = sum(map(_bytes_of, itertools.chain.from_iterable(map(_tensors_of, made_from(dataset)))))
     if held > _MOST_BYTES:
         raise UnreadableError(f"it holds {held / 2**20:.0f} MB of tensors")
     try:
@@ -394,7 +395,9 @@ def read(dataset: tf.data.Dataset) -> Pipeline:
 def _functions_of(dataset: tf.data.Dataset) -> dict[str, Any]:
     """What transformations of `dataset` were given to call, by the names in its graph."""
     return {
-        each.function.name.decode(): each for part in _chain(dataset) for each in part._functions()
+        each.function.name.decode(): each
+        for part in made_from(dataset)
+        for each in part._functions()
     }
 
 
@@ -455,15 +458,6 @@ def from_numbers(
         return dataset_ops._VariantDataset(found, specs[0])
 
     return dataset
-
-
-def _chain(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
-    """A dataset and the ones that it reads. By no recursion: chains can be long."""
-    waiting = [dataset]
-    while waiting:
-        each = waiting.pop()
-        yield each
-        waiting += reversed(each._inputs())
 
 
 def _tensors_of(dataset: tf.data.Dataset) -> list[tf.Tensor]:

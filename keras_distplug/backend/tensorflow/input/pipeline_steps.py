@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -161,22 +162,23 @@ def _keeps_state(op: str) -> bool:
 
 def inputs_of(node: Any) -> dict[str, str]:
     """Nodes that an op reads, by the names of its arguments; lists are left out."""
-    names: dict[str, str] = {}
-    given = iter(node.input)
+    return {
+        argument.name: read[0]
+        for argument, read in arguments_of(node)
+        if not (argument.number_attr or argument.type_list_attr)
+    }
+
+
+def arguments_of(node: Any) -> Iterator[tuple[Any, list[str]]]:
+    """The arguments of an op, each with the nodes that it reads for it."""
+    given = map(node_of, node.input)
     for argument in op_def_registry.get(node.op).input_arg:
-        read = [node_of(next(given)) for _ in range(count_of(node, argument))]
-        if not (argument.number_attr or argument.type_list_attr):
-            [names[argument.name]] = read
-    return names
-
-
-def count_of(node: Any, argument: Any) -> int:
-    """How many inputs of an op are one argument."""
-    if argument.number_attr:
-        return int(node.attr[argument.number_attr].i)
-    if argument.type_list_attr:
-        return len(node.attr[argument.type_list_attr].list.type)
-    return 1
+        count = 1
+        if argument.number_attr:
+            count = node.attr[argument.number_attr].i
+        elif argument.type_list_attr:
+            count = len(node.attr[argument.type_list_attr].list.type)
+        yield argument, list(islice(given, count))
 
 
 def is_dataset(node: Any) -> bool:

@@ -5,18 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
-from tensorflow.python.framework import op_def_registry
 
-from keras_distplug.backend.tensorflow.input.pipeline_steps import (
-    count_of,
-    is_dataset,
-    node_of,
-)
+from keras_distplug.backend.tensorflow.input.pipeline_steps import arguments_of, is_dataset
 
 
 @dataclass(frozen=True)
@@ -74,10 +70,6 @@ def is_variable(handle: tf.Tensor) -> bool:
 
 def _arguments_of(node: Any, function: str) -> list[str]:
     """Nodes that an op gives on to its function with this attribute; "" for its only one."""
-    given = iter(node.input)
-    found: list[str] = []
-    for argument in op_def_registry.get(node.op).input_arg:
-        names = [node_of(next(given)) for _ in range(count_of(node, argument))]
-        if re.fullmatch(rf"{function or '.*'}_?other_arg(ument)?s", argument.name):
-            found += names
-    return found
+    pattern = re.compile(rf"{function or '.*'}_?other_arg(ument)?s")
+    read = (nodes for each, nodes in arguments_of(node) if pattern.fullmatch(each.name))
+    return list(chain.from_iterable(read))

@@ -59,13 +59,6 @@ class SameDataset(dataset_ops.UnaryUnchangedStructureDataset):  # type: ignore[m
         super().__init__(dataset, dataset._variant_tensor)
 
 
-def made_from(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
-    """Yields `dataset` and all datasets that it was made from by transformations."""
-    yield dataset
-    for each in dataset._inputs():
-        yield from made_from(each)
-
-
 def tell_strategy(iterator: Any, strategy: tf.distribute.Strategy) -> None:
     """Tells the data of an epoch iterator of Keras, if they ask for it, who reads them."""
     dataset = getattr(iterator, "_distributed_dataset", None)
@@ -207,21 +200,15 @@ def batch_size(dataset: tf.data.Dataset) -> int | None:
     computed = int(tf.raw_ops.ComputeBatchSize(input_dataset=dataset._variant_tensor).numpy())
     if computed > 0:
         return computed
-    for each in _chain(dataset):
+    inputs = [dataset]
+    while len(inputs) == 1:
+        [each] = inputs
         if type(each).__name__ == "_UnbatchDataset":
             return None
         if (size := getattr(each, "_batch_size", None)) is not None:
             return int(size)
+        inputs = each._inputs()
     return None
-
-
-def _chain(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
-    while True:
-        yield dataset
-        inputs = dataset._inputs()
-        if len(inputs) != 1:
-            return
-        dataset = inputs[0]
 
 
 @dataclass(frozen=True)
