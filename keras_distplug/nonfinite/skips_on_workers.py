@@ -6,7 +6,7 @@ import time
 
 import keras
 
-from keras_distplug.backend.tensorflow.parameter_server import scheduled
+from keras_distplug.backend.tensorflow.parameter_server.scheduled import schedule_of
 
 _EVERY_S = 1.0  # to ask a parameter server takes as long as a small step
 
@@ -20,8 +20,8 @@ class LeftOutOnWorkers:
     """
 
     def __init__(self, model: keras.Model) -> None:
-        scheduled.leave_out_non_finite(model)
-        self._model = model
+        self._schedule = schedule_of(model)
+        self._schedule.leave_out_non_finite()
         self._told = 0
         self._asked_s = time.monotonic()
 
@@ -33,12 +33,12 @@ class LeftOutOnWorkers:
         """
         if not at_once and time.monotonic() - self._asked_s < _EVERY_S:
             return None
-        total, in_a_row = scheduled.left_out(self._model)
+        total, in_a_row = self._schedule.left_out()
         self._asked_s = time.monotonic()
         new, self._told = total - self._told, total
         return new, in_a_row
 
     def begin_anew(self) -> None:
         """What was in a row is so no more."""
-        scheduled.forget_left_out(self._model)
+        self._schedule.forget_left_out()
         self._told = 0

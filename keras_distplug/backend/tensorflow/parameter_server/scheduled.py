@@ -47,7 +47,7 @@ _ON_CHIEF = ("evaluate", "predict", "train_on_batch", "test_on_batch", "predict_
 def adapt(model: keras.Model) -> None:
     """Makes the methods of a model under ParameterServerStrategy work; once for each model."""
     _refuse_what_stays_wrong(model)
-    schedule = _Schedule(model)
+    schedule = Schedule(model)
     attach(model, schedule)
     _UPSTREAM.patch(model, "_maybe_symbolic_build", schedule.build)
     _UPSTREAM.patch(model, "make_train_function", schedule.make_train_function)
@@ -56,8 +56,9 @@ def adapt(model: keras.Model) -> None:
         _UPSTREAM.patch(model, name, _on_chief(model, schedule, getattr(model, name)))
 
 
-def _schedule_of(model: keras.Model) -> _Schedule:
-    schedule = attached(model, _Schedule)
+def schedule_of(model: keras.Model) -> Schedule:
+    """That of a model that is adapted."""
+    schedule = attached(model, Schedule)
     assert schedule is not None, "the model is not adapted"
     return schedule
 
@@ -68,29 +69,12 @@ def settle(model: keras.Model) -> None:
     Raises:
         Exception: What one of them has failed with.
     """
-    schedule = attached(model, _Schedule)
+    schedule = attached(model, Schedule)
     if schedule is not None:
         schedule.settle()
 
 
-def leave_out_non_finite(model: keras.Model) -> None:
-    """Has steps whose gradients or loss are not finite change nothing but the count of them."""
-    schedule = _schedule_of(model)
-    schedule.leave_out_non_finite()
-
-
-def forget_left_out(model: keras.Model) -> None:
-    schedule = _schedule_of(model)
-    schedule.forget_left_out()
-
-
-def left_out(model: keras.Model) -> tuple[int, int]:
-    """How many steps were left out since the begin of this `fit`, and in a row by now."""
-    schedule = _schedule_of(model)
-    return schedule.left_out()
-
-
-class _Schedule:
+class Schedule:
     """The steps of one model.
 
     Args:
@@ -147,10 +131,10 @@ class _Schedule:
         data, model = self._data, self._model
         if data is None:
             raise DataError("There are no data to train on: `fit` has given none.")
-        for optimizer in optimizers_of(model).values():
-            gates.put_before(optimizer, self._left_out if self._leaves_out else None)
         left_out = self._left_out if self._leaves_out else None
         self._leaves_out = False
+        for optimizer in optimizers_of(model).values():
+            gates.put_before(optimizer, left_out)
         step = self._make_step(model.steps_per_execution, left_out)
         iterators: list[Any] = []
         traces: list[Any] = []
@@ -238,6 +222,7 @@ class _Schedule:
     # What is left out
 
     def leave_out_non_finite(self) -> None:
+        """Has steps whose gradients or loss are not finite change nothing but the count of them."""
         if self._left_out is None:
             with self._strategy.scope():
                 self._left_out = shared_state.LeftOut()
@@ -252,6 +237,7 @@ class _Schedule:
             self._left_out.reset()
 
     def left_out(self) -> tuple[int, int]:
+        """How many steps were left out since the begin of this `fit`, and in a row by now."""
         return (0, 0) if self._left_out is None else self._left_out.counts()
 
 
@@ -261,7 +247,7 @@ def _spec_of_any_size(spec: Any) -> Any:
     return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
 
 
-def _logs(model: keras.Model, schedule: _Schedule) -> Callable[[Any], Any]:
+def _logs(model: keras.Model, schedule: Schedule) -> Callable[[Any], Any]:
     stock = model._get_metrics_result_or_logs
 
     def _get_metrics_result_or_logs(logs: Any) -> Any:
@@ -272,7 +258,7 @@ def _logs(model: keras.Model, schedule: _Schedule) -> Callable[[Any], Any]:
 
 
 def _on_chief(
-    model: keras.Model, schedule: _Schedule, stock: Callable[..., Any]
+    model: keras.Model, schedule: Schedule, stock: Callable[..., Any]
 ) -> Callable[..., Any]:
     @functools.wraps(stock)
     def on_chief(*args: Any, **kwargs: Any) -> Any:
