@@ -149,7 +149,7 @@ class ReplicaMetrics(Watchdog):
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         if self._windows is not None:
-            self._windows.unwant()
+            self._windows.own.unwant()
 
     def on_predict_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         self.on_test_begin(logs)
@@ -162,7 +162,7 @@ class ReplicaMetrics(Watchdog):
         self._is_apart = False
         self._same_data: set[tuple[int, ...]] = set()
         self._unchecked = 0
-        role = self._windows.role
+        role = self._windows.own.role
         self._agreement = agreement.among(role)
         files = self._files if role.is_chief else None
         complaint = self._agreement.first_complaint("log_dir", _complaint_about(files))
@@ -179,11 +179,11 @@ class ReplicaMetrics(Watchdog):
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         self._of_epoch: list[StepReport] = []
         if self._windows is not None:
-            self._windows.begin_epoch()
+            self._windows.own.begin_epoch()
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         if self._windows is not None:
-            self._windows.begin_step()
+            self._windows.own.begin_step()
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         if self._windows is None:
@@ -275,8 +275,8 @@ class ReplicaMetrics(Watchdog):
         here = replicas_here(self.model.distribute_strategy)
         if self._checks is None or self.model.distribute_strategy.num_replicas_in_sync == 1:
             return
-        step, where = windows.updates, windows.where
-        make = checksums(self.model, windows.role.rank * here)
+        step, where = windows.own.updates, windows.own.where
+        make = checksums(self.model, windows.own.role.rank * here)
         self._checks.send(lambda: json.dumps([step, where, make()]))
 
     def _compare(self, told: list[str]) -> None:

@@ -103,7 +103,7 @@ class StragglerWatchdog(Watchdog):
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         if self._windows is not None:
-            self._windows.unwant()
+            self._windows.own.unwant()
 
     def on_predict_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         self.on_test_begin(logs)
@@ -120,7 +120,7 @@ class StragglerWatchdog(Watchdog):
         self._round_trips: RoundTrips | None = None
         on_lost = tell_what_is_lost("stragglers are looked for no more")
         session = self._windows.begin("stragglers", self._compare, on_lost, self._with_network)
-        role = self._windows.role
+        role = self._windows.own.role
         if not role.is_chief:
             self._gradient_bytes = sum(
                 math.prod(each.shape) * np.dtype(each.dtype).itemsize
@@ -131,11 +131,11 @@ class StragglerWatchdog(Watchdog):
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         if self._windows is not None:
-            self._windows.begin_epoch()
+            self._windows.own.begin_epoch()
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         if self._windows is not None:
-            self._windows.begin_step()
+            self._windows.own.begin_step()
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         if self._windows is None:

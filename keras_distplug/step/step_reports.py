@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -76,12 +76,11 @@ def as_text(report: StepReport) -> str:
 def from_text(text: str) -> StepReport:
     """The inverse of `as_text`."""
     told: dict[str, Any] = json.loads(text)
-    replicas = tuple(_replica(each) for each in told["replicas"])
+    replicas = tuple(
+        ReplicaReport(**{**each, "fingerprints": tuple(each["fingerprints"])})
+        for each in told["replicas"]
+    )
     return StepReport(**{**told, "replicas": replicas})
-
-
-def _replica(told: Mapping[str, Any]) -> ReplicaReport:
-    return ReplicaReport(**{**told, "fingerprints": tuple(told["fingerprints"])})
 
 
 def merged(reports: Sequence[StepReport]) -> StepReport:

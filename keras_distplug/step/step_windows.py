@@ -194,19 +194,9 @@ class StepWindows:
     """
 
     def __init__(self, own: OwnWindows, every_steps: int) -> None:
-        self._own = own
+        self.own = own
         self._every_steps = every_steps
         self._reports: Reports | None = None
-        self.role = own.role
-        self.where = own.where
-
-    @property
-    def updates(self) -> int:
-        return self._own.updates
-
-    def unwant(self) -> None:
-        """As `OwnWindows.unwant`."""
-        self._own.unwant()
 
     def begin(
         self,
@@ -230,26 +220,20 @@ class StepWindows:
         self.close()
         self._on_all = on_all
         self._completed = completed
-        session = agreement.among(self.role).session(topic)
-        if self.role.world_size > 1:
+        session = agreement.among(self.own.role).session(topic)
+        if self.own.role.world_size > 1:
             self._reports = Reports(session, lambda said: on_all([*map(from_text, said)]), on_lost)
-        self._own.begin()
+        self.own.begin()
         return session
-
-    def begin_epoch(self) -> None:
-        self._own.begin_epoch()
-
-    def begin_step(self) -> None:
-        self._own.begin_step()
 
     def end_step(self) -> StepReport | None:
         """To be called behind each batch of Keras'. This worker's report, if a window is over."""
-        self._own.end_step()
-        return self.end_epoch() if self._own.seen >= self._every_steps else None
+        self.own.end_step()
+        return self.end_epoch() if self.own.seen >= self._every_steps else None
 
     def end_epoch(self) -> StepReport | None:
         """The report of what remains."""
-        report = self._own.end_window()
+        report = self.own.end_window()
         if report is None:
             return None
         if self._reports is None:
@@ -263,7 +247,7 @@ class StepWindows:
         if self._reports is not None:
             self._reports.close(last_secs)
             self._reports = None
-        self._own.close()
+        self.own.close()
 
 
 def _sync_total_s(syncs: Sequence[Sync], steps: int) -> float | None:

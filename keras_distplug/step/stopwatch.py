@@ -206,8 +206,9 @@ class Stopwatch(StepInstrument):
         if tf.inside_function():
             for heard in self._listeners:
                 heard.traces += 1
-        flat = [each for each in tf.nest.flatten(data, expand_composites=True) if _is_tensor(each)]
-        begun = _called(_now, flat, _part_of(flat[0]))
+        flat = tf.nest.flatten(data, expand_composites=True)
+        tensors = [each for each in flat if isinstance(each, tf.Tensor)]
+        begun = _called(_now, tensors, _part_of(tensors[0]))
         with tf.control_dependencies([begun]):
             return tf.nest.map_structure(_identity, data, expand_composites=True), begun
 
@@ -240,7 +241,11 @@ class Stopwatch(StepInstrument):
         """As `computed`, for the sums over all replicas: how long they came behind that."""
 
         def note(part: Any, replica: Any, computed_s: Any) -> np.ndarray:
-            return self._note_sync(replica, computed_s)
+            now_s = time.perf_counter()
+            sync = Sync(int(replica), now_s - float(computed_s))
+            for heard in self._listeners:
+                heard.syncs.append(sync)
+            return np.array(now_s)
 
         gradients, _ = _behind(note, summed, _number(), computed)
         return gradients
@@ -258,13 +263,6 @@ class Stopwatch(StepInstrument):
         )
         for heard in self._listeners:
             heard.laps.append(lap)
-        return np.array(now_s)
-
-    def _note_sync(self, replica: Any, computed_s: Any) -> np.ndarray:
-        now_s = time.perf_counter()
-        sync = Sync(int(replica), now_s - float(computed_s))
-        for heard in self._listeners:
-            heard.syncs.append(sync)
         return np.array(now_s)
 
 
@@ -324,9 +322,5 @@ def _part_of(tensor: tf.Tensor) -> tf.Tensor:
     return tf.reshape(tensor, [-1])[:1]
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, tf.Tensor)
-
-
 def _identity(value: Any) -> Any:
-    return tf.identity(value) if _is_tensor(value) else value
+    return tf.identity(value) if isinstance(value, tf.Tensor) else value
