@@ -112,16 +112,15 @@ def apply(
     if is_scheduled(tf.distribute.get_strategy()) and masked.knows(optimizer):
         with masked.changed_only_if(opens, [*optimizer.variables, *trained]):
             return stock(summed, variables)
-    places = [i for i, gradient in enumerate(summed) if gradient is not None]
 
     def update(present: Sequence[Any]) -> None:
-        grads: list[Any] = [None] * len(summed)
-        for place, gradient in zip(places, present, strict=True):
-            grads[place] = gradient
+        given = iter(present)
+        grads = [None if gradient is None else next(given) for gradient in summed]
         with _noting_in.at(None):
             stock(grads, variables)
 
-    cond_over_replicas(context, opens, update, lambda _: None, [summed[i] for i in places])
+    present = [gradient for gradient in summed if gradient is not None]
+    cond_over_replicas(context, opens, update, lambda _: None, present)
     return None
 
 

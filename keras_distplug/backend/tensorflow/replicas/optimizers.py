@@ -136,16 +136,12 @@ def _summed(
     grads: Sequence[Any], weight: tf.Tensor | None, context: tf.distribute.ReplicaContext
 ) -> list[Any]:
     """Sums `grads` over replicas, each times its `weight`; None stays None."""
-    present = [i for i, grad in enumerate(grads) if grad is not None]
+    present = [grad for grad in grads if grad is not None]
     if not present:
         return list(grads)
-    weighted = [grads[i] if weight is None else _scaled(grads[i], weight) for i in present]
-    result = list(grads)
-    for i, grad in zip(
-        present, context.all_reduce(tf.distribute.ReduceOp.SUM, weighted), strict=True
-    ):
-        result[i] = grad
-    return result
+    weighted = present if weight is None else [_scaled(grad, weight) for grad in present]
+    summed = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, weighted))
+    return [None if grad is None else next(summed) for grad in grads]
 
 
 def _scaled(grad: Any, factor: tf.Tensor) -> Any:

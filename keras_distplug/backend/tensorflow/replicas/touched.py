@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import re
 import sys
-import sysconfig
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,15 +24,13 @@ from tensorflow.python.framework import op_callbacks
 
 from keras_distplug.backend.tensorflow.replicas import python_draws, random_ops
 from keras_distplug.backend.tensorflow.runtime.attached import attach, attached
-from keras_distplug.backend.tensorflow.runtime.frames import callers
+from keras_distplug.backend.tensorflow.runtime.frames import NOT_THE_USERS, callers
 from keras_distplug.backend.tensorflow.runtime.workers import has_several_replicas
 
 OnData = Callable[[Any], Any]
 _Handles = dict[int, tuple[tf.Tensor, str | None]]  # by `id`, each with the place of its use
 
 _left_out: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_PACKAGE = str(Path(__file__).parents[1])
-_NOT_THE_USERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 # Their kernels count what they have drawn, each for itself, and tell nobody.
 _KEEPS_RANDOM_STATE = re.compile(
     r"Random(StandardNormal|Uniform|UniformInt|Shuffle|Gamma|PoissonV2|Poisson|Crop)"
@@ -321,4 +318,4 @@ def _place_in_stack(frame: FrameType) -> str | None:
 
 
 def _is_the_users(filename: str) -> bool:
-    return not filename.startswith((_PACKAGE, "<frozen", "<string>", *_NOT_THE_USERS))
+    return not filename.startswith(("<frozen", "<string>", *NOT_THE_USERS))

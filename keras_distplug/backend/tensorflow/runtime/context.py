@@ -13,9 +13,8 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -55,55 +54,34 @@ def seeded(seed: int | None) -> Iterator[None]:
         there._seed, there._rng = before
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What the user told TensorFlow before it started."""
-
-    seed: int | None
-    inter_op_threads: int
-    intra_op_threads: int
-    soft_placement: bool
-    visible_devices: Sequence[Any]
-    logical_devices: Sequence[tuple[Any, Any]]
-    growing_gpus: Sequence[Any]
-
-
-def settings() -> Settings:
-    physical = tf.config.list_physical_devices()
-    return Settings(
-        seed=global_seed(),
-        inter_op_threads=tf.config.threading.get_inter_op_parallelism_threads(),
-        intra_op_threads=tf.config.threading.get_intra_op_parallelism_threads(),
-        soft_placement=tf.config.get_soft_device_placement(),
-        visible_devices=tf.config.get_visible_devices(),
-        logical_devices=[
-            (device, configuration)
-            for device in physical
-            if (configuration := tf.config.get_logical_device_configuration(device))
-        ],
-        growing_gpus=[
-            device
-            for device in tf.config.list_physical_devices("GPU")
-            if tf.config.experimental.get_memory_growth(device)
-        ],
-    )
-
-
 def reset() -> None:
     """Starts TensorFlow afresh with the user's settings. Tensors, variables and datasets made
     before are dead: touching one may crash the process."""
-    kept = settings()
+    seed, soft_placement = global_seed(), tf.config.get_soft_device_placement()
+    inter_op = tf.config.threading.get_inter_op_parallelism_threads()
+    intra_op = tf.config.threading.get_intra_op_parallelism_threads()
+    visible = tf.config.get_visible_devices()
+    logical = [
+        (device, configuration)
+        for device in tf.config.list_physical_devices()
+        if (configuration := tf.config.get_logical_device_configuration(device))
+    ]
+    growing = [
+        device
+        for device in tf.config.list_physical_devices("GPU")
+        if tf.config.experimental.get_memory_growth(device)
+    ]
     context._reset_context()
-    tf.config.threading.set_inter_op_parallelism_threads(kept.inter_op_threads)
-    tf.config.threading.set_intra_op_parallelism_threads(kept.intra_op_threads)
-    tf.config.set_soft_device_placement(kept.soft_placement)
-    tf.config.set_visible_devices(kept.visible_devices)
-    for device, configuration in kept.logical_devices:
+    tf.config.threading.set_inter_op_parallelism_threads(inter_op)
+    tf.config.threading.set_intra_op_parallelism_threads(intra_op)
+    tf.config.set_soft_device_placement(soft_placement)
+    tf.config.set_visible_devices(visible)
+    for device, configuration in logical:
         tf.config.set_logical_device_configuration(device, configuration)
-    for device in kept.growing_gpus:
+    for device in growing:
         tf.config.experimental.set_memory_growth(device, True)
-    if kept.seed is not None:
-        tf.random.set_seed(kept.seed)
+    if seed is not None:
+        tf.random.set_seed(seed)
 
 
 _asking: threading.Thread | None = None

@@ -6,9 +6,17 @@ function itself has let go. From 3.13 on (PEP 667) nothing is kept.
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
+
+# How the names of files begin whose code is no user's.
+NOT_THE_USERS = (
+    str(Path(__file__).parents[1]),
+    *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
+)
 
 
 def callers(frame: FrameType | None) -> Iterator[FrameType]:

@@ -8,7 +8,6 @@ user's, or in a step.
 from __future__ import annotations
 
 import sys
-import sysconfig
 import threading
 import traceback
 from dataclasses import dataclass
@@ -16,10 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from keras_distplug.backend.tensorflow.runtime.frames import callers
+from keras_distplug.backend.tensorflow.runtime.frames import NOT_THE_USERS, callers
 
-_PACKAGE = str(Path(__file__).parents[1])
-_NOT_THE_USERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 # What calls Python for input, in threads of TensorFlow's and Keras'.
 _MAKERS = ("tensorflow/python/ops/script_ops.py", "trainers/data_adapters/py_dataset_adapter.py")
 _FETCHES = "tensorflow/python/ops/gen_dataset_ops.py"
@@ -112,7 +109,7 @@ def _line_of(frames: list[FrameType]) -> str | None:
     """The innermost that is the user's."""
     for frame in frames:
         code = frame.f_code
-        if not code.co_filename.startswith((_PACKAGE, "<", *_NOT_THE_USERS)):
+        if not code.co_filename.startswith(("<", *NOT_THE_USERS)):
             return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
     return None
 
