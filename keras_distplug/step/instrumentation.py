@@ -59,20 +59,14 @@ class StepInstrument:
         return batch
 
     def after_gradients(
-        self,
-        step: ReplicaStep,
-        optimizer: keras.optimizers.Optimizer,
-        gradients: Sequence[Any],
+        self, step: ReplicaStep, optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any]
     ) -> Sequence[Any]:
         """Returns the replica's own gradients, one or None for each variable, as the all-reduce
         gets them. With `jit_compile=True`, XLA compiles what it does."""
         return gradients
 
     def after_sum(
-        self,
-        step: ReplicaStep,
-        optimizer: keras.optimizers.Optimizer,
-        gradients: Sequence[Any],
+        self, step: ReplicaStep, optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any]
     ) -> Sequence[Any]:
         """Returns the sum of all replicas' gradients as the optimizer gets it."""
         return gradients

@@ -98,11 +98,7 @@ class _Wanted:
 
 
 def listen(
-    model: keras.Model,
-    *,
-    syncs: bool = False,
-    readings: bool = False,
-    fingerprints: bool = False,
+    model: keras.Model, *, syncs: bool = False, readings: bool = False, fingerprints: bool = False
 ) -> Heard:
     """Has the times of replicas taken in the `fit` that begins; from a callback's `set_model`.
 
@@ -156,10 +152,7 @@ class Stopwatch(StepInstrument):
         return batch
 
     def after_gradients(
-        self,
-        step: ReplicaStep,
-        optimizer: keras.optimizers.Optimizer,
-        gradients: Sequence[Any],
+        self, step: ReplicaStep, optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any]
     ) -> Sequence[Any]:
         begun = step.notes.get(_BEGUN)
         if begun is None or not gates.is_here(begun):
@@ -173,10 +166,7 @@ class Stopwatch(StepInstrument):
         return gradients
 
     def after_sum(
-        self,
-        step: ReplicaStep,
-        optimizer: keras.optimizers.Optimizer,
-        gradients: Sequence[Any],
+        self, step: ReplicaStep, optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any]
     ) -> Sequence[Any]:
         computed = step.notes.pop((_COMPUTED, id(optimizer)), None)
         if computed is None or not gates.is_here(computed):

@@ -26,6 +26,7 @@ those of `steps.py`, which last as long as a step of such a model is traced or r
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -76,13 +77,6 @@ class _BatchSpec:
     """What a batch of a model looks like."""
 
     spec: Any
-
-
-@dataclass(frozen=True)
-class _Stock:
-    """Keras' method that a function of ours stands for."""
-
-    method: Callable[..., Any]
 
 
 def adapt(model: keras.Model) -> keras.Model:
@@ -221,9 +215,10 @@ def install_dispatch() -> None:
     """
     trainer = keras_trainer.TensorFlowTrainer
     stock = trainer._maybe_symbolic_build
-    if attached(stock, _Stock) is not None:
+    if is_marked(stock):
         return
 
+    @functools.wraps(stock)
     def _maybe_symbolic_build(
         self: keras.Model, iterator: Any = None, data_batch: Any = None
     ) -> None:
@@ -241,15 +236,15 @@ def install_dispatch() -> None:
                 attach(self, _BatchSpec(keras.tree.map_structure(_spec_of, data_batch)))
         stock(self, iterator=iterator, data_batch=data_batch)
 
-    attach(_maybe_symbolic_build, _Stock(stock))
+    mark(_maybe_symbolic_build)
     _UPSTREAM.patch(trainer, "_maybe_symbolic_build", _maybe_symbolic_build)
 
 
 def remove_dispatch() -> None:
     """Undoes `install_dispatch`. Models that were adapted stay adapted."""
     trainer = keras_trainer.TensorFlowTrainer
-    if (ours := attached(trainer._maybe_symbolic_build, _Stock)) is not None:
-        _UPSTREAM.patch(trainer, "_maybe_symbolic_build", ours.method)
+    if is_marked(ours := trainer._maybe_symbolic_build):
+        _UPSTREAM.patch(trainer, "_maybe_symbolic_build", ours.__wrapped__)
 
 
 def _adapt_parts(model: keras.Model) -> None:

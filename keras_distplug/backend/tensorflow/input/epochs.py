@@ -121,9 +121,7 @@ class Loop:
         return LoaderReader(self.adapter) if is_one else None
 
     @property
-    def py_dataset(
-        self,
-    ) -> tuple[keras.utils.PyDataset, bool, dict[int, float] | None, Any] | None:
+    def py_dataset(self) -> tuple[keras.utils.PyDataset, bool, dict[int, float] | None, Any] | None:
         """The user's, if the data is one; whether it is shuffled; the weights of classes; and what
         batches are like."""
         adapter = self.adapter

@@ -22,11 +22,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_distplug.backend.tensorflow.runtime.embedding_tables import (
-    Table,
-    part_name,
-    wholes,
-)
+from keras_distplug.backend.tensorflow.runtime.embedding_tables import Table, part_name, wholes
 from keras_distplug.backend.tensorflow.runtime.models import layers_of, optimizers_of
 from keras_distplug.backend.tensorflow.runtime.patching import Upstream, override
 from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled, resolver_of

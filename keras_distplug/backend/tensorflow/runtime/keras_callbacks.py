@@ -85,9 +85,7 @@ def set_state(
         callback.wait = callback.stopped_epoch = 0
 
 
-def spare_files(
-    callbacks: Iterable[keras.callbacks.Callback],
-) -> list[keras.callbacks.CSVLogger]:
+def spare_files(callbacks: Iterable[keras.callbacks.Callback]) -> list[keras.callbacks.CSVLogger]:
     """Keeps the loggers among `callbacks` from emptying their files in their `on_train_begin`.
 
     Returns:
