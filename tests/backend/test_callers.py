@@ -6,11 +6,13 @@ import gc
 import sys
 import threading
 import weakref
+from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 
+import keras_distplug
 from keras_distplug.backend.tensorflow.input import epochs
 from keras_distplug.backend.tensorflow.runtime import frames
 from keras_distplug.backend.tensorflow.runtime.callback_list import Calling, move_to_end
@@ -99,3 +101,8 @@ def test_another_frame_in_its_place() -> None:
     still_there, frame = Thing(), sys._getframe()
     for code, is_it in ((look.__code__, False), (frame.f_code, True)):
         assert Calling(weakref.ref(still_there), id(frame), code).is_above(frame) == is_it
+
+
+def test_code_of_this_package() -> None:
+    """It is no user's, wherever it stands."""
+    assert str(Path(keras_distplug.__file__).parent) in frames.NOT_THE_USERS

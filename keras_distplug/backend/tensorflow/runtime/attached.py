@@ -24,6 +24,10 @@ def attached(owner: object, kind: type[Kind]) -> Kind | None:
     return found
 
 
+def detach(owner: object, kind: type) -> None:
+    _all(owner).pop(kind, None)
+
+
 class _Marks(set[str]):
     """What was done to an object."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 # How the names of files begin whose code is no user's.
 NOT_THE_USERS = (
-    str(Path(__file__).parents[1]),
+    str(Path(__file__).parents[3]),  # this package
     *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
 )
 
