@@ -74,12 +74,10 @@ class InputAdapter(readers.DataAdapter):  # type: ignore[misc]
         return None
 
     def on_epoch_begin(self) -> None:
-        if isinstance(self._positioned.source, PyData):
-            self._positioned.source.on_epoch_begin()
+        self._positioned.source.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        if isinstance(self._positioned.source, PyData):
-            self._positioned.source.on_epoch_end()
+        self._positioned.source.on_epoch_end()
 
 
 class InputDataset(InputAdapter, readers.SameDataset):

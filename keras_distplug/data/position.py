@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -11,100 +11,6 @@ from keras_distplug.backend.tensorflow.input import earlier_passes, readers
 from keras_distplug.backend.tensorflow.input.iterators import end_beside
 from keras_distplug.backend.tensorflow.runtime import workers
 from keras_distplug.core.errors import DataError
-
-
-class Source(Protocol):
-    """Data that can be read again from any batch of any pass.
-
-    A pass is what one iterator gives. Keras makes more of them than there are epochs.
-    """
-
-    @property
-    def whole(self) -> tf.data.Dataset:
-        """A pass, for its elements and their number. Nobody makes an iterator of it."""
-        ...
-
-    @property
-    def num_batches(self) -> int | None:
-        """In a pass; None if that is not known, or there is no end."""
-        ...
-
-    @property
-    def batch_size(self) -> int | None:
-        """Samples in a full global batch; None if that is not known."""
-        ...
-
-    @property
-    def why_not_by_samples(self) -> str | None:
-        """What keeps a pass from being begun behind a number of samples; None if nothing does."""
-        ...
-
-    def batches(
-        self, passed: int, start: int, behind: int = 0, read: int | None = None
-    ) -> tf.data.Dataset:
-        """The global batches of the next pass. The caller makes one iterator of them; it may ask
-        for the same pass again before.
-
-        Args:
-            passed: Passes before it. It grows by one from call to call, or by more.
-            start: Batches of this pass that have been trained; the dataset begins behind them.
-            behind: Samples of this pass that were trained before these, in batches of other sizes.
-            read: Passes before it of which a batch was read; None for all of them.
-        """
-        ...
-
-    @property
-    def variables(self) -> Sequence[Variable]:
-        """What reading it changes, such as the seeds of random layers."""
-        ...
-
-    @property
-    def draws(self) -> bool:
-        """Whether its batches are known to depend on what was drawn for those before, so that these
-        are made again where a pass goes on."""
-        ...
-
-    @draws.setter
-    def draws(self, draws: bool) -> None: ...
-
-    @property
-    def why_not_on_workers(self) -> str | None:
-        """What keeps other processes from reading it by themselves; None if nothing does."""
-        ...
-
-    def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
-        """As `LateDistributedDataset.of_worker`."""
-        ...
-
-    def fingerprint(self) -> Mapping[str, Any]:
-        """What has to be the same when the run goes on; flat and JSON-able."""
-        ...
-
-    def use_seeds(self, seeds: str) -> bool:
-        """Draws orders from these seeds, of its `fingerprint` in another process. Returns whether
-        it can."""
-        ...
-
-    def warnings(self) -> list[str]:
-        """Lines for people on what a resumed run may not reproduce, or only at a cost."""
-        ...
-
-
-@runtime_checkable
-class Counted(Protocol):
-    """A source that others may read, too, so that iterators of it are counted."""
-
-    def note_made(self, passed: int) -> None:
-        """To be called for every iterator, with those before it."""
-        ...
-
-    def note_read(self, read: int) -> None:
-        """To be called when the first batch of one was read, with those before it that were."""
-        ...
-
-    def note_looked(self, passed: int, read: int) -> None:
-        """To be called where plain Keras would have looked at a batch, with the passes before."""
-        ...
 
 
 class Variable(Protocol):
@@ -118,6 +24,88 @@ class Variable(Protocol):
         """Puts back what `read` gave at the beginning of a pass, to go on within it, or at a time
         from which everything goes on anyway."""
         ...
+
+
+class Source:
+    """Data that can be read again from any batch of any pass.
+
+    A pass is what one iterator gives. Keras makes more of them than there are epochs.
+
+    Attributes:
+        whole: A pass, for its elements and their number. Nobody makes an iterator of it.
+        batch_size: Samples in a full global batch; None if that is not known.
+        variables: What reading it changes, such as the seeds of random layers.
+        draws: Whether its batches are known to depend on what was drawn for those before, so that
+            these are made again where a pass goes on.
+    """
+
+    whole: tf.data.Dataset
+    batch_size: int | None = None
+    variables: Sequence[Variable] = ()
+    draws = False
+
+    @property
+    def num_batches(self) -> int | None:
+        """In a pass; None if that is not known, or there is no end."""
+        raise NotImplementedError
+
+    @property
+    def why_not_by_samples(self) -> str | None:
+        """What keeps a pass from being begun behind a number of samples; None if nothing does."""
+        return None
+
+    @property
+    def why_not_on_workers(self) -> str | None:
+        """What keeps other processes from reading it by themselves; None if nothing does."""
+        return None
+
+    def batches(
+        self, passed: int, start: int, behind: int = 0, read: int | None = None
+    ) -> tf.data.Dataset:
+        """The global batches of the next pass. The caller makes one iterator of them; it may ask
+        for the same pass again before.
+
+        Args:
+            passed: Passes before it. It grows by one from call to call, or by more.
+            start: Batches of this pass that have been trained; the dataset begins behind them.
+            behind: Samples of this pass that were trained before these, in batches of other sizes.
+            read: Passes before it of which a batch was read; None for all of them.
+        """
+        raise NotImplementedError
+
+    def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
+        """As `LateDistributedDataset.of_worker`."""
+        raise NotImplementedError(self.why_not_on_workers)
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        """What has to be the same when the run goes on; flat and JSON-able."""
+        raise NotImplementedError
+
+    def use_seeds(self, seeds: str) -> bool:
+        """Draws orders from these seeds, of its `fingerprint` in another process. Returns whether
+        it can."""
+        return False
+
+    def warnings(self) -> list[str]:
+        """Lines for people on what a resumed run may not reproduce, or only at a cost."""
+        return []
+
+    def on_epoch_begin(self) -> None:
+        """To be called when an epoch begins."""
+
+    def on_epoch_end(self) -> None:
+        """To be called when an epoch has ended."""
+
+    # Others may read the same data, too, so that iterators of it are counted.
+
+    def note_made(self, passed: int) -> None:
+        """To be called for every iterator, with those before it."""
+
+    def note_read(self, read: int) -> None:
+        """To be called when the first batch of one was read, with those before it that were."""
+
+    def note_looked(self, passed: int, read: int) -> None:
+        """To be called where plain Keras would have looked at a batch, with the passes before."""
 
 
 class Positioned(readers.LateDistributedDataset):
@@ -187,14 +175,12 @@ class Positioned(readers.LateDistributedDataset):
     def note_read(self) -> None:
         """To be called once a batch of the last pass was read; again makes no difference."""
         if not self._is_read:
-            if isinstance(self.source, Counted):
-                self.source.note_read(self.read)
+            self.source.note_read(self.read)
             self.read += 1
             self._is_read = True
 
     def note_looked(self) -> None:
-        if isinstance(self.source, Counted):
-            self.source.note_looked(self.passes, self.read)
+        self.source.note_looked(self.passes, self.read)
 
     @property
     def read_before(self) -> int:
@@ -248,8 +234,7 @@ class Positioned(readers.LateDistributedDataset):
         if is_over:
             self.read, self._is_read = self.read + 1, True
         else:
-            if isinstance(self.source, Counted):
-                self.source.note_made(self.passes)
+            self.source.note_made(self.passes)
             if in_pass:
                 self.note_read()
         self._start = self._behind = 0

@@ -222,8 +222,7 @@ def take_up_validation(
     data.assign(variables, in_pass=False)
     if looked:
         data.note_looked()  # which the other process would have done, too
-    if isinstance(data.source, PyData):
-        data.source.on_epoch_end()
+    data.source.on_epoch_end()
 
 
 def _positioned(
@@ -277,7 +276,7 @@ _WARNINGS = {
 }
 
 
-class _OfKeras:
+class _OfKeras(Source):
     """What Keras makes of other data than datasets. It is read over.
 
     Args:
@@ -287,8 +286,6 @@ class _OfKeras:
             order of samples.
         seed: TensorFlow's global seed, if orders are drawn from it.
     """
-
-    draws = False
 
     def __init__(
         self,
@@ -302,12 +299,9 @@ class _OfKeras:
         self._adapter = adapter
         self._kind = type(adapter).__name__
         self._sizes = sizes
+        self.batch_size = None if sizes is None else sizes[0]
         self._seed = seed
         self._iterators = 0
-
-    @property
-    def batch_size(self) -> int | None:
-        return self._sizes[0] if self._sizes is not None else None
 
     @property
     def num_batches(self) -> int | None:
@@ -319,15 +313,8 @@ class _OfKeras:
         return None if self._sizes else f"Keras' {self._kind} makes the batches"
 
     @property
-    def variables(self) -> tuple[()]:
-        return ()
-
-    @property
     def why_not_on_workers(self) -> str:
         return f"Keras' {self._kind} makes the batches in this process"
-
-    def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
-        raise NotImplementedError(self.why_not_on_workers)
 
     def batches(
         self, passed: int, start: int, behind: int = 0, read: int | None = None

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from keras_distplug.backend.tensorflow.input import readers
 from keras_distplug.core.log import announce
+from keras_distplug.data.position import Source
 from keras_distplug.data.reached_state import Reached
 from keras_distplug.data.sources import elements
 from keras_distplug.python_state import random_states
@@ -22,7 +23,7 @@ _LOOKED_AT = 2  # batches of a pass that are watched for what they draw and chan
 _HELD = 32  # first batches of a generator, for passes that only look at them
 
 
-class PyData:
+class PyData(Source):
     """A `keras.utils.PyDataset` of global batches.
 
     Its attributes, what they lead to, and the global generators of Python and NumPy are part of
@@ -38,8 +39,6 @@ class PyData:
         is_in_parts: Whether epochs end in the middle of a pass.
     """
 
-    batch_size = None
-
     def __init__(
         self,
         dataset: keras.utils.PyDataset,
@@ -50,7 +49,6 @@ class PyData:
         *,
         is_in_parts: bool = False,
     ) -> None:
-        self.draws = False
         self._given = dataset
         self._batches_at_start = self.num_batches  # before it changes itself
         self._shuffle = shuffle
@@ -68,6 +66,7 @@ class PyData:
             lambda: {(_DATASET, name) for name in self._attributes.names()},
         )
         self._generators = _Generators(self)
+        self.variables = (self._attributes, self._generators, self._reached)
         self._told: set[str] = set()
         self._is_looked_at = False
         self._is_watched = False  # whether a second batch was
@@ -84,15 +83,8 @@ class PyData:
         return f"{type(self._given).__name__} makes the batches"
 
     @property
-    def variables(self) -> Sequence[Attributes | _Generators | Reached]:
-        return (self._attributes, self._generators, self._reached)
-
-    @property
     def why_not_on_workers(self) -> str:
         return f"the Python code of {type(self._given).__name__} is in this process"
-
-    def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
-        raise NotImplementedError(self.why_not_on_workers)
 
     def batches(
         self, passed: int, start: int, behind: int = 0, read: int | None = None
@@ -184,9 +176,6 @@ class PyData:
             "shuffle": self._shuffle,
         }
 
-    def use_seeds(self, seeds: str) -> bool:
-        return False
-
     def warnings(self) -> list[str]:
         return self._reached.warnings() + [
             f"with steps_per_epoch, {type(self._given).__name__}.{name} runs while batches of the "
@@ -260,7 +249,7 @@ class _Rest(keras.utils.PyDataset):  # type: ignore[misc]
         return {**vars(self), "_made": None}
 
 
-class Generator:
+class Generator(Source):
     """Batches of a Python generator, read over from the first one when training goes on.
 
     Args:
@@ -269,10 +258,9 @@ class Generator:
         class_weight: As in `Model.fit`.
     """
 
-    batch_size = None
     num_batches = None
-
-    draws = False
+    why_not_by_samples = "a Python generator makes the batches"
+    why_not_on_workers = "the Python generator is in this process"
 
     def __init__(
         self,
@@ -284,21 +272,6 @@ class Generator:
         self._reader = readers.GeneratorReader(make() if callable(make) else make)
         self._one = _OnePass(self._reader.rest())
         self.whole = self.batches(0, 0)
-
-    @property
-    def why_not_by_samples(self) -> str:
-        return "a Python generator makes the batches"
-
-    @property
-    def variables(self) -> tuple[()]:
-        return ()
-
-    @property
-    def why_not_on_workers(self) -> str:
-        return "the Python generator is in this process"
-
-    def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
-        raise NotImplementedError(self.why_not_on_workers)
 
     def batches(
         self, passed: int, start: int, behind: int = 0, read: int | None = None
@@ -316,9 +289,6 @@ class Generator:
 
     def fingerprint(self) -> Mapping[str, Any]:
         return {"kind": "generator", "elements": elements(self.whole)}
-
-    def use_seeds(self, seeds: str) -> bool:
-        return False
 
     def warnings(self) -> list[str]:
         drawn = "of the pass are drawn again" if self._make else "are drawn from a new generator"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from keras_distplug.backend.tensorflow.input.pipeline_steps import Step
 from keras_distplug.backend.tensorflow.input.pipeline_variables import Variable
 from keras_distplug.backend.tensorflow.runtime import host_memory
 from keras_distplug.data import advice, audit
+from keras_distplug.data.position import Source
 from keras_distplug.python_state import json_values
 
 # What of a fingerprint differs, too, where a process makes the same pipeline a second time.
@@ -28,7 +29,7 @@ _ROUNDS = 8
 _MOST_BYTES_OF_VARIABLE = 2**20  # its value goes into the manifest
 
 
-class Arrays:
+class Arrays(Source):
     """Nested arrays of samples. The order in a pass is a function of the seed and its number.
 
     Args:
@@ -38,7 +39,7 @@ class Arrays:
         class_weight: As in `Model.fit`.
     """
 
-    draws = False
+    batch_size: int
 
     def __init__(
         self,
@@ -60,18 +61,6 @@ class Arrays:
     @property
     def num_batches(self) -> int:
         return math.ceil(self._samples / self.batch_size)
-
-    @property
-    def why_not_by_samples(self) -> None:
-        return None
-
-    @property
-    def variables(self) -> tuple[()]:
-        return ()
-
-    @property
-    def why_not_on_workers(self) -> None:
-        return None
 
     def batches(
         self, passed: int, start: int, behind: int = 0, read: int | None = None
@@ -153,12 +142,6 @@ class Arrays:
             "shuffle": self._seed is not None,
         }
 
-    def use_seeds(self, seeds: str) -> bool:
-        return False
-
-    def warnings(self) -> list[str]:
-        return []
-
 
 @dataclass(frozen=True)
 class _Stored:
@@ -189,7 +172,7 @@ class _Counts:
         earlier_passes.restore(self.dataset, counts, or_more=self.is_validation)
 
 
-class TfData:
+class TfData(Source):
     """A pipeline of tf.data that yields global batches.
 
     A pass has the orders that plain tf.data would draw for it, with one exception: a shuffle before
@@ -200,8 +183,6 @@ class TfData:
         seed: From which ops without a seed get theirs.
         is_validation: Whether `fit` validates with it.
     """
-
-    draws = False
 
     def __init__(
         self, dataset: tf.data.Dataset, seed: int = 0, *, is_validation: bool = False
@@ -219,9 +200,8 @@ class TfData:
         self._orders = None if self._pipeline is None else _Orders(self._pipeline, seed)
         self._used_seeds = "" if self._pipeline is None else audit.seeds(self._pipeline)
         changed = [] if self._pipeline is None else self._pipeline.variables
-        self._variables = [
-            _Stored(each) for each in changed if each.nbytes <= _MOST_BYTES_OF_VARIABLE
-        ]
+        small = [each for each in changed if each.nbytes <= _MOST_BYTES_OF_VARIABLE]
+        self.variables = [*map(_Stored, small), _Counts(dataset, is_validation)]
         self._too_large = [each for each in changed if each.nbytes > _MOST_BYTES_OF_VARIABLE]
 
     @property
@@ -260,10 +240,6 @@ class TfData:
             return f"the pipeline cannot be inspected: {self._why_unreadable}"
         title = self._pipeline.bound_to_batches
         return title and f"of what `{title}` gives, samples cannot be left out"
-
-    @property
-    def variables(self) -> Sequence[_Stored | _Counts]:
-        return [*self._variables, _Counts(self.whole, self._is_validation)]
 
     @property
     def why_not_on_workers(self) -> str | None:

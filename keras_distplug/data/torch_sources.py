@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
 import tensorflow as tf
 
 from keras_distplug.backend.tensorflow.input import readers
+from keras_distplug.data.position import Source
 from keras_distplug.data.reached_state import Reached
 from keras_distplug.data.sources import elements
 from keras_distplug.python_state import random_states
@@ -28,7 +29,7 @@ _BY_THE_CLOCK = (
 )
 
 
-class LoaderData:
+class LoaderData(Source):
     """A torch `DataLoader` of global batches.
 
     What its order and its samples depend on is part of the position: the random generators of
@@ -40,35 +41,19 @@ class LoaderData:
     """
 
     draws = True
+    why_not_by_samples = "a torch DataLoader makes the batches"
+    why_not_on_workers = "the torch DataLoader is in this process"
 
     def __init__(self, reader: readers.LoaderReader) -> None:
         self._reader = reader
         self._loader = reader.loader
         self._state = _State(self._loader)
+        self.variables = (self._state,)
         self.whole = self._reader.dataset(lambda: iter(self._loader))
-
-    @property
-    def batch_size(self) -> None:
-        return None
 
     @property
     def num_batches(self) -> int | None:
         return self._reader.num_batches
-
-    @property
-    def why_not_by_samples(self) -> str:
-        return "a torch DataLoader makes the batches"
-
-    @property
-    def variables(self) -> Sequence[_State]:
-        return (self._state,)
-
-    @property
-    def why_not_on_workers(self) -> str:
-        return "the torch DataLoader is in this process"
-
-    def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
-        raise NotImplementedError(self.why_not_on_workers)
 
     def batches(
         self, passed: int, start: int, behind: int = 0, read: int | None = None
@@ -105,9 +90,6 @@ class LoaderData:
             "batches": self.num_batches,
             "elements": elements(self.whole),
         }
-
-    def use_seeds(self, seeds: str) -> bool:
-        return False
 
     def warnings(self) -> list[str]:
         return [
