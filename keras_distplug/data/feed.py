@@ -291,8 +291,7 @@ def _source(
     if not isinstance(x, tf.data.Dataset):
         return Generator(x, class_weight), "Python generator"
     _require_batches(x, model)
-    dataset = x if class_weight is None else readers.class_weighted(x, class_weight)
-    pipeline = TfData(dataset, seed)
+    pipeline = TfData(readers.class_weighted(x, class_weight), seed)
     if not pipeline.seeded_by_run:
         return pipeline, "tf.data"
     titles = " and ".join(sorted(set(pipeline.seeded_by_run)))
@@ -322,9 +321,7 @@ def _is_batched(x: Any) -> bool:
 def made(x: Any) -> Any:
     """What `x` returns if it is a function, but itself if that is a generator, of which each pass
     has one of its own, or a function of an `InputContext`."""
-    if not callable(x) or _is_batched(x):
-        return x
-    if takes_context(x):
+    if not callable(x) or _is_batched(x) or takes_context(x):
         return x
     made = x()
     return x if isinstance(made, types.GeneratorType) else made

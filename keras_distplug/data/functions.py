@@ -61,6 +61,4 @@ class DatasetFunction(TfData):
                 "Expected the function given as `x`, which takes a tf.distribute.InputContext, to "
                 f"return a tf.data.Dataset. Received: {type(made).__name__}."
             )
-        if self._class_weight is None:
-            return made
         return readers.class_weighted(made, self._class_weight)

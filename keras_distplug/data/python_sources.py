@@ -277,8 +277,6 @@ class Generator(Source):
         self, passed: int, start: int, behind: int = 0, read: int | None = None
     ) -> tf.data.Dataset:
         dataset = self._reader.dataset(lambda: self._read(start))
-        if self._class_weight is None:
-            return dataset
         return readers.class_weighted(dataset, self._class_weight)
 
     def _read(self, start: int) -> Iterator[Any]:

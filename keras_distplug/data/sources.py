@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,19 +71,11 @@ class Arrays(Source):
         def gathered(rows: tf.Tensor) -> Any:
             if self._seed is not None:
                 halves = [self._seed % 2**32, self._seed // 2**32 % 2**32]
-                rows = tf.raw_ops.RandomIndexShuffle(
-                    index=rows,
-                    seed=tf.concat([tf.constant(halves, tf.int64), [passed]], 0),
-                    max_index=tf.constant(self._samples - 1, tf.int64),
-                    rounds=_ROUNDS,
-                )
+                rows = self._permuted(rows, [tf.constant(halves, tf.int64), [passed]])
             return self._gathered(rows)
 
-        places = tf.data.Dataset.range(behind + start * self.batch_size, self._samples)
-        dataset = places.batch(self.batch_size).map(
-            gathered, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
-        )
-        return self._completed(dataset)
+        rows = tf.data.Dataset.range(behind + start * self.batch_size, self._samples)
+        return self._in_batches(rows, gathered)
 
     def as_dataset(self) -> tf.data.Dataset:
         """Returns the batches as a dataset for transformations, which draws its own order in every
@@ -91,14 +83,16 @@ class Arrays(Source):
         rows = tf.data.Dataset.range(self._samples)
         if self._seed is not None:
             rows = rows.shuffle(self._samples, seed=self._seed, reshuffle_each_iteration=True)
-        dataset = rows.batch(self.batch_size).map(
-            self._gathered, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
-        )
-        return self._completed(dataset)
+        return self._in_batches(rows, self._gathered)
 
-    def _completed(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        if self._class_weight is not None:
-            dataset = readers.class_weighted(dataset, self._class_weight)
+    def _in_batches(
+        self, rows: tf.data.Dataset, gathered: Callable[[tf.Tensor], Any]
+    ) -> tf.data.Dataset:
+        """The batches of the samples that `gathered` returns for their numbers."""
+        dataset = rows.batch(self.batch_size).map(
+            gathered, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
+        )
+        dataset = readers.class_weighted(dataset, self._class_weight)
         options = tf.data.Options()
         # They would copy the arrays.
         options.experimental_optimization.apply_default_optimizations = False
@@ -111,12 +105,7 @@ class Arrays(Source):
         def pass_of(own: tf.Tensor) -> tf.data.Dataset:
             rows = tf.data.Dataset.range(self._samples).batch(self.batch_size)
             return rows.map(
-                lambda rows: tf.raw_ops.RandomIndexShuffle(
-                    index=rows,
-                    seed=tf.concat([own, [tf.constant(self._seed, tf.int64)]], 0),
-                    max_index=tf.constant(self._samples - 1, tf.int64),
-                    rounds=_ROUNDS,
-                )
+                lambda rows: self._permuted(rows, [own, [tf.constant(self._seed, tf.int64)]])
             )
 
         if self._seed is None:
@@ -128,9 +117,16 @@ class Arrays(Source):
             )
             rows = passes.flat_map(pass_of)
         dataset = rows.map(self._gathered, num_parallel_calls=tf.data.AUTOTUNE)
-        if self._class_weight is not None:
-            dataset = readers.class_weighted(dataset, self._class_weight)
+        dataset = readers.class_weighted(dataset, self._class_weight)
         return dataset.prefetch(tf.data.AUTOTUNE)
+
+    def _permuted(self, rows: tf.Tensor, seeds: Sequence[Any]) -> tf.Tensor:
+        return tf.raw_ops.RandomIndexShuffle(
+            index=rows,
+            seed=tf.concat(seeds, 0),
+            max_index=tf.constant(self._samples - 1, tf.int64),
+            rounds=_ROUNDS,
+        )
 
     def _gathered(self, rows: tf.Tensor) -> Any:
         return keras.tree.map_structure(lambda array: tf.gather(array, rows), self._tensors)

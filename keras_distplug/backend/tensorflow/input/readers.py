@@ -189,8 +189,13 @@ class _Iterable:
         return self.begin()
 
 
-def class_weighted(dataset: tf.data.Dataset, class_weight: dict[int, float]) -> tf.data.Dataset:
-    """Adds Keras' sample weights for `class_weight` to the batches of `dataset`."""
+def class_weighted(
+    dataset: tf.data.Dataset, class_weight: dict[int, float] | None
+) -> tf.data.Dataset:
+    """Adds Keras' sample weights for `class_weight`, if there are any, to the batches of
+    `dataset`."""
+    if class_weight is None:
+        return dataset
     adapter = data_adapters.get_data_adapter(dataset, class_weight=class_weight)
     return adapter.get_tf_dataset()
 
