@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 import weakref
@@ -193,7 +194,7 @@ class TfData(Source):
         except pipeline.UnreadableError as error:
             self._why_unreadable = str(error)
         self._seed = seed
-        self._orders = None if self._pipeline is None else _Orders(self._pipeline, seed)
+        self._orders = None if self._pipeline is None else _Orders(self._pipeline, seed, {})
         self._used_seeds = "" if self._pipeline is None else audit.seeds(self._pipeline)
         changed = [] if self._pipeline is None else self._pipeline.variables
         small = [each for each in changed if each.nbytes <= _MOST_BYTES_OF_VARIABLE]
@@ -257,21 +258,20 @@ class TfData(Source):
         read = passed if read is None else read
         if start and not behind and start == self.num_batches:
             return self.whole.take(0)  # without computing the skipped batches
-        if (start or behind) and self._orders is not None:
+        if self._orders is not None:
+            if not (start or behind or self._orders.nodes):
+                return self.whole
             return self._orders.of_pass(passed, read, start, behind, self._counts())
-        dataset = self._pass(passed, read)
-        return dataset.skip(start) if start else dataset
+        self._read_over(passed)
+        return self.whole.skip(start) if start else self.whole
 
     def _counts(self) -> Mapping[str, tuple[int, int]]:
         assert self._pipeline is not None
         nodes, counts = self._pipeline.shuffles(), earlier_passes.of_shuffles(self.whole)
         return dict(zip(nodes, counts, strict=True)) if len(nodes) == len(counts) else {}
 
-    def _pass(self, passed: int, read: int) -> tf.data.Dataset:
-        if self._orders is not None:
-            if not self._orders.nodes:
-                return self.whole
-            return self._orders.of_pass(passed, read, counts=self._counts())
+    def _read_over(self, passed: int) -> None:
+        """Leaves so many passes out of a pipeline that is taken as it is."""
         drawn = _iterators_of.get(self.whole, 0)
         if drawn > passed:
             warnings.warn(
@@ -284,7 +284,6 @@ class TfData(Source):
             for _ in range(drawn, passed):
                 iter(self.whole)
         _iterators_of[self.whole] = max(drawn, passed) + 1
-        return self.whole
 
     def fingerprint(self) -> Mapping[str, Any]:
         told: dict[str, Any] = {}
@@ -337,6 +336,25 @@ class TfData(Source):
 _iterators_of: weakref.WeakKeyDictionary[tf.data.Dataset, int] = weakref.WeakKeyDictionary()
 
 
+@dataclass(frozen=True)
+class _Drawn:
+    """How a transformation gets the seeds of a pass.
+
+    Args:
+        node: Its node.
+        seeds: What it has, or draws from.
+        varies: Whether it draws others for every iterator.
+        once: Whether it draws exactly once an iterator.
+        by_reading: Whether it does so when the first element is read, not when that is made.
+    """
+
+    node: str
+    seeds: tuple[int, int]
+    varies: bool
+    once: bool
+    by_reading: bool
+
+
 class _Orders:
     """The seeds of a pipeline in each of its passes.
 
@@ -347,70 +365,49 @@ class _Orders:
     """
 
     def __init__(
-        self,
-        parts: pipeline.Pipeline,
-        seed: int,
-        given: Mapping[str, tuple[int, int]] | None = None,
+        self, parts: pipeline.Pipeline, seed: int, given: Mapping[str, tuple[int, int]]
     ) -> None:
-        given = given or {}
-        once, cached = parts.drawn_once(), parts.cached()
-        steps = [
-            step
-            for step in parts.steps
-            if step.reshuffles or not step.is_seeded or step.node in given
-        ]
-        self.nodes = [step.node for step in steps]
-        self.unseeded = [step.title for step in steps if not step.is_seeded]
+        read, cached = parts.drawn_once(by_reading=True), parts.cached()
+        once = parts.drawn_once() | read
         self._pipeline = parts
-        self._seeds = [
-            given.get(step.node) or _seeds_of(step, seed, number)
-            for number, step in enumerate(steps)
-        ]
-        # A cache holds the order of the first pass.
-        self._varies = [step.reshuffles and step.node not in cached for step in steps]
-        self._once = [
-            varies and step.node in once for step, varies in zip(steps, self._varies, strict=True)
-        ]
-        read = parts.drawn_once(by_reading=True)
-        self._by_reading = [
-            varies and step.node in read for step, varies in zip(steps, self._varies, strict=True)
-        ]
-        # Transformations that draw several times in a pass restart with every pass.
-        self.own = [
-            step.title
-            for step, *is_drawn, varies in zip(
-                steps, self._once, self._by_reading, self._varies, strict=True
-            )
-            if varies and step.is_seeded and not any(is_drawn)
-        ]
-        self._remake: Any = None
+        self._drawn: list[_Drawn] = []
+        self.unseeded: list[str] = []
+        self.own: list[str] = []  # those that draw several times restart with every pass
+        for step in parts.steps:
+            node, is_seeded = step.node, step.is_seeded
+            if is_seeded and not step.reshuffles and node not in given:
+                continue
+            seeds = given.get(node) or _seeds_of(step, seed, len(self._drawn))
+            # A cache holds the order of the first pass.
+            varies = step.reshuffles and node not in cached
+            drawn = _Drawn(node, seeds, varies, varies and node in once, varies and node in read)
+            self._drawn.append(drawn)
+            if not is_seeded:
+                self.unseeded.append(step.title)
+            elif varies and not drawn.once:
+                self.own.append(step.title)
+        self.nodes = [each.node for each in self._drawn]
+
+    @functools.cached_property
+    def _remake(self) -> Callable[[Sequence[tuple[int, int]], int, int], tf.data.Dataset]:
+        fixed = frozenset(each.node for each in self._drawn if each.once)
+        return self._pipeline.remaker(self.nodes, fixed)
 
     def of_pass(
-        self,
-        passed: int,
-        read: int,
-        start: int = 0,
-        behind: int = 0,
-        counts: Mapping[str, tuple[int, int]] | None = None,
+        self, passed: int, read: int, start: int, behind: int, counts: Mapping[str, tuple[int, int]]
     ) -> tf.data.Dataset:
-        if self._remake is None:
-            drawn = zip(self.nodes, self._once, self._by_reading, strict=True)
-            fixed = frozenset(node for node, *is_drawn in drawn if any(is_drawn))
-            self._remake = self._pipeline.remaker(self.nodes, fixed)
         seeds = []
-        for node, given, varies, once, by_reading in zip(
-            self.nodes, self._seeds, self._varies, self._once, self._by_reading, strict=True
-        ):
+        for each in self._drawn:
             # Others may have read it, too.
-            of_all = (counts or {}).get(node, (0, 0))
-            number = max(read, of_all[1]) if by_reading else max(passed, of_all[0])
-            is_drawn = once or by_reading or (varies and number)
-            seeds.append(pipeline.draw(*given, number) if is_drawn else given)
+            made_by_all, read_by_all = counts.get(each.node, (0, 0))
+            number = max(read, read_by_all) if each.by_reading else max(passed, made_by_all)
+            is_drawn = each.once or (each.varies and number)
+            seeds.append(pipeline.draw(*each.seeds, number) if is_drawn else each.seeds)
         return self._remake(seeds, start, behind)
 
     def of_worker(self, seed: tf.Tensor) -> tf.data.Dataset:
         """With orders that follow from `seed`, and from those of the user and the run."""
-        ours = tf.constant(self._seeds, tf.int64)
+        ours = tf.constant([each.seeds for each in self._drawn], tf.int64)
         drawn = tf.random.stateless_uniform(ours.shape, seed, 0, 2**62, tf.int64)
         return self._pipeline.reseeded(self.nodes, tf.bitwise.bitwise_xor(ours, drawn))
 
