@@ -254,7 +254,7 @@ class FitState:
             "validation": validated,
             "validation_read": validated_read,
             "validation_variables": list(variables),
-            "fingerprint": self._progress.fingerprint(),
+            "fingerprint": self._progress.data.source.fingerprint(),
         }
 
     # And back
@@ -281,7 +281,7 @@ class FitState:
         if ends or self._progress is None or "fingerprint" not in manifest.data:
             return
         there = dict(manifest.data["fingerprint"])
-        here = json.loads(json.dumps(self._progress.fingerprint()))
+        here = json.loads(json.dumps(self._progress.data.source.fingerprint()))
         seeds_there, seeds_here = there.pop(SEEDS, None), here.pop(SEEDS, None)
         is_within = "read" in (manifest.data.get("train") or {})
         why_not = self._progress.data.source.why_not_by_samples if is_within else None
@@ -388,7 +388,7 @@ class FitState:
             return
         with contextlib.suppress(Exception):  # the first step reports it better
             capture.build_optimizer(self._model)
-            self._progress.build_metrics(self._model)
+            replica_values.build(self._model, self._progress.data.element_spec)
 
     def end(self, manifest: Manifest, epochs: int) -> None:
         """Makes `fit` end at once, as the checkpoint's did."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-import tensorflow as tf
-
 from keras_distplug.backend.tensorflow.input import pipeline
 from keras_distplug.backend.tensorflow.input.pipeline_steps import FROM_GENERATOR, Step
 
@@ -29,31 +27,24 @@ _TELLING = (
 _SILENT = ("prefetch", "options", "model", "tensor")
 
 
-def audit(dataset: tf.data.Dataset) -> list[str]:
-    """Names what of `dataset` a resumed run cannot reproduce, and what to change.
+def audit(parts: pipeline.Pipeline, *, is_resumed_mid_pass: bool = True) -> list[str]:
+    """Names what of a pipeline a resumed run cannot reproduce, and what to change.
 
     Example:
 
     ```python
-    audit(tf.data.Dataset.range(9).map(lambda i: tf.random.uniform([])))
+    audit(pipeline.read(tf.data.Dataset.range(9).map(lambda i: tf.random.uniform([]))))
     # ["map (train.py, line 3): RandomUniform has no seed. Set one ..."]
     ```
 
     Args:
-        dataset: Of any elements.
+        parts: The pipeline.
+        is_resumed_mid_pass: False if every pass reads it from its start.
 
     Returns:
         One line for every transformation. Shuffles without a seed are not among them: training
         gives them seeds, unless a function of another transformation creates them.
-
-    Raises:
-        UnreadableError: If the pipeline cannot be looked into.
     """
-    return of_pipeline(pipeline.read(dataset))
-
-
-def of_pipeline(parts: pipeline.Pipeline, *, is_resumed_mid_pass: bool = True) -> list[str]:
-    """Does the same for a pipeline, which may be one that every pass reads from its start."""
     lines = [] if parts.options.deterministic is not False else [_DISORDERED_OPTIONS]
     return lines + [
         f"{_named(step)}: {line}"

@@ -10,12 +10,11 @@ import keras
 import tensorflow as tf
 
 from keras_distplug.backend.tensorflow.input import epochs, readers
-from keras_distplug.backend.tensorflow.replicas import replica_values
 from keras_distplug.backend.tensorflow.runtime import context, workers
 from keras_distplug.core.log import announce
 from keras_distplug.data.feed import InputAdapter, seed_of, warn_of
 from keras_distplug.data.position import Positioned, Source
-from keras_distplug.data.python_sources import PyData
+from keras_distplug.data.python_sources import PyData, warning_of_generator
 from keras_distplug.data.sources import BATCH_SIZE, SEEDS, Arrays, TfData, elements
 from keras_distplug.data.torch_sources import LoaderData
 
@@ -26,17 +25,18 @@ class Progress:
     Args:
         loop: The loop of that `fit`.
         data: What the loop draws batches from.
-        is_generator: Whether one Python generator gives the batches of all epochs.
+        draws_again: Whether the data is read from its very beginning, and draws what it drew then:
+            one Python generator gives the batches of all epochs.
     """
 
-    def __init__(self, loop: epochs.Loop, data: Positioned, is_generator: bool) -> None:
+    def __init__(self, loop: epochs.Loop, data: Positioned, draws_again: bool) -> None:
         self.data = data
+        self.draws_again = draws_again
         self._loop = loop
         self._passes = data.passes  # of which `_read` and `_behind` are of the last
         self._read = 0
         self._behind = 0
         self._counted = loop.counted
-        self._is_generator = is_generator
 
     def epoch_begins(self) -> None:
         """To be called before an epoch draws its first batch."""
@@ -125,19 +125,6 @@ class Progress:
         """Restores the state in which a `fit` that finished in another process left the data."""
         self.data.assign(position.get("variables", ()), in_pass=False)
 
-    def fingerprint(self) -> Mapping[str, Any]:
-        """What of the data must be the same when the run goes on; JSON-able."""
-        return self.data.source.fingerprint()
-
-    @property
-    def draws_again(self) -> bool:
-        """Whether the data is read from its very beginning, and draws what it drew then."""
-        return self._is_generator
-
-    def build_metrics(self, model: keras.Model) -> None:
-        """Makes the variables of metrics that a first step would make."""
-        replica_values.build(model, self.data.element_spec)
-
     def _place_in_pass(self) -> tuple[int, int]:
         """Batches that were read of it, and samples before these."""
         return (self._read, self._behind) if self.data.passes == self._passes else (0, 0)
@@ -156,12 +143,9 @@ def of_fit(model: keras.Model, seed: int) -> Progress | None:
     if (loop := epochs.of_fit()) is None:
         return None
     is_generator = loop.is_generator
-    is_ours = isinstance(loop.dataset, Positioned)
     data = _positioned(loop, model.distribute_strategy, seed)
     if data is None:
         return None
-    if not is_ours:
-        warn_of(data.source)
     _announce_orders(data.source, "training data")
     return Progress(loop, data, is_generator)
 
@@ -176,14 +160,7 @@ def take_over_early(model: keras.Model, seed: int) -> None:
     """
     strategy = model.distribute_strategy
     if workers.is_scheduled(strategy):
-        epochs.before_reading(model, lambda loop: _take_over(loop, strategy, seed))
-
-
-def _take_over(loop: epochs.Loop, strategy: tf.distribute.Strategy, seed: int) -> None:
-    is_ours = isinstance(loop.dataset, Positioned)
-    data = _positioned(loop, strategy, seed)
-    if data is not None and not is_ours:
-        warn_of(data.source)
+        epochs.before_reading(model, lambda loop: _positioned(loop, strategy, seed))
 
 
 def of_validation(model: keras.Model, seed: int) -> Positioned | None:
@@ -195,7 +172,6 @@ def of_validation(model: keras.Model, seed: int) -> Positioned | None:
     is_ours = isinstance(loop.dataset, Positioned)
     data = _positioned(loop, model.distribute_strategy, seed, is_validation=True)
     if data is not None and not is_ours:
-        warn_of(data.source, is_validation=True)
         _announce_orders(data.source, "validation data")
     return data
 
@@ -239,6 +215,7 @@ def _positioned(
     adapter = InputAdapter(source)
     adapter.get_tf_dataset().use(strategy)
     loop.draw_from(adapter)
+    warn_of(source, is_validation=is_validation)
     return adapter.get_tf_dataset()
 
 
@@ -265,15 +242,6 @@ def _source(
         return TfData(whole, seed_of(whole, seed), is_validation=is_validation)
     seed_of_orders = context.global_seed() if loop.is_shuffled_by_seed else None
     return _OfKeras(whole, loop.adapter, loop.samples_in_order, seed=seed_of_orders)
-
-
-_WARNINGS = {
-    "GeneratorDataAdapter": [
-        "a Python generator: to resume, all batches up to the checkpoint are drawn from a new "
-        "generator, which must yield the same as before. A keras.utils.PyDataset continues at any "
-        "batch without making the earlier ones"
-    ],
-}
 
 
 class _OfKeras(Source):
@@ -348,4 +316,5 @@ class _OfKeras(Source):
         return True
 
     def warnings(self) -> list[str]:
-        return _WARNINGS.get(self._kind, [])
+        is_generator = self._kind == "GeneratorDataAdapter"
+        return [warning_of_generator(is_begun_anew=False)] if is_generator else []

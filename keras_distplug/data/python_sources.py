@@ -289,12 +289,17 @@ class Generator(Source):
         return {"kind": "generator", "elements": elements(self.whole)}
 
     def warnings(self) -> list[str]:
-        drawn = "of the pass are drawn again" if self._make else "are drawn from a new generator"
-        return [
-            f"a Python generator: to resume, all batches up to the checkpoint {drawn}, which must "
-            "yield the same as before. A keras.utils.PyDataset continues at any batch without "
-            "making the earlier ones"
-        ]
+        return [warning_of_generator(is_begun_anew=bool(self._make))]
+
+
+def warning_of_generator(*, is_begun_anew: bool) -> str:
+    """A line for people on data from a Python generator, which every pass begins anew, or none."""
+    drawn = "of the pass are drawn again" if is_begun_anew else "are drawn from a new generator"
+    return (
+        f"a Python generator: to resume, all batches up to the checkpoint {drawn}, which must "
+        "yield the same as before. A keras.utils.PyDataset continues at any batch without "
+        "making the earlier ones"
+    )
 
 
 class _OnePass:

@@ -328,7 +328,7 @@ class TfData(Source):
             f"what changes in variables of at most {_MOST_BYTES_OF_VARIABLE // 2**20} MB"
             for each in self._too_large
         ]
-        lines = audit.of_pipeline(self._pipeline, is_resumed_mid_pass=not self._is_validation)
+        lines = audit.audit(self._pipeline, is_resumed_mid_pass=not self._is_validation)
         return lines + too_large
 
 

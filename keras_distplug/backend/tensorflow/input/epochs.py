@@ -36,7 +36,7 @@ def of_fit() -> Loop | None:
     return None
 
 
-def before_reading(model: keras.Model, act: Callable[[Loop], None]) -> None:
+def before_reading(model: keras.Model, act: Callable[[Loop], object]) -> None:
     """Calls `act` with the loop of every `fit` of `model` before that looks at its data."""
     stock = model._maybe_symbolic_build
 
