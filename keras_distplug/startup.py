@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import warnings
@@ -20,6 +21,7 @@ from keras_distplug.strategies import servers
 from keras_distplug.strategies.select import Choice, choose
 
 _AUTOMATIC = "KERAS_DISTPLUG_AUTO_INIT"  # "0" leaves joining to the script
+_OF_CLUSTERS = ("multi_worker", "parameter_server")
 
 _joined: dict[str, tf.distribute.Strategy] = {}
 _joined_with: dict[str, Timeouts] = {}
@@ -89,14 +91,14 @@ def join(strategy: str, given: Timeouts | None = None) -> tf.distribute.Strategy
         # A task that is being started again is to be waited for, instead of failing at once.
         os.environ["GRPC_FAIL_FAST"] = "use_caller"
         if role.is_server:
-            _serve(role)
+            report = functools.partial(_report_joined, role)
+            servers.serve(role.cluster, role.task_type, role.index, report)  # never returns
     if choice.name not in _joined:
         _joined[choice.name] = _make(choice, role, timeouts)
         _joined_with[choice.name] = timeouts
         if role.is_chief:
             announce(f"strategy {choice.name} ({choice.reason}): {_size(choice, role)}")
-        if (supervised := Supervised.from_env()) is not None:
-            supervised.report(role.name, Phase.JOINED)
+        _report_joined(role)
     elif choice.name == "multi_worker" and (
         given.or_else(_joined_with[choice.name]) != _joined_with[choice.name]
     ):
@@ -188,11 +190,8 @@ def join_on_import() -> None:
 
 def needs_fresh_context(strategy: str) -> bool:
     """Would `init(strategy)` come too late for what was made before?"""
-    needs = _choose(strategy, roles.from_environment(os.environ)).name in (
-        "multi_worker",
-        "parameter_server",
-    )
-    return needs and not _joined and context.is_initialized()
+    choice = _choose(strategy, roles.from_environment(os.environ))
+    return choice.name in _OF_CLUSTERS and not _joined and context.is_initialized()
 
 
 def name_of(strategy: tf.distribute.Strategy) -> str:
@@ -215,31 +214,32 @@ def _make(choice: Choice, role: roles.Role, timeouts: Timeouts) -> tf.distribute
         return tf.distribute.MirroredStrategy(_devices())
     if choice.name == "central_storage":
         return tf.distribute.experimental.CentralStorageStrategy(_devices(), "CPU:0")
-    if choice.name == "parameter_server":
-        return _parameter_server(role)
-    if choice.name != "multi_worker":
+    if choice.name not in _OF_CLUSTERS:
         return tf.distribute.get_strategy()
     os.environ["TF_CONFIG"] = role.to_tf_config()
+    peers.watch()
+    is_served = choice.name == "parameter_server"
+    strategy = _parameter_server() if is_served else _multi_worker(timeouts)
+    trainer.install_dispatch()
+    return strategy
+
+
+def _multi_worker(timeouts: Timeouts) -> tf.distribute.Strategy:
     supervised = Supervised.from_env()
     devices = supervised.devices_per_worker if supervised else None
-    peers.watch()
     with contextlib.ExitStack() as stack:
         if timeouts.heartbeat_secs is not None:
             stack.enter_context(context.heartbeat_timeout(timeouts.heartbeat_secs))
         if devices and not tf.config.list_physical_devices("GPU"):
             stack.enter_context(context.cpu_devices_per_worker(devices))
-        strategy = tf.distribute.MultiWorkerMirroredStrategy(
+        return tf.distribute.MultiWorkerMirroredStrategy(
             communication_options=tf.distribute.experimental.CommunicationOptions(
                 timeout_seconds=timeouts.collective_secs
             )
         )
-    trainer.install_dispatch()
-    return strategy
 
 
-def _parameter_server(role: roles.Role) -> tf.distribute.Strategy:
-    os.environ["TF_CONFIG"] = role.to_tf_config()
-    peers.watch()
+def _parameter_server() -> tf.distribute.Strategy:
     strategy = tf.distribute.ParameterServerStrategy(
         tf.distribute.cluster_resolver.TFConfigClusterResolver()
     )
@@ -249,19 +249,12 @@ def _parameter_server(role: roles.Role) -> tf.distribute.Strategy:
             f"workers with {strategy.num_replicas_in_sync} GPUs. Start a worker for each GPU, with "
             "a CUDA_VISIBLE_DEVICES of its own."
         )
-    trainer.install_dispatch()
     return strategy
 
 
-def _serve(role: roles.Role) -> None:
-    """Never returns."""
-    supervised = Supervised.from_env()
-
-    def on_ready() -> None:
-        if supervised is not None:
-            supervised.report(role.name, Phase.JOINED)
-
-    servers.serve(role.cluster, role.task_type, role.index, on_ready)
+def _report_joined(role: roles.Role) -> None:
+    if (supervised := Supervised.from_env()) is not None:
+        supervised.report(role.name, Phase.JOINED)
 
 
 def _size(choice: Choice, role: roles.Role) -> str:

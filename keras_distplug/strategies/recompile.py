@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -138,30 +137,23 @@ def _unknown(model: keras.Model, why: str) -> ModelError:
     )
 
 
-@dataclass(frozen=True)
-class _Maker:
-    """Makes another object like one that is tied to where it was made."""
-
-    of: type
-    config: Mapping[str, Any]
-    custom: Mapping[str, type]
-
-    def __call__(self) -> Any:
-        with keras.saving.custom_object_scope(dict(self.custom)):
-            return self.of.from_config(dict(self.config))  # type: ignore[attr-defined]
-
-
-def _maker(value: Any) -> Any:
-    """`value`, or a `_Maker` for it if it holds variables."""
+def _maker(value: Any) -> Callable[[], Any]:
+    """Returns a function that returns `value`, or another one like it if it holds variables, which
+    are tied to where they were made."""
     if not isinstance(value, keras.optimizers.Optimizer | keras.metrics.Metric):
-        return value
-    custom = {type(value).__name__: type(value)}
+        return lambda: value
+    kind, config = type(value), value.get_config()
+    custom = {kind.__name__: kind}
     schedule = getattr(value, "_learning_rate", None)
     if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
         custom[type(schedule).__name__] = type(schedule)
-    maker = _Maker(type(value), value.get_config(), custom)
+
+    def make() -> Any:
+        with keras.saving.custom_object_scope(custom):
+            return kind.from_config(dict(config))
+
     try:
-        maker()
+        make()
     except Exception as error:
         raise ModelError(
             f"{type(value).__name__} {value.name!r}, which the model is compiled with, cannot be "
@@ -169,7 +161,7 @@ def _maker(value: Any) -> Any:
             "`@keras.saving.register_keras_serializable()`, or pass a function that builds and "
             "compiles the model: `distributed_fit(build, ...)`."
         ) from error
-    return maker
+    return make
 
 
 def _makers(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,8 +170,5 @@ def _makers(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _make(makers: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        name: keras.tree.map_structure(
-            lambda value: value() if isinstance(value, _Maker) else value, value
-        )
-        for name, value in makers.items()
+        name: keras.tree.map_structure(lambda make: make(), value) for name, value in makers.items()
     }
