@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import queue
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,6 @@ import xxhash
 from keras_distplug.python_state import (
     object_states,
     plain_values,
-    progress_bars,
     random_states,
     walk,
 )
@@ -30,6 +30,7 @@ from keras_distplug.python_state.walk import Attribute, Owners, Path, Place, Wal
 
 # What stands for a value in its saved form.
 GENERATOR = "__generator__"
+BAR = "__progress_bar__"  # of tqdm, which cannot be saved: its position
 DELETED = "__deleted__"
 SAME = "__same__"  # as what has another path
 _FEW_CELLS = 100_000  # of a table that is read as a whole
@@ -199,10 +200,12 @@ class Changes:
             there = owners.at(same)
             value = places[same].value if there is None else there
             (_put_made(path, owners) if place is None else place.put)(value)
-        elif progress_bars.is_position(encoded):
+        elif _is_marked(encoded, BAR):
             # A bar that is made later starts at zero.
-            if place is not None and progress_bars.is_bar(place.value):
-                progress_bars.seek(place.value, encoded)
+            if place is not None and _is_bar(place.value):
+                bar = place.value  # the rate that it shows counts from there
+                bar.n = bar.last_print_n = bar.initial = encoded[BAR]
+                bar.refresh()
         elif _is_marked(encoded, GENERATOR):
             if place is None or not random_states.is_generator(place.value):
                 raise GoneError("it is no generator")
@@ -317,14 +320,20 @@ def look(value: Any, variables: Variables = lambda value: None) -> Value:
 
 
 def _encoded(value: Any, variables: Variables, arrays: dict[str, np.ndarray]) -> tuple[str, Any]:
-    if progress_bars.is_bar(value):
-        return "bar", progress_bars.encode(value)
+    if _is_bar(value):
+        return "bar", {BAR: value.n}
     if random_states.is_generator(value):
         return "generator", {GENERATOR: random_states.encode_generator(value)}
     encoder = plain_values.Encoder(arrays, np.asarray)
     if (own := variables(value)) is not None:
         return "variables", encoder.encode(own, "")
     return "plain", encoder.encode(value, "")
+
+
+def _is_bar(value: Any) -> bool:
+    """Returns whether a value is a bar of tqdm, which is no dependency."""
+    tqdm = sys.modules.get("tqdm.std")
+    return tqdm is not None and isinstance(value, tqdm.tqdm)
 
 
 def _mark(value: Any) -> Any:

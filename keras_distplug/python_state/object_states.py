@@ -138,10 +138,8 @@ def _texts_in(value: Any) -> Iterator[str]:
     """The text in a value, and in lists and dicts of it."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict):
-        yield from _texts_in(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for each in value:
+    elif isinstance(value, dict | list | tuple):
+        for each in list(value.values()) if isinstance(value, dict) else value:
             yield from _texts_in(each)
 
 

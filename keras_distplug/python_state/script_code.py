@@ -32,6 +32,8 @@ _CLOCKS = frozenset(
 )
 _TIMES = _CLOCKS | {"time", "time_ns", "now", "utcnow"}
 _STORES = frozenset({"STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL", "STORE_NAME"})
+# What may come between the result of a function and where it is stored.
+_PASSES = ("CALL", "PRECALL", "LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "COPY", "SWAP", "PUSH_NULL")
 _EPOCH_HOOKS = frozenset({"on_epoch_begin", "on_train_begin"})
 _BEFORE_TRAINING = frozenset({"__init__", "on_train_begin", "set_model", "set_params"})
 
@@ -193,7 +195,7 @@ def _readings(function: types.FunctionType) -> frozenset[str]:
             is_reading = True
         elif each.opname in _STORES and is_reading:
             found.add(each.argval)
-        elif not _passes_on(each.opname):
+        elif not each.opname.startswith(_PASSES):
             is_reading = False
     return frozenset(found)
 
@@ -209,8 +211,3 @@ def _called(function: types.FunctionType) -> set[str]:
         elif each.opname not in ("PRECALL", "CACHE", "PUSH_NULL"):
             name = None
     return found
-
-
-def _passes_on(operation: str) -> bool:
-    loads = operation in ("LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "COPY", "SWAP", "PUSH_NULL")
-    return loads or operation.startswith(("CALL", "PRECALL", "CACHE", "LOAD_FAST"))

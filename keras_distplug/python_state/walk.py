@@ -288,9 +288,7 @@ class _Walk:
     def from_object(
         self, owner: Any, path: Path, hidden: Set[str] = frozenset(), *, is_global: bool = False
     ) -> Iterator[Place]:
-        def put(name: str) -> Attribute:
-            return Attribute(owner, name, object.__setattr__)
-
+        put = functools.partial(Attribute, owner, assign=object.__setattr__)
         self.owners.puts[path] = put
         self.owners.objects[id(owner)] = (path, owner)
         for name, value in script_code.attributes(owner):

@@ -143,7 +143,7 @@ class Blueprint:
             recompile=recompile_of(model),
             assets=[_assets(layer) for layer in layers],
             values={
-                owner: [_value(variable) for variable in variables]
+                owner: [np.asarray(each.numpy()) for each in variables]
                 for owner, variables in _state_of(model).items()
                 if variables and owner in (_WEIGHTS, *targets)
             },
@@ -189,7 +189,7 @@ class Blueprint:
         mine = _state_of(caller)
         for owner, variables in theirs.items():
             for variable, like in zip(mine[owner], variables, strict=True):
-                variable.assign(_value(like))
+                variable.assign(np.asarray(like.numpy()))
         models.refresh(caller)
         caller.history = getattr(trained, "history", None)
         caller.stop_training = trained.stop_training
@@ -249,10 +249,6 @@ def _state_of(model: keras.Model) -> dict[str, list[keras.Variable | Table]]:
         _WEIGHTS: wholes(each for each in model.variables if id(each) not in metrics),
         **{name: wholes(each.variables) for name, each in models.optimizers_of(model).items()},
     }
-
-
-def _value(variable: keras.Variable | Table) -> np.ndarray:
-    return np.asarray(variable.numpy())
 
 
 def _require_config(model: keras.Model) -> None:

@@ -8,14 +8,7 @@ from typing import Protocol
 
 from keras_distplug.core.errors import ConfigurationError
 
-NAMES = (
-    "auto",
-    "one_device",
-    "mirrored",
-    "multi_worker",
-    "central_storage",
-    "parameter_server",
-)
+NAMES = ("auto", "one_device", "mirrored", "multi_worker", "central_storage", "parameter_server")
 
 
 class Cluster(Protocol):

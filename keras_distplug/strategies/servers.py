@@ -28,10 +28,7 @@ _CONNECT_S = 1.0
 
 
 def serve(
-    cluster: Mapping[str, Sequence[str]],
-    task_type: str,
-    index: int,
-    on_ready: Callable[[], None],
+    cluster: Mapping[str, Sequence[str]], task_type: str, index: int, on_ready: Callable[[], None]
 ) -> None:
     """Serves until the end of the job, which is the end of this process: it never returns.
 
