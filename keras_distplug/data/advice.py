@@ -149,9 +149,7 @@ def _few_files(parts: pipeline.Pipeline, workers: int) -> Iterator[str]:
         )
 
 
-def _at_batch(
-    parts: pipeline.Pipeline,
-) -> tuple[list[Step], Step | None, list[Step]]:
+def _at_batch(parts: pipeline.Pipeline) -> tuple[list[Step], Step | None, list[Step]]:
     """What is behind the transformation that makes global batches, itself, and what is before."""
     chain = list(parts.chain)
     above = list(itertools.takewhile(_is_one_to_one, chain))

@@ -51,6 +51,9 @@ class InputAdapter(readers.DataAdapter):  # type: ignore[misc]
         fetches_ahead: As in `Positioned`.
     """
 
+    has_partial_batch = None
+    partial_batch_size = None
+
     def __init__(self, source: Source, *, fetches_ahead: bool = False) -> None:
         self._positioned = Positioned(source, fetches_ahead=fetches_ahead)
 
@@ -64,14 +67,6 @@ class InputAdapter(readers.DataAdapter):  # type: ignore[misc]
     @property
     def batch_size(self) -> int | None:
         return self._positioned.source.batch_size
-
-    @property
-    def has_partial_batch(self) -> bool | None:
-        return None
-
-    @property
-    def partial_batch_size(self) -> int | None:
-        return None
 
     def on_epoch_begin(self) -> None:
         self._positioned.source.on_epoch_begin()
@@ -209,10 +204,8 @@ def feed(
     """Makes the input of `fit` out of what the user gave.
 
     Args:
-        x: A `tf.data.Dataset`, a `keras.utils.PyDataset` or a torch `DataLoader` of global
-            batches, a generator of them, a function without arguments that returns one of these,
-            or (nested) arrays of samples.
-        y: Targets, if `x` are arrays.
+        x: As in `resumable`.
+        y: As in `resumable`.
         model: The model that will be trained, under its strategy.
         seed: From which shuffled orders are drawn; the same on every worker.
         batch_size: Samples in a global batch, for arrays. Defaults to 32.

@@ -202,11 +202,7 @@ def take_up_validation(
 
 
 def _positioned(
-    loop: epochs.Loop,
-    strategy: tf.distribute.Strategy,
-    seed: int,
-    *,
-    is_validation: bool = False,
+    loop: epochs.Loop, strategy: tf.distribute.Strategy, seed: int, *, is_validation: bool = False
 ) -> Positioned | None:
     if isinstance(loop.dataset, Positioned):
         return loop.dataset

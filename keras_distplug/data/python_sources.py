@@ -60,11 +60,7 @@ class PyData(Source):
             name for name in hooks if getattr(type(dataset), name) is not getattr(stock, name)
         ]
         self._attributes = Attributes(dataset, vars(stock()), only_generators=not self._hooks)
-        self._reached = Reached(
-            dataset,
-            {_DATASET: dataset},
-            lambda: {(_DATASET, name) for name in self._attributes.names()},
-        )
+        self._reached = Reached(dataset, {_DATASET: dataset}, {_DATASET: self._attributes})
         self._generators = _Generators(self)
         self.variables = (self._attributes, self._generators, self._reached)
         self._told: set[str] = set()
@@ -117,10 +113,14 @@ class PyData(Source):
         if not is_first and self._is_watched:
             return make()
         self._is_watched |= not is_first
-        drawn = self._drawn if is_first else self._state
-        before = drawn()
+
+        def state() -> Any:
+            own = self._attributes.generators() if is_first else self._kept()
+            return random_states.capture_of_python(), own
+
+        before = state()
         batch = make()
-        if drawn() != before:
+        if state() != before:
             if not self.draws and self._given.workers > 1:
                 announce(
                     f"{type(self._given).__name__} draws random numbers in {self._given.workers} "
@@ -129,12 +129,6 @@ class PyData(Source):
                 )
             self.draws = True
         return batch
-
-    def _drawn(self) -> Any:
-        return random_states.capture_of_python(), self._attributes.generators()
-
-    def _state(self) -> Any:
-        return random_states.capture_of_python(), self._kept()
 
     def _kept(self) -> Any:
         return self._attributes.read(), self._reached.read()

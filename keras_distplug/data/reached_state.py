@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from keras_distplug.python_state import (
     walk,
 )
 from keras_distplug.python_state.changes import Changes, GoneError, Policy, Saved, Value
+from keras_distplug.python_state.object_states import Attributes
 from keras_distplug.python_state.walk import Owners, Path, Place, Walked
 
 _SAMPLE = 100  # entries of a container that are looked at
@@ -41,15 +42,15 @@ class Reached:
     Args:
         owner: The source.
         roots: It and its parts, by the first part of their paths.
-        others: Returns paths of attributes that are kept elsewhere.
+        attributes: What of `roots` is kept elsewhere.
     """
 
     def __init__(
-        self, owner: Any, roots: Mapping[str, Any], others: Callable[[], Collection[Path]]
+        self, owner: Any, roots: Mapping[str, Any], attributes: Mapping[str, Attributes]
     ) -> None:
         self._owner = owner
         self._roots = roots
-        self._others = others
+        self._attributes = attributes
         self._told: set[Path] = set()
         self._changes = Changes(owner, self._walk, Policy(_look, _is_small))
 
@@ -89,7 +90,7 @@ class Reached:
         self._changes.restore([_saved(tuple(path), each) for path, each in values], (GoneError,))
 
     def _walk(self, at_start: Owners) -> Walked:
-        others = self._others()
+        others = {(name, each) for name, part in self._attributes.items() for each in part.names()}
         places, owners = walk.from_objects(self._roots)
         return [
             place

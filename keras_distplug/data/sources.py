@@ -134,7 +134,9 @@ class Arrays(Source):
 
     def fingerprint(self) -> Mapping[str, Any]:
         return {
-            **_common("arrays", self),
+            "kind": "arrays",
+            BATCH_SIZE: self.batch_size,
+            "elements": elements(self.whole),
             "samples": self._samples,
             "shuffle": self._seed is not None,
         }
@@ -286,10 +288,10 @@ class TfData(Source):
         _iterators_of[self.whole] = max(drawn, passed) + 1
 
     def fingerprint(self) -> Mapping[str, Any]:
-        told: dict[str, Any] = {}
+        told = {"kind": "tf.data", BATCH_SIZE: self.batch_size, "elements": elements(self.whole)}
         if self._pipeline is not None:
-            told = {**audit.chain(self._pipeline), SEEDS: self._used_seeds}
-        return {**_common("tf.data", self), **told}
+            told |= {**audit.chain(self._pipeline), SEEDS: self._used_seeds}
+        return told
 
     def use_seeds(self, seeds: str) -> bool:
         if self._pipeline is None:
@@ -417,14 +419,6 @@ def _seeds_of(step: Step, seed: int, number: int) -> tuple[int, int]:
         return step.numbers["seed"], step.numbers["seed2"]
     first, second = np.random.SeedSequence([seed, number]).generate_state(2)
     return int(first), int(second)
-
-
-def _common(kind: str, source: Any) -> dict[str, Any]:
-    return {
-        "kind": kind,
-        BATCH_SIZE: source.batch_size,
-        "elements": elements(source.whole),
-    }
 
 
 def elements(dataset: tf.data.Dataset) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import tensorflow as tf
@@ -130,14 +131,11 @@ class _State:
     def __init__(self, loader: Any) -> None:
         parts = _parts(loader)
         own = {name: Attributes(part) for name, part in parts.items()}
-        self.reached = Reached(
-            loader.dataset,
-            {**parts, "collate_fn": loader.collate_fn},
-            lambda: {(name, each) for name, part in own.items() for each in part.names()},
-        )
+        self.reached = Reached(loader.dataset, {**parts, "collate_fn": loader.collate_fn}, own)
         self._parts: dict[str, Attributes | Reached] = {
             **own,
-            "loader": Attributes(_Generator(loader)),
+            # Its other attributes are settings.
+            "loader": Attributes(SimpleNamespace(generator=loader.generator)),
             _REACHED: self.reached,
         }
         self._latest: dict[str, Any] = {}  # what was read last
@@ -168,13 +166,6 @@ class _State:
         for name, part in self._parts.items():
             if name in value:
                 part.assign(value[name])
-
-
-class _Generator:
-    """The generator of a loader, whose other attributes are settings."""
-
-    def __init__(self, loader: Any) -> None:
-        self.generator = loader.generator
 
 
 def _parts(loader: Any) -> dict[str, Any]:
