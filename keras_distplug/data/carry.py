@@ -38,22 +38,17 @@ def pack(values: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
 
 def _pack_one(name: str, part: Any) -> Callable[[], Any]:
     if isinstance(part, tf.data.Dataset):
-        saved = _dataset_graph(name, part)
+        try:
+            saved = readers.to_graph(part)
+        except tf.errors.OpError as error:
+            raise _cannot_carry(name, error.message) from error
+        if ops := readers.python_ops(saved):
+            raise _cannot_carry(name, f"it calls Python code ({', '.join(sorted(ops))})")
         return lambda: readers.from_graph(saved)
     if isinstance(part, tf.Tensor | tf.Variable | keras.Variable):
         array: np.ndarray = np.asarray(part.numpy())
         return lambda: array
     return lambda: part
-
-
-def _dataset_graph(name: str, dataset: tf.data.Dataset) -> readers.DatasetGraph:
-    try:
-        saved = readers.to_graph(dataset)
-    except tf.errors.OpError as error:
-        raise _cannot_carry(name, error.message) from error
-    if ops := readers.python_ops(saved):
-        raise _cannot_carry(name, f"it calls Python code ({', '.join(sorted(ops))})")
-    return saved
 
 
 def _cannot_carry(name: str, why: str) -> DataError:
