@@ -19,10 +19,9 @@ from keras_distplug.backend.tensorflow.input.earlier_passes import made_from
 from keras_distplug.backend.tensorflow.runtime.workers import of_chief
 from keras_distplug.core.errors import DataError
 from keras_distplug.data.advice import PREFETCHED
-from keras_distplug.data.functions import DatasetFunction, takes_context
 from keras_distplug.data.position import Positioned, Source, sharded
 from keras_distplug.data.python_sources import Generator, PyData
-from keras_distplug.data.sources import Arrays, TfData
+from keras_distplug.data.sources import Arrays, DatasetFunction, TfData
 from keras_distplug.data.torch_sources import LoaderData
 
 
@@ -180,7 +179,7 @@ def resumable(
     warn_of(source)
     if isinstance(source, Arrays):
         return InputDataset(source, source.as_dataset(), seed)
-    if isinstance(source, TfData) and not takes_context(x):
+    if isinstance(source, TfData) and not _takes_context(x):
         return InputDataset(source, source.whole, seed)
     kind = "function" if inspect.isfunction(x) else type(x).__name__
     return OpaqueInput(source, kind)
@@ -260,7 +259,7 @@ def _source(
     model: keras.Model | None = None,
 ) -> tuple[Source, str]:
     """The data, and how they are shuffled, for people."""
-    if takes_context(x):
+    if _takes_context(x):
         _refuse_beside(x, y, sample_weight, batch_size)
         of_workers = DatasetFunction(x, seed, class_weight)
         _require_batches(of_workers.whole, model)
@@ -311,10 +310,22 @@ def _is_batched(x: Any) -> bool:
     return isinstance(x, kinds) or readers.is_torch_loader(x)
 
 
+def _takes_context(x: Any) -> bool:
+    """Whether `x` is a function that wants one argument."""
+    if not callable(x) or isinstance(x, tf.data.Dataset):
+        return False
+    try:
+        parameters = inspect.signature(x).parameters.values()
+    except (TypeError, ValueError):  # of a class of C, such as that of generators
+        return False
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(each.kind in kinds and each.default is each.empty for each in parameters) == 1
+
+
 def made(x: Any) -> Any:
     """What `x` returns if it is a function, but itself if that is a generator, of which each pass
     has one of its own, or a function of an `InputContext`."""
-    if not callable(x) or _is_batched(x) or takes_context(x):
+    if not callable(x) or _is_batched(x) or _takes_context(x):
         return x
     made = x()
     return x if isinstance(made, types.GeneratorType) else made

@@ -1,4 +1,4 @@
-"""Sources whose batches TensorFlow reads by itself: arrays, and pipelines of tf.data."""
+"""Sources that TensorFlow reads by itself: arrays, pipelines of tf.data, functions of these."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from keras_distplug.backend.tensorflow.input import earlier_passes, pipeline, re
 from keras_distplug.backend.tensorflow.input.pipeline_steps import Step
 from keras_distplug.backend.tensorflow.input.pipeline_variables import Variable
 from keras_distplug.backend.tensorflow.runtime import host_memory
+from keras_distplug.core.errors import DataError
 from keras_distplug.data import advice, audit
 from keras_distplug.data.position import Source
 from keras_distplug.python_state import json_values
@@ -336,6 +337,48 @@ class TfData(Source):
 
 # How many iterators were made of datasets that are taken as they are.
 _iterators_of: weakref.WeakKeyDictionary[tf.data.Dataset, int] = weakref.WeakKeyDictionary()
+
+
+class DatasetFunction(TfData):
+    """What a function of an `InputContext` returns.
+
+    Where one process reads the data, and splits global batches, it is called for the only input
+    pipeline that there is. Where each worker reads for itself, it is called once for each of them,
+    in the chief's process, and what it makes is made on the workers.
+
+    Args:
+        make: The user's.
+        seed: As in `TfData`.
+        class_weight: As in `Model.fit`.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[tf.distribute.InputContext], tf.data.Dataset],
+        seed: int,
+        class_weight: dict[int, float] | None,
+    ) -> None:
+        self._make = make
+        self._class_weight = class_weight
+        super().__init__(self._of(0, 1), seed)
+
+    def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
+        def variant_of(number: int) -> Callable[[], tf.Tensor]:
+            return lambda: tf.data.experimental.to_variant(self._of(number, workers))
+
+        variant = tf.switch_case(
+            tf.cast(worker, tf.int32), [variant_of(number) for number in range(workers)]
+        )
+        return tf.data.experimental.from_variant(variant, self.whole.element_spec)
+
+    def _of(self, number: int, pipelines: int) -> tf.data.Dataset:
+        made = self._make(tf.distribute.InputContext(pipelines, number))
+        if not isinstance(made, tf.data.Dataset):
+            raise DataError(
+                "Expected the function given as `x`, which takes a tf.distribute.InputContext, to "
+                f"return a tf.data.Dataset. Received: {type(made).__name__}."
+            )
+        return readers.class_weighted(made, self._class_weight)
 
 
 @dataclass(frozen=True)
