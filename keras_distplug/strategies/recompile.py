@@ -43,16 +43,16 @@ def recompile_of(model: keras.Model) -> Recompile:
         # On a GPU, Keras notes True for its default, "auto", which means False under a strategy.
         arguments = {**arguments, "jit_compile": "auto"}
     if type(model).compile is keras.Model.compile and arguments is not None:
-        makers = _makers(arguments)
-        return lambda made: made.compile(**_make(makers))
+        made_again = _maker_of_all(arguments)
+        return lambda made: made.compile(**made_again())
     if type(model).compile_from_config is not keras.Model.compile_from_config:
         config = model.get_compile_config()
         return lambda made: made.compile_from_config(config)
-    makers = _makers(_own_arguments(model, arguments or {}))
+    made_again = _maker_of_all(_own_arguments(model, arguments or {}))
 
     def recompile(made: keras.Model) -> None:
         before = dict(vars(made))
-        made.compile(**_make(makers))
+        made.compile(**made_again())
         _require_alike(made, before, model)
 
     return recompile
@@ -164,11 +164,8 @@ def _maker(value: Any) -> Callable[[], Any]:
     return make
 
 
-def _makers(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: keras.tree.map_structure(_maker, value) for name, value in arguments.items()}
-
-
-def _make(makers: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: keras.tree.map_structure(lambda make: make(), value) for name, value in makers.items()
+def _maker_of_all(arguments: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
+    makers = {name: keras.tree.map_structure(_maker, value) for name, value in arguments.items()}
+    return lambda: {
+        name: keras.tree.map_structure(lambda make: make(), each) for name, each in makers.items()
     }
