@@ -95,16 +95,11 @@ class Supervised:
         """
         before = self.read(worker)
         since = {**(before.since if before else {}), phase: time.time()}
-        path = self._path(worker)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps({"phase": phase, "since": since, "why": why}))
-            os.replace(temporary, path)
-        except OSError as error:
-            warnings.warn(
-                f"{worker} could not tell its supervisor that it is {phase}: {error}", stacklevel=2
-            )
+        _replace(
+            self._path(worker),
+            {"phase": phase, "since": since, "why": why},
+            f"{worker} could not tell its supervisor that it is {phase}",
+        )
 
     def saved(self, run: str, step: int) -> None:
         """Records that there is a checkpoint. From any thread, of the chief.
@@ -153,23 +148,14 @@ class Supervised:
             storage_options: For it. What is not JSON is for this process only: the supervisor then
                 tries without any.
         """
+        options = dict(storage_options)
         try:
-            options = json.dumps(dict(storage_options))
+            json.dumps(options)
         except TypeError:
-            options = "{}"
-        path = self._logs
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # There may be a password among the options.
-            file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with open(file, "w", encoding="utf-8") as opened:
-                opened.write(json.dumps([url, folder, json.loads(options)]))
-            os.replace(temporary, path)
-        except OSError as error:
-            warnings.warn(
-                f"The supervisor could not be told of the log in {url}: {error}", stacklevel=2
-            )
+            options = {}
+        # There may be a password among the options.
+        failure = f"The supervisor could not be told of the log in {url}"
+        _replace(self._logs, [url, folder, options], failure, mode=0o600)
 
     def logs(self) -> tuple[str, str, Mapping[str, Any]] | None:
         """What `logs_to` was given in this attempt."""
@@ -183,13 +169,7 @@ class Supervised:
         """Records environment variables that the script has set before it imported this package,
         for the fork server, which imports TensorFlow with them. Without them, the server's workers
         would notice the difference and start over."""
-        temporary = self._settings.with_suffix(f".{os.getpid()}.tmp")
-        try:
-            self.status_dir.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(dict(settings)))
-            os.replace(temporary, self._settings)
-        except OSError as error:
-            warnings.warn(f"The fork server will not know {settings}: {error}", stacklevel=2)
+        _replace(self._settings, dict(settings), f"The fork server will not know {settings}")
 
     def settings(self) -> dict[str, str]:
         """What `report_settings` was given in this attempt."""
@@ -236,3 +216,16 @@ class Supervised:
 
     def _path(self, worker: str) -> Path:
         return self.status_dir / f"{worker}.json"
+
+
+def _replace(path: Path, said: Any, failure: str, mode: int = 0o666) -> None:
+    """Writes `said` so that a reader sees it whole or not at all; warns of `failure` otherwise."""
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        with open(file, "w", encoding="utf-8") as opened:
+            json.dump(said, opened)
+        os.replace(temporary, path)
+    except OSError as error:
+        warnings.warn(f"{failure}: {error}", stacklevel=3)
