@@ -35,7 +35,6 @@ SPREAD: Mapping[str, Callable[[Sequence[float]], float]] = {
     "spread": lambda values: max(values) - min(values),
 }
 _CURVES = ("min", "median", "p95", "max")
-_CURVES = ("min", "median", "p95", "max")
 
 
 class ReplicaCurves:
@@ -90,20 +89,13 @@ class ReplicaCurves:
 
 def values_of(reports: Sequence[StepReport]) -> dict[str, list[tuple[int, float]]]:
     """What is known, of each replica or worker by its number."""
-    found: dict[str, list[tuple[int, float | None]]] = {
-        **{
-            name: [
-                (each.replica, value(each, worker))
-                for worker in reports
-                for each in worker.replicas
-            ]
-            for name, value in OF_REPLICAS.items()
-        },
-        **{
-            name: [(worker.worker, value(worker)) for worker in reports]
-            for name, value in OF_WORKERS.items()
-        },
+    replicas = [(each, worker) for worker in reports for each in worker.replicas]
+    found = {
+        name: [(each.replica, value(each, worker)) for each, worker in replicas]
+        for name, value in OF_REPLICAS.items()
     }
+    for name, of_worker in OF_WORKERS.items():
+        found[name] = [(worker.worker, of_worker(worker)) for worker in reports]
     return {
         name: [(number, value) for number, value in each if value is not None]
         for name, each in found.items()

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import keras
@@ -297,16 +298,7 @@ class ReplicaMetrics(Watchdog):
             found = self._found.popleft()
             announce(f"replicas: {found}")
             if isinstance(found, Divergence):
-                report(
-                    Diverged(
-                        found.step,
-                        found.variable,
-                        found.variables,
-                        found.replicas,
-                        found.where,
-                        str(found),
-                    )
-                )
+                report(Diverged(**asdict(found), what=str(found)))
                 if self.on_divergence is not None:
                     self.on_divergence(found)
 

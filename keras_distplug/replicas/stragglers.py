@@ -14,6 +14,7 @@ Cause = Literal["compute", "input", "network"]
 Unit = tuple[Cause, int]
 
 _PAST = 128  # windows
+_LEAST_SHARE = 0.1  # of a step, that a straggler takes longer than others
 
 
 @dataclass(frozen=True)
@@ -82,13 +83,11 @@ class Judge:
     Args:
         threshold: A score below is low.
         windows: So many in a row make a straggler, and end one.
-        least_share: Of a step, that one has to take longer than others.
     """
 
-    def __init__(self, threshold: float, windows: int, least_share: float = 0.1) -> None:
+    def __init__(self, threshold: float, windows: int) -> None:
         self._threshold = threshold
         self._windows = windows
-        self._least_share = least_share
         self._in_a_row: dict[Unit, int] = defaultdict(int)  # slow; below 0: fast
         self._known: set[Unit] = set()
         self._past: dict[Unit, deque[float]] = defaultdict(lambda: deque(maxlen=_PAST))
@@ -104,21 +103,19 @@ class Judge:
             past = self._past[unit]
             found = replace(compared, past_s=statistics.median(past) if past else None)
             longer_s = (1 - found.score) * found.own_s
-            is_slow = found.score < self._threshold and longer_s >= self._least_share * step_s
-            self._count(unit, is_slow)
-            if self._in_a_row[unit] == self._windows and unit not in self._known:
+            is_slow = found.score < self._threshold and longer_s >= _LEAST_SHARE * step_s
+            before = self._in_a_row[unit]
+            in_a_row = max(before, 0) + 1 if is_slow else min(before, 0) - 1
+            self._in_a_row[unit] = in_a_row
+            if in_a_row == self._windows and unit not in self._known:
                 self._known.add(unit)
                 told.append(found)
-            elif self._in_a_row[unit] == -self._windows and unit in self._known:
+            elif in_a_row == -self._windows and unit in self._known:
                 self._known.remove(unit)
                 told.append(replace(found, is_over=True))
             if not is_slow:
                 past.append(found.own_s)
         return told
-
-    def _count(self, unit: Unit, is_slow: bool) -> None:
-        before = self._in_a_row[unit]
-        self._in_a_row[unit] = max(before, 0) + 1 if is_slow else min(before, 0) - 1
 
 
 def _compared(reports: Sequence[StepReport]) -> Iterator[tuple[Unit, Straggler]]:
