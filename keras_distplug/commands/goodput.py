@@ -29,7 +29,6 @@ _WAITS: Mapping[str, str] = {
     Category.INPUT: "waiting for data",
     Category.SYNC: "waiting for other replicas",
 }
-_LATELY_MIN = (1, 5, 15)
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -50,7 +49,7 @@ def _document(files: Files, run: str) -> dict[str, Any]:
     chiefs = goodput_totals.chiefs(fits)
     spans = goodput_totals.spans(chiefs, supervised)
     secs = goodput_totals.totals(spans)
-    end = spans[-1].end if spans else 0.0
+    begin, end = (spans[0].begin, spans[-1].end) if spans else (0.0, 0.0)
     ranks = sorted({fit.began.rank for fit in fits})
     workers = {
         str(rank): goodput_totals.totals(
@@ -60,16 +59,13 @@ def _document(files: Files, run: str) -> dict[str, Any]:
     }
     return {
         "name": run,
-        "begins_at": spans[0].begin if spans else None,
+        "begins_at": begin if spans else None,
         "ends_at": end or None,
         "step": max((span.step for span in spans), default=0),
         "goodput": goodput_totals.goodput(secs),
         "goodput_lately": {
-            f"{minutes} min": goodput_totals.goodput(
-                goodput_totals.totals(spans, end - 60 * minutes)
-            )
-            for minutes in _LATELY_MIN
-            if spans and end - spans[0].begin > 60 * minutes
+            f"{minutes} min": share
+            for minutes, share in goodput_totals.goodput_lately(spans, begin, end).items()
         },
         "wall_secs": _wall_secs(spans),
         "secs": dict(secs),

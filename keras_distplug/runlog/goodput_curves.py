@@ -24,7 +24,6 @@ from keras_distplug.runlog import goodput_totals, summary
 from keras_distplug.runlog.event_files import EventFiles
 from keras_distplug.runlog.goodput_totals import Fit, Span, Timeline
 
-_MINUTES = (1, 5, 15)
 _LAST_SECS = 5.0
 _THREAD = "keras_distplug-goodput"
 
@@ -138,7 +137,7 @@ class GoodputCurves:
         # TensorBoard drops what came before a step that goes back, as where a clock was set.
         step = self._step = max(self._step, round(at - self._first_at))
         whole_s = sum(self._totals.values())
-        while self._lately and self._lately[0].end < at - 60 * max(_MINUTES):
+        while self._lately and self._lately[0].end < at - 60 * max(goodput_totals.LATELY_MIN):
             self._lately.popleft()
         shares: dict[str, float | None] = {
             f"time/{category}": secs / whole_s
@@ -146,10 +145,8 @@ class GoodputCurves:
             if secs and whole_s
         }
         shares["goodput/whole_run"] = goodput_totals.goodput(self._totals)
-        for minutes in _MINUTES:
-            if at - self._first_at > 60 * minutes:
-                secs = goodput_totals.totals(self._lately, at - 60 * minutes)
-                shares[f"goodput/last_{minutes}_min"] = goodput_totals.goodput(secs)
+        lately = goodput_totals.goodput_lately(self._lately, self._first_at, at)
+        shares |= {f"goodput/last_{minutes}_min": share for minutes, share in lately.items()}
         for name, share in shares.items():
             if share is not None:
                 self._files.add_scalar(name, share, step)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 from keras_distplug.core.events import (
     Began,
@@ -34,6 +35,9 @@ from keras_distplug.core.ledger import Category, split
 _BEFORE_STEPS = (Category.START_UP, Category.RESTORE)
 _CATEGORIES = frozenset(map(str, Category))
 _OF_STEPS = (Category.STEP, Category.INPUT, Category.SYNC)
+LATELY_MIN = (1, 5, 15)
+
+Kind = TypeVar("Kind", bound=Event)
 
 
 @dataclass(frozen=True)
@@ -72,8 +76,8 @@ class Fit:
         steps = [event.step for event in told if isinstance(event, Window | Saved)]
         return max(steps, default=self.began.step)
 
-    def first(self, kind: type[Event]) -> Event | None:
-        return next((each.event for each in self.entries if isinstance(each.event, kind)), None)
+    def first(self, kind: type[Kind]) -> Kind | None:
+        return _first([self], kind)
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,6 @@ class Attempt:
 
     Args:
         number: From 0.
-        session: That of its workers.
         begins_at: When the chief's process was started.
         ends_at: When the last of its workers was last heard of.
         workers: How many.
@@ -113,7 +116,6 @@ class Attempt:
     """
 
     number: int
-    session: str
     begins_at: float
     ends_at: float
     workers: int
@@ -146,7 +148,7 @@ class Timeline:
             begins_at: In seconds since 1970.
             resumes: Whether it may be one of a run that goes on.
         """
-        yield from self._fill(begins_at)
+        yield from self.pause(begins_at)
         self._number += 1
         self._furthest = max(self._furthest, self._step) if resumes else 0
         self._lost = 0
@@ -190,11 +192,8 @@ class Timeline:
         """
         self._gap = Category.OTHER if is_left else Category.RECOVERY
 
-    def finish(self, at: float) -> Iterator[Span]:
+    def pause(self, at: float) -> Iterator[Span]:
         """Nothing comes until `at`."""
-        yield from self._fill(at)
-
-    def _fill(self, at: float) -> Iterator[Span]:
         if at > self._at:
             yield self._span(at, {self._gap: at - self._at}, self._step)
 
@@ -236,7 +235,7 @@ def spans(fits: Sequence[Fit], supervised: Sequence[Entry] = ()) -> list[Span]:
     made, found = timeline(fits, supervised)
     job = fits[-1].entries[0].job
     ends = [each.at for each in supervised if isinstance(each.event, Ended) and each.job == job]
-    return [*found, *(made.finish(max(ends)) if ends else ())]
+    return [*found, *(made.pause(max(ends)) if ends else ())]
 
 
 def totals(
@@ -258,6 +257,15 @@ def goodput(secs: Mapping[Category, float]) -> float | None:
     """The productive share, from 0 to 1; None of no time at all."""
     whole_s = sum(secs.values())
     return secs[Category.STEP] / whole_s if whole_s > 0 else None
+
+
+def goodput_lately(of: Sequence[Span], begin: float, end: float) -> dict[int, float | None]:
+    """That of the last minutes before `end`, by how many they are, as far as `begin` is before."""
+    return {
+        minutes: goodput(totals(of, end - 60 * minutes))
+        for minutes in LATELY_MIN
+        if end - begin > 60 * minutes
+    }
 
 
 def unknown_waits(fits: Iterable[Fit]) -> dict[Category, float]:
@@ -300,7 +308,6 @@ def attempts(fits: Sequence[Fit], supervised: Sequence[Entry] = ()) -> list[Atte
         found.append(
             Attempt(
                 number=number,
-                session=chief.began.session,
                 begins_at=chief.begins_at,
                 ends_at=max(fit.ends_at for fit in group),
                 workers=chief.began.workers,
@@ -363,37 +370,34 @@ def _with_redone(secs: dict[Category, float], window: Window, again: int) -> dic
 def _has_left(fit: Fit) -> bool:
     """Whether nobody is waiting for it to go on."""
     told = fit.first(Preempted)
-    is_user = isinstance(told, Preempted) and told.is_user
-    return is_user or fit.first(Finished) is not None
+    return (told is not None and told.is_user) or fit.first(Finished) is not None
 
 
 def _failure(supervised: Sequence[Entry], fit: Fit) -> Failed | None:
     job, attempt = fit.entries[0].job, fit.entries[0].attempt
-    for entry in supervised:
-        is_its = job is not None and (entry.job, entry.attempt) == (job, attempt)
-        if is_its and isinstance(entry.event, Failed):
-            return entry.event
-    return None
+    if job is None:
+        return None
+    told = (each.event for each in supervised if (each.job, each.attempt) == (job, attempt))
+    return next((event for event in told if isinstance(event, Failed)), None)
 
 
 def _end_of(group: Sequence[Fit], failure: Failed | None) -> str | None:
-    for fit in group:
-        if isinstance(fit.first(Finished), Finished):
-            return "finished"
-    for fit in group:
-        if isinstance(told := fit.first(Preempted), Preempted):
-            return f"{told.what} to {told.where}"
-    for fit in group:
-        if isinstance(hung := fit.first(Hung), Hung):
-            return f"hung: {hung.what}"
-    for fit in group:
-        # Another worker's error may follow from that of the one that failed first.
-        is_cause = failure is None or failure.worker == fit.source
-        if is_cause and isinstance(raised := fit.first(Raised), Raised):
-            return raised.what
+    if _first(group, Finished):
+        return "finished"
+    if told := _first(group, Preempted):
+        return f"{told.what} to {told.where}"
+    if hung := _first(group, Hung):
+        return f"hung: {hung.what}"
+    # Another worker's error may follow from that of the one that failed first.
+    causes = [fit for fit in group if failure is None or failure.worker == fit.source]
+    if raised := _first(causes, Raised):
+        return raised.what
     if failure is not None:
         return failure.what
-    for fit in group:
-        if isinstance(lost := fit.first(PeerLost), PeerLost):
-            return f"lost {lost.who}"
-    return None
+    lost = _first(group, PeerLost)
+    return None if lost is None else f"lost {lost.who}"
+
+
+def _first(group: Sequence[Fit], kind: type[Kind]) -> Kind | None:
+    told = (each.event for fit in group for each in fit.entries)
+    return next((event for event in told if isinstance(event, kind)), None)

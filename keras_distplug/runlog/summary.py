@@ -16,7 +16,6 @@ from keras_distplug.storage.survey import Looked
 _MOST_EVENTS = 200
 _LATELY_S = 180.0  # somebody who was heard of since then is still there
 _STARTING_S = 900.0  # as long as a start may take
-_MINUTES = (1, 5, 15)
 
 
 def headline(
@@ -35,7 +34,27 @@ def headline(
         now: Seconds since 1970.
         checkpoints: Those that are there, by their steps; None if nobody has looked.
     """
-    return _headline(name, fits, supervised, now, _saved(fits, checkpoints))
+    spans = _spans(fits, supervised)
+    begin, end = _range(fits, supervised, spans)
+    attempts = goodput_totals.attempts(fits, supervised)
+    there = [each for each in _saved(fits, checkpoints) if each["state"] == "committed"]
+    last = next((each for each in reversed(there) if each["verified"]), None)
+    newer = there[-1] if there and there[-1] is not last else None
+    return {
+        "name": name,
+        "begin": begin,
+        "end": end,
+        "state": _state(fits, attempts, supervised, now),
+        "step": max([span.step for span in spans] or [fit.last_step for fit in fits], default=0),
+        "goodput": goodput_totals.goodput(goodput_totals.totals(spans)),
+        "goodput_lately": {
+            str(minutes): share
+            for minutes, share in goodput_totals.goodput_lately(spans, begin, end).items()
+        },
+        "attempted": len(attempts),
+        "last_checkpoint": last and {key: last[key] for key in ("at", "step", "verified")},
+        "newer_checkpoint": newer and {key: newer[key] for key in ("at", "step")},
+    }
 
 
 def summary(
@@ -48,9 +67,8 @@ def summary(
     """All that is shown of a run: its `headline`, which takes the same, and more."""
     spans = _spans(fits, supervised)
     begin, end = _range(fits, supervised, spans)
-    saved = _saved(fits, checkpoints)
     return {
-        **_headline(name, fits, supervised, now, saved),
+        **headline(name, fits, supervised, now, checkpoints),
         "secs": {str(category): value for category, value in goodput_totals.totals(spans).items()},
         "unknown_waits": {
             str(category): value
@@ -62,39 +80,8 @@ def summary(
         "area": _area(spans, begin, end),
         "heat": replicas_shown.heat(fits, begin, end),
         "ranking": replicas_shown.ranking(fits),
-        "checkpoints": saved[-_MOST_EVENTS:],
+        "checkpoints": _saved(fits, checkpoints)[-_MOST_EVENTS:],
         "incidents": _incidents(fits, supervised)[-_MOST_EVENTS:],
-    }
-
-
-def _headline(
-    name: str,
-    fits: Sequence[Fit],
-    supervised: Sequence[Entry],
-    now: float,
-    saved: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
-    spans = _spans(fits, supervised)
-    begin, end = _range(fits, supervised, spans)
-    attempts = goodput_totals.attempts(fits, supervised)
-    there = [each for each in saved if each["state"] == "committed"]
-    last = next((each for each in reversed(there) if each["verified"]), None)
-    newer = there[-1] if there and there[-1] is not last else None
-    return {
-        "name": name,
-        "begin": begin,
-        "end": end,
-        "state": _state(fits, attempts, supervised, now),
-        "step": max([span.step for span in spans] or [fit.last_step for fit in fits], default=0),
-        "goodput": goodput_totals.goodput(goodput_totals.totals(spans)),
-        "goodput_lately": {
-            str(minutes): goodput_totals.goodput(goodput_totals.totals(spans, end - 60 * minutes))
-            for minutes in _MINUTES
-            if end - begin > 60 * minutes
-        },
-        "attempted": len(attempts),
-        "last_checkpoint": last and {key: last[key] for key in ("at", "step", "verified")},
-        "newer_checkpoint": newer and {key: newer[key] for key in ("at", "step")},
     }
 
 
@@ -253,7 +240,7 @@ def _incidents(fits: Sequence[Fit], supervised: Sequence[Entry]) -> list[dict[st
         found.append(
             {
                 "at": entry.at,
-                "kind": next(name for name, kind in Event.kinds.items() if kind is type(event)),
+                "kind": events.name_of(type(event)),
                 "what": what,
                 "source": entry.source,
                 "replicas": list(getattr(event, "replicas", ()) or ())

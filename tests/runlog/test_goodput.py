@@ -139,7 +139,7 @@ def test_clock_that_was_set_back() -> None:
     assert sum(goodput_totals.totals(found).values()) == pytest.approx(whole(found)) == 20
     made = goodput_totals.Timeline(100.0)
     assert [*made.take(60, Window(80, 40, 0, {"step": 10.0}))] == []
-    assert [each.step for each in made.finish(101.0)] == [80]
+    assert [each.step for each in made.pause(101.0)] == [80]
 
 
 def test_trainings_of_their_own() -> None:
