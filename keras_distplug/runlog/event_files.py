@@ -54,6 +54,12 @@ class EventFiles:
         metadata = texts.create_summary_metadata(display_name="", description="")
         self._add(tag, metadata, text, step, at)
 
+    def add_alone(self, tag: str, metadata: summary_pb2.SummaryMetadata, value: Any) -> None:
+        """In a file that is whole before the next one begins."""
+        self._end_file()
+        self._add(tag, metadata, value, 0, time.time())
+        self._end_file()
+
     def look_after(self) -> None:
         """To be called again and again.
 
@@ -68,11 +74,11 @@ class EventFiles:
             return
         if passed_s >= self._pace.every_secs:
             self._looked_s = time.monotonic()
-            self._end_file()
+            self._upload()
 
     def close(self) -> None:
         """Raises OSError if the last file cannot be written."""
-        self._end_file()
+        self._upload()
         if self._here is not None:
             self._here.cleanup()
 
@@ -92,6 +98,10 @@ class EventFiles:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+    def _upload(self) -> None:
+        """Ends the file; in a store, it comes there."""
+        self._end_file()
         if self._here is None:
             return
         for path in sorted(self.path.iterdir()):

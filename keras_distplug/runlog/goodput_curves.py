@@ -5,16 +5,11 @@ from __future__ import annotations
 import math
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
-from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.custom_scalar import metadata as custom_scalars
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
-from tensorboard.util import tensor_util
 
 from keras_distplug.core import events
 from keras_distplug.core.events import Entry, Event, Window
@@ -82,7 +77,9 @@ class GoodputCurves:
     def _write_all(self) -> None:
         fits, supervised = self._earlier()
         made = self._after(fits, supervised)
-        _write_layout(self._files.path)
+        layout = _layout().SerializeToString()
+        metadata = custom_scalars.create_summary_metadata()
+        self._files.add_alone(custom_scalars.CONFIG_SUMMARY_TAG, metadata, layout)
         self._tell_of_earlier(goodput_totals.chiefs(fits), supervised)
         while (given := self._given.get()) is not None:
             at, event = given
@@ -188,9 +185,9 @@ _LAYOUT = {
 }
 
 
-def _write_layout(folder: Path) -> None:
+def _layout() -> layout_pb2.Layout:
     """The charts of TensorBoard's tab "Custom Scalars": each has the curves of all runs."""
-    layout = layout_pb2.Layout(
+    return layout_pb2.Layout(
         category=[
             layout_pb2.Category(
                 title=title,
@@ -204,13 +201,3 @@ def _write_layout(folder: Path) -> None:
             for title, charts in _LAYOUT.items()
         ]
     )
-    value = summary_pb2.Summary.Value(
-        tag=custom_scalars.CONFIG_SUMMARY_TAG,
-        metadata=custom_scalars.create_summary_metadata(),
-        tensor=tensor_util.make_tensor_proto(layout.SerializeToString()),
-    )
-    # A file of its own, which is whole before the next one begins.
-    writer = EventFileWriter(str(folder))
-    layout_alone = summary_pb2.Summary(value=[value])
-    writer.add_event(event_pb2.Event(wall_time=time.time(), step=0, summary=layout_alone))
-    writer.close()

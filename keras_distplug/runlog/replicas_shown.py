@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from keras_distplug.core import events
-from keras_distplug.core.events import Window
+from keras_distplug.core.events import OfReplica, Window
 from keras_distplug.runlog.goodput_totals import Fit
 
 BINS = 240  # of time
@@ -27,7 +27,9 @@ _RECENT = 20  # windows
 def heat(fits: Sequence[Fit], begin: float, end: float) -> dict[str, Any]:
     """What each replica had in each stretch of time: of several windows, the largest."""
     width = (end - begin) / BINS or 1.0
-    found: dict[str, dict[int, list[float]]] = {"compute": {}, "sync": {}, "input": {}}
+    found: dict[str, defaultdict[int, list[float]]] = {
+        what: defaultdict(lambda: [_NOTHING] * BINS) for what in ("compute", "sync", "input")
+    }
     where: dict[int, str] = {}
     for fit in fits:
         worker = f"{fit.source} on {fit.began.host}"
@@ -39,16 +41,10 @@ def heat(fits: Sequence[Fit], begin: float, end: float) -> dict[str, Any]:
             first = max(int((entry.at - sum(window.secs.values()) - begin) / width), 0)
             for each in window.replicas:
                 where[each.replica] = worker
-                for what, value in (
-                    ("compute", each.compute_s),
-                    ("sync", each.sync_s),
-                    ("input", window.input_s),
-                ):
+                for what, value in _secs(window, each).items():
                     if value is None:
                         continue
-                    cells = found[what].get(each.replica)
-                    if cells is None:
-                        cells = found[what][each.replica] = [_NOTHING] * BINS
+                    cells = found[what][each.replica]
                     for number in range(first, last + 1):
                         if cells[number] < value:
                             cells[number] = value
@@ -114,7 +110,7 @@ def ranking(fits: Sequence[Fit]) -> list[dict[str, Any]]:
         return []
     session = max(fits, key=lambda fit: fit.begins_at).began.session
     group = [fit for fit in fits if fit.began.session == session]
-    recent: dict[int, list[_Taken]] = {}
+    recent: dict[int, list[tuple[int, dict[str, float | None]]]] = {}
     where: dict[int, tuple[int, str]] = {}
     for fit in group:
         windows = [
@@ -125,10 +121,13 @@ def ranking(fits: Sequence[Fit]) -> list[dict[str, Any]]:
         for window in windows[-_RECENT:]:
             for each in window.replicas:
                 where[each.replica] = fit.began.rank, f"{fit.source} on {fit.began.host}"
-                taken = _Taken(window.steps, each.compute_s, window.input_s, each.sync_s)
+                taken = window.steps, _secs(window, each)
                 recent.setdefault(each.replica, []).append(taken)
-    means = {replica: _mean(taken) for replica, taken in recent.items()}
-    own = {replica: mean.compute_s + (mean.input_s or 0.0) for replica, mean in means.items()}
+    means = {replica: _means(taken) for replica, taken in recent.items()}
+    own = {
+        replica: sum(mean[what] or 0.0 for what in ("compute", "input"))
+        for replica, mean in means.items()
+    }
     told = _told_slow(group)
     found: list[dict[str, Any]] = []
     for replica, mean in means.items():
@@ -139,9 +138,10 @@ def ranking(fits: Sequence[Fit]) -> list[dict[str, Any]]:
             {
                 "replica": replica,
                 "where": name,
-                "compute_ms": round(1000 * mean.compute_s, 3),
-                "input_ms": None if mean.input_s is None else round(1000 * mean.input_s, 3),
-                "sync_ms": None if mean.sync_s is None else round(1000 * mean.sync_s, 3),
+                **{
+                    f"{what}_ms": None if secs is None else round(1000 * secs, 3)
+                    for what, secs in mean.items()
+                },
                 "score": round(statistics.median(others) / own[replica], 3)
                 if others and own[replica]
                 else 1.0,
@@ -151,32 +151,19 @@ def ranking(fits: Sequence[Fit]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda each: own[each["replica"]], reverse=True)[:_MOST_ROWS]
 
 
-@dataclass(frozen=True)
-class _Taken:
-    """What a replica had in each of some steps."""
-
-    steps: int
-    compute_s: float
-    input_s: float | None
-    sync_s: float | None
+def _secs(window: Window, replica: OfReplica) -> dict[str, float | None]:
+    """What a replica had in each step of a window."""
+    return {"compute": replica.compute_s, "input": window.input_s, "sync": replica.sync_s}
 
 
-def _mean(windows: Sequence[_Taken]) -> _Taken:
-    def of(values: Sequence[float | None]) -> float | None:
-        known = [
-            (each.steps, value)
-            for each, value in zip(windows, values, strict=True)
-            if value is not None
-        ]
-        steps = sum(count for count, _ in known)
-        return sum(count * value for count, value in known) / steps if steps else None
-
-    return _Taken(
-        sum(each.steps for each in windows),
-        of([each.compute_s for each in windows]) or 0.0,
-        of([each.input_s for each in windows]),
-        of([each.sync_s for each in windows]),
-    )
+def _means(taken: Sequence[tuple[int, Mapping[str, float | None]]]) -> dict[str, float | None]:
+    """Over all steps: of each value, over those in which it is known."""
+    found: dict[str, float | None] = {"compute": 0.0, "input": None, "sync": None}
+    for what in found:
+        known = [(steps, value) for steps, secs in taken if (value := secs[what]) is not None]
+        if whole := sum(steps for steps, _ in known):
+            found[what] = sum(steps * value for steps, value in known) / whole
+    return found
 
 
 def _told_slow(fits: Sequence[Fit]) -> dict[tuple[str, int], set[str]]:
