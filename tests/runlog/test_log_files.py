@@ -12,7 +12,7 @@ import pytest
 from keras_distplug.core import events
 from keras_distplug.core.event_lines import from_line, to_line
 from keras_distplug.core.events import Entry, Event
-from keras_distplug.runlog import last_attempt, log_files
+from keras_distplug.runlog import last_attempt, log_files, sinks
 from keras_distplug.runlog.last_attempt import Before, look_back
 from keras_distplug.runlog.log_files import Log, Reader, newest, open_beside, read, sink_for
 from keras_distplug.storage.files import Files, open_files
@@ -63,7 +63,7 @@ def test_read_while_it_grows(files: Files) -> None:
 
 def test_parts(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a store, a part that is large enough is written no more."""
-    monkeypatch.setattr(log_files, "_PART_BYTES", 500)
+    monkeypatch.setattr(sinks, "_PART_BYTES", 500)
     written = log(files)
     written.append(line(began()))
     for number in range(20):
@@ -271,7 +271,7 @@ def test_beside(tmp_path: Path) -> None:
 def test_look_back(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attempts are counted by their sessions, and of the last one it is known how far it had come:
     exactly, where it has told of its end."""
-    monkeypatch.setattr(log_files, "_PART_BYTES", 300)
+    monkeypatch.setattr(sinks, "_PART_BYTES", 300)
     assert look_back(files, RUN, "worker-0") is None
     stems = [
         "20261122T101112Z-worker-0-3f0c9a1b",
