@@ -99,8 +99,7 @@ class RunLog(Watchdog):
         self.log_dir = log_dir
         self._storage_options = dict(storage_options or {})
         self._files = None if log_dir is None else open_files(log_dir, storage_options)
-        self._windows: OwnWindows | None = None  # not where another one does the work
-        self._writes: _Writes | None = None
+        self._writes: _Writes | None = None  # not where another one does the work
 
     # Keras' hooks, in the order in which they come
 
@@ -111,22 +110,21 @@ class RunLog(Watchdog):
         # Here, because Keras makes the step before `on_train_begin`.
         if self.stands_aside(callback_list.move_to_front(self)):
             return
-        self._windows = OwnWindows(model, syncs=True)
         # What is reported before the run is known waits.
-        self._writes = _Writes(self._windows, callback_list.Calling.now())
+        self._writes = _Writes(OwnWindows(model, syncs=True), callback_list.Calling.now())
 
     def set_params(self, params: Mapping[str, Any]) -> None:
         super().set_params(params)
-        if self._windows is not None:
+        if self._writes is not None:
             self._executions = Executions(self.model, params.get("steps"))
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        if self._writes is None or self._windows is None:
+        if self._writes is None:
             return
         if self._writes.is_training:
             self._writes.switch(Category.EVALUATION)
         else:
-            self._windows.unwant()
+            self._writes.windows.unwant()
             self.close()
 
     def on_predict_begin(self, logs: Mapping[str, Any] | None = None) -> None:
@@ -134,35 +132,34 @@ class RunLog(Watchdog):
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         others = callback_list.move_to_front(self)
-        if self._windows is None or self._writes is None:
+        if self._writes is None:
             return
         self._keeper = keeper_among(others)
         complaint = self._complaint()
         if complaint is not None:
             self.close()
             raise ConfigurationError(complaint)
-        self._windows.begin()
+        self._writes.windows.begin()
         self._writes.is_training = True
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        if self._writes is None or self._windows is None:
+        if self._writes is None:
             return
         if not self._writes.was_open:
             self._open(self._writes)
         self._writes.epoch = epoch
-        self._windows.begin_epoch()
+        self._writes.windows.begin_epoch()
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        if self._writes is not None and self._windows is not None:
+        if self._writes is not None:
             self._writes.begin_step()
-            self._windows.begin_step()
+            self._writes.windows.begin_step()
             self._executions.begin()
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        if self._writes is None or self._windows is None:
-            return
-        self._windows.end_step()
-        self._writes.end_step(self._executions.end())
+        if self._writes is not None:
+            self._writes.windows.end_step()
+            self._writes.end_step(self._executions.end())
 
     def on_test_end(self, logs: Mapping[str, Any] | None = None) -> None:
         if self._writes is not None:
@@ -184,10 +181,8 @@ class RunLog(Watchdog):
         """Ends the log."""
         if self._writes is not None:
             self._writes.close()
+            self._writes.windows.close()
             self._writes = None
-        if self._windows is not None:
-            self._windows.close()
-            self._windows = None
 
     # How
 
@@ -208,8 +203,7 @@ class RunLog(Watchdog):
         return None
 
     def _open(self, writes: _Writes) -> None:
-        assert self._windows is not None
-        role = self._windows.role
+        role = writes.windows.role
         words = agreement.among(role)
         session = words.from_chief("log", Writer.new_attempt() if role.is_chief else None)
         if self._files is not None:
@@ -220,8 +214,8 @@ class RunLog(Watchdog):
             run = self._keeper.context
             files, folder = run.files, f"{run.name}/{FOLDER}"
             place, options = run.directory, run.storage_options
-        if self._keeper is None:
-            writes.step = self._windows.updates  # it may go on with a model that was trained before
+        if self._keeper is None:  # it may go on with a model that was trained before
+            writes.step = writes.windows.updates
         stem = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}-{role.name}-{session[:8]}"
         began = events.Began(
             session=session,
@@ -279,7 +273,7 @@ class _Writes:
         self.is_open = self.was_open = False
         self.epoch = 0
         self.step = 0  # batches since the run began
-        self._windows = windows
+        self.windows = windows
         self._steps = 0  # of this window
         self._is_first = True
         self._log: Log | None = None
@@ -363,9 +357,14 @@ class _Writes:
             return
         self._flushed_s = time.monotonic()
         secs, steps, self._steps = self._ledger.take(self._flushed_s), self._steps, 0
-        report = self._windows.end_window()
+        report = self.windows.end_window()
         if report is not None:
-            secs = split(secs, Category.STEP, _waits(report))
+            # What is not known of the steps' waits stays with them.
+            waits_s = {
+                Category.INPUT: report.input_total_s or 0.0,
+                Category.SYNC: report.sync_total_s or 0.0,
+            }
+            secs = split(secs, Category.STEP, waits_s)
         self._write(self._now(), _window(self.step, steps, self.epoch, secs, report))
 
     def close_if_over(self) -> None:
@@ -385,9 +384,7 @@ class _Writes:
 
     def _write(self, at: float, event: Event) -> None:
         if self._log is not None:
-            entry = Entry(at, self._source, event, self._job, self._attempt)
-            is_minor = isinstance(event, Window | events.Beat)
-            self._log.append(to_line(entry), is_minor=is_minor)
+            self._log.append(self._line(at, event), is_minor=isinstance(event, Window))
         if self._curves is not None:
             self._curves.hear(at, event)
 
@@ -398,24 +395,15 @@ class _Writes:
     # From the log's thread
 
     def lost(self, lines: int) -> bytes:
-        return self._line(events.LinesLost(lines))
+        return self._line(self._now(), events.LinesLost(lines))
 
     def beat(self) -> bytes | None:
         trains = sys._current_frames().get(self._trains)
         is_there = self._fit is not None and self._fit.is_above(trains)
-        return self._line(events.Beat()) if is_there else None
+        return self._line(self._now(), events.Beat()) if is_there else None
 
-    def _line(self, event: Event) -> bytes:
-        entry = Entry(self._now(), self._source, event, self._job, self._attempt)
-        return to_line(entry)
-
-
-def _waits(report: StepReport) -> dict[Category, float]:
-    """Of the steps of a window, what went to waiting, as far as that is known."""
-    return {
-        Category.INPUT: report.input_total_s or 0.0,
-        Category.SYNC: report.sync_total_s or 0.0,
-    }
+    def _line(self, at: float, event: Event) -> bytes:
+        return to_line(Entry(at, self._source, event, self._job, self._attempt))
 
 
 def _window(
