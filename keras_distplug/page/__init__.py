@@ -33,7 +33,7 @@ def html(title: str, runs: Sequence[Mapping[str, Any]], now: float) -> str:
 
     Args:
         title: Of it.
-        runs: Each as from `core.summary.summary`; or, of one that cannot be shown, its `name` and
+        runs: Each as from `runlog.summary.summary`; or, of one that cannot be shown, its `name` and
             the `error`.
         now: Seconds since 1970, of which ages are told.
     """

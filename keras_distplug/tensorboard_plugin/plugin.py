@@ -16,7 +16,6 @@ from keras_distplug import page
 from keras_distplug.core.errors import CheckpointError, ConfigurationError
 from keras_distplug.runlog.log_files import find
 from keras_distplug.storage.files import Files
-from keras_distplug.tensorboard_plugin.folders import folders_of
 from keras_distplug.tensorboard_plugin.watched import Answer, Watched, answer
 
 NAME = "distplug"
@@ -58,12 +57,8 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
     def _logs(self, failed: dict[str, str]) -> Iterator[Watched]:
         """All runs. What cannot be looked into is put down in `failed`, by its name."""
         for name, folder in self._folders.items():
-
-            def fail(path: str, error: CheckpointError, name: str = name) -> None:
-                failed[_label(name, path)] = str(error)
-
             try:
-                for files, path in self._find(folder, fail):
+                for files, path in self._find(name, folder, failed):
                     label = _label(name, path)
                     if label not in self._watched:
                         self._watched[label] = Watched(label, files, path)
@@ -71,9 +66,7 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
             except ConfigurationError as error:
                 failed[name] = str(error)
 
-    def _find(
-        self, folder: str, on_failure: Callable[[str, CheckpointError], None]
-    ) -> Iterator[tuple[Files, str]]:
+    def _find(self, name: str, folder: str, failed: dict[str, str]) -> Iterator[tuple[Files, str]]:
         looked_s, known = self._found.get(folder, (0.0, []))
         if known and time.monotonic() - looked_s < _FIND_SECS:
             yield from known
@@ -82,7 +75,7 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
         def fail(path: str, error: CheckpointError) -> None:
             failures.append(path)
-            on_failure(path, error)
+            failed[_label(name, path)] = str(error)
 
         found = []
         for each in find(folder, fail):
@@ -118,8 +111,7 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         name = request.args.get("name", "")
         watched = self._watched.get(name)
         if watched is None:
-            known = {each.label: each for each in self._logs({})}
-            watched = known.get(name)
+            watched = {each.label: each for each in self._logs({})}.get(name)
         if watched is None:
             return http_util.Respond(request, f"There is no run {name!r}.", "text/plain", code=404)
         try:
@@ -134,6 +126,20 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
             _logger.warning("The run %r cannot be shown.", watched.label, exc_info=error)
         self._told.add((watched.label, what))
         return what
+
+
+def folders_of(flags: argparse.Namespace) -> dict[str, str]:
+    """Folders and URLs of `--logdir` and `--logdir_spec`, by the name that each was given."""
+    if getattr(flags, "logdir", ""):
+        return {"": flags.logdir}
+    found = {}
+    for number, spec in enumerate((getattr(flags, "logdir_spec", "") or "").split(",")):
+        # As TensorBoard has it: `name:path`, but for paths, and URLs, that have a colon themselves.
+        name, colon, path = spec.partition(":")
+        is_named = colon and not spec.startswith("/") and not path.startswith("//")
+        if spec:
+            found[name if is_named else str(number)] = path if is_named else spec
+    return found
 
 
 def _label(name: str, path: str) -> str:

@@ -89,7 +89,7 @@ class Watched:
         self._updating = threading.Lock()
 
     def headline(self, now: float) -> dict[str, Any]:
-        """As `core.summary.headline`."""
+        """As `runlog.summary.headline`."""
         with self._updating:
             known = self._update(now)
             if self._headline is None:
@@ -98,7 +98,7 @@ class Watched:
             return self._headline
 
     def details(self, now: float) -> Answer:
-        """As `core.summary.summary`."""
+        """As `runlog.summary.summary`."""
         with self._updating:
             known = self._update(now)
             if self._details is None:

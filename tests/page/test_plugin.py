@@ -22,8 +22,7 @@ from keras_distplug.storage.files import open_files
 from keras_distplug.storage.stores.local import LocalFiles
 from keras_distplug.tensorboard_plugin import plugin as plugin_module
 from keras_distplug.tensorboard_plugin import watched
-from keras_distplug.tensorboard_plugin.folders import folders_of
-from keras_distplug.tensorboard_plugin.plugin import Loader, Plugin
+from keras_distplug.tensorboard_plugin.plugin import Loader, Plugin, folders_of
 
 
 def plugin(**flags: Any) -> Plugin:
