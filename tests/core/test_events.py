@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -85,16 +84,15 @@ def test_passed_over(line: bytes) -> None:
     assert from_line(line) is None
 
 
-@pytest.mark.parametrize("encoded", [str, str.encode])
-def test_number_that_no_float_holds(encoded: Callable[[str], str | bytes]) -> None:
+def test_number_that_no_float_holds() -> None:
     """Whoever adds it to another one would fail; one of some digits less is taken."""
-    line = to_line(Entry(1.0, "worker-0", events.Hung("waits"))).decode()
-    assert from_line(encoded(line.replace("1.0", "1" + "0" * 400))) is None
-    assert from_line(encoded(line.replace("1.0", "1" + "0" * 100))) is not None
+    line = to_line(Entry(1.0, "worker-0", events.Hung("waits")))
+    assert from_line(line.replace(b"1.0", b"1" + b"0" * 400)) is None
+    assert from_line(line.replace(b"1.0", b"1" + b"0" * 100)) is not None
 
 
 def test_field_of_tomorrow() -> None:
     """A field that is not known is passed over, and no new version."""
     entry = Entry(1.0, "worker-0", events.Hung("waits"))
-    line = json.dumps({**json.loads(to_line(entry)), "colour": "red"})
+    line = json.dumps({**json.loads(to_line(entry)), "colour": "red"}).encode()
     assert from_line(line) == entry

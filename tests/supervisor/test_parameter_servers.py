@@ -720,7 +720,7 @@ complete()
     code, printed = job.finish()
     assert code == 0, printed
     assert job.marks().count("fault") == 2
-    entries = [from_line(line) for line in (job.folder / "events").read_text().splitlines()]
+    entries = [from_line(line) for line in (job.folder / "events").read_bytes().splitlines()]
     supervised = [entry for entry in entries if entry is not None]
     assert len(supervised) == len(entries)
     shown = summary("run-0001", [], supervised, supervised[-1].at)
