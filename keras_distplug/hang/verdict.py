@@ -91,8 +91,8 @@ def judge(
         if not overdue:
             return Verdict(None, min(*lefts_s.values(), _LOOK_AGAIN_S))
         return Verdict(
-            f"{_and(overdue)} did not answer: stopped (SIGSTOP), kept from running Python by code "
-            "in C, or without its `fit`"
+            f"{' and '.join(overdue)} did not answer: stopped (SIGSTOP), kept from running Python "
+            "by code in C, or without its `fit`"
         )
     least = min(report.moments for report in heard.values())
     last = {worker: report for worker, report in heard.items() if report.moments == least}
@@ -239,7 +239,3 @@ class InquiryTogether(Inquiry):
 
 def _only(reports: Mapping[str, Report], awaits: str | None) -> dict[str, Report]:
     return {worker: report for worker, report in reports.items() if report.awaits == awaits}
-
-
-def _and(names: list[str]) -> str:
-    return " and ".join(names)

@@ -211,22 +211,20 @@ class NaNGate(StepInstrument):
 
         def note(number: Any, updates: Any, *noted: Any) -> np.ndarray:
             loss, norm, score, loss_score, soundness, *flat = noted
-            if (notes := gate()) is None:
-                return np.zeros([], np.int32)
-            notes._faults.append(
-                Fault(
-                    int(number),
-                    traced.optimizer,
-                    int(updates),
-                    traced.call,
-                    float(loss) if traced.has_loss else None,
-                    float(norm),
-                    float(score) if np.isfinite(score) else None,
-                    float(loss_score) if np.isfinite(loss_score) else None,
-                    tuple(v for v, ok in zip(traced.variables, soundness, strict=True) if not ok),
-                    _packed(batch, flat),
-                )
+            fault = Fault(
+                int(number),
+                traced.optimizer,
+                int(updates),
+                traced.call,
+                float(loss) if traced.has_loss else None,
+                float(norm),
+                float(score) if np.isfinite(score) else None,
+                float(loss_score) if np.isfinite(loss_score) else None,
+                tuple(v for v, ok in zip(traced.variables, soundness, strict=True) if not ok),
+                _packed(batch, flat),
             )
+            if (notes := gate()) is not None:
+                notes._faults.append(fault)
             return np.zeros([], np.int32)
 
         def noted() -> tf.Tensor:

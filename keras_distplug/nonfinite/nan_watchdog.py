@@ -404,16 +404,14 @@ class NaNWatchdog(Watchdog):
 
 
 def _as_event(fault: LeftOut) -> UpdateLeftOut:
-    variables = [each.variables[0] for each in fault.culprits if each.variables]
-    origins = [each.origin for each in fault.culprits if each.origin is not None]
     return UpdateLeftOut(
         epoch=fault.epoch,
         batch=fault.batch,
         in_a_row=fault.in_a_row,
         replicas=tuple(each.replica for each in fault.culprits),
         where=tuple(dict.fromkeys(each.where for each in fault.culprits)),
-        variable=next(iter(variables), None),
-        origin=next(iter(origins), None),
+        variable=next((each.variables[0] for each in fault.culprits if each.variables), None),
+        origin=next((each.origin for each in fault.culprits if each.origin is not None), None),
         is_transient=any(each.is_transient for each in fault.culprits),
         score=fault.score,
         what=str(fault),

@@ -256,9 +256,8 @@ class RunLog(Watchdog):
         writes.open(role.name, began, log, curves)
         supervised = Supervised.from_env()
         if role.is_chief and supervised is not None and place is not None:
-            supervised.logs_to(
-                os.path.abspath(place) if _is_path(place) else os.fspath(place), folder, options
-            )
+            url = os.fspath(place)
+            supervised.logs_to(url if "://" in url else os.path.abspath(url), folder, options)
 
 
 class _Writes:
@@ -464,10 +463,6 @@ def _begun_s() -> float:
     is_first, _has_begun = not _has_begun, True
     is_of_process = is_first and not is_interactive()
     return time.monotonic() - (time.time() - started_at() if is_of_process else 0.0)
-
-
-def _is_path(place: str | os.PathLike[str]) -> bool:
-    return "://" not in os.fspath(place)
 
 
 def _versions() -> dict[str, str]:
