@@ -6,8 +6,6 @@ import functools
 import logging
 import sys
 
-_NAME = "keras_distplug"
-
 
 def announce(message: str) -> None:
     """Says `message` on standard output, or wherever the user sent the logger `keras_distplug`."""
@@ -26,7 +24,7 @@ def is_heard() -> bool:
 
 
 def _logger() -> logging.Logger:
-    logger = logging.getLogger(_NAME)
+    logger = logging.getLogger("keras_distplug")
     if not logger.handlers and logger.level == logging.NOTSET:
         # TensorFlow's absl puts a handler on the root logger that shows warnings only.
         handler = logging.StreamHandler(sys.stdout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
@@ -72,14 +73,9 @@ class ReplicaCurves:
     def close(self) -> None:
         """Raises OSError if a file cannot be written."""
         runs, self._runs = self._runs, {}
-        errors = []
-        for run in runs.values():
-            try:
-                run.close()
-            except OSError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        with contextlib.ExitStack() as stack:  # all of them, whichever fails
+            for run in runs.values():
+                stack.callback(run.close)
 
     def _add(self, files: Files, run: str, name: str, value: float, step: int) -> None:
         if run not in self._runs:

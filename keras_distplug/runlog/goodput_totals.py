@@ -76,9 +76,6 @@ class Fit:
         steps = [event.step for event in told if isinstance(event, Window | Saved)]
         return max(steps, default=self.began.step)
 
-    def first(self, kind: type[Kind]) -> Kind | None:
-        return _first([self], kind)
-
 
 @dataclass(frozen=True)
 class Span:
@@ -369,8 +366,8 @@ def _with_redone(secs: dict[Category, float], window: Window, again: int) -> dic
 
 def _has_left(fit: Fit) -> bool:
     """Whether nobody is waiting for it to go on."""
-    told = fit.first(Preempted)
-    return (told is not None and told.is_user) or fit.first(Finished) is not None
+    told = _first([fit], Preempted)
+    return (told is not None and told.is_user) or _first([fit], Finished) is not None
 
 
 def _failure(supervised: Sequence[Entry], fit: Fit) -> Failed | None:

@@ -49,20 +49,18 @@ def heat(fits: Sequence[Fit], begin: float, end: float) -> dict[str, Any]:
                         if cells[number] < value:
                             cells[number] = value
     rows: Sequence[int] = sorted(where)
-    named: list[dict[str, Any]] = [{"replica": row, "where": where[row]} for row in rows]
     shares: tuple[tuple[float, str], ...] = ()
     if len(rows) > _MOST_ROWS:
         rows = sorted(rows, key=lambda row: _own(found, row), reverse=True)[:_SLOWEST]
         shares = _SHARES
-        named = [
-            *({"replica": None, "where": label.format(len(where))} for _, label in shares),
-            *({"replica": row, "where": where[row]} for row in rows),
-        ]
     nothing = [_NOTHING] * BINS
     return {
         "width": width,
         "replicas": len(where),
-        "rows": named,
+        "rows": [
+            *({"replica": None, "where": label.format(len(where))} for _, label in shares),
+            *({"replica": row, "where": where[row]} for row in rows),
+        ],
         "milliseconds": {
             what: [
                 [None if cell == _NOTHING else _milliseconds(cell) for cell in cells]

@@ -56,10 +56,6 @@ class _Known:
     supervised: Sequence[Entry]
     checkpoints: Mapping[int, Looked] | None
 
-    def is_same(self, fits: Sequence[Fit], supervised: Sequence[Entry]) -> bool:
-        """Whether that is what was known: a reader gives what it gave, while nothing is new."""
-        return _are_same(self.fits, fits) and _are_same(self.supervised, supervised)
-
     def is_due(self, now: float) -> bool:
         """Whether what changes without news, as its state and its checkpoints, may have."""
         heard = max(
@@ -113,7 +109,9 @@ class Watched:
     def _update(self, now: float) -> _Known:
         fits, supervised = self._reader.read()
         known = self._known
-        if known is not None and known.is_same(fits, supervised) and not known.is_due(now):
+        # A reader gives what it gave, while nothing is new.
+        is_same = known is not None and (known.fits, known.supervised) == (fits, supervised)
+        if known is not None and is_same and not known.is_due(now):
             return known
         checkpoints: Mapping[int, Looked] | None
         if known is None or known.is_due(now) or _saves(fits) != _saves(known.fits):
@@ -123,10 +121,6 @@ class Watched:
         self._known = _Known(now, fits, supervised, checkpoints)
         self._headline = self._details = None
         return self._known
-
-
-def _are_same(before: Sequence[Any], after: Sequence[Any]) -> bool:
-    return len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True))
 
 
 def _saves(fits: Sequence[Fit]) -> int:
