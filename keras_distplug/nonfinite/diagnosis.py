@@ -51,7 +51,7 @@ def diagnose(
     step = _Step(model)
     with probe.apart(model), probe.listening(model, step.on_call, step.on_loss, step.on_gradients):
         (train_step or model.train_step)(tf.nest.map_structure(_as_tensor, batch))
-    is_finite = all(map(math.isfinite, step.losses)) and not step.variables
+    is_finite = step.is_loss_finite and not step.variables
     return Diagnosis(
         None if is_finite else _origin(model, batch, step),
         sum(step.losses) if step.losses else None,
@@ -67,6 +67,10 @@ class _Step:
     layer: str | None = None  # the first one that comes to something that is not finite
     losses: list[float] = field(default_factory=list)
     variables: list[str] = field(default_factory=list)
+
+    @property
+    def is_loss_finite(self) -> bool:
+        return all(map(math.isfinite, self.losses))
 
     def on_call(self, layer: keras.Layer, given: Any, made: Any) -> None:
         if self.layer is not None or _is_finite(made):
@@ -87,16 +91,13 @@ class _Step:
     ) -> None:
         # Where a loss is scaled, gradients overflow for that alone.
         of_model = getattr(self.model, optimizer)
-        if isinstance(of_model, keras.optimizers.LossScaleOptimizer) and self._is_loss_finite():
+        if isinstance(of_model, keras.optimizers.LossScaleOptimizer) and self.is_loss_finite:
             return
         self.variables += [
             variable.path
             for variable, gradient in zip(variables, gradients, strict=True)
             if gradient is not None and not _is_finite(gradient)
         ]
-
-    def _is_loss_finite(self) -> bool:
-        return all(map(math.isfinite, self.losses))
 
 
 def _origin(model: keras.Model, batch: Any, step: _Step) -> str:
@@ -108,7 +109,7 @@ def _origin(model: keras.Model, batch: Any, step: _Step) -> str:
             return f"the variable `{variable.path}`"
     if step.layer is not None:
         return step.layer
-    if not all(map(math.isfinite, step.losses)):
+    if not step.is_loss_finite:
         return "the loss, of outputs that are finite"
     return f"the gradient of `{step.variables[0]}`, of a loss that is finite"
 

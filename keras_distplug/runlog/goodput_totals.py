@@ -207,7 +207,7 @@ def timeline(fits: Sequence[Fit], supervised: Sequence[Entry]) -> tuple[Timeline
             one.
         supervised: What supervisors have told.
     """
-    made = Timeline(min([fits[0].begins_at, *_starts(supervised, fits[0])]))
+    made = Timeline(min([fits[0].begins_at, *_told_at(supervised, fits[0], Started)]))
     found: list[Span] = []
     for fit in fits:
         found += made.begin(fit.begins_at, resumes=fit.began.resumes)
@@ -230,8 +230,7 @@ def spans(fits: Sequence[Fit], supervised: Sequence[Entry] = ()) -> list[Span]:
     if not fits:
         return []
     made, found = timeline(fits, supervised)
-    job = fits[-1].entries[0].job
-    ends = [each.at for each in supervised if isinstance(each.event, Ended) and each.job == job]
+    ends = _told_at(supervised, fits[-1], Ended)
     return [*found, *(made.pause(max(ends)) if ends else ())]
 
 
@@ -327,13 +326,13 @@ def of_rank(fits: Iterable[Fit], rank: int) -> list[Fit]:
     return sorted((fit for fit in fits if fit.began.rank == rank), key=lambda fit: fit.begins_at)
 
 
-def _starts(supervised: Sequence[Entry], fit: Fit) -> list[float]:
-    """When the supervisor started the first attempt, if it was that of `fit`."""
+def _told_at(supervised: Sequence[Entry], fit: Fit, kind: type[Event]) -> list[float]:
+    """When the supervisor of `fit`, if it has one, told of such events."""
     job = fit.entries[0].job
     return [
         entry.at
         for entry in supervised
-        if job is not None and entry.job == job and isinstance(entry.event, Started)
+        if job is not None and entry.job == job and isinstance(entry.event, kind)
     ]
 
 
