@@ -10,17 +10,20 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from keras_distplug.cluster.listeners import close_at_exit
 from keras_distplug.core.errors import CheckpointError, NoCheckpointError
 from keras_distplug.core.event_lines import from_line
 from keras_distplug.core.events import SUPERVISOR, Began, Entry
+from keras_distplug.core.threads import before_threads_end
 from keras_distplug.runlog.goodput_totals import Fit
 from keras_distplug.runlog.sinks import SUFFIX, Sink, sink_for
 from keras_distplug.storage import layout
@@ -77,7 +80,8 @@ class Log:
         self._is_hurried = self._is_closed = self._is_writing = False
         self._thread = threading.Thread(target=self._run, name="keras_distplug-log", daemon=True)
         self._thread.start()
-        close_at_exit(self)
+        _close_at_exit()
+        _logs.add(self)
 
     def append(self, line: bytes, *, is_minor: bool = False) -> None:
         """From any thread.
@@ -197,6 +201,21 @@ def open_beside(
     """
     files = open_files(url, storage_options)
     return Log(sink_for(files, f"{folder}/{stem}"), on_failure)
+
+
+_logs: weakref.WeakSet[Log] = weakref.WeakSet()
+
+
+@functools.cache
+def _close_at_exit() -> None:
+    before_threads_end(_close_all)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_logs.clear)  # whose threads the child has not
+
+
+def _close_all() -> None:
+    for log in list(_logs):
+        log.close()
 
 
 def runs(files: Files, only: str | None = None) -> list[str]:

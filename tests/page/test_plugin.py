@@ -16,7 +16,6 @@ from werkzeug.test import Client
 
 import keras_distplug as kd
 from keras_distplug.cli import main
-from keras_distplug.cluster import listeners
 from keras_distplug.core.event_lines import to_line
 from keras_distplug.runlog import log_files, sinks
 from keras_distplug.storage.files import open_files
@@ -207,7 +206,7 @@ def fitted(where: Path, *more: Any) -> None:
     """A short training, with checkpoints at its epochs' ends."""
     callbacks = [*more, *kd.defaults(where)]
     small.model().fit(small.X, small.Y, batch_size=8, epochs=3, verbose=0, callbacks=callbacks)
-    listeners._close_all()
+    log_files._close_all()
 
 
 def checkpoints_of(folder: Path) -> list[tuple[str, str | None]]:
