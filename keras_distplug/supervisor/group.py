@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from keras_distplug.core.errors import SupervisorError
@@ -155,12 +154,7 @@ class Group:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             if not isinstance(error, SupervisorError):
                 self.kill()

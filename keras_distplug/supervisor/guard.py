@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 _JOB = "KERAS_DISTPLUG_JOB"  # `core.supervised.JOB`, which cannot be imported here
@@ -126,12 +125,7 @@ class Guard:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             self._process.communicate(_FAREWELL.encode(), timeout=5)
         except subprocess.TimeoutExpired:

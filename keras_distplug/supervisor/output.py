@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import IO, Self, TextIO, cast
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -158,12 +157,7 @@ class Output:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live:
             self._live.stop()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 # `sbatch --signal=USR1@120` sends its own to whatever runs in the step.
@@ -45,12 +45,7 @@ class Interruptions:
             self._handlers[number] = signal.signal(number, _only_wake)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_fd)
