@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -253,15 +252,6 @@ class ForkServer:
         notes, self._notes = self._notes, []
         return notes
 
-    def wait_until_ready(self, timeout_secs: float) -> bool:
-        """Waits for the server, if it has been prepared; whether the next worker will be forked."""
-        deadline = time.monotonic() + timeout_secs
-        while self._server is not None and not self._server.is_ready:
-            if (remaining := deadline - time.monotonic()) <= 0:
-                return False
-            self._look(remaining)
-        return self._server is not None
-
     def _look(self, timeout_secs: float = 0.0) -> None:
         if self._server is None:
             return
@@ -319,43 +309,14 @@ class Forked:
     def __init__(self, pid: int, stdout: IO[bytes] | None = None) -> None:
         self.pid = pid
         self.stdout = stdout
-        self.returncode: int | None = None
+        self._returncode: int | None = None
 
-    def poll(self) -> int | None:
-        """Its exit code, negative for a signal, or None while it runs."""
-        return self._reap(os.WNOHANG)
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Waits until it has ended.
-
-        Raises:
-            subprocess.TimeoutExpired: If it has not within `timeout` seconds.
-        """
-        if timeout is not None and self.poll() is None:
-            pidfd = os.pidfd_open(self.pid)
-            try:
-                if not select.select([pidfd], [], [], max(0.0, timeout))[0]:
-                    raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
-            finally:
-                os.close(pidfd)
-        code = self._reap(0)
-        assert code is not None
-        return code
-
-    def send_signal(self, number: int) -> None:
-        """Without effect once it has ended."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-    def _reap(self, options: int) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, options)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
+    def wait(self) -> int:
+        """Waits until it has ended, and returns its exit code, negative for a signal."""
+        if self._returncode is None:
+            _, status = os.waitpid(self.pid, 0)
+            self._returncode = os.waitstatus_to_exitcode(status)
+        return self._returncode
 
 
 def become_subreaper() -> None:

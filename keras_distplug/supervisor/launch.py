@@ -185,11 +185,8 @@ class Handle(Protocol):
 
     pid: int
     stdout: IO[bytes] | None
-    returncode: int | None
 
-    def poll(self) -> int | None: ...
-
-    def wait(self, timeout: float | None = None) -> int: ...
+    def wait(self) -> int: ...
 
 
 @dataclass(frozen=True)

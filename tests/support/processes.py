@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -21,10 +22,51 @@ from typing import Self
 
 from keras_distplug.core.supervised import FORK_SERVER
 from keras_distplug.supervisor import forking
-from keras_distplug.supervisor.fork_server import Forked, PythonCommand, Server
+from keras_distplug.supervisor.fork_server import PythonCommand, Server
 
 _READY_SECS = 120.0
 _JOB, _MEMBER = forking.MARKS
+
+
+class Forked:
+    """A process that a fork server has started, as `subprocess.Popen` gives it."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal, or None while it runs."""
+        return self._reap(os.WNOHANG)
+
+    def wait(self, timeout: float) -> int:
+        """Waits until it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: If it has not within `timeout` seconds.
+        """
+        if self.poll() is None:
+            pidfd = os.pidfd_open(self.pid)
+            try:
+                if not select.select([pidfd], [], [], timeout)[0]:
+                    raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            finally:
+                os.close(pidfd)
+        code = self._reap(0)
+        assert code is not None
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Without effect once it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def _reap(self, options: int) -> int | None:
+        if self._returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            if pid:
+                self._returncode = os.waitstatus_to_exitcode(status)
+        return self._returncode
 
 
 class Process:

@@ -41,7 +41,7 @@ if __name__ == "__main__":
 
         def close(self) -> str:
             self._connection.close()  # at which the server ends
-            self._process.wait(30)
+            self._process.wait()
             return ""
 
     class _Prepared(fork_server.ForkServer):
