@@ -16,7 +16,7 @@ from keras_distplug.supervisor.group import Ended, Group
 from keras_distplug.supervisor.joining import Joining
 from keras_distplug.supervisor.members import Members
 from keras_distplug.supervisor.pulses import Pulses
-from keras_distplug.supervisor.replacing import GiveUp, Replaced, Replacements, Replacing
+from keras_distplug.supervisor.replacing import GiveUp, Replaced, Replacing
 
 # After a worker's death the others have nothing to save: they block in a collective that never
 # ends. TensorFlow's preemption notifier swallows SIGTERM besides, so every second given here is a
@@ -112,29 +112,19 @@ class Listener:
     on_back: Callable[[str, float], None]
 
 
-def run_attempt(
-    group: Group,
-    members: Members,
-    contract: Supervised,
-    limits: Limits,
-    listener: Listener,
-    replacements: Replacements | None = None,
-) -> Outcome:
-    """Waits until all who train have completed it, or one has failed, and all are ended.
+class Running:
+    """An attempt that has been started.
 
     Args:
-        group: The processes, which have been started.
+        group: The processes.
         members: Their names.
         contract: Where they report.
         limits: How long to wait.
         listener: Hears what happens meanwhile.
-        replacements: How workers are started again that only serve; None for not at all.
+        replacements: How often workers that only serve are started again until there is a newer
+            checkpoint.
+        start: Starts the one of this name again.
     """
-    return _Run(group, members, contract, limits, listener, replacements).until_end()
-
-
-class _Run:
-    """What `run_attempt` knows while it waits."""
 
     def __init__(
         self,
@@ -143,7 +133,8 @@ class _Run:
         contract: Supervised,
         limits: Limits,
         listener: Listener,
-        replacements: Replacements | None,
+        replacements: int,
+        start: Callable[[str], object],
     ) -> None:
         self._group = group
         self._members = members
@@ -153,13 +144,14 @@ class _Run:
         self._joining = Joining(contract, members, limits.startup_secs)
         self._pulses = Pulses(contract, members.names, limits.silence_secs)
         self._replacing = Replacing(
-            group, contract, self._joining, members.replaceable, replacements
+            group, contract, self._joining, members.replaceable, replacements, start
         )
         self._is_training = False
         self._cause_by = math.inf
         self._exits: list[Exit] = []
 
     def until_end(self) -> Outcome:
+        """Waits until all who train have completed it, or one has failed, and all are ended."""
         while self._group.runs() and not self._is_completed():
             happened = self._group.wait(self._timeout_secs())
             self._exits += [

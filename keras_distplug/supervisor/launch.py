@@ -11,7 +11,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -141,21 +141,26 @@ def worker_environment(
     common: Mapping[str, str],
     role: Role,
     contract: Supervised,
-    gpus: Sequence[str] | None = None,
+    gpus: Sequence[Sequence[str]] | None = None,
 ) -> dict[str, str]:
-    """The environment of one worker.
+    """The environment of one process.
+
+    A chief and parameter servers compute little: the devices are the workers'.
 
     Args:
-        common: What all workers have.
-        role: The worker's place; without a cluster it has no TF_CONFIG.
-        contract: What the worker reports to.
-        gpus: Its own GPUs; None leaves `CUDA_VISIBLE_DEVICES` as it is.
+        common: What all processes have.
+        role: The process's place; without a cluster it has no TF_CONFIG.
+        contract: What it reports to.
+        gpus: Those of each worker; None leaves `CUDA_VISIBLE_DEVICES` as it is.
     """
+    is_worker = role.task_type == "worker"
+    if not is_worker:
+        contract = replace(contract, devices_per_worker=None)
     environ = {**common, **contract.to_env()}
     if role.cluster:
         environ["TF_CONFIG"] = role.to_tf_config()
     if gpus is not None:
-        environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[role.index] if is_worker else ())
     return environ
 
 

@@ -115,19 +115,6 @@ def _never_joined(worker: str, deaths: Sequence[Death]) -> int:
 
 
 @dataclass(frozen=True)
-class Replacements:
-    """How workers are started again.
-
-    Args:
-        budget: As for `decide`.
-        start: Starts the one of this name.
-    """
-
-    budget: int
-    start: Callable[[str], object]
-
-
-@dataclass(frozen=True)
 class Replaced:
     """A worker that will be started again.
 
@@ -157,7 +144,8 @@ class Replacing:
         contract: Where they report.
         joining: Watches those that are started again.
         workers: Who may be started again.
-        replacements: How.
+        budget: As for `decide`.
+        start: Starts the one of this name.
     """
 
     def __init__(
@@ -166,13 +154,15 @@ class Replacing:
         contract: Supervised,
         joining: Joining,
         workers: Sequence[str],
-        replacements: Replacements | None,
+        budget: int,
+        start: Callable[[str], object],
     ) -> None:
         self._group = group
         self._contract = contract
         self._joining = joining
-        self._workers = workers if replacements else ()
-        self._replacements = replacements
+        self._workers = workers
+        self._budget = budget
+        self._start = start
         self._absent: dict[str, _Absent] = {}
         self._deaths: list[Death] = []
         self.given_up: GiveUp | None = None
@@ -219,13 +209,13 @@ class Replacing:
         worker = exit_.worker
         if worker not in self._workers or exit_.cause not in FAILURES:
             return False
-        if exit_.exit_code in _NOT_AGAIN or self.given_up or self._replacements is None:
+        if exit_.exit_code in _NOT_AGAIN or self.given_up:
             return False
         has_joined = self._contract.read(worker) is not None
         was_killed = exit_.returncode in _KILLED
         saves = self._contract.newest_saves()
         self._deaths.append(Death(worker, has_joined, was_killed, saves))
-        decided = decide(self._deaths, self._replacements.budget)
+        decided = decide(self._deaths, self._budget)
         if isinstance(decided, GiveUp):
             self.given_up = decided
             return False
@@ -252,9 +242,8 @@ class Replacing:
             on_replaced(absent.replaced)
             absent.ready_at = time.monotonic() + absent.replaced.pause_secs
         if time.monotonic() >= absent.ready_at:
-            assert self._replacements is not None
             self._contract.forget(worker)  # what was left behind may have reported once more
-            self._replacements.start(worker)
+            self._start(worker)
             self._joining.expect(worker)
             absent.is_started = True
         return False

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from keras_distplug.core import events
@@ -18,7 +19,7 @@ from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.events import Ended, Failed, Started, StartedAgain, Training
 from keras_distplug.core.supervised import Phase, Status, Supervised
 from keras_distplug.core.timeouts import Timeouts
-from keras_distplug.supervisor.attempt import Limits, Listener, Outcome, run_attempt
+from keras_distplug.supervisor.attempt import Limits, Listener, Outcome, Running
 from keras_distplug.supervisor.events_beside import EventLog, OpenLog
 from keras_distplug.supervisor.exits import FAILURES, Cause, Exit
 from keras_distplug.supervisor.fork_server import ForkServer
@@ -32,11 +33,11 @@ from keras_distplug.supervisor.launch import (
     local_cluster,
     refuse_foreign_cluster,
     visible_gpus,
+    worker_environment,
 )
-from keras_distplug.supervisor.launcher import Launcher
 from keras_distplug.supervisor.members import Members
 from keras_distplug.supervisor.output import Output
-from keras_distplug.supervisor.replacing import Replaced, Replacements
+from keras_distplug.supervisor.replacing import Replaced
 from keras_distplug.supervisor.restarts import Again, Attempt, Budgets, End, decide
 from keras_distplug.supervisor.signals import Interruptions
 
@@ -154,19 +155,24 @@ def run(job: Job, environ: Mapping[str, str], open_log: OpenLog | None = None) -
             reporter = _Reporter(job, output, log, fork_server, contract, history)
             with Group(output, interruptions) as group:
                 own = [gpus[slot] for slot in slots] if gpus else None
-                launcher = Launcher(group, fork_server, roles, contract, common, own)
+                environs = {
+                    role.name: worker_environment(common, role, contract, own) for role in roles
+                }
+                start = partial(_start, group, fork_server, environs)
                 begun_at = time.time()
-                forked = [role.name for role in roles if launcher.start(role.name)]
-                reporter.started([role.name for role in roles], slots, forked, begun_at)
+                forked = [name for name in environs if start(name)]
+                reporter.started(list(environs), slots, forked, begun_at)
                 reporter.report_fork_server()
-                outcome = run_attempt(
+                running = Running(
                     group,
                     Members.of(roles),
                     contract,
                     job.limits,
                     reporter.listener,
-                    Replacements(job.budgets.replacements, launcher.start),
+                    job.budgets.replacements,
+                    start,
                 )
+                outcome = running.until_end()
             reporter.ended(outcome)
             history.append(Attempt(slots, outcome, contract.newest_saves()))
             next_ = decide(history, job.budgets)
@@ -183,6 +189,15 @@ def run(job: Job, environ: Mapping[str, str], open_log: OpenLog | None = None) -
                 for line in closing_report(history, next_, time.monotonic() - begun):
                     output.note(line)
                 return next_.code
+
+
+def _start(
+    group: Group, fork_server: ForkServer, environs: Mapping[str, Mapping[str, str]], name: str
+) -> bool:
+    """Starts a process of this attempt, for the first time or again; whether it was forked."""
+    started, is_forked = fork_server.start(environs[name])
+    group.add(name, started)
+    return is_forked
 
 
 def _pause(next_: Again, interruptions: Interruptions) -> list[signal.Signals]:

@@ -50,11 +50,21 @@ def test_worker_environment() -> None:
     role = local_cluster([1001, 1002])[1]
     common = common_environment({"HOME": "/h", supervised.FORK_SERVER: "/somebody/elses"})
     assert supervised.FORK_SERVER not in common
-    environ = worker_environment(common, role, CONTRACT, gpus=("2", "3"))
+    environ = worker_environment(common, role, CONTRACT, gpus=[("0", "1"), ("2", "3")])
     assert json.loads(environ["TF_CONFIG"])["task"] == {"type": "worker", "index": 1}
     assert Supervised.from_env(environ) == CONTRACT
     assert (environ["HOME"], environ["PYTHONUNBUFFERED"]) == ("/h", "1")
     assert (environ["TF_CPP_MIN_LOG_LEVEL"], environ["CUDA_VISIBLE_DEVICES"]) == ("2", "2,3")
+
+
+def test_environment_of_who_computes_little() -> None:
+    """A chief and parameter servers get no devices."""
+    chief, worker, ps = local_cluster([1001, 1002, 1003], ps=1)
+    for role, gpus, devices in ((chief, "", None), (worker, "2,3", 2), (ps, "", None)):
+        environ = worker_environment({}, role, Supervised("j", 0, Path(), 2), [("2", "3")])
+        contract = Supervised.from_env(environ)
+        assert contract is not None
+        assert (environ["CUDA_VISIBLE_DEVICES"], contract.devices_per_worker) == (gpus, devices)
 
 
 def test_single_worker_has_no_tf_config() -> None:
