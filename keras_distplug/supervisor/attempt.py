@@ -164,7 +164,7 @@ class Running:
             if not self._is_training and (reports := self._all_training()):
                 self._listener.on_training(reports)
                 self._is_training = True
-            self._exits += [*self._late(), *self._silent()]
+            self._exits += self._overdue()
             # Who serves is the cause sooner than who is served.
             self._exits.sort(key=lambda each: (earliest_first(each), self._trains(each)))
             if self._is_completed():
@@ -258,22 +258,19 @@ class Running:
             self._replacing.given_up,
         )
 
-    def _late(self) -> list[Exit]:
-        gone = {exit_.worker for exit_ in self._exits}
-        return [
-            Exit(worker, Cause.LATE, None, time.time(), self._limits.startup_secs)
+    def _overdue(self) -> list[Exit]:
+        """Of those who have not ended: who is late, and who is silent."""
+        now, limits = time.time(), self._limits
+        found = [
+            Exit(worker, Cause.LATE, None, now, limits.startup_secs)
             for worker in self._joining.late()
-            if worker not in gone
         ]
-
-    def _silent(self) -> list[Exit]:
+        found += [
+            Exit(worker, Cause.SILENT, None, now, limits.silence_secs, state)
+            for worker, state in self._pulses.look().items()
+        ]
         gone = {exit_.worker for exit_ in self._exits}
-        limit_secs = self._limits.silence_secs
-        return [
-            Exit(found.worker, Cause.SILENT, None, time.time(), limit_secs, found.state)
-            for found in self._pulses.look()
-            if found.worker not in gone
-        ]
+        return [each for each in found if each.worker not in gone]
 
     def _all_training(self) -> dict[str, Status] | None:
         reports: dict[str, Status] = {}

@@ -20,19 +20,6 @@ class _Seen:
     silent_secs: float
 
 
-@dataclass(frozen=True)
-class Silence:
-    """A worker that has given no sign of life for too long.
-
-    Args:
-        worker: Its name.
-        state: What the kernel says of its process: "S (sleeping)".
-    """
-
-    worker: str
-    state: str
-
-
 class Pulses:
     """Watches the signs of life of an attempt's workers.
 
@@ -63,12 +50,13 @@ class Pulses:
     def look_every_secs(self) -> float:
         return min(self._limit_secs / _STEPS, _LONGEST_LOOK_SECS)
 
-    def look(self) -> list[Silence]:
-        """Who is silent. To be called every `look_every_secs`, or sooner."""
+    def look(self) -> dict[str, str]:
+        """Who is silent, and what the kernel says of the process: "S (sleeping)". To be called
+        every `look_every_secs`, or sooner."""
         now = self._clock()
         passed_secs = min(now - self._looked, 2 * self.look_every_secs)
         self._looked = now
-        silent = []
+        silent = {}
         for worker, seen in self._seen.items():
             pulse = self._contract.pulse_of(worker)
             try:
@@ -81,7 +69,7 @@ class Pulses:
                 continue
             seen.silent_secs += passed_secs
             if seen.silent_secs >= self._limit_secs:
-                silent.append(Silence(worker, state))
+                silent[worker] = state
         return silent
 
 

@@ -41,19 +41,8 @@ class Death:
 
 
 @dataclass(frozen=True)
-class Replace:
-    """Start it again.
-
-    Args:
-        pause_secs: How long to wait before.
-    """
-
-    pause_secs: float
-
-
-@dataclass(frozen=True)
 class GiveUp:
-    """Do not, and end the job.
+    """Do not start it again, and end the job.
 
     Args:
         why: For people.
@@ -64,8 +53,8 @@ class GiveUp:
     code: int | None = None
 
 
-def decide(deaths: Sequence[Death], budget: int) -> Replace | GiveUp:
-    """What comes after the end of a worker.
+def decide(deaths: Sequence[Death], budget: int) -> float | GiveUp:
+    """What comes after the end of a worker: the seconds until it is started again, or no more.
 
     A checkpoint that is newer than those before forgives all: killed every few seconds, workers are
     started again for as long as training gets on. The pause grows with the ends of one worker that
@@ -89,19 +78,26 @@ def decide(deaths: Sequence[Death], budget: int) -> Replace | GiveUp:
             f"gave up: {worker} ended {in_a_row} times in a row before it had joined the cluster",
             ExitCode.DO_NOT_RESTART,
         )
-    if in_a_row < 2 or deaths[-1].was_killed:
-        return Replace(0.0)
-    return Replace(min(_FIRST_PAUSE_SECS * 2 ** (in_a_row - 2), _LONGEST_PAUSE_SECS))
+    return 0.0 if deaths[-1].was_killed else pause_secs(in_a_row, _LONGEST_PAUSE_SECS)
+
+
+def pause_secs(in_a_row: int, longest_secs: float) -> float:
+    """How long to wait after so many failures in a row: not after the first, then ever longer."""
+    return min(_FIRST_PAUSE_SECS * 2 ** (in_a_row - 2), longest_secs) if in_a_row > 1 else 0.0
+
+
+def is_newer(saves: Mapping[str, int], before: Mapping[str, int]) -> bool:
+    """Whether a run has a checkpoint that is newer than its one before, or its first one."""
+    return any(run not in before or step > before[run] for run, step in saves.items())
 
 
 def _unforgiven(deaths: Sequence[Death]) -> list[Death]:
     found: list[Death] = []
-    newest: dict[str, int] | None = None
+    newest = dict(deaths[0].saves)
     for death in deaths:
-        before = death.saves if newest is None else newest
-        if any(run not in before or step > before[run] for run, step in death.saves.items()):
+        if is_newer(death.saves, newest):
             found.clear()
-        newest = {**(newest or {}), **death.saves}
+        newest |= death.saves
         found.append(death)
     return found
 
@@ -219,7 +215,7 @@ class Replacing:
         if isinstance(decided, GiveUp):
             self.given_up = decided
             return False
-        replaced = Replaced(exit_, self.times, decided.pause_secs)
+        replaced = Replaced(exit_, self.times, decided)
         self._absent[worker] = _Absent(replaced)
         self._contract.forget(worker)
         self._joining.await_start(worker)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.exit_codes import ExitCode
 from keras_distplug.supervisor.attempt import Outcome
+from keras_distplug.supervisor.replacing import is_newer, pause_secs
 
-_FIRST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 1.0, 60.0
+_LONGEST_PAUSE_SECS = 60.0
 _AGAIN = 2  # failures of the same worker, one after the other, until the others go on without it
 
 # What a worker's exit code tells, whatever else has failed beside it.
@@ -120,7 +121,7 @@ def decide(history: Sequence[Attempt], budgets: Budgets) -> Again | End:
     if preemptions > budgets.preemptions:
         return End(failure.exit_code, f"told to go {preemptions} times (--max-preemptions)")
     if failures > budgets.failures:
-        return End(failure.exit_code, f"gave up after {_count(failures - 1, 'restart')}")
+        return End(failure.exit_code, f"gave up after {counted(failures - 1, 'restart')}")
     if outcome.is_preempted:
         return Again(last.slots, was_preempted=True)
     if (slot := _who_fails_again(history, budgets)) is not None:
@@ -129,11 +130,10 @@ def decide(history: Sequence[Attempt], budgets: Budgets) -> Again | End:
     if fruitless >= budgets.without_progress:
         return End(
             ExitCode.DO_NOT_RESTART,
-            f"gave up: {_count(fruitless, 'attempt')} in a row made no newer checkpoint "
+            f"gave up: {counted(fruitless, 'attempt')} in a row made no newer checkpoint "
             "(--max-without-progress)",
         )
-    pause_secs = min(_FIRST_PAUSE_SECS * 2 ** (fruitless - 2), _LONGEST_PAUSE_SECS)
-    return Again(last.slots, pause_secs if fruitless > 1 else 0.0)
+    return Again(last.slots, pause_secs(fruitless, _LONGEST_PAUSE_SECS))
 
 
 def _final(outcome: Outcome) -> ExitCode | None:
@@ -147,9 +147,7 @@ def _without_progress(history: Sequence[Attempt]) -> int:
     newest: dict[str, int] = {}
     fruitless, slots = 0, history[0].slots
     for attempt in history:
-        has_progress = any(
-            run not in newest or step > newest[run] for run, step in attempt.saves.items()
-        )
+        has_progress = is_newer(attempt.saves, newest)
         newest |= {run: max(step, newest.get(run, step)) for run, step in attempt.saves.items()}
         if has_progress or attempt.slots != slots:
             fruitless, slots = 0, attempt.slots
@@ -176,5 +174,6 @@ def _failing_slot(attempt: Attempt) -> int | None:
     return attempt.slots[int(failure.worker.rpartition("-")[2])]
 
 
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """`"1 worker"`, `"2 workers"`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -21,7 +21,7 @@ from keras_distplug.core.supervised import Phase, Status, Supervised
 from keras_distplug.core.timeouts import Timeouts
 from keras_distplug.supervisor.attempt import Limits, Listener, Outcome, Running
 from keras_distplug.supervisor.events_beside import EventLog, OpenLog
-from keras_distplug.supervisor.exits import FAILURES, Cause, Exit
+from keras_distplug.supervisor.exits import Cause, Exit
 from keras_distplug.supervisor.fork_server import ForkServer
 from keras_distplug.supervisor.group import Group
 from keras_distplug.supervisor.guard import Guard
@@ -38,7 +38,7 @@ from keras_distplug.supervisor.launch import (
 from keras_distplug.supervisor.members import Members
 from keras_distplug.supervisor.output import Output
 from keras_distplug.supervisor.replacing import Replaced
-from keras_distplug.supervisor.restarts import Again, Attempt, Budgets, End, decide
+from keras_distplug.supervisor.restarts import Again, Attempt, Budgets, End, counted, decide
 from keras_distplug.supervisor.signals import Interruptions
 
 
@@ -301,7 +301,7 @@ class _Reporter:
         if not next_.was_preempted:
             what = f"restart {self._failures + 1} of {self._job.budgets.failures}"
         if next_.given_up is not None:
-            what += f", with {_count(len(next_.slots), 'worker')}, for the one on place "
+            what += f", with {counted(len(next_.slots), 'worker')}, for the one on place "
             what += f"{next_.given_up} fails again and again (--min-workers)"
         if next_.pause_secs:
             what += f", behind a pause of {next_.pause_secs:g} s"
@@ -318,10 +318,10 @@ def closing_report(history: Sequence[Attempt], end: End, elapsed_secs: float) ->
     if failure is None:
         trainers = [exit_.worker for exit_ in last.exits if exit_.cause is Cause.COMPLETED]
         is_served = len(trainers) < len(last.exits)
-        everyone = trainers[0] if is_served else _count(len(history[-1].slots), "worker")
-        restarts = _count(sum(not each.outcome.is_preempted for each in history[:-1]), "restart")
+        everyone = trainers[0] if is_served else counted(len(history[-1].slots), "worker")
+        restarts = counted(sum(not each.outcome.is_preempted for each in history[:-1]), "restart")
         if alone := sum(each.outcome.replaced for each in history):
-            restarts += f", {_count(alone, 'restart')} of workers alone"
+            restarts += f", {counted(alone, 'restart')} of workers alone"
         return [f"{everyone} completed training in {elapsed_secs:.1f} s, {restarts}"]
     lines = [f"{end.why}; exit code {end.code}", f"first failure: {_dated(failure)}"]
     for exit_ in last.exits:
@@ -352,9 +352,9 @@ def recovery_report(before: Outcome, reports: Mapping[str, Status]) -> str:
 
 
 def _consequence(exit_: Exit, failure: Exit) -> str:
-    if exit_.cause is Cause.STOPPED or exit_.cause in FAILURES:
-        return f"{exit_}, {max(0.0, exit_.at - failure.at):.1f} s after"
-    return str(exit_)
+    if exit_.cause is Cause.COMPLETED:
+        return str(exit_)
+    return f"{exit_}, {max(0.0, exit_.at - failure.at):.1f} s after"
 
 
 def _dated(exit_: Exit) -> str:
@@ -362,9 +362,5 @@ def _dated(exit_: Exit) -> str:
 
 
 def _described(job: Job) -> str:
-    workers = _count(job.workers, "worker")
-    return f"a chief, {workers} and {_count(job.ps, 'parameter server')}" if job.ps else workers
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    workers = counted(job.workers, "worker")
+    return f"a chief, {workers} and {counted(job.ps, 'parameter server')}" if job.ps else workers

@@ -12,7 +12,7 @@ import pytest
 from supervision import await_until
 
 from keras_distplug.core.supervised import Supervised
-from keras_distplug.supervisor.pulses import Pulses, Silence
+from keras_distplug.supervisor.pulses import Pulses
 
 _PTRACE_SEIZE = 0x4206
 
@@ -45,21 +45,21 @@ def test_silence(tmp_path: Path, sleeper: int) -> None:
     contract, clock = Supervised("j", 0, tmp_path), Clock()
     pulses = Pulses(contract, ["w"], 10.0, clock)
 
-    def after(secs: float) -> list[Silence]:
+    def after(secs: float) -> dict[str, str]:
         found = pulses.look()
         for _ in range(round(secs / pulses.look_every_secs)):
             clock.now += pulses.look_every_secs
             found = pulses.look()
         return found
 
-    assert after(99) == []
+    assert after(99) == {}
     beat(contract, sleeper, 1.0)
-    assert after(9) == []
+    assert after(9) == {}
     beat(contract, sleeper, 2.0)
-    assert after(9) == []
-    assert after(3) == [Silence("w", "S (sleeping)")]
+    assert after(9) == {}
+    assert after(3) == {"w": "S (sleeping)"}
     beat(contract, sleeper, 3.0)
-    assert after(9) == []
+    assert after(9) == {}
 
 
 def test_time_of_the_supervisor(tmp_path: Path, sleeper: int) -> None:
@@ -69,7 +69,7 @@ def test_time_of_the_supervisor(tmp_path: Path, sleeper: int) -> None:
     beat(contract, sleeper, 1.0)
     pulses.look()
     clock.now += 1e6
-    assert pulses.look() == []
+    assert pulses.look() == {}
 
 
 def test_processes_that_need_give_none(tmp_path: Path, sleeper: int) -> None:
@@ -83,4 +83,4 @@ def test_processes_that_need_give_none(tmp_path: Path, sleeper: int) -> None:
         beat(contract, pid, float(pid))
         for _ in range(30):
             clock.now += pulses.look_every_secs
-            assert pulses.look() == []
+            assert pulses.look() == {}
