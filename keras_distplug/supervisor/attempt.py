@@ -48,19 +48,15 @@ class Limits:
     silence_secs: float = 300.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.startup_secs < math.inf:
-            raise ConfigurationError(
-                f"The start-up time-out must be > 0 s, and finite. Received: {self.startup_secs:g}"
-            )
-        if not 0 <= self.grace_secs < math.inf:
-            raise ConfigurationError(
-                f"The grace period must be >= 0 s, and finite. Received: {self.grace_secs:g}"
-            )
-        if not 0 < self.silence_secs < math.inf:
-            raise ConfigurationError(
-                "The time-out for signs of life must be > 0 s, and finite. Received: "
-                f"{self.silence_secs:g}"
-            )
+        for what, secs, bound in (
+            ("start-up time-out", self.startup_secs, "> 0"),
+            ("grace period", self.grace_secs, ">= 0"),
+            ("time-out for signs of life", self.silence_secs, "> 0"),
+        ):
+            if not 0 <= secs < math.inf or (secs == 0 and bound == "> 0"):
+                raise ConfigurationError(
+                    f"The {what} must be {bound} s, and finite. Received: {secs:g}"
+                )
 
 
 @dataclass(frozen=True)

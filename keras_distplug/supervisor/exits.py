@@ -79,13 +79,11 @@ class Exit:
         if self.cause is Cause.LEFT:
             why = self.why or "without completing training"
             return f"{self.worker} left {why} (exit code 0)"
-        if self.returncode in (-signal.SIGTERM, -signal.SIGINT, -signal.SIGKILL):
-            name = signal.Signals(-self.returncode).name
-            if self.cause is Cause.STOPPED:
+        if self.returncode is not None and self.returncode < 0:
+            name = _signal_name(-self.returncode)
+            if self.cause is Cause.STOPPED and name in ("SIGTERM", "SIGINT", "SIGKILL"):
                 return f"{self.worker} was ended by the supervisor ({name})"
             return f"{self.worker} was killed by {name}"
-        if self.returncode is not None and self.returncode < 0:
-            return f"{self.worker} was killed by {_signal_name(-self.returncode)}"
         if self.returncode == ExitCode.DO_NOT_RESTART:
             what = f"{self.worker} asked not to be started again (exit code 93)"
             return f"{what}: {self.why}" if self.why else what

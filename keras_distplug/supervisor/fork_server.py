@@ -129,7 +129,7 @@ class Server:
         """
         try:
             self._connection.settimeout(_REPLY_SECS)
-            forking.send(self._connection, request.to_json(), descriptors)
+            forking.send(self._connection, vars(request), descriptors)
         except OSError as error:
             raise ServerError(f"it cannot be reached: {error}") from error
         pid = int(self._receive()["pid"])
@@ -262,7 +262,7 @@ class ForkServer:
         if self._is_on and self._refusals.exists():
             self.turn_off(f"the script needs a process of its own: {self._refusals.read_text()}")
 
-    def _fork(self, server: Server, environ: Mapping[str, str]) -> Started:
+    def _fork(self, server: Server, environ: dict[str, str]) -> Started:
         assert self._python is not None
         arguments = self._python.arguments
         request = forking.Request(arguments, environ, os.getcwd(), str(self._refusals))

@@ -76,18 +76,10 @@ class Request:
         refusals: Where it writes why it had to start over, if it had to.
     """
 
-    arguments: tuple[str, ...]
-    environ: Mapping[str, str]
+    arguments: Sequence[str]
+    environ: dict[str, str]
     cwd: str
     refusals: str
-
-    @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Request:
-        arguments = tuple(found["arguments"])
-        return cls(arguments, found["environ"], found["cwd"], found["refusals"])
-
-    def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "environ": dict(self.environ)}
 
 
 def send(connection: socket.socket, message: Any, descriptors: Sequence[int] = ()) -> None:
@@ -186,7 +178,7 @@ def serve(connection: socket.socket) -> Request | None:
             message, descriptors = receive(connection)
         except EOFError:
             return None
-        request = Request.from_json(message)
+        request = Request(**message)
         forked = _fork(request, connection, descriptors)
         if forked is None:
             return request
@@ -367,7 +359,7 @@ def _start_over(request: Request, why: str) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os.chdir(request.cwd)
-    os.execve(sys.executable, sys.orig_argv, dict(request.environ))
+    os.execve(sys.executable, sys.orig_argv, request.environ)
 
 
 def run(request: Request) -> None:
@@ -384,26 +376,21 @@ def run(request: Request) -> None:
         runpy._run_module_as_main(arguments[0])  # type: ignore[attr-defined]  # as `python -m`
         return
     if what == "-c":
-        code, sys.argv, name = arguments[0], ["-c", *arguments[1:]], "<string>"
+        name, sys.argv = "<string>", ["-c", *arguments[1:]]
+        source: str | bytes = arguments[0]
     else:
-        sys.argv, name = [what, *arguments], what
-        vars(main).update(__file__=os.path.abspath(what), __cached__=None)
+        name, sys.argv = os.path.abspath(what), [what, *arguments]
+        vars(main).update(__file__=name, __cached__=None)
         try:
             source = Path(what).read_bytes()
         except OSError as error:
             print(
-                f"{sys.executable}: can't open file {os.path.abspath(what)!r}: [Errno "
+                f"{sys.executable}: can't open file {name!r}: [Errno "
                 f"{error.errno}] {error.strerror}",
                 file=sys.stderr,
             )
             raise SystemExit(2) from None
-        exec(_compiled(source, os.path.abspath(what)), vars(main))
-        return
-    exec(_compiled(code, name), vars(main))
-
-
-def _compiled(source: str | bytes, name: str) -> Any:
-    return compile(source, name, "exec", dont_inherit=True)
+    exec(compile(source, name, "exec", dont_inherit=True), vars(main))
 
 
 def work(request: Request, loaded: Loaded) -> None:

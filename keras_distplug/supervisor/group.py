@@ -97,14 +97,10 @@ class Group:
         reader.start()
         self._readers[worker] = reader
 
-    def wait(self, timeout_secs: float | None) -> Happened:
-        """Waits until a worker's command ends, a signal comes, or the time is over.
-
-        Args:
-            timeout_secs: None waits without limit.
-        """
+    def wait(self, timeout_secs: float) -> Happened:
+        """Waits until a worker's command ends, a signal comes, or the time is over."""
         if not self._running:
-            timeout_secs = _POLL_SECS if timeout_secs is None else min(_POLL_SECS, timeout_secs)
+            timeout_secs = min(_POLL_SECS, timeout_secs)
         signals: tuple[signal.Signals, ...] = ()
         gone: list[_Process] = []
         for key, _ in self._selector.select(timeout_secs):

@@ -94,21 +94,18 @@ def _last_version(line: str) -> str:
 class Output:
     """Prints the workers' lines and the supervisor's own notes; safe from several threads.
 
-    On a terminal the open line of `live_worker` stays visible at the bottom. A context manager.
+    On a terminal the open line of the first worker stays visible at the bottom. A context manager.
 
     Args:
-        workers: All names, which fixes their colours.
-        live_worker: The one whose progress bar is shown; usually the chief.
+        workers: All names, which fixes their colours. The progress bar of the first one is shown.
         file: Where to print; `sys.stdout` by default.
     """
 
-    def __init__(
-        self, workers: Sequence[str], live_worker: str, file: TextIO | None = None
-    ) -> None:
+    def __init__(self, workers: Sequence[str], file: TextIO | None = None) -> None:
         self._file = cast(TextIO, _SteadyFile(file or sys.stdout))
         self._console = Console(file=self._file, highlight=False, markup=False, emoji=False)
         self._coloured = bool(self._console.color_system) and not self._console.no_color
-        self._live_worker = live_worker
+        self._live_worker = workers[0]
         styles = [Style.parse(_COLOURS[place % len(_COLOURS)]) for place, _ in enumerate(workers)]
         self._prefixes = {
             name: Text(f"[{name}] ", style) for name, style in zip(workers, styles, strict=True)

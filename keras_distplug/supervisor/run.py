@@ -137,7 +137,7 @@ def run(job: Job, environ: Mapping[str, str], open_log: OpenLog | None = None) -
                 why_not="the workers use GPUs" if gpus else "",
             )
         )
-        output = stack.enter_context(Output(names, live_worker=names[0]))
+        output = stack.enter_context(Output(names))
         output.note(f"starting {_described(job)}: {shlex.join(job.command)}")
         history: list[Attempt] = []
         slots, ports = tuple(range(job.workers)), tuple[int, ...]()

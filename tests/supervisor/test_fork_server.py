@@ -510,7 +510,7 @@ def test_forked_workers_that_never_train(
     whatever it was that only a forked one meets, it ends no job."""
     made = make()
     server = made.server
-    log, output = EventLog(None, "job"), Output(["worker-0"], "job", io.StringIO())
+    log, output = EventLog(None, "job"), Output(["worker-0"], io.StringIO())
     contract = Supervised("job", 1, tmp_path)
     with log:
         reporter = _Reporter(Job(("python", "train.py"), 1), output, log, server, contract, [])

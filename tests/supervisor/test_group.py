@@ -23,7 +23,7 @@ from keras_distplug.supervisor.signals import Interruptions
 def group() -> Iterator[Group]:
     with (
         Interruptions() as interruptions,
-        Group(Output(["a", "b"], "a", io.StringIO()), interruptions) as group,
+        Group(Output(["a", "b"], io.StringIO()), interruptions) as group,
     ):
         yield group
 
@@ -98,7 +98,7 @@ def test_closing_kills(tmp_path: Path) -> None:
     """Leaving the group kills whoever still runs."""
     with (
         Interruptions() as interruptions,
-        Group(Output(["a"], "a", io.StringIO()), interruptions) as group,
+        Group(Output(["a"], io.StringIO()), interruptions) as group,
     ):
         command = f"trap '' TERM; echo $$ > {tmp_path}/pid; sleep 60"
         group.add("a", spawn(["sh", "-c", command], os.environ))

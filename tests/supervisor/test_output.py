@@ -42,7 +42,7 @@ def finals(*chunks: bytes) -> list[str]:
 
 def printed(*lines: str) -> str:
     file = io.StringIO()
-    with Output(["worker-0", "worker-1"], "worker-0", file) as output:
+    with Output(["worker-0", "worker-1"], file) as output:
         for line in lines:
             output.show("worker-1", Final(line))
     return file.getvalue()
@@ -138,7 +138,7 @@ def test_force_color(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_transient_lines_stay_out_of_files() -> None:
     """Where the output is no terminal, only complete lines are printed, once each."""
     file = io.StringIO()
-    with Output(["worker-0"], "worker-0", file) as output:
+    with Output(["worker-0"], file) as output:
         assembler = LineAssembler()
         for at in range(len(KERAS_BAR)):
             for event in assembler.feed(KERAS_BAR[at : at + 1]):
@@ -163,7 +163,7 @@ def on_terminal(*shown: tuple[str, Final | Transient]) -> str:
     reader.start()
     with (
         os.fdopen(theirs, "w", encoding="utf-8") as file,
-        Output(["worker-0", "worker-1"], "worker-0", file) as output,
+        Output(["worker-0", "worker-1"], file) as output,
     ):
         for worker, event in shown:
             output.show(worker, event)
@@ -215,7 +215,7 @@ class FullDisk(io.StringIO):
 def test_lost_output(capsys: pytest.CaptureFixture[str]) -> None:
     """Output that cannot be written ends nothing, is said once, and is not printed late."""
     file = FullDisk()
-    with Output(["worker-0"], "worker-0", file) as output:
+    with Output(["worker-0"], file) as output:
         output.show("worker-0", Final("lost"))
         output.note("lost")
         file.write = lambda text: io.StringIO.write(file, text)  # type: ignore[method-assign]
