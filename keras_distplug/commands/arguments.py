@@ -43,10 +43,8 @@ def _add_ls(subcommands: Subcommands) -> None:
         "is started again takes up, and with which `epochs`. Reads manifests only; loads no "
         "TensorFlow.",
         "keras-distplug ls runs/mnist",
-        _CODES,
     )
-    _add_run(parser, "all")
-    _add_json(parser)
+    _add_run_and_json(parser, "all")
 
 
 def _add_show(subcommands: Subcommands) -> None:
@@ -57,14 +55,12 @@ def _add_show(subcommands: Subcommands) -> None:
         "Tells what a checkpoint holds: where training stood, its metrics and History, versions, "
         "files and variables. Reads its manifest only; loads no TensorFlow.",
         "keras-distplug show runs/mnist --step 42",
-        _CODES,
     )
     parser.add_argument(
         "name", nargs="?", metavar="NAME", help="its name, such as step-00000042 (default: newest)"
     )
     parser.add_argument("--step", type=_step, metavar="N", help="its step, instead of NAME")
-    _add_run(parser, "the one that training goes on with")
-    _add_json(parser)
+    _add_run_and_json(parser, "the one that training goes on with")
 
 
 def _add_verify(subcommands: Subcommands) -> None:
@@ -81,8 +77,7 @@ def _add_verify(subcommands: Subcommands) -> None:
     )
     parser.add_argument("--deep", action="store_true", help="read every byte")
     parser.add_argument("--step", type=_step, metavar="N", help="a step or a name (default: all)")
-    _add_run(parser, "all")
-    _add_json(parser)
+    _add_run_and_json(parser, "all")
 
 
 def _add_prune(subcommands: Subcommands) -> None:
@@ -95,7 +90,6 @@ def _add_prune(subcommands: Subcommands) -> None:
         "each so many. What stays is verified before: the newest checkpoint, and all that is newer "
         "than it, is never touched, so that a training may write meanwhile. Loads no TensorFlow.",
         "keras-distplug prune runs/mnist --keep-last 1 --keep-best val_loss min 3 --dry-run",
-        _CODES,
     )
     parser.add_argument(
         "--keep-last",
@@ -122,8 +116,7 @@ def _add_prune(subcommands: Subcommands) -> None:
         help="delete damaged ones, too, where a newer one is whole",
     )
     parser.add_argument("--dry-run", action="store_true", help="only say what would go")
-    _add_run(parser, "all")
-    _add_json(parser)
+    _add_run_and_json(parser, "all")
 
 
 def _add_export(subcommands: Subcommands) -> None:
@@ -136,7 +129,6 @@ def _add_export(subcommands: Subcommands) -> None:
         "with its optimizer. The last two make the model anew, from what training has kept of it. "
         "Every value is verified; OUT gets its name when it is complete.",
         "keras-distplug export runs/mnist best.keras --step best --metric val_loss --mode min",
-        _CODES,
     )
     parser.add_argument("out", metavar="OUT", help="the file: a path, or a URL of a store")
     parser.add_argument(
@@ -154,8 +146,7 @@ def _add_export(subcommands: Subcommands) -> None:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
     _add_import(parser)
-    _add_run(parser, "the one that training goes on with")
-    _add_json(parser)
+    _add_run_and_json(parser, "the one that training goes on with")
 
 
 def _add_replay(subcommands: Subcommands) -> None:
@@ -184,8 +175,7 @@ def _add_replay(subcommands: Subcommands) -> None:
         "oldest there is)",
     )
     _add_import(parser)
-    _add_run(parser, "that of the incident")
-    _add_json(parser)
+    _add_run_and_json(parser, "that of the incident")
 
 
 def _add_goodput(subcommands: Subcommands) -> None:
@@ -200,8 +190,7 @@ def _add_goodput(subcommands: Subcommands) -> None:
         "keras-distplug goodput runs/mnist",
         "0 done; 1 failed; 2 wrong usage; 3 there is no log.",
     )
-    _add_run(parser, "all")
-    _add_json(parser)
+    _add_run_and_json(parser, "all")
 
 
 def _add_report(subcommands: Subcommands) -> None:
@@ -229,7 +218,12 @@ def epilog(examples: Sequence[str], codes: str) -> str:
 
 
 def _command(
-    subcommands: Subcommands, name: str, help: str, description: str, example: str, codes: str
+    subcommands: Subcommands,
+    name: str,
+    help: str,
+    description: str,
+    example: str,
+    codes: str = _CODES,
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subcommands.add_parser(
         name,
@@ -254,6 +248,11 @@ def _add_run(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument("--run", metavar="RUN", help=f"such as run-0001 (default: {default})")
 
 
+def _add_run_and_json(parser: argparse.ArgumentParser, default_run: str) -> None:
+    _add_run(parser, default_run)
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
 def _add_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--import",
@@ -264,10 +263,6 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
         help="import this module, which registers classes of the model "
         "(@keras.saving.register_keras_serializable()); may be given several times",
     )
-
-
-def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def _step(text: str) -> int | str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from keras_distplug.commands import modules, tables
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.storage import architecture, export_file
 from keras_distplug.storage.export_file import Export
-from keras_distplug.storage.files import Files, local_path, open_files
+from keras_distplug.storage.files import local_path, open_files
 from keras_distplug.storage.retention import Mode
 from keras_distplug.storage.store import Stored
 
@@ -30,7 +29,12 @@ def run(parsed: argparse.Namespace) -> int:
     files = open_files(parsed.directory, {} if is_for_out else parsed.storage_options)
 
     def save(run: str, stored: Stored, path: Path) -> None:
-        _save_model(files, run, stored, path, parsed.modules)
+        made = architecture.recall(files, run, stored.manifest.cursor.step)
+        modules.load(parsed.modules)
+
+        from keras_distplug.checkpoint.model_export import save_rebuilt
+
+        save_rebuilt(made.model, stored.manifest, stored.values, path)
 
     done = export_file.export(files, parsed.run, asked, save)
     if parsed.json:
@@ -48,13 +52,3 @@ def _best_by(parsed: argparse.Namespace) -> tuple[str, Mode] | None:
             f"--step {parsed.step} --metric {parsed.metric} --mode {parsed.mode}"
         )
     return (parsed.metric, parsed.mode) if given else None
-
-
-def _save_model(files: Files, run: str, stored: Stored, path: Path, names: Iterable[str]) -> None:
-    made = architecture.recall(files, run, stored.manifest.cursor.step)
-
-    modules.load(names)
-
-    from keras_distplug.checkpoint.model_export import save_rebuilt
-
-    save_rebuilt(made.model, stored.manifest, stored.values, path)

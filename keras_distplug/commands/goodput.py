@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from keras_distplug.commands import tables
 from keras_distplug.core.ledger import Category
 from keras_distplug.runlog import goodput_totals, log_files
-from keras_distplug.runlog.goodput_totals import Attempt, Span
 from keras_distplug.storage.files import Files, open_files
 
 _WHAT: Mapping[Category, str] = {
@@ -48,14 +48,11 @@ def _document(files: Files, run: str) -> dict[str, Any]:
     fits, supervised = log_files.read(files, run)
     chiefs = goodput_totals.chiefs(fits)
     spans = goodput_totals.spans(chiefs, supervised)
-    secs = goodput_totals.totals(spans)
     begin, end = (spans[0].begin, spans[-1].end) if spans else (0.0, 0.0)
-    ranks = sorted({fit.began.rank for fit in fits})
+    secs = goodput_totals.totals(spans)
     workers = {
-        str(rank): goodput_totals.totals(
-            goodput_totals.spans(goodput_totals.of_rank(fits, rank), supervised)
-        )
-        for rank in ranks
+        rank: goodput_totals.spans(goodput_totals.of_rank(fits, rank), supervised)
+        for rank in sorted({fit.began.rank for fit in fits})
     }
     return {
         "name": run,
@@ -67,29 +64,11 @@ def _document(files: Files, run: str) -> dict[str, Any]:
             f"{minutes} min": share
             for minutes, share in goodput_totals.goodput_lately(spans, begin, end).items()
         },
-        "wall_secs": _wall_secs(spans),
+        "wall_secs": end - begin,
         "secs": dict(secs),
         "unknown_waits_secs": dict(goodput_totals.unknown_waits(chiefs)),
-        "attempts": [_attempt(each) for each in goodput_totals.attempts(fits, supervised)],
-        "workers": {rank: dict(of) for rank, of in workers.items()},
-    }
-
-
-def _wall_secs(spans: Sequence[Span]) -> float:
-    return spans[-1].end - spans[0].begin if spans else 0.0
-
-
-def _attempt(attempt: Attempt) -> dict[str, Any]:
-    return {
-        "number": attempt.number,
-        "begins_at": attempt.begins_at,
-        "ends_at": attempt.ends_at,
-        "workers": attempt.workers,
-        "first_step": attempt.first_step,
-        "last_step": attempt.last_step,
-        "lost_steps": attempt.lost_steps,
-        "end": attempt.end,
-        "exit_code": attempt.exit_code,
+        "attempts": [asdict(each) for each in goodput_totals.attempts(fits, supervised)],
+        "workers": {str(rank): dict(goodput_totals.totals(of)) for rank, of in workers.items()},
     }
 
 

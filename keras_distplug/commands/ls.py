@@ -76,10 +76,8 @@ def _print(found: SeenRun, is_taken: bool) -> None:
 
 
 def _print_checkpoints(title: str, found: SeenRun, taken: Mapping[str, str]) -> None:
-    metrics: list[str] = []
-    for each in found.checkpoints:
-        known = each.manifest.metrics if each.manifest else {}
-        metrics += [name for name in known if name not in metrics]
+    manifests = [each.manifest for each in found.checkpoints if each.manifest]
+    metrics = list(dict.fromkeys(name for each in manifests for name in each.metrics))
     if len(metrics) > _FEW:
         metrics = [name for name in metrics if name in ("loss", "val_loss")]
     rows = []

@@ -37,7 +37,8 @@ def run(parsed: argparse.Namespace) -> int:
                 "checkpoint": chosen.name,
                 "is_finite": found.is_finite,
                 "loss": None if found.loss is None else repr(found.loss),
-                **{"origin": found.origin, "variables": found.variables},
+                "origin": found.origin,
+                "variables": found.variables,
             }
         )
     else:

@@ -20,12 +20,7 @@ def run(parsed: argparse.Namespace) -> int:
     files = open_files(parsed.directory, parsed.storage_options)
     now = time.time()
     runs = [
-        summary(
-            name,
-            *log_files.read(files, name),
-            now,
-            survey.looked_at(files, name),
-        )
+        summary(name, *log_files.read(files, name), now, survey.looked_at(files, name))
         for name in log_files.runs(files, parsed.run)
     ]
     out = Path(parsed.out)
