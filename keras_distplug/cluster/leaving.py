@@ -20,7 +20,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import FrameType, TracebackType
 
 from keras_distplug.cluster import roles
@@ -109,7 +109,7 @@ def _hear_of_errors() -> None:
 
 
 def _code_after(error: BaseException) -> int | None:
-    if _is_for_a_lost_peer(error):
+    if any(isinstance(each, PeerLostError) for each in chain(error)):
         return ExitCode.PEER_LOST
     reason = _cause(error, (ConfigurationError, FencedError))
     is_ours_to_say = isinstance(reason, FencedError) or is_started_by_others(os.environ)
@@ -123,10 +123,12 @@ def _code_after(error: BaseException) -> int | None:
     return ExitCode.DO_NOT_RESTART
 
 
-def _is_for_a_lost_peer(error: BaseException | None) -> bool:
-    while error is not None and not isinstance(error, PeerLostError):
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those that it came from."""
+    while error is not None:
+        yield error
+        # Keras takes the cause from an error that passes its `fit`, and leaves the context.
         error = error.__cause__ or error.__context__
-    return error is not None
 
 
 def _cause(

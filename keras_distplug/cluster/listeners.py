@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -54,8 +55,13 @@ class Listener:
             return
         self._closed.set()
         if (awaited := self._awaited) is not None:
-            # Who keeps the messages may be frozen, or gone, which the thread hears, too.
-            in_background(lambda: self._try_to_answer(awaited))
+
+            def answer() -> None:
+                # Who keeps the messages may be frozen, or gone, which the thread hears, too.
+                with contextlib.suppress(AgreementError):
+                    self._channel.tell_first(awaited, _CLOSED)
+
+            in_background(answer)
         self._join(_CLOSING_S)
 
     def _hear(self, topic: str) -> str | None:
@@ -66,12 +72,6 @@ class Listener:
         text = self._channel.hear(topic, None)
         self._awaited = None
         return None if self._closed.is_set() else text
-
-    def _try_to_answer(self, topic: str) -> None:
-        try:
-            self._channel.tell_first(topic, _CLOSED)
-        except AgreementError:
-            return
 
     def _join(self, timeout_s: float) -> None:
         if threading.current_thread() is not self._thread:
@@ -261,9 +261,8 @@ _open: weakref.WeakSet[Closes] = weakref.WeakSet()
 @functools.cache
 def _look_out_for_the_end() -> None:
     before_threads_end(_close_all)
-    if hasattr(os, "register_at_fork"):
-        # A child's end would close over the connections of its parent.
-        os.register_at_fork(after_in_child=_open.clear)
+    # A child's end would close over the connections of its parent.
+    os.register_at_fork(after_in_child=_open.clear)
 
 
 def _close_all() -> None:

@@ -12,8 +12,8 @@ import contextlib
 import re
 import socket
 import time
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any
 
 from keras_distplug.backend.tensorflow.runtime import failures, workers
 from keras_distplug.backend.tensorflow.runtime.context import ServiceKeyValues
@@ -32,20 +32,6 @@ _HEARD_S = 0.5  # until all have heard what the chief, which keeps the service, 
 _WORD = re.compile(r"keras_distplug lost <(.*?)>", re.DOTALL)
 
 
-class Service(Protocol):
-    """What knows of all workers, while the chief lives."""
-
-    @property
-    def heartbeat_timeout_s(self) -> float: ...
-
-    def task_errors(self) -> list[str | None]:
-        """Of all workers, the chief first. Raises ConnectionError if the service is gone, or
-        TimeoutError if it does not answer."""
-        ...
-
-    def report(self, message: str) -> None: ...
-
-
 def watch() -> None:
     """Lets `fit`, `evaluate` and `predict` raise `PeerLostError` when a worker is gone, and the
     process end with the code for that. To be called before the cluster is formed."""
@@ -54,10 +40,15 @@ def watch() -> None:
 
 
 def _explain(error: Exception, strategy: Any) -> PeerLostError | None:
+    if isinstance(error, PeerLostError):
+        return None
     role = agreement.role_under(strategy)
-    if workers.is_scheduled(strategy) and not isinstance(error, PeerLostError):
-        return _explain_servers(error, role)
-    if role.world_size == 1 or isinstance(error, PeerLostError):
+    if workers.is_scheduled(strategy):
+        # A worker that is lost is waited for; with a parameter server, its variables are gone.
+        who = lost_server(error, role)
+        remedy = "start the chief, the workers and the parameter servers again"
+        return None if who is None else _peer_lost(role, who, remedy)
+    if role.world_size == 1:
         return None
     service = ServiceKeyValues()
     if (who := lost(error, role, service)) is None:
@@ -67,13 +58,6 @@ def _explain(error: Exception, strategy: Any) -> PeerLostError | None:
     if role.is_chief:
         time.sleep(_HEARD_S)
     return _peer_lost(role, who, "start all workers again")
-
-
-def _explain_servers(error: Exception, role: Role) -> PeerLostError | None:
-    """A worker that is lost is waited for; with a parameter server, its variables are gone."""
-    if (who := lost_server(error, role)) is None:
-        return None
-    return _peer_lost(role, who, "start the chief, the workers and the parameter servers again")
 
 
 def _peer_lost(role: Role, who: str, remedy: str) -> PeerLostError:
@@ -93,7 +77,7 @@ def lost_server(error: BaseException, role: Role) -> str | None:
         error: What training failed with.
         role: The chief's place.
     """
-    chain = list(_chain(error))
+    chain = list(leaving.chain(error))
     if not any(map(failures.may_be_of_a_connection, chain)):
         return None
     servers = {f"ps-{n} ({address})": address for n, address in enumerate(role.cluster["ps"])}
@@ -112,27 +96,27 @@ def lost_server(error: BaseException, role: Role) -> str | None:
     return f"ps-{named} ({role.cluster['ps'][named]}), which does not answer, or has begun anew"
 
 
-def lost(error: BaseException, role: Role, service: Service) -> str | None:
+def lost(error: BaseException, role: Role, service: ServiceKeyValues) -> str | None:
     """Who is gone, for people; None if the error has another reason.
 
     Args:
         error: What training failed with.
         role: This worker's place.
-        service: What knows of all workers.
+        service: What knows of all workers, while the chief lives.
     """
-    chain = list(_chain(error))
+    chain = list(leaving.chain(error))
     if not any(map(_may_be_of_a_peer, chain)):
         return None
-    if word := next(filter(None, (_WORD.search(str(each)) for each in chain)), None):
-        return word[1]
+    if (who := _told_by_another(chain)) is not None:
+        return who
     # Who keeps the service has been given that time already where TensorFlow has waited for it.
     has_waited = any(failures.is_of_a_frozen_service(each) for each in chain)
     patience_s = 0.0 if has_waited else service.heartbeat_timeout_s
     end_s = time.monotonic() + patience_s + _MARGIN_S
     while True:
         answer = _answer(service)
-        if answer and (word := next(filter(None, map(_word_in, answer)), None)):
-            return word[1]
+        if (who := _told_by_another(answer or ())) is not None:
+            return who
         found = [
             f"{name}, {_in_words(told, service)}"
             for name, told in zip(_workers(role), answer or [], strict=False)
@@ -152,18 +136,11 @@ def lost(error: BaseException, role: Role, service: Service) -> str | None:
     return f"{next(iter(_workers(role)))}, which does not answer any more"
 
 
-def _answer(service: Service) -> list[str | None] | None:
+def _answer(service: ServiceKeyValues) -> list[str | None] | None:
     try:
         return service.task_errors()
     except (ConnectionError, TimeoutError):
         return None
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        # Keras takes the cause from an error that passes its `fit`, and leaves the context.
-        error = error.__cause__ or error.__context__
 
 
 def _may_be_of_a_peer(error: BaseException) -> bool:
@@ -172,11 +149,12 @@ def _may_be_of_a_peer(error: BaseException) -> bool:
     return failures.may_be_of_a_connection(error)
 
 
-def _word_in(told: str | None) -> re.Match[str] | None:
-    return None if told is None else _WORD.search(told)
+def _told_by_another(said: Iterable[object]) -> str | None:
+    """Who is lost, where one of these is the word of a worker that has found out."""
+    return next((word[1] for each in said if (word := _WORD.search(str(each)))), None)
 
 
-def _in_words(told: str, service: Service) -> str:
+def _in_words(told: str, service: ServiceKeyValues) -> str:
     if "heartbeat" in told:
         return f"which has sent no heartbeat for {service.heartbeat_timeout_s:g} s"
     return f"of which TensorFlow says: {told}"
@@ -184,14 +162,10 @@ def _in_words(told: str, service: Service) -> str:
 
 def _workers(role: Role) -> dict[str, str]:
     """For people, the chief first, and their addresses."""
-    tasks = [
-        (f"{job}-{index}", address)
-        for job in ("chief", "worker")
-        for index, address in enumerate(role.cluster.get(job, ()))
-    ]
+    addresses = (*role.cluster.get("chief", ()), *role.cluster.get("worker", ()))
     return {
         f"{name} ({'the chief, ' * (place == 0)}{address})": address
-        for place, (name, address) in enumerate(tasks)
+        for place, (name, address) in enumerate(zip(role.workers, addresses, strict=True))
     }
 
 

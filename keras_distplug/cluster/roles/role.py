@@ -72,11 +72,8 @@ class Role:
             return (self.name,)
         if "ps" in self.cluster:
             return ("chief-0",)
-        tasks = [(task, n) for task in ("chief", "worker") for n in self._tasks(task)]
-        return tuple(f"{task}-{n}" for task, n in tasks)
-
-    def _tasks(self, task_type: str) -> range:
-        return range(len(self.cluster.get(task_type, ())))
+        counts = [(task, len(self.cluster.get(task, ()))) for task in ("chief", "worker")]
+        return tuple(f"{task}-{index}" for task, count in counts for index in range(count))
 
     def to_tf_config(self) -> str:
         """The value of `TF_CONFIG` that says the same; `"{}"` for a single process."""

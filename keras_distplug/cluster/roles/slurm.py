@@ -92,7 +92,8 @@ def _slurm_ports(environ: Mapping[str, str], count: int) -> list[int]:
 
 def expand_node_list(text: str) -> list[str]:
     """`"node[01-03,07],gpu5"` -> `["node01", "node02", "node03", "node07", "gpu5"]`."""
-    names = (name for part in _split_outside_brackets(text) for name in _expand_name(part))
+    parts = re.split(r",(?![^\[]*\])", text)  # not within brackets
+    names = (name for part in parts for name in _expand_name(part))
     return _counted(names, "SLURM_STEP_NODELIST")
 
 
@@ -109,10 +110,6 @@ def expand_task_counts(text: str) -> list[int]:
         counts += [int(found[1])] * int(found[2] or 1)
         _counted(counts, "SLURM_STEP_TASKS_PER_NODE")
     return counts
-
-
-def _split_outside_brackets(text: str) -> list[str]:
-    return re.split(r",(?![^\[]*\])", text)
 
 
 def _expand_name(text: str) -> Iterator[str]:
