@@ -136,11 +136,13 @@ class PreemptionHandler(Watchdog):
         self._where = f"{self._role.name} on {socket.gethostname()}"
         self._received = []
         self._fit = callback_list.Calling.now()
-        self._stop = self._make_stop()
-        self._undo.append(self._stop.close)
-        if self._role.world_size > 1 and self._role.is_chief:
-            notice = NoticeToTensorFlow(ServiceKeyValues(), self._on_notice_to_tensorflow)
-            self._undo.append(notice.close)
+        self._stop = Stop()
+        if self._role.world_size > 1:
+            self._stop = together = StopTogether(self._agreement.session("stop"), self._on_lost)
+            self._undo.append(together.close)
+            if self._role.is_chief:
+                notice = NoticeToTensorFlow(ServiceKeyValues(), self._on_notice_to_tensorflow)
+                self._undo.append(notice.close)
         self._watch = self._watch_signals()
         if self.cloud and (cloud := detect()) is not None:
             self._undo.append(Watcher(poller(cloud), self._on_notice).close)
@@ -164,11 +166,6 @@ class PreemptionHandler(Watchdog):
 
     # How
 
-    def _make_stop(self) -> Stop:
-        if self._role.world_size == 1:
-            return Stop()
-        return StopTogether(self._agreement.session("stop"), self._on_lost)
-
     def _watch_signals(self) -> SignalWatch | None:
         if not _in_main_thread():
             if self._role.is_chief:
@@ -187,13 +184,14 @@ class PreemptionHandler(Watchdog):
     def _on_signal(self, number: int) -> None:
         """From a thread."""
         self._received.append(number)
-        name = signal.Signals(number).name
-        if number == signal.SIGINT:
+        is_user = number == signal.SIGINT
+        if is_user:
             if self._received.count(number) > 1:
                 self._leave_at_once()
                 return
             announce("ctrl-C: a checkpoint comes behind this batch; once more leaves at once")
-        self._tell(name, time.time() + self.grace_secs, is_user=number == signal.SIGINT)
+        at_unix_s = time.time() + self.grace_secs
+        self._stop.tell(Cause(signal.Signals(number).name, self._where, at_unix_s, is_user))
 
     def _leave_at_once(self) -> None:
         if self._role.world_size > 1:
@@ -208,15 +206,13 @@ class PreemptionHandler(Watchdog):
         if not notice.is_final:
             announce(f"{what} on {self._where}; training goes on")
             return
-        self._tell(what, notice.at_unix_s or time.time() + self.grace_secs, is_user=False)
+        at_unix_s = notice.at_unix_s or time.time() + self.grace_secs
+        self._stop.tell(Cause(what, self._where, at_unix_s))
 
     def _on_notice_to_tensorflow(self, worker: str) -> None:
         """From a thread."""
         what, at_unix_s = "TensorFlow's notice of preemption", time.time() + self.grace_secs
         self._stop.tell(Cause(what, worker, at_unix_s))
-
-    def _tell(self, what: str, at_unix_s: float, *, is_user: bool) -> None:
-        self._stop.tell(Cause(what, self._where, at_unix_s, is_user))
 
     def _on_lost(self, error: AgreementError) -> None:
         """From a thread."""

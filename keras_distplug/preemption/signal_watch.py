@@ -58,12 +58,7 @@ class SignalWatch:
                 other.remove()
         self._receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)
-        try:
-            self._fd_before = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
-        except ValueError:
-            self._close()
-            self._receiver.close()
-            raise
+        self._fd_before = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         for number in self._numbers:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._handle)
@@ -84,7 +79,7 @@ class SignalWatch:
         now = signal.set_wakeup_fd(-1)
         with contextlib.suppress(ValueError, OSError):  # what was there may be closed by now
             signal.set_wakeup_fd(self._fd_before if now == self._sender.fileno() else now)
-        self._close()
+        self._sender.close()  # ends the thread: it reads the end of the stream
 
     def hand_over(self, number: int) -> None:
         """Gives a signal to who was there before, in the main thread, whatever that waits for. From
@@ -135,10 +130,6 @@ class SignalWatch:
         if self._fd_before != -1:
             with contextlib.suppress(OSError):  # its owner may have closed it
                 os.write(self._fd_before, bytes([number]))
-
-    def _close(self) -> None:
-        # Ends the thread: it reads the end of the stream.
-        self._sender.close()
 
 
 _installed: list[SignalWatch] = []

@@ -51,9 +51,6 @@ class Stop:
         for all of them."""
         return self._cause
 
-    def close(self) -> None:
-        return
-
 
 class StopTogether(Stop):
     """The workers of a cluster stop at the same moment.

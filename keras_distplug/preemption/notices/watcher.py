@@ -6,7 +6,7 @@ import atexit
 import threading
 from collections.abc import Callable
 
-from keras_distplug.core.errors import ConfigurationError, MetadataError
+from keras_distplug.core.errors import MetadataError
 from keras_distplug.core.log import announce
 from keras_distplug.preemption.notices.notice import Notice, Poll
 
@@ -29,18 +29,11 @@ class Watcher:
         tell: Called with a notice, in the thread of the watcher.
         every_secs: Seconds between the end of one question and the next. Defaults to 5, which is
             what AWS advises.
-
-    Raises:
-        ConfigurationError: If `every_secs` is not positive, or is longer than a thread can wait.
     """
 
     def __init__(
         self, poll: Poll, tell: Callable[[Notice], object], every_secs: float = 5.0
     ) -> None:
-        if not 0 < every_secs <= threading.TIMEOUT_MAX:
-            raise ConfigurationError(
-                f"Expected `every_secs` to be a number of seconds > 0. Received: {every_secs!r}"
-            )
         self._poll = poll
         self._tell = tell
         self._every_secs = every_secs

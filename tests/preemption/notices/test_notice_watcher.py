@@ -12,7 +12,7 @@ import pytest
 from mock_metadata import Mock, drip, raw, reply, silence
 from support.cluster import environment
 
-from keras_distplug.core.errors import ConfigurationError, MetadataError
+from keras_distplug.core.errors import MetadataError
 from keras_distplug.preemption.notices.aws import AwsNotices
 from keras_distplug.preemption.notices.notice import Notice
 from keras_distplug.preemption.notices.watcher import Watcher
@@ -192,14 +192,6 @@ def test_close_during_a_request(mock: Mock) -> None:
     assert not mock.may_end.is_set()
     watcher._thread.join(30)
     assert not watcher._thread.is_alive()
-
-
-@pytest.mark.parametrize("every_secs", [0, -1, float("nan"), float("inf"), 1e300])
-def test_every_secs(every_secs: float) -> None:
-    before = threading.active_count()
-    with pytest.raises(ConfigurationError, match="`every_secs` to be a number of seconds > 0"):
-        Watcher(script(), lambda _: None, every_secs=every_secs)
-    assert threading.active_count() == before
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
