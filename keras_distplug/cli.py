@@ -14,7 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from keras_distplug import __version__
+from keras_distplug.commands import arguments
 from keras_distplug.core.errors import ConfigurationError, DistplugError, NoCheckpointError
+from keras_distplug.supervisor.attempt import Limits
+from keras_distplug.supervisor.launch import CommandNotFoundError
+from keras_distplug.supervisor.restarts import Budgets
 
 _COMMAND_NOT_FOUND = 127  # as shells say it
 
@@ -28,9 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
     # argparse has treated `--` differently from one Python to the next.
-    options, dashes, command = _split(arguments)
+    options, dashes, command = _split(list(sys.argv[1:] if argv is None else argv))
     parser = _parser()
     parsed, unknown = parser.parse_known_args(options)
     if unknown:
@@ -50,16 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _exit_code(error)
 
 
-def _split(arguments: list[str]) -> tuple[list[str], bool, list[str]]:
-    if "--" not in arguments:
-        return arguments, False, []
-    place = arguments.index("--")
-    return arguments[:place], True, arguments[place + 1 :]
+def _split(words: list[str]) -> tuple[list[str], bool, list[str]]:
+    if "--" not in words:
+        return words, False, []
+    place = words.index("--")
+    return words[:place], True, words[place + 1 :]
 
 
 def _parser() -> argparse.ArgumentParser:
-    from keras_distplug.commands import arguments
-
     parser = argparse.ArgumentParser(
         prog="keras-distplug",
         description="Fault-tolerant distributed training for Keras: runs workers, and looks after "
@@ -84,10 +85,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_run(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from keras_distplug.commands import arguments
-    from keras_distplug.supervisor.attempt import Limits
-    from keras_distplug.supervisor.restarts import Budgets
-
     parser = subcommands.add_parser(
         "run",
         help="run a training script on several local processes until it is done",
@@ -218,8 +215,6 @@ def _add_run(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def _run(parsed: argparse.Namespace, command: Sequence[str]) -> int:
     from keras_distplug.core.timeouts import Timeouts
     from keras_distplug.runlog import log_files
-    from keras_distplug.supervisor.attempt import Limits
-    from keras_distplug.supervisor.restarts import Budgets
     from keras_distplug.supervisor.run import Job, run
 
     if parsed.ps == 0:
@@ -257,11 +252,8 @@ def _run(parsed: argparse.Namespace, command: Sequence[str]) -> int:
 
 
 def _exit_code(error: DistplugError) -> int:
-    from keras_distplug.commands.arguments import NOTHING_THERE
-    from keras_distplug.supervisor.launch import CommandNotFoundError
-
     if isinstance(error, CommandNotFoundError):
         return _COMMAND_NOT_FOUND
     if isinstance(error, NoCheckpointError):
-        return NOTHING_THERE
+        return arguments.NOTHING_THERE
     return 2 if isinstance(error, ConfigurationError) else 1

@@ -237,8 +237,7 @@ class PreemptionHandler(Watchdog):
         # Slurm tells us once more to go, which must not end us before it has heard.
         if self._requeue is not None and not cause.is_user:
             self._put_into_the_queue(self._requeue, others_wait=stands is not None)
-        earlier = [] if self._watch is None else map(self._watch.handler_before, self._received)
-        earlier = list(zip(self._received, earlier, strict=False))
+        earlier = [(n, self._watch.handler_before(n)) for n in self._received if self._watch]
         self._end()
         for number, handler in earlier:
             if callable(handler) and handler is not signal.default_int_handler:

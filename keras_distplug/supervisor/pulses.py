@@ -79,8 +79,7 @@ def _state_of(pid: int) -> str | None:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return None
-    state = re.search(r"^State:\s*(.*)$", status, re.MULTILINE)
-    tracer = re.search(r"^TracerPid:\s*(\d+)$", status, re.MULTILINE)
-    if state is None or state[1].startswith(("Z", "X")) or (tracer and tracer[1] != "0"):
-        return None
-    return state[1]
+    found = dict(re.findall(r"^(State|TracerPid):\s*(.*)$", status, re.MULTILINE))
+    state: str = found.get("State", "Z")
+    is_debugged = found.get("TracerPid", "0") != "0"
+    return None if state.startswith(("Z", "X")) or is_debugged else state

@@ -132,14 +132,14 @@ def _expand_ranges(text: str, variable: str) -> list[str]:
     numbers: list[str] = []
     for part in text.split(","):
         found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part.strip())
-        if not found or not 0 <= int(found[2] or found[1]) - int(found[1]) < _MOST:
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
+        if not found or not 0 <= last - first < _MOST:
             raise ClusterError(
                 f"{variable} has a range that cannot be read. Expected such as '01-03,07'. "
                 f"Received: {shown(part)}."
             )
         width = len(found[1])
-        last = int(found[2] or found[1])
-        numbers += [f"{number:0{width}d}" for number in range(int(found[1]), last + 1)]
+        numbers += [f"{number:0{width}d}" for number in range(first, last + 1)]
     return numbers
 
 
