@@ -114,7 +114,10 @@ def lost(error: BaseException, role: Role, service: ServiceKeyValues) -> str | N
     patience_s = 0.0 if has_waited else service.heartbeat_timeout_s
     end_s = time.monotonic() + patience_s + _MARGIN_S
     while True:
-        answer = _answer(service)
+        try:
+            answer = service.task_errors()
+        except (ConnectionError, TimeoutError):
+            answer = None
         if (who := _told_by_another(answer or ())) is not None:
             return who
         found = [
@@ -134,13 +137,6 @@ def lost(error: BaseException, role: Role, service: ServiceKeyValues) -> str | N
     if answer is not None or role.is_chief:
         return None
     return f"{next(iter(_workers(role)))}, which does not answer any more"
-
-
-def _answer(service: ServiceKeyValues) -> list[str | None] | None:
-    try:
-        return service.task_errors()
-    except (ConnectionError, TimeoutError):
-        return None
 
 
 def _may_be_of_a_peer(error: BaseException) -> bool:

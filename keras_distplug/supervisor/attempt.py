@@ -81,9 +81,8 @@ class Outcome:
     def first_failure(self) -> Exit | None:
         """The earliest failure: what came later is its consequence. Who left because it was told to
         has failed least."""
-        failures = [exit_ for exit_ in self.exits if exit_.cause in FAILURES]
-        failures.sort(key=lambda exit_: exit_.cause is Cause.PREEMPTED)
-        return failures[0] if failures else None
+        failures = (exit_ for exit_ in self.exits if exit_.cause in FAILURES)
+        return min(failures, key=lambda exit_: exit_.cause is Cause.PREEMPTED, default=None)
 
     @property
     def is_preempted(self) -> bool:
@@ -149,14 +148,12 @@ class Running:
     def until_end(self) -> Outcome:
         """Waits until all who train have completed it, or one has failed, and all are ended."""
         while self._group.runs() and not self._is_completed():
-            happened = self._group.wait(self._timeout_secs())
+            ended, signals = self._group.wait(self._timeout_secs())
             self._exits += [
-                self._judge(ended)
-                for ended in happened.ended
-                if not self._replacing.awaits(ended.worker)
+                self._judge(each) for each in ended if not self._replacing.awaits(each.worker)
             ]
-            if happened.signals:
-                return self._interrupted(happened.signals)
+            if signals:
+                return self._interrupted(signals)
             if not self._is_training and (reports := self._all_training()):
                 self._listener.on_training(reports)
                 self._is_training = True
@@ -298,10 +295,10 @@ def await_end(
     # A shell dies of SIGTERM at once, while the training that it started may still be saving.
     while group.lives(workers) and (remaining := deadline - time.monotonic()) > 0:
         is_polled = not group.runs(workers)  # nothing tells of the end of what they have started
-        happened = group.wait(min(remaining, _STATUS_POLL_SECS) if is_polled else remaining)
-        ended += happened.ended
-        signals += happened.signals
-        if hurry and happened.signals:
+        more, told = group.wait(min(remaining, _STATUS_POLL_SECS) if is_polled else remaining)
+        ended += more
+        signals += told
+        if hurry and signals:
             break
     ended += group.kill(workers)
     group.drain()

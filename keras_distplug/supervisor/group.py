@@ -38,14 +38,6 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Happened:
-    """What `Group.wait` woke up for; both empty when the time was over."""
-
-    ended: tuple[Ended, ...] = ()
-    signals: tuple[signal.Signals, ...] = ()
-
-
-@dataclass(frozen=True)
 class _Process:
     worker: str
     handle: Handle
@@ -97,26 +89,27 @@ class Group:
         reader.start()
         self._readers[worker] = reader
 
-    def wait(self, timeout_secs: float) -> Happened:
-        """Waits until a worker's command ends, a signal comes, or the time is over."""
+    def wait(self, timeout_secs: float) -> tuple[list[Ended], list[signal.Signals]]:
+        """Waits until a worker's command ends, a signal comes, or the time is over. Returns the
+        ends and the signals."""
         if not self._running:
             timeout_secs = min(_POLL_SECS, timeout_secs)
-        signals: tuple[signal.Signals, ...] = ()
+        signals: list[signal.Signals] = []
         gone: list[_Process] = []
         for key, _ in self._selector.select(timeout_secs):
             if isinstance(key.data, _Process):
                 gone.append(key.data)
             else:
-                signals = tuple(self._interruptions.received())
+                signals = self._interruptions.received()
         guard.reap_orphans()
         now = time.time()  # one for all: nobody knows in which order they ended
-        return Happened(tuple(self._reap(process, now) for process in gone), signals)
+        return [self._reap(process, now) for process in gone], signals
 
     def signal(self, number: signal.Signals, workers: Collection[str] | None = None) -> None:
         """Sends a signal to these workers, by default to all, and to whatever they started."""
         guard.signal_all(self._marks_of(workers), number)
 
-    def kill(self, workers: Collection[str] | None = None) -> tuple[Ended, ...]:
+    def kill(self, workers: Collection[str] | None = None) -> list[Ended]:
         """Kills these workers, by default all, and whatever they started, and waits until they are
         dead.
 
@@ -131,14 +124,14 @@ class Group:
         while self.lives(workers):
             # Each time: what was being started was not seen before.
             self.signal(signal.SIGKILL, workers)
-            ended += self.wait(_POLL_SECS).ended
+            ended += self.wait(_POLL_SECS)[0]
             if time.monotonic() > deadline:
                 raise SupervisorError(
                     f"A worker has not ended {_KILL_SECS:g} s after SIGKILL. It probably waits for "
                     "a disk or a network mount that does not answer: see its state in `ps -o pid,"
                     "stat,wchan`, and start again once it is gone."
                 )
-        return tuple(ended)
+        return ended
 
     def drain(self) -> None:
         """Waits until everything that ended workers have printed is shown."""
