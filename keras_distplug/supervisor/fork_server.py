@@ -104,18 +104,15 @@ class Server:
             )
         guard.note_child(self._process.pid)
 
-    def look(self, timeout_secs: float = 0.0) -> None:
+    def look(self) -> None:
         """Takes note of what it has said: that it is ready.
-
-        Args:
-            timeout_secs: How long to wait for it to be ready.
 
         Raises:
             ServerError: If it has ended.
         """
-        while select.select([self._connection], [], [], timeout_secs)[0]:
+        while select.select([self._connection], [], [], 0)[0]:
             self._receive()
-            self.is_ready, timeout_secs = True, 0.0
+            self.is_ready = True
 
     def fork(self, request: forking.Request, descriptors: Sequence[int]) -> int:
         """Forks a process, which becomes a child of this one, and returns its number.
@@ -252,11 +249,11 @@ class ForkServer:
         notes, self._notes = self._notes, []
         return notes
 
-    def _look(self, timeout_secs: float = 0.0) -> None:
+    def _look(self) -> None:
         if self._server is None:
             return
         try:
-            self._server.look(timeout_secs)
+            self._server.look()
         except ServerError as error:
             self.turn_off(str(error))
         if self._is_on and self._refusals.exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -76,13 +77,9 @@ def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> tu
         # CUDA counts from 0 whatever the numbers of the device files in this container are.
         files = [entry for entry in devices.iterdir() if re.fullmatch(r"nvidia\d+", entry.name)]
         return tuple(str(index) for index in range(len(files)))
-    gpus: list[str] = []
-    for name in named.split(","):
-        # CUDA ignores everything from the first invalid entry on; "-1" is the usual one.
-        if not name.strip() or name.strip().startswith("-"):
-            break
-        gpus.append(name.strip())
-    return tuple(gpus)
+    names = map(str.strip, named.split(","))
+    # CUDA ignores everything from the first invalid entry on; "-1" is the usual one.
+    return tuple(itertools.takewhile(lambda name: name and not name.startswith("-"), names))
 
 
 def divide_gpus(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -87,7 +88,10 @@ def make(tmp_path: Path) -> Iterator[Make]:
         server = ForkServer(command, environ, job, tmp_path, **{"modules": ["heavy"], **options})
         made.append(Script(tmp_path, server, {**environ, JOB: job, **ours}))
         server.prepare(settings)
-        server._look(LIMIT_SECS)  # until the next worker will be forked
+        if server._server is not None:
+            # Until the next worker will be forked, or why it cannot be is known.
+            select.select([server._server._connection], [], [], LIMIT_SECS)
+            server._look()
         return made[-1]
 
     yield make

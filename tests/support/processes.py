@@ -184,6 +184,7 @@ def _server(settings: tuple[tuple[str, str], ...]) -> Server:
     marks = {_JOB: uuid.uuid4().hex, _MEMBER: uuid.uuid4().hex, FORK_SERVER: "{}"}
     server = Server([sys.executable], {**others, **dict(settings), **marks})
     atexit.register(server.close)
-    server.look(_READY_SECS)
+    select.select([server._connection], [], [], _READY_SECS)
+    server.look()
     assert server.is_ready, f"the fork server is not ready after {_READY_SECS:g} s"
     return server
