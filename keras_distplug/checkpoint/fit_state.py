@@ -395,10 +395,7 @@ class FitState:
         self._take_history(manifest)
         if self._progress is not None and "train" in manifest.data:
             self._progress.note_end(manifest.data["train"])
-        if self._role.rank < len(manifest.random):
-            # The script may draw before its next `fit`.
-            random_states.restore(manifest.random[self._role.rank])
-            self._restore_draws(manifest)
+        self._restore_random(manifest, ends=True)  # the script may draw before its next `fit`
         models.start_at_epoch(self._model, epochs)
 
     def _take_history(self, manifest: Manifest) -> None:
@@ -490,9 +487,9 @@ class FitState:
             is_anew=is_anew,
         )
 
-    def _restore_random(self, manifest: Manifest) -> None:
+    def _restore_random(self, manifest: Manifest, *, ends: bool = False) -> None:
         known = self._role.rank < len(manifest.random)
-        if known and self._progress is not None and not self._progress.draws_again:
+        if known and (ends or (self._progress is not None and not self._progress.draws_again)):
             random_states.restore(manifest.random[self._role.rank])
             self._restore_draws(manifest)  # a seed that is set has them begin anew
 

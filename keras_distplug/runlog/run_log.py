@@ -42,7 +42,7 @@ from keras_distplug.step.executions import Executions
 from keras_distplug.step.step_reports import StepReport
 from keras_distplug.step.step_windows import OwnWindows
 from keras_distplug.storage.commit import Writer
-from keras_distplug.storage.files import open_files
+from keras_distplug.storage.files import local_path, open_files
 
 _LEAST_SECS, _MOST_SECS, _SHARE = 1.0, 30.0, 0.01  # between windows
 _PACKAGES = ("keras_distplug", "keras", "tensorflow")
@@ -257,7 +257,7 @@ class RunLog(Watchdog):
         supervised = Supervised.from_env()
         if role.is_chief and supervised is not None and place is not None:
             url = os.fspath(place)
-            supervised.logs_to(url if "://" in url else os.path.abspath(url), folder, options)
+            supervised.logs_to(str(local_path(url) or url), folder, options)
 
 
 class _Writes:

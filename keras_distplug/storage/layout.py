@@ -1,6 +1,7 @@
 """Where everything stands in a directory.
 
     <directory>/
+      .owner/                               which process writes here: ownership.py
       run-0001/
         RUN.json                            who began it, and the seed of its data
         MODEL.json                          how its model is made, if Keras can tell that
@@ -12,7 +13,7 @@
           MANIFEST.json                     written last: now the checkpoint exists
         step-00000042-2/                    another one of the same step
         final-00000210/                     one of a run that has reached its end
-        log/                                what happened: storage/run_log.py
+        log/                                what happened: runlog/log_files.py
       hangs/20261122T101112Z-worker-1.txt   stacks of a process that a HangWatchdog has ended
       incidents/20261122T101112Z-epoch-1-batch-4-replica-0.safetensors
                                             a batch whose update a NaNWatchdog has left out
