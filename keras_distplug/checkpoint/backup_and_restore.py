@@ -237,9 +237,9 @@ class BackupAndRestore(RunKeeper):
         self._agreement = agreement.among(self._role)
         name = None
         if self._role.is_chief:
-            self._hold.claim()
             job = self._supervised.job if self._supervised else None
-            name = opening.find_or_begin_run(self._files, resume=self.resume, job=job).name
+            with self._hold.claimed():
+                name = opening.find_or_begin_run(self._files, resume=self.resume, job=job).name
         self._run = runs.read_run(self._files, self._agreement.from_chief("run", name))
         return self._run
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import keras
@@ -26,7 +27,7 @@ class Background(Protocol):
 
 
 class Hold:
-    """Owns a folder while a `fit` uses it. Does nothing before `claim`.
+    """Owns a folder while a `fit` uses it. Does nothing before `claimed`.
 
     Args:
         files: The folder.
@@ -40,13 +41,19 @@ class Hold:
         self._is_in_fit = False
         failures.when_fit_ends(_give_up)
 
-    def claim(self) -> None:
-        """Makes this process the owner of the folder.
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Makes this process the owner of the folder, unless what is done then fails.
 
         Raises:
             InUseError: If another training uses it.
         """
         self.ownership = ownership.claim(self._files, announce)
+        try:
+            yield
+        except BaseException:
+            self.release()
+            raise
 
     def start(
         self,

@@ -302,11 +302,13 @@ def test_other_training(change: dict[str, Any], difference: str, tmp_path: Path)
     """Another global batch, pipeline, optimizer or model is refused before a step, with the first
     difference, and nothing is changed."""
     interrupt(tmp_path, shuffled(), ("batch", 1, 2))
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    before = {path: path.read_bytes() for path in tmp_path.glob("run-*/**/*") if path.is_file()}
     data = change.get("data", shuffled)()
     with pytest.raises(OtherRunError, match=re.escape(difference)):
         train(tmp_path, data, made=change.get("made", without_dropout))
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert {
+        path: path.read_bytes() for path in tmp_path.glob("run-*/**/*") if path.is_file()
+    } == before
 
 
 def test_other_data_on_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -48,6 +48,7 @@ import keras  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.backend.tensorflow.runtime.embedding_tables import wholes  # noqa: E402
+from keras_distplug.checkpoint import opening  # noqa: E402
 from keras_distplug.core.errors import DistplugError  # noqa: E402
 
 FOLDER = Path(sys.argv[1])
@@ -487,6 +488,7 @@ def tables_of_workers() -> dict[str, Any]:
     found: dict[str, Any] = {name: [] for name in names}
     ended: list[np.ndarray] = []
     for epochs, given in ((1, SPLIT), (2, {}), (3, SPLIT)):
+        opening.finished_here.clear()  # as in another process
         told: list[Any] = []
         callbacks = [
             kd.NaNWatchdog(max_skips=20, on_fault=told.append),

@@ -44,7 +44,7 @@ class Sftp:
     @contextlib.contextmanager
     def _named_afterwards(self, fs: Any, path: str, overwrite: bool) -> Iterator[str]:
         folder, name = posixpath.split(path)
-        fs.makedirs(folder, exist_ok=True)
+        _make_folder(fs, folder)
         temporary = f"{folder}/.{name}.{uuid.uuid4().hex}.tmp"
         try:
             yield temporary
@@ -83,6 +83,15 @@ class Sftp:
             fs.ftp.rmdir(path)
         else:
             fs.ftp.remove(path)
+
+
+def _make_folder(fs: Any, folder: str) -> None:
+    for _ in folder.split("/"):
+        # Another writer may make one of these folders at the same time.
+        with contextlib.suppress(OSError):
+            fs.makedirs(folder, exist_ok=True)
+            return
+    fs.makedirs(folder, exist_ok=True)
 
 
 open_sftp: Opener = functools.partial(RemoteFiles, Sftp())
