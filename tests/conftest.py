@@ -175,6 +175,22 @@ def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
     logger.removeHandler(caplog.handler)
 
 
+class _Forgetful(dict[Any, Any]):
+    def __setitem__(self, key: object, value: object) -> None:
+        return
+
+
+@pytest.fixture(autouse=True)
+def as_other_processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every `fit` of a test counts as one of another process, unless the test is about several of
+    one (`one_process`)."""
+    of = request.node.get_closest_marker
+    if of("tf") and not of("one_process"):
+        from keras_distplug.checkpoint import opening
+
+        monkeypatch.setattr(opening, "finished_here", _Forgetful())
+
+
 def _forget_seed() -> None:
     """What a test before gave, from which TensorFlow would seed what has no seed."""
     import tensorflow as tf

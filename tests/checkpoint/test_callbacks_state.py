@@ -19,7 +19,7 @@ import tensorflow as tf  # noqa: E402
 from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
-from keras_distplug.checkpoint import opening, saver  # noqa: E402
+from keras_distplug.checkpoint import saver  # noqa: E402
 from keras_distplug.core.errors import ConfigurationError  # noqa: E402
 from keras_distplug.storage.files import open_files  # noqa: E402
 from keras_distplug.storage.store import CheckpointStore  # noqa: E402
@@ -99,7 +99,6 @@ def fit(
     folder: Path, *made: str, epochs: int = EPOCHS, stop: small.Stop | None = None, **arguments: Any
 ) -> tuple[list[Any], dict[str, keras.callbacks.Callback]]:
     """All that a user sees of a training: weights, History, callbacks, files."""
-    opening.finished_here.clear()  # as in a new process
     files = folder / "files"
     files.mkdir(parents=True, exist_ok=True)
     callbacks = {name: MADE[name](files) for name in made}

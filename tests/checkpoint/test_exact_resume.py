@@ -22,7 +22,7 @@ from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.backend.tensorflow.runtime import context  # noqa: E402
-from keras_distplug.checkpoint import opening, saver  # noqa: E402
+from keras_distplug.checkpoint import saver  # noqa: E402
 from keras_distplug.core.errors import ConfigurationError, OtherRunError  # noqa: E402
 
 EPOCHS = 4
@@ -163,7 +163,6 @@ class Case:
 
 
 def fit(case: Case, folder: Path, at: tuple[Any, ...] = ()) -> tuple[list[Any], Watch]:
-    opening.finished_here.clear()  # as in a new process
     watch = Watch(at)
     made = model()
     made.steps_per_execution = case.steps_per_execution
@@ -254,7 +253,6 @@ def without_dropout(optimizer: str = "adam", *, more: bool = False) -> keras.Mod
 def train(
     folder: Path, data: Any, at: tuple[Any, ...] = (), made: Any = without_dropout, **arguments: Any
 ) -> tuple[keras.Model, keras.callbacks.History, Watch]:
-    opening.finished_here.clear()
     watch = Watch(at)
     allow = {"allow_data_change": arguments.pop("allow_data_change", False)}
     backup = kd.BackupAndRestore(

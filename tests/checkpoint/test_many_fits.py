@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("tensorflow")
-pytestmark = pytest.mark.tf
+pytestmark = [pytest.mark.tf, pytest.mark.one_process]
 
 import keras  # noqa: E402
 import numpy as np  # noqa: E402

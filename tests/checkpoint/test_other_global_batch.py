@@ -19,7 +19,7 @@ import tensorflow as tf  # noqa: E402
 from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
-from keras_distplug.checkpoint import opening, saver  # noqa: E402
+from keras_distplug.checkpoint import saver  # noqa: E402
 from keras_distplug.core.errors import OtherRunError  # noqa: E402
 
 IDS = np.arange(53, dtype="float32")[:, None]
@@ -69,7 +69,6 @@ def run(
     folder: Path, arguments: dict[str, Any], stop: int | None = None, at_once: int = 1, **ours: Any
 ) -> tuple[list[int], keras.callbacks.History | None, Stop]:
     """Trains for three epochs. The samples up to the last checkpoint, if it is interrupted."""
-    opening.finished_here.clear()  # as in a new process
     keras.utils.set_random_seed(11)
     arguments = dict(arguments)
     noting = Noting()

@@ -23,18 +23,12 @@ from support import small  # noqa: E402
 import keras_distplug as kd  # noqa: E402
 from keras_distplug import default_callbacks  # noqa: E402
 from keras_distplug.backend.tensorflow.input import epochs as compat_epochs  # noqa: E402
-from keras_distplug.checkpoint import opening, saver  # noqa: E402
+from keras_distplug.checkpoint import saver  # noqa: E402
 from keras_distplug.core import log  # noqa: E402
 from keras_distplug.core.errors import OtherRunError  # noqa: E402
 from keras_distplug.core.events import Window  # noqa: E402
 from keras_distplug.runlog import log_files  # noqa: E402
 from keras_distplug.storage.files import open_files  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def as_if_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that forgets which runs it has finished, for tests that stand for several."""
-    monkeypatch.setattr(opening, "finished_here", Forgetful())
 
 
 @pytest.fixture(autouse=True)
@@ -47,11 +41,6 @@ def no_save_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
         self.wait()
 
     monkeypatch.setattr(saver.Saver, "start", start)
-
-
-class Forgetful(dict):  # type: ignore[type-arg]
-    def __setitem__(self, key: object, value: object) -> None:
-        return
 
 
 def train(

@@ -30,7 +30,6 @@ import keras_distplug as kd  # noqa: E402
 from keras_distplug.checkpoint import (  # noqa: E402
     capture,
     model_export,
-    opening,
 )
 from keras_distplug.core.errors import (  # noqa: E402
     ConfigurationError,
@@ -368,7 +367,6 @@ def test_changed_model(tmp_path: Path, ask: Ask) -> None:
     before; each checkpoint is exported with its own."""
     for epochs, activation in ((1, "tanh"), (2, "tanh"), (3, "relu")):
         keras.backend.clear_session()
-        opening.finished_here.clear()  # as in another process
         fit(tmp_path, model=wide(activation), epochs=epochs)
     found = [name for _, name in sorted((len(n), n) for n in os.listdir(tmp_path / RUN))]
     assert [name for name in found if name.startswith("MODEL")] == ["MODEL.json", "MODEL-2.json"]

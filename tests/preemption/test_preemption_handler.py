@@ -24,7 +24,7 @@ from support import small  # noqa: E402
 from support.slurm import FakeSlurm  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
-from keras_distplug.checkpoint import opening, saver  # noqa: E402
+from keras_distplug.checkpoint import saver  # noqa: E402
 from keras_distplug.core.errors import AgreementError, ConfigurationError, Preempted  # noqa: E402
 from keras_distplug.preemption import preemption_handler  # noqa: E402
 from keras_distplug.preemption.notices.notice import Notice  # noqa: E402
@@ -103,7 +103,6 @@ def noticing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fit(folder: Path, *others: keras.callbacks.Callback, **ours: Any) -> Any:
-    opening.finished_here.clear()  # as in a new process
     keras.utils.set_random_seed(5)
     model = small.model()
     x, y = small.X, small.Y

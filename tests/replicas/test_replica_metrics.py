@@ -24,7 +24,6 @@ from support.curves import curves_in  # noqa: E402
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.backend.tensorflow import trainer  # noqa: E402
 from keras_distplug.backend.tensorflow.replicas import replica_values  # noqa: E402
-from keras_distplug.checkpoint import opening  # noqa: E402
 from keras_distplug.core.errors import ConfigurationError  # noqa: E402
 from keras_distplug.core.events import Diverged  # noqa: E402
 from keras_distplug.replicas.divergence import Divergence  # noqa: E402
@@ -163,7 +162,6 @@ def test_curves(tmp_path: Path) -> None:
 def test_curves_go_on(tmp_path: Path) -> None:
     """Where a checkpoint is taken up, with the number of the step."""
     for epochs in (1, 2):
-        opening.finished_here.clear()  # as in another process
         callbacks = [*kd.defaults(tmp_path / "run"), kd.ReplicaMetrics(tmp_path / "logs", 3)]
         model().fit(data(), epochs=epochs, verbose=0, callbacks=callbacks)
     steps = [step for step, _ in curves_in(tmp_path / "logs")["replica-0"]["distplug/loss"]]

@@ -19,7 +19,6 @@ from support import small  # noqa: E402
 from support.cluster import environment  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
-from keras_distplug.checkpoint import opening  # noqa: E402
 from keras_distplug.storage import runs  # noqa: E402
 from keras_distplug.storage.files import open_files  # noqa: E402
 from keras_distplug.storage.store import CheckpointStore  # noqa: E402
@@ -48,7 +47,6 @@ def test_two_runs_of_one_folder(place: Place) -> None:
     model = small.model()
     arguments = {"directory": place.url, "storage_options": place.options, "verbose": 0}
     for epochs in (1, 2):
-        opening.finished_here.clear()
         kd.distributed_fit(model, small.X, small.Y, batch_size=8, epochs=epochs, **arguments)
     assert model.optimizer.iterations.numpy() == 2 * small.BATCHES
 

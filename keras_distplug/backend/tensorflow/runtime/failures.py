@@ -31,50 +31,46 @@ _OF_A_CONNECTION = (
 _SERVER = re.compile(r"/job:ps/replica:0/task:(\d+)")
 
 
-_explanations: list[Explain] = []
-_endings: list[Callable[[keras.Model], None]] = []
-
-
 def explain_with(explain: Explain) -> None:
     """Lets `explain` say what is raised instead of an error of any model; None leaves it."""
-    if explain not in _explanations:
-        _explanations.append(explain)
-    _wrap_methods()
+    trainer = keras_trainer.TensorFlowTrainer
+    for name in ("fit", "evaluate", "predict"):
+        stock = getattr(trainer, name)
+        if not is_marked(stock, "explained"):
+            _UPSTREAM.patch(trainer, name, _explained(stock, explain))
+
+
+def _explained(stock: Callable[..., Any], explain: Explain) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def explained(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return stock(self, *args, **kwargs)
+        except Exception as error:
+            told = explain(error, self.distribute_strategy)
+            if told is None:
+                raise
+            raise told from error
+
+    mark(explained, "explained")
+    return explained
 
 
 def when_fit_ends(act: Callable[[keras.Model], None]) -> None:
     """Calls `act` with every model whose `fit` has returned or raised."""
-    if act not in _endings:
-        _endings.append(act)
-    _wrap_methods()
-
-
-def _wrap_methods() -> None:
     trainer = keras_trainer.TensorFlowTrainer
-    for name in ("fit", "evaluate", "predict"):
-        stock = getattr(trainer, name)
-        if not is_marked(stock):
-            _UPSTREAM.patch(trainer, name, _wrapped(stock, _endings if name == "fit" else []))
+    stock = trainer.fit
+    if is_marked(stock, "followed"):
+        return
 
-
-def _wrapped(
-    stock: Callable[..., Any], endings: list[Callable[[keras.Model], None]]
-) -> Callable[..., Any]:
     @functools.wraps(stock)
-    def wrapped(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    def followed(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
         try:
             return stock(self, *args, **kwargs)
-        except Exception as error:
-            for explain in _explanations:
-                if (told := explain(error, self.distribute_strategy)) is not None:
-                    raise told from error
-            raise
         finally:
-            for act in endings:
-                act(self)
+            act(self)
 
-    mark(wrapped)
-    return wrapped
+    mark(followed, "followed")
+    _UPSTREAM.patch(trainer, "fit", followed)
 
 
 def is_of_a_frozen_service(error: BaseException) -> bool:
