@@ -167,9 +167,10 @@ def distributed_fit(
     placement = place(joined.origin, joined.strategy, own_arguments, min_shard_bytes)
     trainer.adapt(placement.model)
     run = _open_run(callbacks, placement.strategy, directory, storage_options, resume=resume)
-    train = _feed(placement, run, joined.arguments)
-    with embeddings.split(min_shard_bytes):  # what is built by the first batch
-        history: keras.callbacks.History = train()
+    with run.backup.hold.given_up_on_failure():
+        train = _feed(placement, run, joined.arguments)
+        with embeddings.split(min_shard_bytes):  # what is built by the first batch
+            history: keras.callbacks.History = train()
     if run.backup.model is None:
         own_fit.warn_of_lost_callbacks(placement.model)
     placement.hand_back()

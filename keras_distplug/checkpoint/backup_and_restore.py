@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import time
@@ -167,7 +168,8 @@ class BackupAndRestore(RunKeeper):
         self._trained_here = False
         self._role = single_process()
         self._agreement = agreement.alone()
-        self._hold = Hold(self._files)
+        self.hold = Hold(open_files(backup_dir, storage_options))  # heartbeats await no upload
+        self._last_run: str | None = None  # that this callback has finished
         self._saves: Saves | None = None
         self._local_saves: Saves | None = None
         trainer.install_dispatch()  # before `fit` looks at the data
@@ -213,7 +215,7 @@ class BackupAndRestore(RunKeeper):
         keep_best = self.retention.keep_best
         exports.export(
             self._files,
-            self._run.name if self._run else None,
+            self._run.name if self._run else self._last_run,
             Export(
                 os.fspath(path),
                 step,
@@ -238,7 +240,7 @@ class BackupAndRestore(RunKeeper):
         name = None
         if self._role.is_chief:
             job = self._supervised.job if self._supervised else None
-            with self._hold.claimed():
+            with self.hold.claimed():
                 name = opening.find_or_begin_run(self._files, resume=self.resume, job=job).name
         self._run = runs.read_run(self._files, self._agreement.from_chief("run", name))
         return self._run
@@ -268,7 +270,7 @@ class BackupAndRestore(RunKeeper):
             logger.append = False
         run = self._run = self._run or self.open_run(self.model.distribute_strategy)
         self._saves = self._local_saves = None
-        self._hold.start(self.model, lambda: list(self._all_saves()), self._forget_run)
+        self.hold.start(self.model, lambda: list(self._all_saves()), self._forget_run)
         self._store = CheckpointStore(self._files, run.name, self._retention)
         self._finished = None
         self._trained_here = False
@@ -297,7 +299,7 @@ class BackupAndRestore(RunKeeper):
                 keras_callbacks.empty(logger)
         team = Team(self._role.rank, self._role.world_size, self._agreement)
         self._saves = self._saves_to(
-            Writer(self._files, self._store, team, self._hold.ownership),
+            Writer(self._files, self._store, team, self.hold.ownership),
             self._cadence,
             self.saving.max_failed_saves,
         )
@@ -318,7 +320,7 @@ class BackupAndRestore(RunKeeper):
             pace,
             is_chief=self._role.is_chief,
             max_failed_saves=max_failed_saves,
-            on_saved=self._on_saved,
+            on_saved=functools.partial(self._on_saved, self._run.name if self._run else ""),
             is_alone=self._role.world_size == 1,
         )
 
@@ -383,7 +385,7 @@ class BackupAndRestore(RunKeeper):
         elif not _is_finite(logs):
             self._finish_saves()
             self._run = None
-            self._hold.release()
+            self.hold.release()
             return
         else:
             completion = Completion(
@@ -399,11 +401,13 @@ class BackupAndRestore(RunKeeper):
         if self._local is not None:
             self._local.delete_sessions()
         if self.delete_checkpoint:
-            self._hold.delete(self._store)
+            self.hold.delete(self._store)
         if self._run is not None:
-            opening.note_finished(self._files, self._run)
+            has_trained, is_deleted = self._finished is None, self.delete_checkpoint
+            opening.note_finished(self._files, self._run, has_trained, is_deleted)
+            self._last_run = None if is_deleted else self._run.name
         self._run = None
-        self._hold.release()
+        self.hold.release()
 
     def save_before_leaving(
         self, logs: Mapping[str, Any] | None, left_s: float | None
@@ -461,11 +465,9 @@ class BackupAndRestore(RunKeeper):
         )
 
     def _make_ready_for(self, found: Found) -> None:
-        assert self._run is not None
-        where = self._files.where(self._run.name)
         self._state.make_ready_for(
             found.stored.manifest,
-            where,
+            self._files.where(self._run.name if self._run else ""),
             ends=found.ends,
             other_data=self.allow_data_change,
             other_batch=self.allow_batch_change,
@@ -483,10 +485,10 @@ class BackupAndRestore(RunKeeper):
         if manifest.completion is not None:
             self._finished = capture.capture(self.model)
 
-    def _on_saved(self, step: int) -> None:
-        """From a thread."""
-        if self._supervised is not None and self._role.is_chief and self._run is not None:
-            self._supervised.saved(self._files.where(self._run.name), step)
+    def _on_saved(self, run: str, step: int) -> None:
+        """From a thread, and also after a `fit` that has failed."""
+        if self._supervised is not None and self._role.is_chief:
+            self._supervised.saved(self._files.where(run), step)
 
     def _report(self, phase: Phase) -> None:
         if self._supervised is not None:

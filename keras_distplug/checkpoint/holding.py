@@ -10,11 +10,16 @@ import keras
 
 from keras_distplug.backend.tensorflow.runtime import failures
 from keras_distplug.backend.tensorflow.runtime.attached import attach, attached, detach
+from keras_distplug.backend.tensorflow.runtime.callback_list import Calling
+from keras_distplug.cluster import leaving
+from keras_distplug.core.errors import FencedError
 from keras_distplug.core.log import announce
-from keras_distplug.core.threads import in_daemon
+from keras_distplug.core.threads import in_daemon, within
 from keras_distplug.storage import ownership
 from keras_distplug.storage.files import Files
 from keras_distplug.storage.store import CheckpointStore
+
+_LAST_SECS = 5.0  # for a release, however the storage is
 
 
 class Background(Protocol):
@@ -69,16 +74,30 @@ class Hold:
             on_failure: Called if the `fit` fails.
         """
         if self.ownership is not None:
-            self.ownership.is_training = True
+            self._watch(self.ownership, Calling.now(), saves)
         self._saves, self._on_failure = saves, on_failure
         self._is_in_fit = True
         attach(model, self)
+
+    def _watch(
+        self,
+        owned: ownership.Ownership,
+        fit: Calling | None,
+        saves: Callable[[], list[Background]],
+    ) -> None:
+        if fit is None:
+            owned.is_training = lambda: True
+            return
+        owned.is_training = fit.is_running
+        # `when_fit_ends` misses a call like `model.fit(..., callbacks=[BackupAndRestore(...)])` if
+        # it is the first: Python looks up `fit` before it makes the callback.
+        owned.is_idle = lambda: not (fit.is_running() or any(each.is_busy for each in saves()))
 
     def release(self) -> None:
         """Lets other trainings use the folder."""
         self._is_in_fit = False
         if self.ownership is not None:
-            self.ownership.is_training = False
+            self.ownership.is_training = lambda: False
             self.ownership.release()
             self.ownership = None
 
@@ -88,17 +107,30 @@ class Hold:
         Raises:
             FencedError: If another process has taken it over; nothing is deleted then.
         """
-        if self.ownership is not None:
+        if self.ownership is None:
+            return
+        try:
             self.ownership.require_recent()
             store.delete_run()
             self.ownership.remove()
+        except FencedError:
+            leaving.is_fenced()
+            raise
+
+    @contextlib.contextmanager
+    def given_up_on_failure(self) -> Iterator[None]:
+        """Releases the folder if what is done then fails, within `fit` or before."""
+        try:
+            yield
+        except BaseException:
+            self.give_up()
+            raise
 
     def give_up(self) -> None:
         """Releases the folder of a `fit` that has failed, once no save is in progress."""
-        if not self._is_in_fit:
-            return
-        self._is_in_fit = False
-        self._on_failure()
+        if self._is_in_fit:
+            self._is_in_fit = False
+            self._on_failure()
         if self.ownership is None:
             return
         owned, uses, saves = self.ownership, self.ownership.uses, self._saves()
@@ -108,12 +140,13 @@ class Hold:
                 each.wait()
             owned.release(after_uses=uses)
 
+        owned.is_training = lambda: False
         if any(each.is_busy for each in saves):
-            owned.is_training = False
-            self.ownership = None
             in_daemon(release, "keras_distplug-release")
         else:
-            self.release()
+            with contextlib.suppress(TimeoutError):
+                within(_LAST_SECS, lambda: owned.release(uses), "keras_distplug-release")
+        self.ownership = None
 
 
 def _give_up(model: keras.Model) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import re
 import socket
 import time
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from keras_distplug.core.supervised import ATTEMPT, JOB
 
 _IMPORTED_AT = time.time()
+_POD = re.compile(r"/pods/([0-9a-f-]{36})/containers/([^/\s]+)/")
 
 
 def started_at() -> float:
@@ -39,7 +41,7 @@ class Process:
         boot: Different for every machine, and every time one is booted; empty if unknown.
         namespace: In which its number counts: containers have their own.
         ticks: When it started, in ticks since its machine was booted; -1 if unknown.
-        pod: Its Kubernetes pod; empty if it is in none.
+        pod: Its Kubernetes pod and its container's name there; empty if it is in none.
         job: What a supervisor or scheduler started it for; empty if none did.
         attempt: The number of that start.
     """
@@ -58,8 +60,13 @@ class Process:
         return f"process {self.pid} on {self.host} (started {self.started_utc})"
 
 
-def this_process(environ: Mapping[str, str] = os.environ) -> Process:
-    """Returns what others need to know of this process."""
+def this_process(environ: Mapping[str, str] = os.environ, mounts: str | None = None) -> Process:
+    """Returns what others need to know of this process.
+
+    Args:
+        environ: Its environment.
+        mounts: What Linux says of its mounts. Defaults to `/proc/self/mountinfo`.
+    """
     started = datetime.datetime.fromtimestamp(started_at(), datetime.UTC)
     ticks, _ = _look_at(os.getpid()) or (-1, "")
     boot, namespace = "", ""
@@ -67,6 +74,10 @@ def this_process(environ: Mapping[str, str] = os.environ) -> Process:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
         namespace = os.readlink("/proc/self/ns/pid")
+    if mounts is None:
+        mounts = ""
+        with contextlib.suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8") as file:
+            mounts = file.read()
     host = socket.gethostname()
     job, attempt = _job_in(environ)
     return Process(
@@ -76,7 +87,7 @@ def this_process(environ: Mapping[str, str] = os.environ) -> Process:
         boot=boot,
         namespace=namespace,
         ticks=ticks,
-        pod=host if "KUBERNETES_SERVICE_HOST" in environ else "",
+        pod=_pod_in(mounts),
         job=job,
         attempt=attempt,
     )
@@ -103,6 +114,13 @@ def is_alive(process: Process, here: Process) -> bool | None:
     if ticks != process.ticks or state in "ZX":
         return False
     return None if state in "Tt" else True  # stopped: it may never be continued
+
+
+def _pod_in(mounts: str) -> str:
+    """The pod, and the container's name in it, from the file that the kubelet mounts there for
+    the container's last words."""
+    found = _POD.search(mounts)
+    return "/".join(found.groups()) if found else ""
 
 
 def _job_in(environ: Mapping[str, str]) -> tuple[str, int]:

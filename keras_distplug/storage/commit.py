@@ -296,9 +296,13 @@ class Writer:
 
     def _make_room(self, kind: layout.Kind) -> None:
         try:
+            if self._ownership is not None:
+                self._ownership.require()
             # What killed ones have left, too: on a small disk that could keep out every save, and
             # else it is cleaned up after one.
             self._store.clear_cut_off(kind)
+        except FencedError:
+            raise
         except CheckpointError as error:
             warnings.warn(f"What is left of a checkpoint that failed stays: {error}", stacklevel=2)
 

@@ -17,6 +17,7 @@ heartbeat is watched, by the clock of the process that watches.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -31,10 +32,12 @@ from pathlib import Path
 from keras_distplug.core.errors import CheckpointError, FencedError, InUseError, SaveError
 from keras_distplug.core.hints import require_types
 from keras_distplug.core.process import Process, is_alive, this_process
+from keras_distplug.core.threads import before_threads_end, within
 from keras_distplug.storage import layout
 from keras_distplug.storage.files import Files
 
 FOLDER = ".owner"
+_LAST_SECS = 5.0
 _CLAIM = re.compile(r"(\d{4,})\.json")
 
 
@@ -57,17 +60,26 @@ TIMING = Timing()
 
 
 class Ownership:
-    """A claim of this process. Made by `claim`."""
+    """A claim of this process. Made by `claim`.
 
-    def __init__(self, files: Files, number: int, token: str, timing: Timing) -> None:
+    Args:
+        files: The directory.
+        number: Of the claim.
+        here: This process.
+        timing: How long it takes to notice that an owner has gone.
+    """
+
+    def __init__(self, files: Files, number: int, here: Process, timing: Timing) -> None:
         self._files = files
         self._number = number
-        self._token = token
+        self._token = uuid.uuid4().hex
+        self._text = json.dumps({**asdict(here), "token": self._token}, indent=1).encode()
         self._timing = timing
         self._beats = 0
-        self.is_training = False  # a `fit` of this process uses it
+        self.is_training: Callable[[], bool] = lambda: False  # whether a `fit` here uses it
+        self.is_idle: Callable[[], bool] = lambda: False  # whether that has ended, saves included
         self.uses = 1  # how often this process has claimed it
-        self._releasing = threading.Lock()
+        self._changing = threading.RLock()
         self._confirmed_s = _now_s()
         self._released = threading.Event()
 
@@ -88,7 +100,7 @@ class Ownership:
         looked_s = _now_s()
         if looked_s - self._confirmed_s <= known_for_secs:
             return
-        if not self._is_newest(layout.names(self._files, FOLDER)):
+        if not self._is_owner(layout.names(self._files, FOLDER)):
             self._released.set()
             raise FencedError(
                 f"{self._files.where()} was taken over by {self._successor()}, because this "
@@ -103,8 +115,9 @@ class Ownership:
 
     def use_again(self) -> bool:
         """Returns whether the directory is still this process's, which then uses it again."""
-        with self._releasing:
+        with self._changing:
             self.uses += 1
+            self.is_training = self.is_idle = lambda: False
             return not self.is_released
 
     def release(self, after_uses: int | None = None) -> None:
@@ -113,7 +126,7 @@ class Ownership:
         Args:
             after_uses: Not if this process has claimed it more often by then.
         """
-        with self._releasing:
+        with self._changing:
             if self.is_released or after_uses not in (None, self.uses):
                 return
             self._released.set()
@@ -121,19 +134,50 @@ class Ownership:
                 self._files.create(f"{FOLDER}/{self._number:04d}.released", [b""])
 
     def remove(self) -> None:
-        """Deletes all claims, with the folder of the directory if nothing else is in it."""
-        self._released.set()
-        try:
-            self._files.delete(FOLDER)
-            self._files.delete_if_empty()
-        except OSError as error:
-            raise CheckpointError(
-                f"{self._files.where(FOLDER)} could not be deleted: {error}. Delete it by hand."
-            ) from error
+        """Deletes all claims, with the folder of the directory if nothing else is in it.
+
+        Raises:
+            FencedError: If another process owns it.
+            CheckpointError: If that fails.
+        """
+        with self._changing:
+            self.require()
+            self._released.set()
+            try:
+                self._files.delete(FOLDER)
+                self._files.delete_if_empty()
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self._files.where(FOLDER)} could not be deleted: {error}. Delete it by hand."
+                ) from error
 
     @property
     def is_released(self) -> bool:
         return self._released.is_set()
+
+    def make(self) -> bool:
+        """Makes the claim; False if another process was faster.
+
+        Raises:
+            OSError: If the storage fails.
+        """
+        try:
+            self._files.create(self._claim_file, [self._text])
+        except FileExistsError:
+            with contextlib.suppress(FileNotFoundError):
+                # Ours, if only the storage's answer was lost.
+                if self._files.read(self._claim_file) == self._text:
+                    self.beat()
+                    return self._is_owner(layout.names(self._files, FOLDER))
+            return False
+        self.beat()
+        # The others may have come to higher numbers, and deleted this one before it was made.
+        if self._is_owner(layout.names(self._files, FOLDER)):
+            return True
+        self._released.set()
+        for path in (f"{FOLDER}/{self._beat_file}", self._claim_file):
+            self._files.delete(path)
+        return False
 
     def beat(self) -> None:
         """Shows that this process is alive.
@@ -141,32 +185,61 @@ class Ownership:
         Raises:
             OSError: If the storage fails.
         """
-        self._beats += 1
-        # Always of the same size: that of a file in a store is looked up once.
-        text = f"{self._beats:012d}"
-        with tempfile.TemporaryDirectory(prefix="keras_distplug-") as folder:
-            path = Path(folder) / "beat"
-            path.write_text(text)
-            self._files.put(path, f"{FOLDER}/{self._beat_file}", overwrite=True)
+        with self._changing:
+            if self.is_released:
+                return
+            self._beats += 1
+            with tempfile.TemporaryDirectory(prefix="keras_distplug-") as folder:
+                path = Path(folder) / "beat"
+                # Always of the same size: that of a file in a store is looked up once.
+                path.write_text(f"{self._beats:012d}")
+                self._files.put(path, f"{FOLDER}/{self._beat_file}", overwrite=True)
 
     def _beat_on(self) -> None:
         while not self._released.wait(self._timing.beat_secs):
+            uses = self.uses
+            if self.is_idle():
+                self.release(after_uses=uses)
+                return
             try:
                 self.beat()
             except OSError:
                 continue  # a save will say so
 
-    def _is_newest(self, names: list[str]) -> bool:
-        return self._beat_file in names and self._number == _newest(names)
+    def _is_owner(self, names: list[str]) -> bool:
+        newest = _newest(names)
+        if not newest:  # somebody has deleted the folder, or what is old in it
+            try:
+                self._files.create(self._claim_file, [self._text])
+            except FileExistsError:
+                newest = self._number
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self._files.where(self._claim_file)} could not be written: {error}"
+                ) from error
+            else:
+                return True
+        if newest != self._number:
+            return False
+        mine = f"{self._number:04d}."
+        others = [n for n in names if n.startswith(mine) and n.endswith(".beat")]
+        if others == [self._beat_file]:
+            return True
+        # Numbers start again in a folder that was deleted: whose claim is it?
+        _, token = _owner(self._files, newest)
+        return token == self._token
+
+    @property
+    def _claim_file(self) -> str:
+        return f"{FOLDER}/{self._number:04d}.json"
 
     @property
     def _beat_file(self) -> str:
-        return f"{self._number:04d}.{self._token}.beat"
+        return _beat_file(self._number, self._token)
 
     def _successor(self) -> str:
-        names = layout.names(self._files, FOLDER)
-        newest = _newest(names)
-        owner = _owner(self._files, newest) if newest else None
+        newest = _newest(layout.names(self._files, FOLDER))
+        owner, _ = _owner(self._files, newest) if newest else (None, "")
         return "another process" if owner is None else str(owner)
 
 
@@ -193,15 +266,29 @@ def claim(
     here = here or this_process()
     key = (os.getpid(), files.where())
     held = _held.get(key)
-    if held is not None and held.is_training and not held.is_released:
+    if held is not None and not held.is_released and held.is_training():
         raise _in_use(files, here)
     if held is not None and held.use_again():
         return held  # that of a `fit` which was not started, or has failed
+    _release_at_exit()
     _held[key] = ownership = _win(files, report, here, timing or TIMING)
     return ownership
 
 
 _held: dict[tuple[int, str], Ownership] = {}  # by process and directory: forks have their own
+
+
+@functools.cache
+def _release_at_exit() -> None:
+    before_threads_end(_release_all)
+
+
+def _release_all() -> None:
+    """When this process ends; saves in progress have ended by then."""
+    for (pid, _), owned in list(_held.items()):
+        if pid == os.getpid() and not owned.is_released:
+            with contextlib.suppress(TimeoutError, RuntimeError):
+                within(_LAST_SECS, owned.release, "keras_distplug-release")
 
 
 def _win(files: Files, report: Callable[[str], None], here: Process, timing: Timing) -> Ownership:
@@ -210,73 +297,59 @@ def _win(files: Files, report: Callable[[str], None], here: Process, timing: Tim
         names = layout.names(files, FOLDER)
         newest = _newest(names)
         if newest and f"{newest:04d}.released" not in names:
-            owner = _owner(files, newest)
+            owner, token = _owner(files, newest)
             # What this process itself has claimed before, it has released, if only here.
             alive = None if owner is None else owner != here and is_alive(owner, here)
-            if alive:
-                raise _in_use(files, owner)
             if alive is None:
                 if not has_told:
                     report(_waits(files, owner, timing))
                     has_told = True
-                if not _goes_stale(files, newest, timing):
-                    raise _in_use(files, _owner(files, newest))
-        if (ownership := _try(files, newest + 1, here, timing)) is not None:
+                alive = _watch(files, newest, token, timing)
+                if alive is None:
+                    continue
+            if alive:
+                raise _in_use(files, owner)
+        ownership = Ownership(files, newest + 1, here, timing)
+        try:
+            is_made = ownership.make()
+        except OSError as error:
+            raise SaveError(
+                f"Nothing can be saved in {files.where()}: {error}. Give a folder that can be "
+                "written."
+            ) from error
+        if is_made:
             _delete_claims_before(files, newest + 1)
             ownership.start_beating()
             return ownership
 
 
-def _try(files: Files, number: int, here: Process, timing: Timing) -> Ownership | None:
-    """Makes a claim; None if another process was faster."""
-    ownership = Ownership(files, number, uuid.uuid4().hex, timing)
-    path = f"{FOLDER}/{number:04d}.json"
-    text = json.dumps({**asdict(here), "token": ownership._token}, indent=1).encode()
-    try:
-        try:
-            files.create(path, [text])
-        except FileExistsError:
-            if files.read(path) != text:  # ours, if only the storage's answer was lost
-                return None
-        ownership.beat()
-    except FileNotFoundError:
-        return None  # deleted by a newer owner
-    except OSError as error:
-        raise SaveError(
-            f"Nothing can be saved in {files.where()}: {error}. Give a folder that can be written."
-        ) from error
-    # The others may have come to higher numbers, and deleted this one before it was made.
-    if ownership._is_newest(layout.names(files, FOLDER)):
-        return ownership
-    ownership._released.set()
-    for name in (ownership._beat_file, f"{number:04d}.json"):
-        files.delete(f"{FOLDER}/{name}")
-    return None
-
-
-def _goes_stale(files: Files, number: int, timing: Timing) -> bool:
-    """Watches a heartbeat until it moves, stops for too long, or is released."""
-    first = last_s = None
+def _watch(files: Files, number: int, token: str, timing: Timing) -> bool | None:
+    """Watches a heartbeat. Returns whether it moves, or None if another claim has taken the place
+    of this one meanwhile, or its owner has released it."""
+    first: bytes | None = None
+    started_s = _now_s()
     while True:
         looked_s = _now_s()
         names = layout.names(files, FOLDER)
-        if _newest(names) != number:
-            return True  # there is a newer claim to look at
-        if f"{number:04d}.released" in names:
-            return True
-        beat = _beat_in(files, number, names)
-        if first is None or last_s is None:
-            first, last_s = beat, looked_s
+        is_replaced = _newest(names) != number or _owner(files, number)[1] != token
+        if is_replaced or f"{number:04d}.released" in names:
+            return None
+        beat = _beat_in(files, _beat_file(number, token), names)
+        if first is None:
+            first, started_s = beat, looked_s
         if beat != first:
-            return False
-        if looked_s - last_s >= timing.stale_secs:
             return True
+        if looked_s - started_s >= timing.stale_secs:
+            return False
         time.sleep(timing.look_secs)
 
 
-def _beat_in(files: Files, number: int, names: list[str]) -> bytes:
-    name = next((n for n in names if n.startswith(f"{number:04d}.") and n.endswith(".beat")), None)
-    if name is None:
+def _beat_file(number: int, token: str) -> str:
+    return f"{number:04d}.{token}.beat"
+
+
+def _beat_in(files: Files, name: str, names: list[str]) -> bytes:
+    if name not in names:
         return b""
     try:
         return files.read(f"{FOLDER}/{name}")
@@ -303,16 +376,16 @@ def _newest(names: list[str]) -> int:
     return max((int(match[1]) for match in map(_CLAIM.fullmatch, names) if match), default=0)
 
 
-def _owner(files: Files, number: int) -> Process | None:
-    """The process that made a claim; None if the claim does not say."""
+def _owner(files: Files, number: int) -> tuple[Process | None, str]:
+    """The process that made a claim, and the claim's token; None and "" if it does not say."""
     try:
         found = json.loads(files.read(f"{FOLDER}/{number:04d}.json"))
-        found.pop("token", None)
+        token = str(found.pop("token"))
         owner = Process(**found)
         require_types(owner)
-    except (OSError, ValueError, TypeError, AttributeError):
-        return None
-    return owner
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+        return None, ""
+    return owner, token
 
 
 def _in_use(files: Files, owner: Process | None) -> InUseError:

@@ -23,6 +23,7 @@ class RunRecord:
         created_utc: ISO 8601.
         place: 1 for the run of a script's first `fit` in the directory, 2 for that of its second,
             and so on.
+        first: The `run_id` of the run with place 1, unless it is this one.
     """
 
     run_id: str
@@ -30,6 +31,12 @@ class RunRecord:
     seed: int
     created_utc: str
     place: int = 1
+    first: str = ""
+
+    @property
+    def sequence(self) -> str:
+        """The same for the runs of all `fit`s of a script."""
+        return self.first or self.run_id
 
 
 @dataclass(frozen=True)
@@ -39,21 +46,27 @@ class Run:
     name: str
     record: RunRecord
 
+    @property
+    def number(self) -> int:
+        """That of its folder."""
+        return int(self.name.partition("-")[2])
 
-def begin_run(files: Files, *, job: str | None, seed: int, place: int = 1) -> Run:
+
+def begin_run(files: Files, *, job: str | None, seed: int, after: Run | None = None) -> Run:
     """Begins a run in a new folder.
 
     Args:
         files: The directory.
         job: As in `RunRecord`, here and below.
         seed: From which the order of its data is drawn.
-        place: Of its `fit` among those of the script.
+        after: The run of the `fit` before, if it is not the script's first.
 
     Raises:
         SaveError: If that cannot be written.
         CheckpointError: If the folder cannot be listed.
     """
-    record = RunRecord(uuid.uuid4().hex, job, seed, layout.now(), place)
+    place, first = (after.record.place + 1, after.record.sequence) if after else (1, "")
+    record = RunRecord(uuid.uuid4().hex, job, seed, layout.now(), place, first)
     # A folder without a record is what is left of a run that was deleted.
     number = max((number for number, _ in layout.runs(files)), default=0)
     text = seal(asdict(record))
@@ -112,29 +125,38 @@ def first_of(files: Files, run: Run) -> Run | None:
         CheckpointError: If one cannot be read.
         CorruptCheckpointError: If the record of one is damaged.
     """
-    names = [name for _, name in layout.runs(files) if name < run.name]
-    place = run.record.place
-    while place > 1:
-        before = read_run(files, names.pop()) if names else None
-        if before is None or before.record.place != place - 1:
-            return None
-        run, place = before, before.record.place
-    return run
+    if run.record.place == 1:
+        return run
+    earlier = [name for number, name in layout.runs(files) if number < run.number]
+    for name in reversed(earlier):
+        if layout.RECORD in layout.names(files, name):
+            found = read_run(files, name)
+            if found.record.run_id == run.record.sequence:
+                return found
+    return None
 
 
 def next_of(files: Files, run: Run) -> Run | None:
-    """Returns the run of the `fit` that follows that of `run` in its script; None if there is none.
+    """Returns the run of the `fit` that follows that of `run` in its script, the newest if there
+    are several; None if there is none.
 
     Raises:
-        CheckpointError: If it cannot be read.
-        CorruptCheckpointError: If its record is damaged.
+        CheckpointError: If one cannot be read.
+        CorruptCheckpointError: If the record of one is damaged.
     """
-    number = int(run.name.partition("-")[2])
-    name = next((name for n, name in layout.runs(files) if n > number), None)
-    if name is None or layout.RECORD not in layout.names(files, name):
-        return None
-    found = read_run(files, name)
-    return found if found.record.place == run.record.place + 1 else None
+    found: Run | None = None
+    for number, name in layout.runs(files):
+        # A run that was deleted leaves its number to the next one.
+        if number < run.number or layout.RECORD not in layout.names(files, name):
+            continue
+        other = read_run(files, name)
+        if other.record.sequence != run.record.sequence:
+            continue
+        if other.record.place == run.record.place + 1:
+            found = other
+        elif other.record.place > run.record.place + 1:
+            break
+    return found
 
 
 def read_run(files: Files, name: str) -> Run:

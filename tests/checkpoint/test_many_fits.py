@@ -161,8 +161,9 @@ def test_same_process(tmp_path: Path) -> None:
 
 
 def test_more_epochs(tmp_path: Path) -> None:
-    """Given more epochs, the `fit` of another process continues, and so does the next one."""
-    for epochs, trained in ((1, 8), (2, 8), (2, 0)):
+    """Given more epochs, the `fit` of another process continues."""
+    # The second one starts again, because what it continues has been trained since.
+    for epochs, trained in ((1, 8), (2, 4 + 8), (2, 0)):
         start_process()
         model, count = small.model(), StopAtStep(-1)
         callbacks = [*backups(tmp_path), count]
@@ -179,6 +180,64 @@ def test_from_the_beginning(tmp_path: Path) -> None:
         for _ in range(2):
             fit(model, [kd.BackupAndRestore(tmp_path, delete_checkpoint=False, resume=resume)])
         assert len(list(tmp_path.glob("run-*"))) == runs
+
+
+def test_failed_fit_after_a_deleted_run(tmp_path: Path) -> None:
+    """It is resumed by the next `fit` of its process, though its run has the number of the one
+    before."""
+    model, stop = small.model(), StopAtStep(7)
+    backup = {"save_freq": 2, "saving": kd.Saving(on_busy="wait")}
+    fit(model, [kd.BackupAndRestore(tmp_path, **backup), stop])
+    for _ in range(2):
+        with suppress(small.Interrupted):
+            fit(model, [kd.BackupAndRestore(tmp_path, **backup), stop])
+        saver.wait_for_all()
+    assert stop.batches == 7 + 2  # from the checkpoint of its second step on
+
+
+def test_resume_false_again(tmp_path: Path) -> None:
+    """In a notebook, `resume=False` begins again also after a `fit` that was interrupted."""
+    model, stop = small.model(), StopAtStep(7)
+    for _ in range(3):
+        with suppress(small.Interrupted):
+            backup = kd.BackupAndRestore(tmp_path, 1, delete_checkpoint=False, resume=False)
+            fit(model, [backup, stop])
+        saver.wait_for_all()
+    assert stop.batches == 7 + 4
+    assert len(list(tmp_path.glob("run-*"))) == 3
+
+
+def test_run_of_another_script_between(tmp_path: Path) -> None:
+    """A start with `resume=False` that left no checkpoint does not break the sequence of another
+    script."""
+    model = small.model()
+    for _ in range(2):
+        fit(model, backups(tmp_path))
+    start_process()
+    with suppress(small.Interrupted):
+        callbacks = [kd.BackupAndRestore(tmp_path, False, resume=False), StopAtStep(1)]
+        fit(small.model(), callbacks)
+    for trained in (4, 0):
+        start_process()
+        again, count = small.model(), StopAtStep(-1)
+        for _ in range(3):
+            fit(again, [*backups(tmp_path), count])
+        assert count.batches == trained
+
+
+def test_export_after_a_restart(tmp_path: Path) -> None:
+    """A script that exports after every `fit` exports the same after a restart."""
+    for _ in range(2):
+        start_process()
+        model = small.model()
+        [backup] = callbacks = backups(tmp_path)
+        fit(model, callbacks)
+        backup.export(tmp_path / "first.safetensors", overwrite=True)
+        first = (tmp_path / "first.safetensors").read_bytes()
+        fit(model, callbacks)
+        backup.export(tmp_path / "second.safetensors", overwrite=True)
+        assert (tmp_path / "second.safetensors").read_bytes() != first
+    assert (tmp_path / "first.safetensors").read_bytes() == first
 
 
 def test_deleted_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -152,7 +153,13 @@ def test_attempts() -> None:
     assert (slurm.job, slurm.attempt) == ("Slurm job 7 of ", 2)
     ours = this_process({"KERAS_DISTPLUG_JOB": "a", "KERAS_DISTPLUG_ATTEMPT": "3"})
     assert (ours.job, ours.attempt) == ("a", 3)
-    assert this_process({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}).pod == HERE.host
+    uid = "0b9c8f0e-5c1d-4a5e-9a51-0c6f4f3f1b11"
+    mounts = (
+        f"1 2 8:1 /var/lib/kubelet/pods/{uid}/etc-hosts /etc/hosts rw - ext4 /dev/sda1 rw\n"
+        f"1 2 8:1 /var/lib/kubelet/pods/{uid}/containers/train/4f1 /dev/termination-log rw - ext4\n"
+    )
+    assert this_process(mounts=mounts).pod == f"{uid}/train"
+    assert this_process(mounts="1 2 8:1 / / rw - ext4 /dev/sda1 rw\n").pod == ""
 
 
 @pytest.mark.parametrize("url", ["disk", "memory://{}"])
@@ -169,7 +176,7 @@ def test_in_one_process(tmp_path: Path) -> None:
     files = open_files(tmp_path)
     first = ownership.claim(files, silent)
     assert ownership.claim(open_files(tmp_path), silent) is first
-    first.is_training = True
+    first.is_training = lambda: True
     with pytest.raises(InUseError, match=f"in which process {os.getpid()} on"):
         ownership.claim(files, silent)
     first.release()
@@ -187,27 +194,57 @@ def test_old_claims(tmp_path: Path) -> None:
 
 def test_deleted_folder(tmp_path: Path) -> None:
     """A process whose directory was deleted, and used again, has lost it: numbers start again, but
-    the claim is another one."""
+    the claim is another one, whatever the heartbeat of the first one does."""
     files = open_files(tmp_path / "a")
     first = ownership.claim(files, silent)
-    ownership.Ownership(files, 1, "", PATIENT).remove()
-    assert not (tmp_path / "a").exists()
-    second = ownership._win(files, silent, HERE, PATIENT)
-    assert files.names(FOLDER)[0].startswith("0001.")
+    shutil.rmtree(tmp_path / "a")
+    first.beat()
+    second = ownership._win(files, silent, replace(HERE, started_utc="later"), PATIENT)
+    first.beat()
+    assert len([name for name in files.names(FOLDER) if name.endswith(".beat")]) == 2
     with pytest.raises(FencedError):
         first.require()
     second.require()
+    with pytest.raises(InUseError):
+        ownership._win(files, [].append, ELSEWHERE, PATIENT)
     second.release()
+
+
+def test_purged_folder(tmp_path: Path) -> None:
+    """A process whose claim was deleted, and that nobody has replaced, still owns the directory."""
+    files = open_files(tmp_path)
+    first = ownership.claim(files, silent)
+    shutil.rmtree(tmp_path / FOLDER)
+    first.require()
+    with pytest.raises(InUseError):
+        ownership._win(files, silent, replace(HERE, started_utc="later"), PATIENT)
+    first.release()
 
 
 def test_late_claim(tmp_path: Path) -> None:
     """A claim that comes so late that newer ones have been made and deleted since is withdrawn."""
     files = open_files(tmp_path)
-    newer = ownership._try(files, 7, HERE, PATIENT)
-    assert newer is not None
-    assert ownership._try(files, 3, HERE, PATIENT) is None
+    newer = ownership.Ownership(files, 7, HERE, PATIENT)
+    assert newer.make()
+    assert not ownership.Ownership(files, 3, HERE, PATIENT).make()
     assert not [name for name in files.names(FOLDER) if name.startswith("0003")]
     newer.require()
+
+
+def test_folder_that_changes_owners(tmp_path: Path) -> None:
+    """A process that watches one owner looks again if another claim takes its place."""
+    files, said = open_files(tmp_path), []
+    first = ownership.Ownership(files, 1, replace(HERE, boot="a"), PATIENT)
+    assert first.make()
+
+    def replace_first(line: str) -> None:
+        said.append(line)
+        first.remove()
+        ownership.Ownership(files, 1, HERE, PATIENT).make()
+
+    with pytest.raises(InUseError):
+        ownership._win(files, replace_first, replace(HERE, started_utc="later"), PATIENT)
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}', '{"host": 1}'])
@@ -275,6 +312,28 @@ def test_lost_during_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(FencedError):
         write(files, 3, first)
     assert store.committed("step") == ["step-00000001", "step-00000002"]
+
+
+def test_failed_save_of_a_zombie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of saves is cleaned up after one that failed, but not by a process that has lost
+    the directory: it may be a save of the new owner's."""
+    files = open_files(tmp_path)
+    first = ownership._win(files, silent, HERE, PATIENT)
+    runs.begin_run(files, job=None, seed=0)
+    write(files, 1, first)
+    first.release()
+    ownership._win(files, silent, HERE, PATIENT)
+    in_progress = tmp_path / RUN / "step-00000005" / "a-1" / "rank-0-1.safetensors"
+    in_progress.parent.mkdir(parents=True)
+    in_progress.write_bytes(b"a")
+
+    def fail(*_: object) -> None:
+        raise PermissionError("of a share")
+
+    monkeypatch.setattr(Writer, "_write_share", fail)
+    with pytest.raises(FencedError):
+        write(files, 2, first)
+    assert in_progress.exists()
 
 
 def test_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

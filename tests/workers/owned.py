@@ -19,6 +19,7 @@ import keras
 import numpy as np
 
 import keras_distplug as kd
+from keras_distplug.checkpoint import saver
 from keras_distplug.storage import ownership
 
 folder, how = Path(sys.argv[1]), sys.argv[2:]
@@ -29,10 +30,12 @@ class Pause(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if how and int(self.model.optimizer.iterations) == 9:
             how.clear()
-            print("pauses", flush=True)
             if "wait" in sys.argv:
+                saver.wait_for_all()
+                print("pauses", flush=True)
                 (folder / "gate").open().read()
             else:
+                print("pauses", flush=True)
                 os.kill(os.getpid(), signal.SIGSTOP)
 
 

@@ -43,6 +43,10 @@ class Calling:
                 return cls(weakref.ref(callbacks), id(each), each.f_code)
         return None
 
+    def is_running(self) -> bool:
+        """Whether that `fit` has neither returned nor failed. From any thread."""
+        return any(map(self.is_above, list(sys._current_frames().values())))
+
     def is_above(self, frame: FrameType | None) -> bool:
         """Whether `frame` is called by that `fit`. From any thread."""
         # While the list lives, so does the frame that has it, whose number no other one can have;
