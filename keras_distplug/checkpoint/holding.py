@@ -28,7 +28,7 @@ class Background(Protocol):
     @property
     def is_busy(self) -> bool: ...
 
-    def wait(self) -> None: ...
+    def await_idle(self) -> None: ...
 
 
 class Hold:
@@ -137,7 +137,7 @@ class Hold:
 
         def release() -> None:
             for each in saves:
-                each.wait()
+                each.await_idle()
             owned.release(after_uses=uses)
 
         owned.is_training = lambda: False

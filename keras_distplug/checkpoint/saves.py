@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -194,6 +195,11 @@ class Saves:
     def is_busy(self) -> bool:
         """Whether a save is in progress."""
         return self._saver.is_busy
+
+    def await_idle(self) -> None:
+        """Waits for a save in progress, and reports nothing of it. From any thread."""
+        with contextlib.suppress(SaveError):
+            self._saver.wait()
 
     def wait(self) -> None:
         """Waits for a save under way."""
