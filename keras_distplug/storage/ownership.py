@@ -101,7 +101,7 @@ class Ownership:
         if looked_s - self._confirmed_s <= known_for_secs:
             return
         if not self._is_owner(layout.names(self._files, FOLDER)):
-            self._released.set()
+            self._end()
             raise FencedError(
                 f"{self._files.where()} was taken over by {self._successor()}, because this "
                 f"process, {os.getpid()}, showed no sign of life. It saves and deletes nothing "
@@ -129,7 +129,7 @@ class Ownership:
         with self._changing:
             if self.is_released or after_uses not in (None, self.uses):
                 return
-            self._released.set()
+            self._end()
             with contextlib.suppress(OSError):  # they will find it dead, or its heartbeat stale
                 self._files.create(f"{FOLDER}/{self._number:04d}.released", [b""])
 
@@ -142,7 +142,7 @@ class Ownership:
         """
         with self._changing:
             self.require()
-            self._released.set()
+            self._end()
             try:
                 self._files.delete(FOLDER)
                 self._files.delete_if_empty()
@@ -150,6 +150,10 @@ class Ownership:
                 raise CheckpointError(
                     f"{self._files.where(FOLDER)} could not be deleted: {error}. Delete it by hand."
                 ) from error
+
+    def _end(self) -> None:
+        self._released.set()
+        self.is_training = self.is_idle = lambda: False  # which know of a model
 
     @property
     def is_released(self) -> bool:
@@ -174,7 +178,7 @@ class Ownership:
         # The others may have come to higher numbers, and deleted this one before it was made.
         if self._is_owner(layout.names(self._files, FOLDER)):
             return True
-        self._released.set()
+        self._end()
         for path in (f"{FOLDER}/{self._beat_file}", self._claim_file):
             self._files.delete(path)
         return False
