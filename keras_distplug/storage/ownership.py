@@ -212,7 +212,7 @@ class Ownership:
 
     def _is_owner(self, names: list[str]) -> bool:
         newest = _newest(names)
-        if not newest:  # somebody has deleted the folder, or what is old in it
+        if not newest:  # the folder was deleted, or old files in it were purged
             try:
                 self._files.create(self._claim_file, [self._text])
             except FileExistsError:
@@ -409,5 +409,5 @@ def _waits(files: Files, owner: Process | None, timing: Timing) -> str:
 
 
 def _now_s() -> float:
-    """A clock that goes on while the machine is suspended."""
+    """Returns the time of a clock that keeps running while the machine is suspended."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

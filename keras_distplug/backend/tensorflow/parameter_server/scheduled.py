@@ -237,7 +237,7 @@ class Schedule:
             self._left_out.reset()
 
     def left_out(self) -> tuple[int, int]:
-        """How many steps were left out since the begin of this `fit`, and in a row by now."""
+        """Returns how many steps this `fit` has skipped, and how many of the last ones."""
         return (0, 0) if self._left_out is None else self._left_out.counts()
 
 
