@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from keras_distplug.backend.tensorflow.trainer import adapt
     from keras_distplug.callbacks.chief_only import chief_only
     from keras_distplug.checkpoint.backup_and_restore import BackupAndRestore
-    from keras_distplug.checkpoint.settings import LocalCheckpoints, Saving
+    from keras_distplug.checkpoint.settings import LocalCheckpoints, Resuming, Saving
     from keras_distplug.core import errors
     from keras_distplug.data.feed import resumable
     from keras_distplug.default_callbacks import defaults
@@ -43,6 +43,7 @@ __all__ = [
     "NaNWatchdog",
     "PreemptionHandler",
     "ReplicaMetrics",
+    "Resuming",
     "Retention",
     "RunLog",
     "Saving",
@@ -71,6 +72,7 @@ _HOMES = {
     "NaNWatchdog": "keras_distplug.nonfinite.nan_watchdog",
     "PreemptionHandler": "keras_distplug.preemption.preemption_handler",
     "ReplicaMetrics": "keras_distplug.replicas.replica_metrics",
+    "Resuming": "keras_distplug.checkpoint.settings",
     "Retention": "keras_distplug.storage.retention",
     "RunLog": "keras_distplug.runlog.run_log",
     "Saving": "keras_distplug.checkpoint.settings",

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import keras
 
@@ -16,7 +15,10 @@ from keras_distplug.backend.tensorflow.runtime import versions
 from keras_distplug.callbacks.watchdog import deferring
 from keras_distplug.checkpoint.backup_and_restore import BackupAndRestore
 from keras_distplug.checkpoint.cadence import SaveFreq
+from keras_distplug.checkpoint.settings import Single
 from keras_distplug.cluster import peers
+from keras_distplug.cluster.array_tasks import array_task
+from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.hang.hang_watchdog import HangWatchdog
 from keras_distplug.nonfinite.nan_watchdog import NaNWatchdog
 from keras_distplug.preemption.preemption_handler import PreemptionHandler
@@ -27,9 +29,10 @@ from keras_distplug.runlog.run_log import RunLog
 def defaults(
     directory: str | os.PathLike[str] | None = None,
     *,
-    save_freq: SaveFreq = "epoch",
+    save_freq: SaveFreq = "auto",
     storage_options: Mapping[str, Any] | None = None,
     resume: bool = True,
+    **single: Unpack[Single],
 ) -> list[keras.callbacks.Callback]:
     """Callbacks that make `model.fit` survive: pass them, start the script again, and it goes on.
 
@@ -51,14 +54,17 @@ def defaults(
 
     Args:
         directory: Folder of this training, or a URL such as `s3://bucket/runs/mnist`. Defaults to
-            `keras_distplug_runs/<name of the script>` in the working folder, and
-            `<name of the script>-2` at the second call in a process. Every training needs a folder
-            of its own.
-        save_freq: `"epoch"`, an integer number of batches, a time such as `"5min"`, `"auto"` for as
-            often as costs a hundredth of the time, or `False` to save at the end only. Defaults to
-            `"epoch"`. `BackupAndRestore` has more to choose.
+            `keras_distplug_runs/<name of the script>` in the working folder, with
+            `-task-<number>` behind it for a task of an array job. There, each model and each data
+            set has its own run; jobs that run at the same time need separate folders.
+        save_freq: `"epoch"`, an integer number of batches, a time such as `"5min"`, `"auto"`, or
+            `False` to save at the end only. Defaults to `"auto"`: the first checkpoint within a
+            minute, then as often as costs 1 % of the time.
         storage_options: As in `BackupAndRestore`.
         resume: `False` begins a new run beside what the folder holds. Defaults to `True`.
+        single: Fields of `Saving`, `Retention`, `Resuming` and `LocalCheckpoints`, such as
+            `keep_best=("val_loss", "min", 1)`, `allow_data_change=True` or
+            `init_from="runs/other"`.
 
     Returns:
         A new, plain list.
@@ -67,16 +73,17 @@ def defaults(
     # Keras fails under MultiWorkerMirroredStrategy before it looks at the callbacks.
     trainer.install_dispatch()
     peers.watch()
+    backup = BackupAndRestore(
+        default_directory() if directory is None else directory,
+        save_freq=save_freq,
+        storage_options=storage_options,
+        delete_checkpoint=False,
+        resume=resume,
+        **single,
+    )
+    backup.is_shared_directory = directory is None
     return [
-        deferring(
-            BackupAndRestore(
-                default_directory() if directory is None else directory,
-                save_freq=save_freq,
-                storage_options=storage_options,
-                delete_checkpoint=False,
-                resume=resume,
-            )
-        ),
+        deferring(backup),
         deferring(PreemptionHandler()),
         deferring(HangWatchdog()),
         deferring(NaNWatchdog()),
@@ -85,18 +92,26 @@ def defaults(
     ]
 
 
-def default_directory() -> Path:
-    """`keras_distplug_runs/<script>` in the working folder, `<script>-2` for the next one.
+def _refuse_uncalled(model: object) -> None:
+    """What Keras calls first on each of the `callbacks`."""
+    raise ConfigurationError(
+        "Expected callbacks. Received: the function `defaults` itself. Write "
+        "`callbacks=keras_distplug.defaults()`, with parentheses."
+    )
 
-    The number keeps several trainings of one script apart; started again, it comes to the same
-    ones in the same order.
+
+defaults.__dict__["set_model"] = _refuse_uncalled
+
+
+def default_directory() -> Path:
+    """`keras_distplug_runs/<script>` in the working folder, with the number of the task for a task
+    of an array job.
+
+    Several trainings of a script have several runs in it.
     """
     script = Path(sys.argv[0] if sys.argv else "")
     name = script.resolve().parent.name if script.name == "__main__.py" else script.stem
     if name in ("", "-c", "ipykernel_launcher"):
         name = "interactive"
-    number = next(_trainings)
-    return Path("keras_distplug_runs") / (name if number == 1 else f"{name}-{number}")
-
-
-_trainings = itertools.count(1)
+    task = array_task(os.environ)
+    return Path("keras_distplug_runs") / (name if task is None else f"{name}-task-{task}")

@@ -17,12 +17,15 @@ from keras_distplug.backend.tensorflow import trainer
 from keras_distplug.backend.tensorflow.parameter_server import embeddings
 from keras_distplug.backend.tensorflow.runtime import context, models, versions
 from keras_distplug.callbacks import chief_only
+from keras_distplug.callbacks.watchdog import require_made
 from keras_distplug.checkpoint.backup_and_restore import BackupAndRestore
+from keras_distplug.checkpoint.cadence import SaveFreq
+from keras_distplug.checkpoint.settings import RESUMING, Resuming, merged
 from keras_distplug.cluster import agreement, peers
 from keras_distplug.cluster.roles import Role
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.log import advise, announce
-from keras_distplug.data import carry, feed, own_fit, progress
+from keras_distplug.data import carry, contents, feed, own_fit, progress
 from keras_distplug.default_callbacks import defaults
 from keras_distplug.strategies.placement import Blueprint, Origin, Placement, place, require_usable
 
@@ -30,6 +33,13 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _GIVEN = "_given"
 _ONLY_FED = ("sample_weight", "class_weight", "validation_split")
+_OPTIONS = {
+    "directory": None,
+    "save_freq": "auto",
+    "storage_options": None,
+    "resume": True,
+    **vars(RESUMING),
+}
 _FED = (*_ONLY_FED, "validation_data", "batch_size", "shuffle", "epochs")
 
 
@@ -71,8 +81,10 @@ def distributed_fit(
     *,
     strategy: str | tf.distribute.Strategy = "auto",
     directory: str | os.PathLike[str] | None = None,
+    save_freq: SaveFreq = "auto",
     storage_options: Mapping[str, Any] | None = None,
     resume: bool = True,
+    resuming: Resuming = RESUMING,
     deterministic: bool = False,
     min_shard_bytes: int | None = None,
     **own_arguments: Any,
@@ -127,8 +139,12 @@ def distributed_fit(
             `"central_storage"`, or a `tf.distribute.Strategy`. Defaults to `"auto"`.
         directory: Folder of this run, or a URL such as `s3://bucket/runs/mnist`. Defaults to that
             of `defaults()`.
+        save_freq: As in `defaults`. Defaults to `"auto"`.
         storage_options: As in `BackupAndRestore`.
         resume: `False` begins a new run beside what the folder holds. Defaults to `True`.
+        resuming: What the script may have changed since the checkpoint, and what a new run begins
+            with. Its fields, such as `allow_data_change=True`, are also accepted as arguments.
+            Defaults to `Resuming()`.
         deterministic: Let TensorFlow compute the same bits in each run on machines of this kind
             (`tf.config.experimental.enable_op_determinism`), for the rest of the process. On CPUs
             they mostly are the same without it; on GPUs they are not. Functions of a pipeline that
@@ -154,6 +170,7 @@ def distributed_fit(
         OtherRunError: If `directory` holds the run of another model.
     """
     given: dict[str, Any] = own_arguments.pop(_GIVEN)  # arguments of `fit`
+    resuming = _resuming_of(resuming, own_arguments, given)
     versions.check()
     peers.watch()
     if deterministic:
@@ -166,7 +183,15 @@ def distributed_fit(
     joined = _join(model, strategy, given)
     placement = place(joined.origin, joined.strategy, own_arguments, min_shard_bytes)
     trainer.adapt(placement.model)
-    run = _open_run(callbacks, placement.strategy, directory, storage_options, resume=resume)
+    data = contents.of_given(*map(joined.arguments.get, ("x", "y", "sample_weight")))
+    options = {
+        "directory": directory,
+        "save_freq": save_freq,
+        "storage_options": storage_options,
+        "resume": resume,
+        **vars(resuming),
+    }
+    run = _open_run(callbacks, placement.model, data, options)
     with run.backup.hold.given_up_on_failure():
         train = _feed(placement, run, joined.arguments)
         with embeddings.split(min_shard_bytes):  # what is built by the first batch
@@ -175,6 +200,16 @@ def distributed_fit(
         own_fit.warn_of_lost_callbacks(placement.model)
     placement.hand_back()
     return history
+
+
+def _resuming_of(
+    resuming: Resuming, own_arguments: dict[str, Any], given: dict[str, Any]
+) -> Resuming:
+    """Takes the fields of `Resuming` from among the arguments of a model's own `fit`."""
+    single = {name: own_arguments.pop(name) for name in Resuming.names() & own_arguments.keys()}
+    for name in single:
+        del given[name]
+    return merged("resuming", Resuming, resuming, single)
 
 
 def _compute_the_same_bits() -> None:
@@ -260,29 +295,33 @@ class _OpenRun:
 
 def _open_run(
     callbacks: Sequence[keras.callbacks.Callback] | None,
-    strategy: tf.distribute.Strategy,
-    directory: str | os.PathLike[str] | None,
-    storage_options: Mapping[str, Any] | None,
-    *,
-    resume: bool,
+    model: keras.Model,
+    data: Mapping[str, str],
+    options: Mapping[str, Any],
 ) -> _OpenRun:
     """Complete the callbacks by those of `defaults`, and open the run that they keep."""
-    role = agreement.role_under(strategy)
-    given = keras.tree.flatten(callbacks) if callbacks else []
-    if not any(isinstance(each, BackupAndRestore) for each in given):
-        given = [*given, *defaults(directory, storage_options=storage_options, resume=resume)]
-    elif directory is not None or storage_options is not None or not resume:
+    role = agreement.role_under(model.distribute_strategy)
+    if isinstance(callbacks, keras.callbacks.CallbackList):
         raise ConfigurationError(
-            "`directory`, `storage_options` and `resume` belong to the BackupAndRestore among the "
-            f"callbacks, which has its own. Received: directory={directory!r}, resume={resume}. "
-            "Leave them out, or leave the callback out."
+            "Expected `callbacks` to be a list. Received: a `CallbackList`. Write "
+            "`callbacks=[...]`, with the same callbacks."
+        )
+    given = keras.tree.flatten(callbacks) if callbacks else []
+    require_made(given)
+    if not any(isinstance(each, BackupAndRestore) for each in given):
+        given = [*given, *defaults(**options)]
+    elif own := [name for name in options if options[name] != _OPTIONS[name]]:
+        raise ConfigurationError(
+            f"Expected {', '.join(f'`{name}`' for name in own)} as an argument of the "
+            "BackupAndRestore among the callbacks. Received: an argument of `distributed_fit`. "
+            "Pass it to the callback, or leave the callback out."
         )
     own = [
         chief_only.for_role(each, role) if chief_only.writes_files(each) else each for each in given
     ]
     backups = [each for each in own if isinstance(each, BackupAndRestore)]
     backup = min(backups, key=lambda each: each.defers)  # the user's own
-    return _OpenRun(role, own, backup, seed=backup.open_run(strategy).record.seed)
+    return _OpenRun(role, own, backup, seed=backup.open_run(model, data).record.seed)
 
 
 def _feed(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import keras
@@ -24,6 +25,11 @@ class Watchdog(keras.callbacks.Callback):  # type: ignore[misc]
     """A callback of which one is enough in a `fit`."""
 
     defers = False  # whether an instance that the user gives takes its place
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        if (stock := vars(cls).get("set_model")) is not None:
+            cls.set_model = _of_instances(stock, cls.__name__)
 
     def stands_aside(self, others: Sequence[keras.callbacks.Callback]) -> bool:
         """Takes this one out of the list if another of its class, or of one derived from that, does
@@ -50,6 +56,35 @@ class Watchdog(keras.callbacks.Callback):  # type: ignore[misc]
             if value is not _MISSING and value != parameter.default:
                 shown.append(f"{name}={_shown(value)}")
         return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def _of_instances(stock: Callable[..., None], name: str) -> Callable[..., None]:
+    """`set_model`, the first method that Keras calls, which it also calls on a class."""
+
+    @functools.wraps(stock)
+    def set_model(self: Any, *given: Any, **named: Any) -> None:
+        if not isinstance(self, keras.callbacks.Callback):
+            raise ConfigurationError(
+                f"Expected callbacks. Received: the class {name} itself. Write "
+                f"`callbacks=[{name}(...)]`, with parentheses."
+            )
+        stock(self, *given, **named)
+
+    return set_model
+
+
+def require_made(callbacks: Sequence[object]) -> None:
+    """Checks that callbacks are not classes.
+
+    Raises:
+        ConfigurationError: If one is.
+    """
+    for each in callbacks:
+        if isinstance(each, type):
+            raise ConfigurationError(
+                f"Expected callbacks. Received: the class {each.__name__} itself. Write "
+                f"`{each.__name__}(...)`, with parentheses."
+            )
 
 
 Kind = TypeVar("Kind", bound=Watchdog)

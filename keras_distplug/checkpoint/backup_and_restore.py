@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
 import time
 from collections.abc import Iterable, Mapping
@@ -13,20 +12,25 @@ from typing import Any, Unpack
 import keras
 
 from keras_distplug.backend.tensorflow import trainer
+from keras_distplug.backend.tensorflow.input import epochs
 from keras_distplug.backend.tensorflow.runtime import keras_callbacks, models
 from keras_distplug.backend.tensorflow.runtime.callback_list import move_to_end
 from keras_distplug.callbacks.run_keeper import RunContext, RunKeeper
-from keras_distplug.checkpoint import capture, exports, opening, resuming, saver
+from keras_distplug.callbacks.watchdog import require_made
+from keras_distplug.checkpoint import capture, exports, opening, same_run, saver
+from keras_distplug.checkpoint import resuming as resuming_
 from keras_distplug.checkpoint.cadence import Cadence, Pace, SaveFreq, cadence_of
 from keras_distplug.checkpoint.candidates import Candidates, Found
 from keras_distplug.checkpoint.fit_state import FitState
 from keras_distplug.checkpoint.holding import Hold
 from keras_distplug.checkpoint.local_tier import LocalTier
-from keras_distplug.checkpoint.saves import Saves, Writes
+from keras_distplug.checkpoint.saves import Saves, Writes, is_finite, save_all_before
 from keras_distplug.checkpoint.settings import (
+    RESUMING,
     RETENTION,
     SAVING,
     LocalCheckpoints,
+    Resuming,
     Saving,
     Settings,
     Single,
@@ -40,6 +44,7 @@ from keras_distplug.core.log import announce
 from keras_distplug.core.reporting import report, time_spent
 from keras_distplug.core.state import Completion
 from keras_distplug.core.supervised import Phase, Supervised
+from keras_distplug.data import contents
 from keras_distplug.python_state import script_code
 from keras_distplug.step.executions import Executions
 from keras_distplug.storage import runs
@@ -106,19 +111,16 @@ class BackupAndRestore(RunKeeper):
             Defaults to `Saving()`.
         retention: Which checkpoints to keep, as a `Retention`. Defaults to `Retention()`, the two
             newest.
+        resuming: What the script may have changed since the checkpoint, and what a new run begins
+            with, as a `Resuming`. Defaults to `Resuming()`.
         local: Further checkpoints on the workers' own machines, as `LocalCheckpoints`. Defaults to
             `None`.
         storage_options: Arguments for fsspec's file system for the store of `backup_dir`, such as
             `{"endpoint_url": "https://..."}`. Credentials are better left where the store's own
             tools look for them. Defaults to `None`.
         resume: `False` starts a new run next to what the folder holds. Defaults to `True`.
-        allow_batch_change: Continue with the same data in global batches of another size, from the
-            next sample on. Defaults to `False`, which refuses them.
-        allow_data_change: Continue although the data differs from the checkpoint's: another global
-            batch, another pipeline. The interrupted epoch then starts again. Defaults to `False`,
-            which refuses such data.
-        single: The fields of `Saving`, `Retention` and `LocalCheckpoints` (`on_busy`, `keep_last`,
-            `local_tier`, ...) are also accepted as arguments.
+        single: The fields of `Saving`, `Retention`, `Resuming` and `LocalCheckpoints` (`on_busy`,
+            `keep_last`, `allow_data_change`, `local_tier`, ...) are also accepted as arguments.
 
     Raises:
         ConfigurationError: For an argument that is not usable.
@@ -135,17 +137,16 @@ class BackupAndRestore(RunKeeper):
         *,
         saving: Saving = SAVING,
         retention: Retention = RETENTION,
+        resuming: Resuming = RESUMING,
         local: LocalCheckpoints | None = None,
         storage_options: Mapping[str, Any] | None = None,
         resume: bool = True,
-        allow_batch_change: bool = False,
-        allow_data_change: bool = False,
         **single: Unpack[Single],
     ) -> None:
         super().__init__()
         if not backup_dir:
             raise ConfigurationError(f"`backup_dir` is empty. Received: {backup_dir!r}")
-        settings = Settings.of(saving, retention, local, single)
+        settings = Settings.of(saving, retention, resuming, local, single)
         self.backup_dir = backup_dir
         self.save_freq = save_freq
         self.double_checkpoint = double_checkpoint
@@ -154,18 +155,19 @@ class BackupAndRestore(RunKeeper):
         self.retention = settings.retention
         self.local = settings.local
         self.resume = resume
-        self.allow_batch_change = allow_batch_change
-        self.allow_data_change = allow_data_change
+        self.resuming = settings.resuming
         keep_last = self.retention.keep_last + bool(double_checkpoint)
         self._retention = replace(self.retention, keep_last=keep_last)
-        self._cadence = cadence_of(save_freq, self.saving.max_overhead)
         self._local_place = None if self.local is None else self.local.open(self.saving)
         self._files = open_files(backup_dir, storage_options)
+        is_near = self._files.traits.is_near
+        self._cadence = cadence_of(save_freq, self.saving.max_overhead, is_near=is_near)
         self._storage_options = dict(storage_options or {})
         self._supervised = Supervised.from_env()
         self._run: runs.Run | None = None
         self._finished: Mapping[str, Any] | None = None
         self._trained_here = False
+        self.is_shared_directory = False  # whether other models and data may have runs in it
         self._role = single_process()
         self._agreement = agreement.alone()
         self.hold = Hold(open_files(backup_dir, storage_options))  # heartbeats await no upload
@@ -227,12 +229,14 @@ class BackupAndRestore(RunKeeper):
             self._model,
         )
 
-    def open_run(self, strategy: Any) -> runs.Run:
+    def open_run(self, model: keras.Model, data: Mapping[str, str]) -> runs.Run:
         """Finds the run to go on with, or begins one; all workers get the same.
 
         Args:
-            strategy: The `tf.distribute.Strategy` of the model that will be trained.
+            model: The model that will be trained, under its strategy.
+            data: The contents of its data, as in `data.contents`.
         """
+        strategy = model.distribute_strategy
         saver.wait_for_all()
         self._role = agreement.role_under(strategy)
         opening.require_one_model(self._role, strategy)
@@ -241,24 +245,31 @@ class BackupAndRestore(RunKeeper):
         if self._role.is_chief:
             job = self._supervised.job if self._supervised else None
             with self.hold.claimed():
-                name = opening.find_or_begin_run(self._files, resume=self.resume, job=job).name
+                name = opening.find_or_begin_run(
+                    self._files,
+                    same_run.identity_of(model, data),
+                    resume=self.resume,
+                    job=job,
+                    is_shared=self.is_shared_directory,
+                ).name
         self._run = runs.read_run(self._files, self._agreement.from_chief("run", name))
         return self._run
-
-    # Keras' hooks, in the order in which they come
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         trainer.adapt(model)
         self._others = move_to_end(self)
+        require_made(self._others)
         if self.stands_aside(self._others):
             given = [each for each in self._others if isinstance(each, BackupAndRestore)]
-            if not self.defers:
+            if self.defers == given[-1].defers:
+                what = "`defaults()` among the callbacks" if self.defers else "BackupAndRestore"
                 raise ConfigurationError(
-                    "Expected one BackupAndRestore in a fit. Received: two, of "
+                    f"Expected one {what} of a fit. Received: two, of "
                     f"{self._files.where()} and {given[-1]._files.where()}. Remove one of them."
                 )
             return
+        self._is_of_fit = epochs.of_fit() is not None
         self._spared = keras_callbacks.spare_files(self._others)
 
     def set_params(self, params: Mapping[str, Any]) -> None:
@@ -268,7 +279,8 @@ class BackupAndRestore(RunKeeper):
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         for logger in self._spared:
             logger.append = False
-        run = self._run = self._run or self.open_run(self.model.distribute_strategy)
+        run = self._run = self._run or self.open_run(self.model, contents.of_fit())
+        resuming_.require_own_list(made_in_fit=self._is_of_fit, is_chief=self._role.is_chief)
         self._saves = self._local_saves = None
         self.hold.start(self.model, lambda: list(self._all_saves()), self._forget_run)
         self._store = CheckpointStore(self._files, run.name, self._retention)
@@ -288,11 +300,13 @@ class BackupAndRestore(RunKeeper):
         )
         made = exports.architecture_of(self.model) if self._role.is_chief else None
         with time_spent(Category.RESTORE):
-            is_new = not resuming.take_up_newest(
+            is_new = not resuming_.take_up_newest(
                 self._state, self._candidates(), self._make_ready_for, self._go_on_from
             )
-        if is_new and self._role.is_chief:
-            announce(resuming.new_run_line(self._files, run.name, self._role.name))
+        if is_new:
+            resuming_.begin(
+                self.model, self._files, run, self._role, self.resuming, self._storage_options
+            )
         exports.remember(self._files, run.name, made, self._state.cursor.step)
         for logger in self._spared:
             if logger not in self._state.restored:
@@ -346,7 +360,7 @@ class BackupAndRestore(RunKeeper):
                     self._state.cursor.step,
                     seconds,
                     lambda: self._state.take(logs),
-                    is_sound=_is_finite(logs),
+                    is_sound=is_finite(logs),
                 )
         self._stepped_s = time.monotonic()
 
@@ -363,7 +377,7 @@ class BackupAndRestore(RunKeeper):
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         self._state.on_epoch_end(epoch)
         last = self.model.stop_training or epoch + 1 == self._epochs
-        if _is_finite(logs):
+        if is_finite(logs):
             with time_spent(Category.SAVE):
                 for saves in self._all_saves():
                     is_last = last and saves is self._saves
@@ -382,7 +396,7 @@ class BackupAndRestore(RunKeeper):
         if self._finished is not None:
             # Keras and other callbacks have done to it once more what was done to it already.
             capture.put_back(self.model, self._finished)
-        elif not _is_finite(logs):
+        elif not is_finite(logs):
             self._finish_saves()
             self._run = None
             self.hold.release()
@@ -412,27 +426,21 @@ class BackupAndRestore(RunKeeper):
     def save_before_leaving(
         self, logs: Mapping[str, Any] | None, left_s: float | None
     ) -> int | None:
-        begin_s, step = time.monotonic(), self._state.cursor.step
+        step, is_sound = self._state.cursor.step, is_finite(logs)
         with time_spent(Category.SAVE):
-            for saves in reversed(self._all_saves()):
-                rest_s = None if left_s is None else left_s - (time.monotonic() - begin_s)
-                saves.save_before(
-                    step, lambda: self._state.take(logs), rest_s, is_sound=_is_finite(logs)
-                )
-        steps = [saves.saved_step for saves in self._all_saves()]
-        return max((step for step in steps if step is not None), default=None)
+            return save_all_before(
+                reversed(self._all_saves()),
+                step,
+                lambda: self._state.take(logs),
+                left_s,
+                is_sound=is_sound,
+            )
 
     def roll_back(self) -> int | None:
         for saves in self._all_saves():
             saves.wait()
         self._agreement.barrier("roll back")
-        candidates = self._candidates()
-        while (found := candidates.newest()) is not None:
-            damage = self._state.roll_back(found)
-            if damage is None:
-                return found.stored.manifest.cursor.step
-            candidates.reject(found, damage)
-        return None
+        return resuming_.roll_back(self._state, self._candidates())
 
     def keep_file(self, name: str, parts: Iterable[bytes | memoryview]) -> str:
         self._files.create(name, parts)
@@ -456,28 +464,24 @@ class BackupAndRestore(RunKeeper):
             saves.finish()
 
     def _candidates(self) -> Candidates:
+        is_chief, epochs = self._role.is_chief, self._epochs
         return Candidates(
-            self._store,
-            self._local,
-            self._agreement,
-            is_chief=self._role.is_chief,
-            epochs=self._epochs,
+            self._store, self._local, self._agreement, is_chief=is_chief, epochs=epochs
         )
 
     def _make_ready_for(self, found: Found) -> None:
         self._state.make_ready_for(
             found.stored.manifest,
             self._files.where(self._run.name if self._run else ""),
+            self.resuming,
             ends=found.ends,
-            other_data=self.allow_data_change,
-            other_batch=self.allow_batch_change,
         )
 
     def _go_on_from(self, found: Found) -> None:
         manifest = found.stored.manifest
         if self._role.is_chief and self._run is not None:
             chief, epochs = self._role.name, self._epochs
-            announce(resuming.line(found, self._files, self._run.name, chief=chief, epochs=epochs))
+            announce(resuming_.line(found, self._files, self._run.name, chief=chief, epochs=epochs))
         if not found.ends:
             self._state.go_on(manifest)
             return
@@ -493,8 +497,3 @@ class BackupAndRestore(RunKeeper):
     def _report(self, phase: Phase) -> None:
         if self._supervised is not None:
             self._supervised.report(self._role.name, phase)
-
-
-def _is_finite(logs: Mapping[str, Any] | None) -> bool:
-    loss = (logs or {}).get("loss")
-    return loss is None or math.isfinite(float(loss))

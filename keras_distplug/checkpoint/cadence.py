@@ -19,7 +19,8 @@ from keras_distplug.core.errors import ConfigurationError
 SaveFreq = Literal["epoch", "auto", False] | int | str | datetime.timedelta
 
 _STEPS, _SAVES = 50, 3  # of which the median is taken
-_STEPS_BEFORE_FIRST = 10
+_STEPS_BEFORE_FIRST, _SECS_BEFORE_FIRST = 10, 40.0
+_SECS_BETWEEN_REMOTE = 20.0
 _CAUTION = 0.8
 _DURATION = re.compile(r"(\d+(?:\.\d+)?) *(s|sec|min|h)")
 _SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
@@ -51,21 +52,30 @@ class EverySeconds:
 
 @dataclass(frozen=True)
 class Auto:
-    """As often as the share of the time that saves cost stays below `max_overhead`."""
+    """As often as the share of the time that saves cost stays below `max_overhead`.
+
+    Args:
+        max_overhead: Above 0, below 1.
+        least_secs: Between saves. A request to a store costs money.
+    """
 
     max_overhead: float
+    least_secs: float = 1.0
 
 
 Cadence = EveryEpoch | AtEnd | EveryBatches | EverySeconds | Auto
 
 
-def cadence_of(save_freq: SaveFreq, max_overhead: float, name: str = "save_freq") -> Cadence:
+def cadence_of(
+    save_freq: SaveFreq, max_overhead: float, name: str = "save_freq", *, is_near: bool = True
+) -> Cadence:
     """What a user's `save_freq` means.
 
     Args:
         save_freq: As the user gave it.
         max_overhead: For `"auto"`.
         name: Of the argument, for errors.
+        is_near: Whether a save goes to a disk, not to a store.
 
     Raises:
         ConfigurationError: If it means nothing.
@@ -76,7 +86,7 @@ def cadence_of(save_freq: SaveFreq, max_overhead: float, name: str = "save_freq"
         case "epoch":
             return EveryEpoch()
         case "auto":
-            return Auto(max_overhead)
+            return Auto(max_overhead) if is_near else Auto(max_overhead, _SECS_BETWEEN_REMOTE)
         case int() if save_freq is not True and save_freq > 0:
             return EveryBatches(save_freq)
         case datetime.timedelta() if save_freq.total_seconds() > 0:
@@ -149,8 +159,9 @@ class Pace:
         match self._cadence:
             case EverySeconds(seconds):
                 return seconds
-            case Auto(max_overhead) if self._costs_s:
-                return max(statistics.median(self._costs_s) / max_overhead, self._duration_s)
+            case Auto(max_overhead, least_secs) if self._costs_s:
+                by_cost_s = statistics.median(self._costs_s) / max_overhead
+                return max(by_cost_s, self._duration_s, least_secs)
         return None
 
     @property
@@ -180,7 +191,8 @@ class Pace:
         """What to do at the end of an epoch. The last one's is saved whatever is under way."""
         if is_last and not isinstance(self._cadence, AtEnd):
             return self._due(step, now_s, is_saving=False)
-        if isinstance(self._cadence, EveryEpoch):
+        is_first = isinstance(self._cadence, Auto) and self.interval_s is None and not is_saving
+        if is_first or isinstance(self._cadence, EveryEpoch):
             return self._due(step, now_s, is_saving=is_saving)
         return Plan(save=False, next_look=None)
 
@@ -192,7 +204,10 @@ class Pace:
             case Auto() if self.interval_s is None and is_saving:
                 return Plan(save=False, next_look=step + 1)
             case Auto() if self.interval_s is None and len(self._quiet_s) < _STEPS_BEFORE_FIRST:
-                return Plan(save=False, next_look=step + _STEPS_BEFORE_FIRST)
+                left_s = self._last_s + _SECS_BEFORE_FIRST - now_s
+                if left_s > 0:
+                    steps = min(_STEPS_BEFORE_FIRST, self._steps_in(left_s))
+                    return Plan(save=False, next_look=step + steps)
         remaining_s = self._last_s + (self.interval_s or 0.0) - now_s
         if remaining_s <= 0:
             return self._due(step, now_s, is_saving=is_saving)

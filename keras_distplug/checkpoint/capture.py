@@ -80,6 +80,21 @@ def specs_of_model(stored: Iterable[VariableSpec]) -> tuple[VariableSpec, ...]:
     return tuple(spec for spec in stored if not _is_beside_model(spec.key))
 
 
+def comparable(
+    stored: Iterable[VariableSpec], model: keras.Model
+) -> tuple[list[VariableSpec], list[VariableSpec]]:
+    """The parts of a checkpoint and of a model that have to match. A learning rate is a variable in
+    one of them, and a schedule in the other, if the script has changed that."""
+    there, here = list(specs_of_model(stored)), list(specs_of(model))
+    if any(_is_rate(spec.key) for spec in there) != any(_is_rate(spec.key) for spec in here):
+        there, here = ([s for s in each if not _is_rate(s.key)] for each in (there, here))
+    return there, here
+
+
+def _is_rate(key: str) -> bool:
+    return key.startswith("optimizer/") and key.endswith("/learning_rate")
+
+
 def allocate(spec: VariableSpec) -> Memory | None:
     """Memory for `restore` that a variable takes over without a copy, where that is worth it."""
     if spec.dtype not in _PLAIN or math.prod(spec.shape) < _LARGE:
@@ -101,19 +116,38 @@ def restore(
     Returns:
         The values of what is not the model's as a whole, by key.
     """
-    keys = [key for key in stored if not _is_beside_model(key)]
-    variables = dict(zip(keys, variables_of(model).values(), strict=True))
+    keys, here = [key for key in stored if not _is_beside_model(key)], variables_of(model)
+    if any(map(_is_rate, keys)) != any(map(_is_rate, here)):
+        keys = [key for key in keys if not _is_rate(key)]
+        here = {key: each for key, each in here.items() if not _is_rate(key)}
+    variables = dict(zip(keys, here.values(), strict=True))
     others = {}
     for key, value in values:
         if key == _RANDOM:
             models.restore_global_seed_generator(value)
         elif key.startswith(_BESIDE):
             others[key] = np.array(value)
-        else:
+        elif key in variables:
             variables[key].assign(value)
         del value  # its memory is the next one's
     models.refresh(model)
     return others
+
+
+def assign(
+    variables: Mapping[str, Any], matches: Mapping[str, str], values: Iterable[tuple[str, Any]]
+) -> None:
+    """Writes values of another model into `variables`.
+
+    Args:
+        variables: By key.
+        matches: The key of one of them, by the key of its value.
+        values: Each one's key and value, in any order.
+    """
+    for key, value in values:
+        if key in matches:
+            variables[matches[key]].assign(value)
+        del value  # its memory is the next one's
 
 
 def put_back(model: keras.Model, taken: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ import keras
 
 from keras_distplug.backend.tensorflow.replicas import compile_config, touched
 from keras_distplug.backend.tensorflow.runtime import models
+from keras_distplug.checkpoint import changed_settings
 from keras_distplug.core.errors import OtherRunError
 
 _KEY = "training"  # in `Manifest.how_built`
@@ -31,8 +32,10 @@ class Compilation:
         self._start = {
             "frozen": compile_config.frozen(model),
             "compiled": compile_config.config(model),
+            "fit": changed_settings.of_fit(),
         }
         self._touched = touched.Touched.of(model)
+        self._is_fitted = False  # whether the optimizer trains what the script has changed that to
 
     def note_trace(self) -> None:
         """To be called when the training step is traced, which is when freezing takes effect."""
@@ -56,6 +59,11 @@ class Compilation:
             start["compiled"], self._start["compiled"]
         )
 
+    def changes(self, how_built: Mapping[str, Any]) -> list[changed_settings.Change]:
+        """What the script sets otherwise than the one that made a checkpoint."""
+        start = how_built[_KEY]["start"] if _KEY in how_built else {}
+        return changed_settings.compare(start, self._start)
+
     def take_up(self, how_built: Mapping[str, Any], where: str) -> None:
         """Does to the built model what callbacks have done until a checkpoint.
 
@@ -71,6 +79,8 @@ class Compilation:
             compile_config.freeze(self._model, there["frozen"])
             if there["is_new"]:
                 self._compile_like(there["compiled"], where)
+        if self._is_fitted:
+            return  # to this script
         built = models.optimizer_targets(self._model).get(_OPTIMIZER)
         if built is not None and built != _places(how_built).get(_OPTIMIZER, built):
             self._renew_optimizer()
@@ -114,6 +124,7 @@ class Compilation:
         if now == before or set(_places(how_built).get(_OPTIMIZER, ())) != before:
             return None
         old = self._renew_optimizer()
+        self._is_fitted = True
         models.build_optimizers(self._model, {_OPTIMIZER: sorted(now)})
         compile_config.copy_slots(old, self._model.optimizer)
         said = [

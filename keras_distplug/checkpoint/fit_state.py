@@ -20,13 +20,16 @@ from keras_distplug.backend.tensorflow.runtime import models
 from keras_distplug.checkpoint import (
     callback_states,
     capture,
+    changed_settings,
     compilation,
     outside,
     own_states,
+    same_data,
     same_run,
 )
 from keras_distplug.checkpoint.candidates import Found
 from keras_distplug.checkpoint.progress_line import shown
+from keras_distplug.checkpoint.settings import RESUMING, Resuming
 from keras_distplug.cluster.channel import Channel
 from keras_distplug.cluster.roles import Role
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError
@@ -34,7 +37,6 @@ from keras_distplug.core.log import announce
 from keras_distplug.core.state import Completion, Cursor, TrainState
 from keras_distplug.data import progress
 from keras_distplug.data.position import Positioned
-from keras_distplug.data.sources import SEEDS
 from keras_distplug.python_state import json_values, random_states
 from keras_distplug.storage.manifest import Manifest
 from keras_distplug.storage.meter import Meter
@@ -78,12 +80,16 @@ class FitState:
         self._outside = outside.Outside(model, others, warns=role.is_chief)
         touched.Touched.of(model).on_step_known = self._on_step_known
         self._progress = progress.of_fit(model, seed)
+        if self._progress is not None:
+            _ = self._progress.data.source.contents  # training may change them
         self._validation: Positioned | None = None
         self._validated = 0  # passes over the validation data before this `fit`
         self._validated_read = 0  # those of which a batch was read
         self._validated_with: Sequence[Any] = ()  # its variables after these passes
         self._drawn: Mapping[str, Any] | None = None  # before validation in this process
         self._has_other_data = False
+        self._allowed = RESUMING
+        self._changes: Sequence[changed_settings.Change] = ()
         self._callbacks = callback_states.CallbackStates(
             others, model, is_alone=role.world_size == 1
         )
@@ -260,16 +266,15 @@ class FitState:
     # And back
 
     def make_ready_for(
-        self, manifest: Manifest, where: str, *, ends: bool, other_data: bool, other_batch: bool
+        self, manifest: Manifest, where: str, allowed: Resuming, *, ends: bool
     ) -> None:
         """Makes the variables that the checkpoint has values for.
 
         Args:
             manifest: Of the checkpoint.
             where: The run it is of, for errors.
+            allowed: What it may go on with.
             ends: Whether the run ends there, and reads no more data.
-            other_data: Whether it may go on with other data.
-            other_batch: Whether it may go on with the same data in batches of another size.
 
         Raises:
             OtherRunError: If it is of another model, or of other data.
@@ -277,30 +282,35 @@ class FitState:
         capture.build(self._model, manifest.how_built)
         self._take_up_compilation(manifest, where)
         same_run.require_model(manifest, where, self._model, self._compilation.is_of_this_script)
+        self._allowed, self._rate = allowed, models.learning_rate(self._model)
+        self._changes = self._compilation.changes(manifest.how_built)
+        if not ends:
+            changed_settings.require_allowed(
+                self._changes, manifest.cursor, where, other_loss=allowed.allow_loss_change
+            )
         self._has_other_data = False
-        if ends or self._progress is None or "fingerprint" not in manifest.data:
+        if self._progress is None or "fingerprint" not in manifest.data:
             return
-        there = dict(manifest.data["fingerprint"])
-        here = json.loads(json.dumps(self._progress.data.source.fingerprint()))
-        seeds_there, seeds_here = there.pop(SEEDS, None), here.pop(SEEDS, None)
-        is_within = "read" in (manifest.data.get("train") or {})
-        why_not = self._progress.data.source.why_not_by_samples if is_within else None
-        self._has_other_data = same_run.is_other_data(
-            there,
-            here,
+        compared = same_data.compare(
+            manifest,
+            self._progress.data.source,
             where,
-            why_not_by_samples=why_not,
-            other_data=other_data,
-            other_batch=other_batch,
+            allowed,
+            self._agreement,
+            is_chief=self._role.is_chief,
+            ends=ends,
         )
-        if not self._has_other_data and seeds_there != seeds_here:
-            self._use_seeds(seeds_there)
+        self._has_other_data = compared.is_other
+        if compared.has_other_seeds:
+            self._use_seeds(compared.seeds)
+        if compared.has_other_order:
+            announce(same_data.OTHER_ORDER)
 
     def _use_seeds(self, seeds: str | None) -> None:
         assert self._progress is not None
         is_used = seeds is not None and self._progress.data.source.use_seeds(seeds)
         if self._role.is_chief:
-            announce(same_run.OLD_SEEDS if is_used else same_run.NEW_SEEDS)
+            announce(same_data.OLD_SEEDS if is_used else same_data.NEW_SEEDS)
 
     def read(self, found: Found) -> CheckpointError | None:
         """Reads the values into the model and the callbacks. Tells what keeps any worker from that;
@@ -353,6 +363,7 @@ class FitState:
     def go_on(self, manifest: Manifest) -> None:
         """Makes `fit` go on where the checkpoint was taken."""
         self._take_history(manifest)
+        self._settle_changes(ends=False)
         changed = self._compilation.fit_optimizer(manifest.how_built)
         if changed is not None and self._role.is_chief:
             announce(f"since the checkpoint other variables are trained: {changed}")
@@ -393,10 +404,25 @@ class FitState:
     def end(self, manifest: Manifest, epochs: int) -> None:
         """Makes `fit` end at once, as the checkpoint's did."""
         self._take_history(manifest)
+        self._settle_changes(ends=True)
         if self._progress is not None and "train" in manifest.data:
             self._progress.note_end(manifest.data["train"])
         self._restore_random(manifest, ends=True)  # the script may draw before its next `fit`
         models.start_at_epoch(self._model, epochs)
+
+    def _settle_changes(self, *, ends: bool) -> None:
+        """Reports what the script has changed, and sets its learning rate if that was asked for."""
+        rate = models.learning_rate(self._model)
+        if (
+            not self._allowed.restore_learning_rate
+            and not ends
+            and any(c.is_rate for c in self._changes)
+        ):
+            models.set_learning_rate(self._model, self._rate)
+            rate = None
+        for line in changed_settings.lines(self._changes, rate, ends=ends):
+            if self._role.is_chief:
+                announce(line)
 
     def _take_history(self, manifest: Manifest) -> None:
         self.cursor = manifest.cursor
@@ -428,6 +454,8 @@ class FitState:
             self._restore_outside(manifest)
             self._restore_callbacks(manifest)
             self._restore_own(in_epoch=True)
+            if any(each.is_of_meaning for each in self._changes):
+                self._model.reset_metrics()  # a mean is of one loss
             self._restore_random(manifest)
             self._model.stop_training = manifest.stop_training
             logs = {**manifest.metrics, **json_values.decode(manifest.other_logs)}
@@ -446,36 +474,7 @@ class FitState:
     def _restore_own(self, *, in_epoch: bool) -> None:
         own = {k: v for k, v in self._arrays.items() if k.startswith(own_states.PREFIX)}
         self._arrays = {}  # with best weights among them, as large as the model
-
-        is_eager = models.runs_eagerly(self._model)
-        counting: set[int] = set()
-
-        def restore() -> str | None:
-            found = own_states.restore(
-                self._model,
-                own,
-                self._role.rank,
-                self._role.world_size,
-                in_epoch=in_epoch,
-                counting=counting,
-            )
-            if is_eager:
-                counting.update(own_states.existing(self._model))
-            return found
-
-        def restore_what_was_built() -> None:
-            if (differs := restore()) is not None and not is_eager:
-                self._announce_new_metrics(differs)
-
-        differs = restore()
-        if differs is not None and not replica_values.when_built(
-            self._model, restore_what_was_built
-        ):
-            self._announce_new_metrics(differs)
-
-    def _announce_new_metrics(self, differs: str) -> None:
-        if self._role.is_chief:
-            announce(f"the metrics of this epoch start with the next batch: {differs}")
+        own_states.restore(self._model, own, self._role, in_epoch=in_epoch)
 
     def _restore_callbacks(
         self, manifest: Manifest, *, is_anew: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,37 +39,89 @@ def note_finished(files: Files, run: runs.Run, has_trained: bool, is_deleted: bo
     finished_here[_key(files)] = Finished(run, has_trained, is_deleted)
 
 
-def find_or_begin_run(files: Files, *, resume: bool, job: str | None) -> runs.Run:
+def find_or_begin_run(
+    files: Files,
+    identity: runs.Identity,
+    *,
+    resume: bool,
+    job: str | None,
+    is_shared: bool = False,
+) -> runs.Run:
     """Returns the run to continue, or a new one.
 
     Within a process, every `fit` that follows a finished one has its own run, after those of the
     earlier ones. Another process that runs the same script gets the same runs in the same order.
+    If it leaves out some of them, it gets the one that trains the same.
 
     Args:
         files: The directory.
+        identity: What is trained.
         resume: Whether to continue a run that it holds.
         job: That of the supervisor which has started this process.
+        is_shared: Whether the directory may hold runs of other models and data, so that a new run
+            begins after a finished one of these.
     """
+    opening = _Opening(files, identity, job, is_shared)
     before = finished_here.get(_key(files))
     if before is not None and _is_known(files, before):
-        return _next(files, before, resume=resume, job=job)
+        return _next(opening, before, resume=resume)
     try:
         newest = runs.newest_run(files)
-        first = newest and runs.first_of(files, newest)
+        sequence = runs.sequence_of(files, newest) if newest else {}
     except CorruptCheckpointError:
         if resume:
             raise
-        newest = first = None
+        newest, sequence = None, {}
     if newest is None or not (resume or _is_of(newest, job)):
-        return _begin(files, job)
-    if first is None:
+        return opening.begin()
+    if 1 not in sequence:
         announce(
             f"{files.where(newest.name)} is the run of fit number {newest.record.place} of a "
             "script, whose earlier runs are gone, so it cannot be continued: starting from the "
             "beginning. Pass delete_checkpoint=False to keep them"
         )
-        return _begin(files, job)
-    return first
+        return opening.begin()
+    return opening.choose(sequence, 1)
+
+
+@dataclass(frozen=True)
+class _Opening:
+    files: Files
+    identity: runs.Identity
+    job: str | None
+    is_shared: bool
+
+    def choose(self, sequence: Mapping[int, runs.Run], place: int) -> runs.Run:
+        """Returns the run at `place`, unless another one is certain to be meant."""
+        expected = sequence[place]
+        if expected.record.identity.may_be(self.identity):
+            return expected
+        for number, later in sequence.items():
+            if number > place and later.record.identity.is_surely(self.identity):
+                announce(
+                    f"{self.files.where(later.name)} is the run of this model and this data; the "
+                    f"script skipped {number - place} `fit` calls before it"
+                )
+                return later
+        last = sequence[max(sequence)]
+        if not self.is_shared:
+            return expected
+        if not _is_finished(self.files, last) and layout.places(self.files, last.name):
+            return last  # whose checkpoint says what differs
+        announce(
+            f"{self.files.where(last.name)} belongs to a different model or different data; "
+            "starting a new run"
+        )
+        return self.begin(last)
+
+    def begin(self, after: runs.Run | None = None) -> runs.Run:
+        # From a copy: a run that is begun draws no more than one that goes on.
+        draws = random.Random()
+        draws.setstate(random.getstate())
+        seed = draws.randrange(2**31)
+        return runs.begin_run(
+            self.files, job=self.job, seed=seed, after=after, identity=self.identity
+        )
 
 
 def _is_known(files: Files, before: Finished) -> bool:
@@ -76,17 +129,21 @@ def _is_known(files: Files, before: Finished) -> bool:
     return before.is_deleted or layout.RECORD in layout.names(files, before.run.name)
 
 
-def _next(files: Files, before: Finished, *, resume: bool, job: str | None) -> runs.Run:
-    found = runs.next_of(files, before.run)
-    if found is None or not (resume or _is_of(found, job)):
-        return _begin(files, job, before.run)
-    if before.has_trained and _is_finished(files, found):
+def _next(opening: _Opening, before: Finished, *, resume: bool) -> runs.Run:
+    files = opening.files
+    sequence = runs.sequence_of(files, before.run)
+    place = before.run.record.place + 1
+    # A run that was deleted leaves its number to the next one.
+    if place not in sequence or not (resume or _is_of(sequence[place], opening.job)):
+        return opening.begin(before.run)
+    found = opening.choose(sequence, place)
+    if before.has_trained and found is sequence[place] and _is_finished(files, found):
         announce(
             f"{files.where(found.name)} is the run of this fit, but continued from an earlier "
             f"state of {before.run.name}, which has been trained since: starting this fit from "
             "the beginning"
         )
-        return _begin(files, job, before.run)
+        return opening.begin(before.run)
     return found
 
 
@@ -100,13 +157,6 @@ def _is_finished(files: Files, run: runs.Run) -> bool:
         place.kind == "final" and layout.MANIFEST in layout.names(files, f"{run.name}/{place.name}")
         for place in layout.places(files, run.name)
     )
-
-
-def _begin(files: Files, job: str | None, after: runs.Run | None = None) -> runs.Run:
-    # From a copy: a run that is begun draws no more than one that goes on.
-    draws = random.Random()
-    draws.setstate(random.getstate())
-    return runs.begin_run(files, job=job, seed=draws.randrange(2**31), after=after)
 
 
 def _key(files: Files) -> tuple[int, str]:

@@ -14,7 +14,10 @@ import numpy as np
 
 from keras_distplug.backend.tensorflow.replicas import replica_values
 from keras_distplug.backend.tensorflow.replicas.touched import Touched
+from keras_distplug.backend.tensorflow.runtime import models
 from keras_distplug.cluster.channel import Channel
+from keras_distplug.cluster.roles import Role
+from keras_distplug.core.log import announce
 from keras_distplug.python_state import random_states
 
 PREFIX = "replicas/"
@@ -78,6 +81,42 @@ def gather(
 
 
 def restore(
+    model: keras.Model, arrays: Mapping[str, np.ndarray], role: Role, *, in_epoch: bool
+) -> None:
+    """Gives each replica of this worker its values back, also of variables that the first step
+    makes, and reports the metrics of an epoch that do not match.
+
+    Args:
+        model: The model in training.
+        arrays: `OwnStates.arrays`.
+        role: This worker's.
+        in_epoch: As it was given to `capture`.
+    """
+    is_eager = models.runs_eagerly(model)
+    counting: set[int] = set()
+
+    def announce_new_metrics(differs: str) -> None:
+        if role.is_chief and in_epoch:
+            announce(f"the metrics of this epoch start with the next batch: {differs}")
+
+    def restore() -> str | None:
+        found = restore_existing(
+            model, arrays, role.rank, role.world_size, in_epoch=in_epoch, counting=counting
+        )
+        if is_eager:
+            counting.update(_existing(model))
+        return found
+
+    def restore_what_was_built() -> None:
+        if (differs := restore()) is not None and not is_eager:
+            announce_new_metrics(differs)
+
+    differs = restore()
+    if differs is not None and not replica_values.when_built(model, restore_what_was_built):
+        announce_new_metrics(differs)
+
+
+def restore_existing(
     model: keras.Model,
     arrays: Mapping[str, np.ndarray],
     rank: int,
@@ -110,20 +149,22 @@ def restore(
     stored = [replicas[n] for n in sorted(replicas)]
     shapes = [tuple(variable.shape) for variable in variables]
     if any([array.shape for array in values] != shapes for values in stored or [[]]):
-        there = [array.shape for array in stored[0]] if stored else []
         paths = [key.split("/", 3)[-1] for key in arrays if key.startswith(f"{PREFIX}0000/")]
         for variable in variables:
             if paths.count(variable.path) == 1 and id(variable) not in counting:
                 values = [each[paths.index(variable.path)] for each in stored]
                 assign(variable, values, rank, world_size)
-        return f"the variables of metrics have the shapes {there} there and {shapes} here"
+        there = [array.shape for array in stored[0]] if stored else []
+        if len(there) != len(shapes):
+            return f"they had {len(there)} variables at the checkpoint and have {len(shapes)} now"
+        return f"their variables had the shapes {there} at the checkpoint and have {shapes} now"
     for place, variable in enumerate(variables):
         if id(variable) not in counting:
             assign(variable, [each[place] for each in stored], rank, world_size)
     return None
 
 
-def existing(model: keras.Model) -> set[int]:
+def _existing(model: keras.Model) -> set[int]:
     """Returns the `id` of the variables that `restore` would assign."""
     return {id(variable) for variable in _named(model, in_epoch=True)[1]}
 

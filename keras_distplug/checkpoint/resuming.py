@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import keras
+
+from keras_distplug.backend.tensorflow.input import epochs
+from keras_distplug.checkpoint import warm_start
 from keras_distplug.checkpoint.candidates import Candidates, Found
 from keras_distplug.checkpoint.fit_state import FitState
-from keras_distplug.core.errors import CheckpointError
+from keras_distplug.checkpoint.settings import Resuming
+from keras_distplug.cluster.roles import Role
+from keras_distplug.core.errors import CheckpointError, ConfigurationError
 from keras_distplug.core.events import Restored
+from keras_distplug.core.log import announce
 from keras_distplug.core.reporting import report
 from keras_distplug.runlog.last_attempt import look_back
 from keras_distplug.storage.files import Files
+from keras_distplug.storage.runs import Run
 
 
 def take_up_newest(
@@ -46,6 +55,17 @@ def take_up_newest(
     return False
 
 
+def roll_back(state: FitState, candidates: Candidates) -> int | None:
+    """Takes up the newest checkpoint while training goes on. Returns its step; None if there is
+    none."""
+    while (found := candidates.newest()) is not None:
+        damage = state.roll_back(found)
+        if damage is None:
+            return found.stored.manifest.cursor.step
+        candidates.reject(found, damage)
+    return None
+
+
 def line(found: Found, files: Files, run: str, *, chief: str, epochs: int) -> str:
     """From where a run goes on, or that it is finished.
 
@@ -64,11 +84,65 @@ def line(found: Found, files: Files, run: str, *, chief: str, epochs: int) -> st
             f"{where}: this run is finished ({cursor.epoch} epochs). Its History and weights are "
             "returned; give more epochs to go on, or resume=False to begin a new run"
         )
+    if cursor.epoch >= epochs:
+        place = f"in epoch {cursor.epoch + 1}" if cursor.batch else f"after epoch {cursor.epoch}"
+        return f"{where}: nothing left to train: the checkpoint is {place}, and epochs={epochs}"
     batch = f"batch {cursor.batch + 1}, " if cursor.batch else ""
     return (
         f"{where}: resuming at epoch {cursor.epoch + 1}/{epochs}, {batch}step {cursor.step}"
         f"{_attempts(files, run, chief, cursor.step)}"
     )
+
+
+def require_own_list(*, made_in_fit: bool, is_chief: bool) -> None:
+    """Checks that `fit` has made the list of callbacks, and reports what a custom loop lacks.
+
+    Args:
+        made_in_fit: Whether the callbacks were given their model in `fit`.
+        is_chief: Whether this worker reports.
+
+    Raises:
+        ConfigurationError: If `fit` was given a `CallbackList`.
+    """
+    is_fit = epochs.of_fit() is not None
+    if is_fit and not made_in_fit:
+        raise ConfigurationError(
+            "Expected `callbacks` to be a list. Received: a `CallbackList` that was made before "
+            "`fit`, and doesn't have its epochs and steps. Write `callbacks=[...]`, with the "
+            "same callbacks."
+        )
+    if not is_fit and is_chief:
+        announce(
+            "a custom training loop calls these callbacks, not Keras' `fit`: a restart restores "
+            "the model, its optimizer and the callbacks, but the loop itself must skip the batches "
+            "trained before the checkpoint. Use `model.fit` to resume exactly"
+        )
+
+
+def begin(
+    model: keras.Model,
+    files: Files,
+    run: Run,
+    role: Role,
+    resuming: Resuming,
+    storage_options: Mapping[str, Any],
+) -> None:
+    """Announces a new run, and gives it the values of the run that it is to begin with.
+
+    Args:
+        model: The model about to be trained.
+        files: The directory.
+        run: The new run.
+        role: This worker's.
+        resuming: What the user asked for.
+        storage_options: As in `BackupAndRestore`.
+    """
+    lines = [new_run_line(files, run.name, role.name)] if role.is_chief else []
+    if (other := resuming.init_from) is not None:
+        with_optimizer = resuming.init_optimizer
+        lines += warm_start.load(model, other, storage_options, with_optimizer=with_optimizer)
+    for line in lines if role.is_chief else ():
+        announce(line)
 
 
 def new_run_line(files: Files, run: str, chief: str) -> str:

@@ -7,9 +7,9 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from keras_distplug.checkpoint.cadence import Pace, Plan
 from keras_distplug.checkpoint.progress_line import shown
@@ -278,9 +278,33 @@ class Saves:
         interval_s, cost_s = self._pace.interval_s, self._pace.cost_s
         if not self._is_chief or not self._pace.is_automatic or not interval_s or cost_s is None:
             return
-        if self._interval_s is None or not 0.7 < interval_s / self._interval_s < 1.4:
+        if self._interval_s is None or not 1 / 3 < interval_s / self._interval_s < 3:
             self._interval_s = interval_s
             announce(
                 f"a {self._what} costs training {cost_s:.3f} s, so one is made every "
                 f"{interval_s:.1f} s"
             )
+
+
+def save_all_before(
+    all_saves: Iterable[Saves],
+    step: int,
+    state: Callable[[], TrainState],
+    left_s: float | None,
+    *,
+    is_sound: bool,
+) -> int | None:
+    """Calls `save_before` of each, as far as there is time. Returns the newest step saved."""
+    end_s = None if left_s is None else time.monotonic() + left_s
+    steps = []
+    for saves in all_saves:
+        rest_s = None if end_s is None else end_s - time.monotonic()
+        saves.save_before(step, state, rest_s, is_sound=is_sound)
+        steps.append(saves.saved_step)
+    return max((each for each in steps if each is not None), default=None)
+
+
+def is_finite(logs: Mapping[str, Any] | None) -> bool:
+    """Whether a model with these logs is worth saving."""
+    loss = (logs or {}).get("loss")
+    return loss is None or math.isfinite(float(loss))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
 from keras_distplug.checkpoint.cadence import Cadence, SaveFreq, cadence_of
 from keras_distplug.core.errors import ConfigurationError
@@ -54,6 +54,61 @@ class Saving(Shown):
 
 
 @dataclass(frozen=True, repr=False)
+class Resuming(Shown):
+    """What the script may have changed since the checkpoint, and what a new run begins with.
+
+    Example:
+
+    ```python
+    kd.BackupAndRestore("runs/mnist", resuming=kd.Resuming(restore_learning_rate=False))
+    kd.defaults("runs/flowers", init_from="runs/imagenet")
+    ```
+
+    Args:
+        allow_batch_change: Continue with the same data in global batches of another size, from the
+            next sample on. Defaults to `False`, which refuses them.
+        allow_data_change: Continue although the data differs from the checkpoint's: another global
+            batch, another pipeline, other samples. The interrupted epoch then starts again.
+            Defaults to `False`, which refuses such data.
+        allow_loss_change: Continue an interrupted epoch with another loss; its metrics then start
+            with the next batch. Defaults to `False`, which refuses that. Between epochs, another
+            loss is only reported.
+        restore_learning_rate: `False` uses the script's learning rate if it is another one than
+            when the checkpoint was made. Defaults to `True`: the checkpoint's.
+        init_from: Folder of another run, or its URL. A new run begins with the weights of that
+            run's newest checkpoint; layers that are new or have another shape are named and keep
+            their initial values. Once the run has a checkpoint, this has no effect. Defaults to
+            `None`.
+        init_optimizer: With `init_from`, take over the optimizer's state as well, but for the
+            learning rate. Defaults to `False`.
+
+    Raises:
+        ConfigurationError: For an argument that is not usable.
+    """
+
+    allow_batch_change: bool = False
+    allow_data_change: bool = False
+    allow_loss_change: bool = False
+    restore_learning_rate: bool = True
+    init_from: str | os.PathLike[str] | None = None
+    init_optimizer: bool = False
+
+    @classmethod
+    def names(cls) -> frozenset[str]:
+        """Those of its fields."""
+        return frozenset(each.name for each in fields(cls))
+
+    def __post_init__(self) -> None:
+        if self.init_optimizer and self.init_from is None:
+            raise ConfigurationError(
+                "`init_optimizer` takes over the optimizer of the run in `init_from`, which is not "
+                "given. Received: init_optimizer=True"
+            )
+        if self.init_from is not None:
+            object.__setattr__(self, "init_from", os.fspath(self.init_from))
+
+
+@dataclass(frozen=True, repr=False)
 class LocalCheckpoints(Shown):
     """Checkpoints on the workers' own machines, in between those in `backup_dir`.
 
@@ -96,7 +151,18 @@ class LocalCheckpoints(Shown):
         return open_files(self.local_tier), cadence
 
 
-class Single(TypedDict, total=False):
+class ResumingFields(TypedDict, total=False):
+    """The fields of `Resuming` as single arguments."""
+
+    allow_batch_change: bool
+    allow_data_change: bool
+    allow_loss_change: bool
+    restore_learning_rate: bool
+    init_from: str | os.PathLike[str] | None
+    init_optimizer: bool
+
+
+class Single(ResumingFields, total=False):
     """The fields of these values as single arguments of `BackupAndRestore`."""
 
     on_busy: Literal["skip", "wait"]
@@ -115,6 +181,7 @@ class Settings:
 
     saving: Saving
     retention: Retention
+    resuming: Resuming
     local: LocalCheckpoints | None
 
     @classmethod
@@ -122,11 +189,12 @@ class Settings:
         cls,
         saving: Saving,
         retention: Retention,
+        resuming: Resuming,
         local: LocalCheckpoints | None,
         single: Mapping[str, Any],
     ) -> Settings:
         """Merges values and single arguments, each of which may be given in one of the two ways."""
-        if unknown := sorted(single.keys() - Single.__annotations__.keys()):
+        if unknown := sorted(single.keys() - get_type_hints(Single).keys()):
             raise TypeError(
                 f"BackupAndRestore.__init__() got an unexpected keyword argument {unknown[0]!r}"
             )
@@ -141,19 +209,25 @@ class Settings:
             if single.get(name) is not None
         }
         return cls(
-            _merged("saving", Saving, saving, single),
-            _merged("retention", Retention, retention, single),
-            _merged("local", LocalCheckpoints, local, of_local) if local or of_local else None,
+            merged("saving", Saving, saving, single),
+            merged("retention", Retention, retention, single),
+            merged("resuming", Resuming, resuming, single),
+            merged("local", LocalCheckpoints, local, of_local) if local or of_local else None,
         )
 
 
-SAVING, RETENTION = Saving(), Retention()  # as they are by default
-_V = TypeVar("_V", Saving, Retention, LocalCheckpoints)
+SAVING, RETENTION, RESUMING = Saving(), Retention(), Resuming()  # as they are by default
+_V = TypeVar("_V", Saving, Retention, Resuming, LocalCheckpoints)
 
 
-def _merged(name: str, kind: type[_V], value: object, single: Mapping[str, Any]) -> _V:
+def merged(name: str, kind: type[_V], value: object, single: Mapping[str, Any]) -> _V:
+    """Merges a value and its fields as single arguments, of which others are ignored.
+
+    Raises:
+        ConfigurationError: If both are given, or the value is of another kind.
+    """
     own = {each.name: single[each.name] for each in fields(kind) if each.name in single}
-    if value in (None, SAVING, RETENTION):
+    if value in (None, SAVING, RETENTION, RESUMING):
         return kind(**own)
     if not isinstance(value, kind):
         raise ConfigurationError(

@@ -45,6 +45,8 @@ def from_line(line: bytes) -> Entry | None:
         require_types(event)
         entry = Entry(said["at"], said["source"], event, said["job"], said["attempt"])
         require_types(entry)
+        if not math.isfinite(entry.at):
+            return None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return entry

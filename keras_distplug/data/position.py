@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -35,6 +36,7 @@ class Source:
         whole: A pass, for its elements and their number. Nobody makes an iterator of it.
         batch_size: Samples in a full global batch; None if that is not known.
         variables: What reading it changes, such as the seeds of random layers.
+        holds_state: Whether its `contents` may be changed by reading it.
         draws: Whether its batches are known to depend on what was drawn for those before, so that
             these are made again where a pass goes on.
     """
@@ -42,6 +44,7 @@ class Source:
     whole: tf.data.Dataset
     batch_size: int | None = None
     variables: Sequence[Variable] = ()
+    holds_state = False
     draws = False
 
     @property
@@ -79,7 +82,16 @@ class Source:
 
     def fingerprint(self) -> Mapping[str, Any]:
         """What has to be the same when the run goes on; flat and JSON-able."""
+        return {**self._described(), **self.contents}
+
+    def _described(self) -> Mapping[str, Any]:
+        """Returns `fingerprint` without the contents."""
         raise NotImplementedError
+
+    @functools.cached_property
+    def contents(self) -> Mapping[str, str]:
+        """What its samples hold, as in `data.contents`; empty if that is not known."""
+        return {}
 
     def use_seeds(self, seeds: str) -> bool:
         """Draws orders from these seeds, of its `fingerprint` in another process. Returns whether

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import tensorflow as tf
 from keras_distplug.backend.tensorflow.input import epochs, readers
 from keras_distplug.backend.tensorflow.runtime import context, workers
 from keras_distplug.core.log import announce
+from keras_distplug.data import contents
 from keras_distplug.data.feed import InputAdapter, seed_of, warn_of
 from keras_distplug.data.position import Positioned, Source
 from keras_distplug.data.python_sources import PyData, warning_of_generator
@@ -237,7 +239,13 @@ def _source(
     if loop.is_dataset:
         return TfData(whole, seed_of(whole, seed), is_validation=is_validation)
     seed_of_orders = context.global_seed() if loop.is_shuffled_by_seed else None
-    return _OfKeras(whole, loop.adapter, loop.samples_in_order, seed=seed_of_orders)
+    return _OfKeras(
+        whole,
+        loop.adapter,
+        loop.samples_in_order,
+        seed=seed_of_orders,
+        arrays=loop.given_arrays,
+    )
 
 
 class _OfKeras(Source):
@@ -249,6 +257,7 @@ class _OfKeras(Source):
         sizes: The size of a batch and the number of samples, if that decides nothing about the
             order of samples.
         seed: TensorFlow's global seed, if orders are drawn from it.
+        arrays: Those that it was given, if it was.
     """
 
     def __init__(
@@ -258,6 +267,7 @@ class _OfKeras(Source):
         sizes: tuple[int, int] | None,
         *,
         seed: int | None,
+        arrays: Any = None,
     ) -> None:
         self.whole = whole
         self._adapter = adapter
@@ -265,6 +275,7 @@ class _OfKeras(Source):
         self._sizes = sizes
         self.batch_size = None if sizes is None else sizes[0]
         self._seed = seed
+        self._given = arrays
         self._iterators = 0
 
     @property
@@ -296,12 +307,16 @@ class _OfKeras(Source):
         left = math.ceil(max(0, samples - first) / batch_size)
         return rest.apply(tf.data.experimental.assert_cardinality(left))
 
-    def fingerprint(self) -> Mapping[str, Any]:
+    def _described(self) -> Mapping[str, Any]:
         length = {"batches": self.num_batches}
         if self._sizes is not None:
             length = dict(zip((BATCH_SIZE, "samples"), self._sizes, strict=True))
         seeds = {} if self._seed is None else {SEEDS: str(self._seed)}
         return {"kind": self._kind, **length, "elements": elements(self.whole), **seeds}
+
+    @functools.cached_property
+    def contents(self) -> Mapping[str, str]:
+        return {} if self._given is None else contents.of_arrays(self._given)
 
     def use_seeds(self, seeds: str) -> bool:
         if self._seed is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import tensorflow as tf
 
 from keras_distplug.backend.tensorflow.input import readers
 from keras_distplug.core.log import announce
+from keras_distplug.data import contents
 from keras_distplug.data.position import Source
 from keras_distplug.data.reached_state import Reached
 from keras_distplug.data.sources import elements
@@ -161,7 +163,7 @@ class PyData(Source):
                 "to save. Shuffle an array of indices instead"
             )
 
-    def fingerprint(self) -> Mapping[str, Any]:
+    def _described(self) -> Mapping[str, Any]:
         return {
             "kind": "PyDataset",
             "class": type(self._given).__name__,
@@ -169,6 +171,12 @@ class PyData(Source):
             "elements": elements(self.whole),
             "shuffle": self._shuffle,
         }
+
+    holds_state = True
+
+    @functools.cached_property
+    def contents(self) -> Mapping[str, str]:
+        return contents.of_object(self._given)
 
     def warnings(self) -> list[str]:
         return self._reached.warnings() + [
@@ -279,7 +287,7 @@ class Generator(Source):
             if number >= start:
                 yield batch
 
-    def fingerprint(self) -> Mapping[str, Any]:
+    def _described(self) -> Mapping[str, Any]:
         return {"kind": "generator", "elements": elements(self.whole)}
 
     def warnings(self) -> list[str]:

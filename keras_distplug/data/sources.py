@@ -19,7 +19,7 @@ from keras_distplug.backend.tensorflow.input.pipeline_steps import Step
 from keras_distplug.backend.tensorflow.input.pipeline_variables import Variable
 from keras_distplug.backend.tensorflow.runtime import host_memory
 from keras_distplug.core.errors import DataError
-from keras_distplug.data import advice, audit
+from keras_distplug.data import advice, audit, contents
 from keras_distplug.data.position import Source
 from keras_distplug.python_state import json_values
 
@@ -133,7 +133,7 @@ class Arrays(Source):
     def _gathered(self, rows: tf.Tensor) -> Any:
         return keras.tree.map_structure(lambda array: tf.gather(array, rows), self._tensors)
 
-    def fingerprint(self) -> Mapping[str, Any]:
+    def _described(self) -> Mapping[str, Any]:
         return {
             "kind": "arrays",
             BATCH_SIZE: self.batch_size,
@@ -141,6 +141,10 @@ class Arrays(Source):
             "samples": self._samples,
             "shuffle": self._seed is not None,
         }
+
+    @functools.cached_property
+    def contents(self) -> Mapping[str, str]:
+        return contents.of_arrays(self._tensors)
 
 
 @dataclass(frozen=True)
@@ -288,11 +292,15 @@ class TfData(Source):
                 iter(self.whole)
         _iterators_of[self.whole] = max(drawn, passed) + 1
 
-    def fingerprint(self) -> Mapping[str, Any]:
+    def _described(self) -> Mapping[str, Any]:
         told = {"kind": "tf.data", BATCH_SIZE: self.batch_size, "elements": elements(self.whole)}
         if self._pipeline is not None:
             told |= {**audit.chain(self._pipeline), SEEDS: self._used_seeds}
         return told
+
+    @functools.cached_property
+    def contents(self) -> Mapping[str, str]:
+        return {} if self._pipeline is None else contents.of_pipeline(self._pipeline)
 
     def use_seeds(self, seeds: str) -> bool:
         if self._pipeline is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_distplug.backend.tensorflow.input import readers
+from keras_distplug.data import contents
 from keras_distplug.data.position import Source
 from keras_distplug.data.reached_state import Reached
 from keras_distplug.data.sources import elements
@@ -83,7 +85,7 @@ class LoaderData(Source):
             random_states.restore_of_python(now)
         return batches
 
-    def fingerprint(self) -> Mapping[str, Any]:
+    def _described(self) -> Mapping[str, Any]:
         return {
             "kind": "torch DataLoader",
             "dataset": type(self._loader.dataset).__name__,
@@ -91,6 +93,12 @@ class LoaderData(Source):
             "batches": self.num_batches,
             "elements": elements(self.whole),
         }
+
+    holds_state = True
+
+    @functools.cached_property
+    def contents(self) -> Mapping[str, str]:
+        return contents.of_object(self._loader.dataset)
 
     def warnings(self) -> list[str]:
         return [

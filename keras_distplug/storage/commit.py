@@ -8,6 +8,7 @@ go on in the background of training. A worker that fails tells that, too; then t
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import itertools
 import json
@@ -26,6 +27,7 @@ from keras_distplug.core.errors import (
     CheckpointError,
     CorruptCheckpointError,
     FencedError,
+    OtherRunError,
     SaveError,
 )
 from keras_distplug.core.protocols import Exchange
@@ -117,8 +119,8 @@ class Writer:
             self._written = {}
             raise SaveError(
                 f"The checkpoint of step {state.cursor.step} could not be written to "
-                f"{self._store.where()}: {error} Checkpoints committed before are untouched; a run "
-                "that is started again goes on from the newest one. Make room, or mend the storage."
+                f"{self._store.where()}: {error} Earlier checkpoints are intact; a restarted run "
+                f"resumes from the newest one. {_remedy(error)}"
             ) from error
 
     def _lead(self, state: TrainState, attempt: str) -> None:
@@ -186,8 +188,8 @@ class Writer:
             except FileExistsError:
                 # Ours, if only the storage's answer was lost.
                 if self._files.read(path) != text:
-                    raise CheckpointError(
-                        f"{self._files.where(path)} is there already, and not of this run."
+                    raise OtherRunError(
+                        f"{self._files.where(path)} already exists, and isn't from this run."
                     ) from None
 
         _retried(create)
@@ -365,6 +367,18 @@ def _verified(manifest: Manifest) -> str:
             "This checkpoint would not be read back as written, so it was not committed."
         )
     return text
+
+
+def _remedy(error: Exception) -> str:
+    """What to do about a save that failed."""
+    if isinstance(error, OtherRunError):
+        return "Give every training its own directory."
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return "Free disk space, or raise the quota."
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "Check the permissions of the directory."
+    return "Fix the storage."
 
 
 def _fingerprint(state: TrainState) -> str:

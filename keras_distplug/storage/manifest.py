@@ -144,8 +144,9 @@ def first_difference(
     """Where two models differ first, in words; None if a checkpoint of one fits the other.
 
     Variables are compared in their order. Names that Keras counts up within a process
-    (`dense_1`, `dense_2`) count as the same, and of an optimizer's variable its own name counts:
-    the path before it depends on where the optimizer was built.
+    (`dense_1`, `dense_2`) count as the same, the model's own name does not count, and of an
+    optimizer's variable its own name counts: the path before it depends on where the optimizer was
+    built.
 
     Args:
         stored: The variables of a checkpoint.
@@ -155,8 +156,13 @@ def first_difference(
             each was built.
     """
     for position, (old, new) in enumerate(zip(stored, current, strict=False), start=1):
-        same_name = _uncounted(old.key, by_path) == _uncounted(new.key, by_path)
-        if not same_name or (old.shape, old.dtype) != (new.shape, new.dtype):
+        is_group_other = old.key.partition("/")[0] != new.key.partition("/")[0]
+        names = _uncounted(old.key, by_path), _uncounted(new.key, by_path)
+        if (
+            is_group_other
+            or not _are_same(*names)
+            or (old.shape, old.dtype) != (new.shape, new.dtype)
+        ):
             return f"variable {position} is `{old}` there and `{new}` here"
     if len(stored) == len(current):
         return None
@@ -188,6 +194,18 @@ def _from_body(body: dict[str, Any]) -> Manifest:
     if manifest.completion is not None:
         require_types(manifest.completion)
     return manifest
+
+
+def _are_same(one: str, other: str) -> bool:
+    """Whether names are the same, but for the model's own: in one that Keras has loaded from a file
+    `sequential/dense/kernel` is `dense/kernel`."""
+    short, long = sorted((one, other), key=len)
+    return short == long or (bool(short) and long.endswith((f"/{short}", f"_{short}")))
+
+
+def uncounted(key: str) -> str:
+    """A key without the numbers that Keras counts up within a process."""
+    return _COUNT.sub("", key)
 
 
 def _uncounted(key: str, by_path: bool) -> str:

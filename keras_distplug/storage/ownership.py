@@ -37,6 +37,7 @@ from keras_distplug.storage import layout
 from keras_distplug.storage.files import Files
 
 FOLDER = ".owner"
+_DIRECTORY = "directory"  # in a claim: where its owner has it
 _LAST_SECS = 5.0
 _CLAIM = re.compile(r"(\d{4,})\.json")
 
@@ -73,7 +74,8 @@ class Ownership:
         self._files = files
         self._number = number
         self._token = uuid.uuid4().hex
-        self._text = json.dumps({**asdict(here), "token": self._token}, indent=1).encode()
+        claim = {**asdict(here), "token": self._token, _DIRECTORY: files.where()}
+        self._text = json.dumps(claim, indent=1).encode()
         self._timing = timing
         self._beats = 0
         self.is_training: Callable[[], bool] = lambda: False  # whether a `fit` here uses it
@@ -304,6 +306,8 @@ def _win(files: Files, report: Callable[[str], None], here: Process, timing: Tim
             owner, token = _owner(files, newest)
             # What this process itself has claimed before, it has released, if only here.
             alive = None if owner is None else owner != here and is_alive(owner, here)
+            if alive and _was_copied(files, newest):
+                alive = None
             if alive is None:
                 if not has_told:
                     report(_waits(files, owner, timing))
@@ -385,11 +389,21 @@ def _owner(files: Files, number: int) -> tuple[Process | None, str]:
     try:
         found = json.loads(files.read(f"{FOLDER}/{number:04d}.json"))
         token = str(found.pop("token"))
+        found.pop(_DIRECTORY, None)
         owner = Process(**found)
         require_types(owner)
     except (OSError, ValueError, TypeError, AttributeError, KeyError):
         return None, ""
     return owner, token
+
+
+def _was_copied(files: Files, number: int) -> bool:
+    """Whether the owner has the directory elsewhere, or under another name."""
+    try:
+        where = json.loads(files.read(f"{FOLDER}/{number:04d}.json")).get(_DIRECTORY)
+    except (OSError, ValueError, AttributeError):
+        return False
+    return where is not None and where != files.where()
 
 
 def _in_use(files: Files, owner: Process | None) -> InUseError:
@@ -402,8 +416,8 @@ def _in_use(files: Files, owner: Process | None) -> InUseError:
 
 def _waits(files: Files, owner: Process | None, timing: Timing) -> str:
     return (
-        f"{files.where()} was last used by {owner or 'another process'}, which has not said that "
-        "it has finished, and cannot be seen from here: waiting up to "
+        f"{files.where()} was last used by {owner or 'another process'}, which hasn't released "
+        "it, and may still be running somewhere else: waiting up to "
         f"{timing.stale_secs:.0f} s for a sign of life"
     )
 

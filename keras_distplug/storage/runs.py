@@ -13,6 +13,33 @@ from keras_distplug.storage.sealed import seal, unseal
 
 
 @dataclass(frozen=True)
+class Identity:
+    """What a `fit` trains, as hashes; empty for what is not known.
+
+    Args:
+        model: Of the model's layers and variables.
+        data: Of its training data.
+    """
+
+    model: str = ""
+    data: str = ""
+
+    def may_be(self, other: Identity) -> bool:
+        """Whether nothing that is known of both differs."""
+        return not any(
+            one and another and one != another
+            for one, another in ((self.model, other.model), (self.data, other.data))
+        )
+
+    def is_surely(self, other: Identity) -> bool:
+        """Whether all is known of both, and is the same."""
+        return bool(self.model and self.data) and self == other
+
+
+UNKNOWN = Identity()
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """What is known when a run begins.
 
@@ -24,6 +51,8 @@ class RunRecord:
         place: 1 for the run of a script's first `fit` in the directory, 2 for that of its second,
             and so on.
         first: The `run_id` of the run with place 1, unless it is this one.
+        model: As in `Identity`.
+        data: As in `Identity`.
     """
 
     run_id: str
@@ -32,6 +61,12 @@ class RunRecord:
     created_utc: str
     place: int = 1
     first: str = ""
+    model: str = ""
+    data: str = ""
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.model, self.data)
 
     @property
     def sequence(self) -> str:
@@ -52,7 +87,14 @@ class Run:
         return int(self.name.partition("-")[2])
 
 
-def begin_run(files: Files, *, job: str | None, seed: int, after: Run | None = None) -> Run:
+def begin_run(
+    files: Files,
+    *,
+    job: str | None,
+    seed: int,
+    after: Run | None = None,
+    identity: Identity = UNKNOWN,
+) -> Run:
     """Begins a run in a new folder.
 
     Args:
@@ -60,13 +102,16 @@ def begin_run(files: Files, *, job: str | None, seed: int, after: Run | None = N
         job: As in `RunRecord`, here and below.
         seed: From which the order of its data is drawn.
         after: The run of the `fit` before, if it is not the script's first.
+        identity: What it trains.
 
     Raises:
         SaveError: If that cannot be written.
         CheckpointError: If the folder cannot be listed.
     """
     place, first = (after.record.place + 1, after.record.sequence) if after else (1, "")
-    record = RunRecord(uuid.uuid4().hex, job, seed, layout.now(), place, first)
+    record = RunRecord(
+        uuid.uuid4().hex, job, seed, layout.now(), place, first, identity.model, identity.data
+    )
     # A folder without a record is what is left of a run that was deleted.
     number = max((number for number, _ in layout.runs(files)), default=0)
     text = seal(asdict(record))
@@ -118,44 +163,23 @@ def _holds_checkpoint(files: Files, run: str) -> bool:
     )
 
 
-def first_of(files: Files, run: Run) -> Run | None:
-    """Returns the run of the first `fit` of the script that made `run`; None if it is gone.
+def sequence_of(files: Files, run: Run) -> dict[int, Run]:
+    """Returns the runs of all `fit`s of the script that made `run` by their places, in order.
+
+    Of several for a place it is the newest, which has no later ones but those begun after it.
 
     Raises:
         CheckpointError: If one cannot be read.
         CorruptCheckpointError: If the record of one is damaged.
     """
-    if run.record.place == 1:
-        return run
-    earlier = [name for number, name in layout.runs(files) if number < run.number]
-    for name in reversed(earlier):
-        if layout.RECORD in layout.names(files, name):
-            found = read_run(files, name)
-            if found.record.run_id == run.record.sequence:
-                return found
-    return None
-
-
-def next_of(files: Files, run: Run) -> Run | None:
-    """Returns the run of the `fit` that follows that of `run` in its script, the newest if there
-    are several; None if there is none.
-
-    Raises:
-        CheckpointError: If one cannot be read.
-        CorruptCheckpointError: If the record of one is damaged.
-    """
-    found: Run | None = None
-    for number, name in layout.runs(files):
-        # A run that was deleted leaves its number to the next one.
-        if number < run.number or layout.RECORD not in layout.names(files, name):
+    found: dict[int, Run] = {}
+    for _, name in layout.runs(files):
+        if layout.RECORD not in layout.names(files, name):
             continue
-        other = read_run(files, name)
-        if other.record.sequence != run.record.sequence:
-            continue
-        if other.record.place == run.record.place + 1:
-            found = other
-        elif other.record.place > run.record.place + 1:
-            break
+        other = read_run(files, name)  # another one than `run`, if that was deleted
+        if other.record.sequence == run.record.sequence:
+            place = other.record.place
+            found = {each: found[each] for each in found if each < place} | {place: other}
     return found
 
 

@@ -89,5 +89,5 @@ def _exists(where: str) -> ConfigurationError:
 
 def _not_written(where: str, error: OSError) -> CheckpointError:
     return CheckpointError(
-        f"{where} could not be written: {error}. Make room, or give another place."
+        f"{where} could not be written: {error}. Free disk space, or give another path."
     )

@@ -169,13 +169,39 @@ def test_auto_measures_first() -> None:
     assert [step for step, _ in run.saves] == [11]
 
 
+@pytest.mark.parametrize("step_s", [2.0, 10.0, 35.0])
+def test_first_of_slow_steps(step_s: float) -> None:
+    """It comes within a minute, if two steps do."""
+    run = Run(Auto(0.01), step_s=step_s, stall_s=1.0).steps(20)
+    step, _ = run.saves[0]
+    assert step * step_s <= 60 or step <= 2
+
+
+def test_auto_at_the_end_of_an_epoch() -> None:
+    """It saves there if nothing was saved before, as epochs may have a few steps only."""
+    pace = Pace(Auto(0.01), 0, 0.0, wait_if_busy=False)
+    assert pace.at_epoch_end(5, 1.0, is_saving=False, is_last=False).save is True
+    assert pace.at_epoch_end(7, 1.5, is_saving=True, is_last=False).save is False
+    pace.saved(0.1, 1.0)
+    assert pace.at_epoch_end(10, 2.0, is_saving=False, is_last=False).save is False
+    assert pace.skipped == 0
+
+
+def test_auto_to_a_store() -> None:
+    """Where saves cost next to nothing, money still counts."""
+    for is_near, least_s in ((True, 1.0), (False, 20.0)):
+        run = Run(cadence_of("auto", 0.01, is_near=is_near), stall_s=0.0, save_s=0.1).steps(2000)
+        assert len(run.saves) > 5
+        assert min(run.intervals_s()[1:]) >= least_s - 1e-6
+
+
 def test_epochs() -> None:
     """The end of an epoch counts for `"epoch"`; the last one's for all but `False`."""
     for cadence, middle, last in (
         (EveryEpoch(), True, True),
         (EveryBatches(7), False, True),
         (EverySeconds(60.0), False, True),
-        (Auto(0.01), False, True),
+        (Auto(0.01), True, True),
         (AtEnd(), False, False),
     ):
         pace = Pace(cadence, 0, 0.0, wait_if_busy=False)

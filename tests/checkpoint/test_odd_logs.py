@@ -107,7 +107,7 @@ def test_score_of_each_class(name: str, stop: keras.callbacks.Callback, tmp_path
     expected = fit(None)
     with pytest.raises(small.Interrupted):
         fit(None, backup(tmp_path), stop)
-    callbacks = [backup(tmp_path)] if name == "backup" else kd.defaults(tmp_path)
+    callbacks = [backup(tmp_path)] if name == "backup" else kd.defaults(tmp_path, save_freq="epoch")
     require_same(fit(None, *callbacks), expected)
     require_same(fit(None, backup(tmp_path)), expected)
 
@@ -119,7 +119,7 @@ def test_values(name: str, tmp_path: Path) -> None:
     expected = fit(VALUES[name])
     with pytest.raises(small.Interrupted):
         fit(VALUES[name], backup(tmp_path), small.Stop(2, 0))
-    require_same(fit(VALUES[name], *kd.defaults(tmp_path)), expected)
+    require_same(fit(VALUES[name], *kd.defaults(tmp_path, save_freq="epoch")), expected)
 
 
 def test_what_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import logging
 import shutil
 from collections.abc import Callable
@@ -57,6 +56,7 @@ def train(
         **small.INPUTS[given](),
         epochs=epochs,
         directory=directory,
+        save_freq="epoch",
         verbose=0,
         callbacks=callbacks,
         **more,
@@ -106,7 +106,14 @@ def test_orders_differ_by_epoch(tmp_path: Path) -> None:
     model = small.model()
     model.compile(keras.optimizers.SGD(0.0), "mse")
     kd.distributed_fit(
-        model, small.X, small.Y, batch_size=8, epochs=3, directory=tmp_path, callbacks=[Firsts()]
+        model,
+        small.X,
+        small.Y,
+        batch_size=8,
+        epochs=3,
+        directory=tmp_path,
+        save_freq="epoch",
+        callbacks=[Firsts()],
     )
     assert len(set(seen)) == 3
 
@@ -122,7 +129,7 @@ def test_plain_fit(tmp_path: Path) -> None:
             epochs=3,
             shuffle=False,
             verbose=0,
-            callbacks=[*kd.defaults(tmp_path / folder), *callbacks],
+            callbacks=[*kd.defaults(tmp_path / folder, save_freq="epoch"), *callbacks],
         )
         return model
 
@@ -220,7 +227,7 @@ def test_place_among_callbacks(first: bool, tmp_path: Path) -> None:
 
     def fit(folder: str, *stop: small.Stop) -> keras.Model:
         model = small.model()
-        defaults = kd.defaults(tmp_path / folder)
+        defaults = kd.defaults(tmp_path / folder, save_freq="epoch")
         callbacks = [*defaults, Shrink()] if first else [Shrink(), *defaults]
         model.fit(
             small.X, small.Y, epochs=3, shuffle=False, verbose=0, callbacks=[*callbacks, *stop]
@@ -264,7 +271,7 @@ def test_model_that_is_not_built(make: Callable[[], keras.Model], tmp_path: Path
             epochs=3,
             shuffle=False,
             verbose=0,
-            callbacks=[*kd.defaults(tmp_path / folder), *callbacks],
+            callbacks=[*kd.defaults(tmp_path / folder, save_freq="epoch"), *callbacks],
         )
         return model
 
@@ -380,7 +387,7 @@ def test_nan(tmp_path: Path) -> None:
                 self.model.layers[-1].bias.assign([np.nan])
 
     for backup in (
-        kd.defaults(tmp_path)[0],
+        kd.defaults(tmp_path, save_freq="epoch")[0],
         kd.BackupAndRestore(tmp_path, delete_checkpoint=True),
     ):
         backup.saving = kd.Saving(on_busy="wait")
@@ -404,7 +411,7 @@ def test_beside_tensorboard(tmp_path: Path) -> None:
 
 def test_twice_with_the_same_callbacks(tmp_path: Path) -> None:
     """A list of callbacks may serve several calls of `fit`."""
-    callbacks = kd.defaults(tmp_path)
+    callbacks = kd.defaults(tmp_path, save_freq="epoch")
     model = small.model()
     for epochs in (1, 2):
         history = model.fit(small.X, small.Y, epochs=epochs, verbose=0, callbacks=callbacks)
@@ -424,6 +431,7 @@ def test_steps_per_execution(tmp_path: Path) -> None:
             batch_size=8,
             epochs=2,
             directory=tmp_path / folder,
+            save_freq="epoch",
             callbacks=stop,
         )
         return model
@@ -461,7 +469,7 @@ def test_counts_what_is_trained(
         model = small.model()
         model.compile("adam", "mse", steps_per_execution=3, jit_compile=kind == "compiled")
     epochs = 2
-    callbacks = [*kd.defaults(tmp_path), small.Stop()]
+    callbacks = [*kd.defaults(tmp_path, save_freq="epoch"), small.Stop()]
     model.fit(made, epochs=epochs, steps_per_epoch=steps_per_epoch, verbose=0, callbacks=callbacks)
     trained = epochs * (6 if data == "endless" else 4)
     assert int(model.optimizer.iterations.numpy()) == trained
@@ -472,21 +480,6 @@ def test_counts_what_is_trained(
     [log], _ = log_files.read(open_files(tmp_path), run.name)
     windows = [each.event for each in log.entries if isinstance(each.event, Window)]
     assert sum(each.steps for each in windows) == trained
-
-
-def test_default_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a directory the run stands in the working folder, by the name of the script."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["/somewhere/train_mnist.py"])
-    monkeypatch.setattr(default_callbacks, "_trainings", itertools.count(1))
-    for _ in range(2):
-        counted = small.Stop()
-        callbacks = [*kd.defaults(), counted]
-        small.model().fit(small.X, small.Y, verbose=0, callbacks=callbacks)
-        assert counted.batches == 1
-    runs = tmp_path / "keras_distplug_runs"
-    assert (runs / "train_mnist" / "run-0001" / "RUN.json").exists()
-    assert (runs / "train_mnist-2" / "run-0001" / "RUN.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -502,7 +495,6 @@ def test_default_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_name_of_the_script(script: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the default directory is called after."""
     monkeypatch.setattr("sys.argv", [script])
-    monkeypatch.setattr(default_callbacks, "_trainings", itertools.count(1))
     assert default_callbacks.default_directory() == Path("keras_distplug_runs") / name
 
 
@@ -593,7 +585,9 @@ def test_models_out_of_the_ordinary(make: Callable[[], keras.Model], tmp_path: P
         keras.utils.set_random_seed(4)
         model = make()
         given = {"x": small.X, "y": small.Y, "batch_size": 8, "epochs": 3, "verbose": 0}
-        kd.distributed_fit(model, **given, directory=tmp_path / folder, callbacks=stop)
+        kd.distributed_fit(
+            model, **given, directory=tmp_path / folder, save_freq="epoch", callbacks=stop
+        )
         return model
 
     expected = fit("a")

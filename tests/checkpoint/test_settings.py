@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 from keras_distplug.checkpoint.settings import (
+    RESUMING,
     RETENTION,
     SAVING,
     LocalCheckpoints,
+    Resuming,
+    ResumingFields,
     Saving,
     Settings,
     Single,
@@ -20,6 +23,7 @@ from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.storage.retention import Retention
 
 BEST = ("val_loss", "min", 3)
+DEFAULTS = (SAVING, RETENTION, RESUMING, None)
 
 
 def test_single_arguments(tmp_path: Path) -> None:
@@ -28,18 +32,22 @@ def test_single_arguments(tmp_path: Path) -> None:
     retention = Retention(4, 100, BEST)
     local = LocalCheckpoints(tmp_path, "30s")
     assert local == LocalCheckpoints(str(tmp_path), "30s")
-    values = vars(saving) | vars(retention) | vars(local)
-    assert values.keys() == Single.__annotations__.keys()
-    assert Settings.of(SAVING, RETENTION, None, values) == Settings.of(saving, retention, local, {})
-    assert Settings.of(SAVING, RETENTION, None, {}) == Settings(Saving(), Retention(), None)
+    resuming = Resuming(True, True, True, False, "runs/other", True)
+    values = vars(saving) | vars(retention) | vars(resuming) | vars(local)
+    assert values.keys() == get_type_hints(Single).keys()
+    assert get_type_hints(ResumingFields).keys() == Resuming.names()
+    given = Settings.of(saving, retention, resuming, local, {})
+    assert Settings.of(SAVING, RETENTION, RESUMING, None, values) == given
+    unset = Settings.of(SAVING, RETENTION, RESUMING, None, {})
+    assert unset == Settings(Saving(), Retention(), Resuming(), None)
 
 
 def test_local_tier_alone(tmp_path: Path) -> None:
     """`None`, the former default, means that it was not given."""
     given = {"local_tier": tmp_path, "local_freq": None}
-    assert Settings.of(SAVING, RETENTION, None, given).local == LocalCheckpoints(tmp_path, "auto")
+    assert Settings.of(*DEFAULTS, given).local == LocalCheckpoints(tmp_path, "auto")
     none = {"local_tier": None, "local_freq": None}
-    assert Settings.of(SAVING, RETENTION, None, none).local is None
+    assert Settings.of(*DEFAULTS, none).local is None
 
 
 @pytest.mark.parametrize(
@@ -76,13 +84,18 @@ def test_local_tier_alone(tmp_path: Path) -> None:
             {},
             "Expected `local` to be a `keras_distplug.LocalCheckpoints`. Received: '/dev/shm/a'",
         ),
+        (
+            {},
+            {"init_optimizer": True},
+            "the optimizer of the run in `init_from`, which is not given",
+        ),
         ({}, {"local_freq": "30s"}, "folder `local_tier`, which is not given"),
     ],
 )
 def test_refused(values: dict[str, Any], single: dict[str, Any], message: str) -> None:
-    given = {"saving": SAVING, "retention": RETENTION, "local": None, **values}
+    given = {"saving": SAVING, "retention": RETENTION, "resuming": RESUMING, "local": None}
     with pytest.raises(ConfigurationError, match=re.escape(message)):
-        Settings.of(**given, single=single)
+        Settings.of(**{**given, **values}, single=single)
 
 
 @pytest.mark.parametrize("max_overhead", [0.0, 1.0, -0.1, "1%", None, 1])
@@ -95,4 +108,4 @@ def test_unknown() -> None:
     """As Python says it."""
     message = "BackupAndRestore.__init__() got an unexpected keyword argument 'keep_lst'"
     with pytest.raises(TypeError, match=re.escape(message)):
-        Settings.of(SAVING, RETENTION, None, {"keep_lst": 3})
+        Settings.of(*DEFAULTS, {"keep_lst": 3})

@@ -205,7 +205,7 @@ def test_directory(refuse: Callable[..., None], tmp_path: Path) -> None:
     refuse(ConfigurationError, "`backup_dir` is empty", model, X, Y, directory="")
     refuse(
         ConfigurationError,
-        "belong to the BackupAndRestore among the callbacks",
+        "as an argument of the BackupAndRestore among the callbacks",
         model,
         X,
         Y,

@@ -73,8 +73,11 @@ def test_traced_once(fit: Callable[..., keras.Model], tmp_path: Path) -> None:
     expected = fit()
     assert expected.optimizer.traces == 2
     with pytest.raises(small.Interrupted):
-        fit(*kd.defaults(tmp_path), small.Stop(1, 0))
-    resumed, whole = fit(*kd.defaults(tmp_path)), fit(*kd.defaults(tmp_path, resume=False))
+        fit(*kd.defaults(tmp_path, save_freq="epoch"), small.Stop(1, 0))
+    resumed, whole = (
+        fit(*kd.defaults(tmp_path, save_freq="epoch")),
+        fit(*kd.defaults(tmp_path, save_freq="epoch", resume=False)),
+    )
     for model in resumed, whole:
         assert model.optimizer.traces == 1
         assert small.state(model) == small.state(expected)
@@ -82,7 +85,7 @@ def test_traced_once(fit: Callable[..., keras.Model], tmp_path: Path) -> None:
 
 def test_own_step(tmp_path: Path) -> None:
     """What a `train_step` of the user's calls, and with what, is not known before."""
-    assert fit(*kd.defaults(tmp_path), cls=OwnStep).optimizer.traces == 2
+    assert fit(*kd.defaults(tmp_path, save_freq="epoch"), cls=OwnStep).optimizer.traces == 2
 
 
 def test_what_works_in_the_step_only(tmp_path: Path) -> None:
@@ -95,6 +98,6 @@ def test_what_works_in_the_step_only(tmp_path: Path) -> None:
             raise RuntimeError("not yet")
         return keras.ops.mean(keras.ops.abs(y_true - y_pred), axis=-1)
 
-    model = fit(*kd.defaults(tmp_path), metric=late)
+    model = fit(*kd.defaults(tmp_path, save_freq="epoch"), metric=late)
     assert len(calls) > 1
     assert small.state(model) == small.state(fit(metric="mae"))

@@ -156,7 +156,7 @@ def in_thread(act: Callable[[], Any]) -> Any:
 def test_thread(tmp_path: Path) -> None:
     """A `fit` in a thread resumes, with `defaults()`; signals stay with the main thread."""
     in_thread(lambda: interrupted(tmp_path))
-    assert in_thread(lambda: fit(*kd.defaults(tmp_path))) == fit()
+    assert in_thread(lambda: fit(*kd.defaults(tmp_path, save_freq="epoch"))) == fit()
 
 
 def test_cells(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def names(fit: Fit) -> list[str]:
 
 def test_defaults(tmp_path: Path) -> None:
     """`defaults()` keep a log: where it began, each epoch, each checkpoint, and the end."""
-    fit(kd.defaults(tmp_path), validation_data=(small.X, small.Y))
+    fit(kd.defaults(tmp_path, save_freq="epoch"), validation_data=(small.X, small.Y))
     [found] = logged(tmp_path)
     assert isinstance(found.entries[0].event, events.Began)
     began = found.began
@@ -101,7 +101,7 @@ def test_defaults(tmp_path: Path) -> None:
 def test_windows(tmp_path: Path) -> None:
     """They follow each other without a gap, count each step once, and end with the end."""
     begun_at = time.time()
-    fit(kd.defaults(tmp_path), validation_data=(small.X, small.Y))
+    fit(kd.defaults(tmp_path, save_freq="epoch"), validation_data=(small.X, small.Y))
     [found] = logged(tmp_path)
     windows = [entry for entry in found.entries if isinstance(entry.event, Window)]
     assert sum(each.event.steps for each in windows) == 12
@@ -131,7 +131,7 @@ def test_waits_for_data(tmp_path: Path) -> None:
         return waited, y
 
     data = tf.data.Dataset.from_tensor_slices((small.X, small.Y)).batch(8).map(slow)
-    fit(kd.defaults(tmp_path), x=data, y=None, batch_size=None)
+    fit(kd.defaults(tmp_path, save_freq="epoch"), x=data, y=None, batch_size=None)
     [found] = logged(tmp_path)
     secs = goodput_totals.totals(goodput_totals.spans([found]))
     assert secs[Category.INPUT] > secs[Category.STEP]
@@ -224,7 +224,7 @@ def test_nothing_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
     with pytest.raises(small.Interrupted):
         fit(kd.defaults(tmp_path, save_freq="epoch"), small.Stop(0, 2))
     saver.wait_for_all()
-    fit(kd.defaults(tmp_path))
+    fit(kd.defaults(tmp_path, save_freq="epoch"))
     assert (
         f"{tmp_path / 'run-0001'}: attempt 1 left no checkpoint after at least 3 "
         "steps; starting from the beginning"
@@ -267,8 +267,8 @@ def test_curves(tmp_path: Path) -> None:
     """TensorBoard has the goodput by the seconds since the first attempt began, and the shares of
     time, which sum to one."""
     with pytest.raises(small.Interrupted):
-        fit(kd.defaults(tmp_path), small.Stop(1, 2))
-    fit(kd.defaults(tmp_path))
+        fit(kd.defaults(tmp_path, save_freq="epoch"), small.Stop(1, 2))
+    fit(kd.defaults(tmp_path, save_freq="epoch"))
     fits = logged(tmp_path)
     curves = curves_in(tmp_path / "run-0001" / "log")["goodput"]
     points = curves["goodput/whole_run"]
@@ -286,14 +286,14 @@ def test_texts(tmp_path: Path) -> None:
     """TensorBoard's tab "Text" has what happened, over all attempts, each at a step of its own:
     what a supervisor has told since the attempt before, too."""
     with pytest.raises(small.Interrupted):
-        fit(kd.defaults(tmp_path), small.Stop(1, 2))
+        fit(kd.defaults(tmp_path, save_freq="epoch"), small.Stop(1, 2))
     saver.wait_for_all()
     [first] = logged(tmp_path)
     failed = events.Failed("worker-0", "error", 1, "worker-0 exited with code 1")
     entry = events.Entry(first.ends_at + 0.001, "supervisor", failed, "job", 1)
     log = tmp_path / "run-0001" / "log"
     (log / "supervisor-job.jsonl").write_bytes(to_line(entry))
-    fit(kd.defaults(tmp_path))
+    fit(kd.defaults(tmp_path, save_freq="epoch"))
     steps, texts = zip(*texts_in(log / "goodput", "distplug/events"), strict=True)
     assert len(set(steps)) == len(steps)
     assert list(steps) == sorted(steps)
@@ -312,9 +312,9 @@ def test_one_within_another(tmp_path: Path) -> None:
     class Inner(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             if epoch == 1:
-                fit(kd.defaults(tmp_path / "inner"))
+                fit(kd.defaults(tmp_path / "inner", save_freq="epoch"))
 
-    fit(kd.defaults(tmp_path / "outer"), Inner())
+    fit(kd.defaults(tmp_path / "outer", save_freq="epoch"), Inner())
     [inner], [outer] = logged(tmp_path / "inner"), logged(tmp_path / "outer")
     for found in (inner, outer):
         assert [each.epoch for each in of_kind(found, events.EpochEnded)] == [0, 1, 2]
@@ -343,9 +343,9 @@ def _threads() -> list[str]:
 
 def test_finished_already(tmp_path: Path) -> None:
     """A run that is started again when it is finished trains nothing, and says nothing."""
-    fit(kd.defaults(tmp_path))
+    fit(kd.defaults(tmp_path, save_freq="epoch"))
 
-    fit(kd.defaults(tmp_path))
+    fit(kd.defaults(tmp_path, save_freq="epoch"))
     assert len(logged(tmp_path)) == 1
 
 
@@ -353,7 +353,7 @@ def test_left_out(tmp_path: Path) -> None:
     """An update that is not applied, with the replica and the variable it came from."""
     x = small.X.copy()
     x[8:16] = np.nan
-    fit(kd.defaults(tmp_path), x=x, epochs=1, shuffle=False)
+    fit(kd.defaults(tmp_path, save_freq="epoch"), x=x, epochs=1, shuffle=False)
     [found] = logged(tmp_path)
     [left_out] = of_kind(found, events.UpdateLeftOut)
     assert (left_out.epoch, left_out.batch, left_out.in_a_row) == (0, 1, 1)
@@ -381,7 +381,7 @@ def test_saves_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     def fails(*_: Any) -> None:
         raise OSError("the disk is gone")
 
-    callbacks = kd.defaults(tmp_path)
+    callbacks = kd.defaults(tmp_path, save_freq="epoch")
     callbacks[0].saving = kd.Saving(on_busy="wait", max_failed_saves=9)
     monkeypatch.setattr(stock, fails)
     with (
@@ -398,7 +398,7 @@ def test_saves_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_damaged(tmp_path: Path) -> None:
     """A checkpoint that is set aside."""
-    callbacks = kd.defaults(tmp_path)
+    callbacks = kd.defaults(tmp_path, save_freq="epoch")
     callbacks[0].saving = kd.Saving(on_busy="wait")
     with pytest.raises(small.Interrupted):
         fit(callbacks, small.Stop(2, 1))
@@ -406,7 +406,7 @@ def test_damaged(tmp_path: Path) -> None:
     for shard in tmp_path.glob("run-0001/step-00000008/*/*.safetensors"):
         shard.write_bytes(shard.read_bytes()[:-9])
     with pytest.warns(UserWarning, match="set aside"):
-        fit(kd.defaults(tmp_path))
+        fit(kd.defaults(tmp_path, save_freq="epoch"))
     _, second = logged(tmp_path)
     [quarantined] = of_kind(second, events.Quarantined)
     assert "step-00000008" in quarantined.checkpoint
@@ -424,7 +424,7 @@ def test_told_to_go(tmp_path: Path) -> None:
                 _wait_until(lambda: handler._stop.is_due() is not None)
 
     with pytest.raises(kd.errors.Preempted):
-        fit(kd.defaults(tmp_path), handler, Tells())
+        fit(kd.defaults(tmp_path, save_freq="epoch"), handler, Tells())
     [found] = logged(tmp_path)
     [told] = of_kind(found, events.Preempted)
     assert (told.what, told.is_user) == ("SIGTERM", False)
@@ -449,7 +449,7 @@ def test_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 assert told.wait(60)
 
     monkeypatch.setattr("keras_distplug.hang.hang_watchdog.report", report)
-    fit(kd.defaults(tmp_path), Hangs(), kd.HangWatchdog(step_secs=1, exit=False))
+    fit(kd.defaults(tmp_path, save_freq="epoch"), Hangs(), kd.HangWatchdog(step_secs=1, exit=False))
     [found] = logged(tmp_path)
     [hung] = of_kind(found, events.Hung)
     assert hung.what.startswith("worker-0 ")
@@ -464,7 +464,7 @@ def test_straggler(tmp_path: Path) -> None:
             if epoch == 1:
                 kd.StragglerWatchdog()._tell(straggler)
 
-    fit(kd.defaults(tmp_path), Tells())
+    fit(kd.defaults(tmp_path, save_freq="epoch"), Tells())
     [found] = logged(tmp_path)
     [told] = of_kind(found, events.SlowReplica)
     assert (told.cause, told.rank, told.replica, told.own_s) == ("compute", 1, 3, 0.2)
@@ -484,7 +484,7 @@ def test_own_folder(tmp_path: Path) -> None:
     fit([kd.RunLog(tmp_path / "a")])
     [found] = logged(tmp_path / "a", "")
     assert found.entries[-1].event == events.Finished(12, 3, False)
-    fit([kd.RunLog(tmp_path / "b"), *kd.defaults(tmp_path / "c")])
+    fit([kd.RunLog(tmp_path / "b"), *kd.defaults(tmp_path / "c", save_freq="epoch")])
     assert len(logged(tmp_path / "b", "")) == 1
     assert not (tmp_path / "c" / "run-0001" / "log").exists()
 
@@ -592,7 +592,7 @@ def test_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_in_a_store() -> None:
     """In a store it goes to files that count by their number."""
     directory = f"memory://{uuid.uuid4().hex}"
-    fit(kd.defaults(directory))
+    fit(kd.defaults(directory, save_freq="epoch"))
     [found] = logged(directory)
     assert names(found)[0] == "Began"
     assert names(found)[-1] == "Finished"
@@ -602,7 +602,7 @@ def test_curves_in_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """TensorBoard's files come there whole, one after the other."""
     monkeypatch.setattr("keras_distplug.runlog.sinks.UploadPace.every_secs", 0.0)
     directory = f"memory://{uuid.uuid4().hex}"
-    fit(kd.defaults(directory))
+    fit(kd.defaults(directory, save_freq="epoch"))
     [found] = logged(directory)
     files, folder = open_files(directory), "run-0001/log/goodput"
     names_of_files = files.names(folder)
@@ -629,7 +629,7 @@ def test_store_that_fails(
 
     monkeypatch.setattr(RemoteFiles, "create", fails)
     directory = f"memory://{uuid.uuid4().hex}"
-    fit(kd.defaults(directory))
+    fit(kd.defaults(directory, save_freq="epoch"))
     [found] = logged(directory)
     assert names(found)[-1] == "Finished"
     assert caplog.text.count("does not reach TensorBoard, and is tried again: no room") == 1

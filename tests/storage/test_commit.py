@@ -255,6 +255,27 @@ def test_failed_share(which: int, root: Path) -> None:
     assert is_whole(root, 3)
 
 
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (OSError(errno.ENOSPC, "full"), "Free disk space, or raise the quota."),
+        (OSError(errno.EDQUOT, "full"), "Free disk space, or raise the quota."),
+        (PermissionError(errno.EACCES, "no"), "Check the permissions of the directory."),
+        (OSError(errno.EROFS, "no"), "Check the permissions of the directory."),
+        (OSError("an answer of the store's"), "Fix the storage."),
+        (FileExistsError("another's"), "Give every training its own directory."),
+    ],
+)
+def test_remedies(error: OSError, remedy: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error says what helps against it."""
+    watched = WatchedFiles(LocalFiles(root))
+    watched.fail("create", "MANIFEST.json", error)
+    monkeypatch.setattr(watched, "read", lambda path: b"of another run")
+    [outcome] = Workers(lambda rank: watched, 1).save(state(1), "a-1").values()
+    assert isinstance(outcome, SaveError)
+    assert str(outcome).endswith(f"resumes from the newest one. {remedy}")
+
+
 def test_failure_that_passes(root: Path) -> None:
     """A storage that fails once is tried again."""
     error = OSError(errno.EIO, "no")

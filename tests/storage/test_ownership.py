@@ -112,6 +112,22 @@ def test_on_another_machine(tmp_path: Path) -> None:
     assert "waiting up to 60 s for a sign of life" in said[0]
 
 
+@pytest.mark.timeout(60)
+def test_copied_folder(tmp_path: Path) -> None:
+    """A copy, made while its owner trains, can be used: the owner does not touch it. The folder
+    itself by another path is still the owner's."""
+    folder, alias = tmp_path / "a", tmp_path / "alias"
+    with owner(folder) as first:
+        shutil.copytree(folder, tmp_path / "copy")
+        alias.symlink_to(folder)
+        lines: list[str] = []
+        ownership.claim(open_files(tmp_path / "copy"), lines.append, timing=HASTY).release()
+        assert [f"{tmp_path}/copy was last used by" in line for line in lines] == [True]
+        with pytest.raises(InUseError):
+            ownership.claim(open_files(alias), lines.append)
+        assert ask(first) == "owns\n"
+
+
 def test_released(tmp_path: Path) -> None:
     """After a training that has ended, the next process takes the directory without a wait."""
     files = open_files(tmp_path)

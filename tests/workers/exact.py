@@ -39,15 +39,15 @@ from keras_distplug.checkpoint import own_states  # noqa: E402
 def control_experiment() -> None:
     """Leaves out what the comparison has to miss then."""
     if control == "metrics":
-        own_states.restore = lambda *args, **kwargs: None
+        own_states.restore_existing = lambda *args, **kwargs: None
     elif control == "replicas":
-        stock = own_states.restore
+        stock = own_states.restore_existing
 
         def of_the_first(model, arrays, *args, **kwargs):
             first = {k: v for k, v in arrays.items() if k.startswith(f"{own_states.PREFIX}0000")}
             return stock(model, first, *args, **kwargs)
 
-        own_states.restore = of_the_first
+        own_states.restore_existing = of_the_first
     elif control == "seeds":
         from keras_distplug.checkpoint import capture
 

@@ -75,17 +75,17 @@ with open(folder / f"pids-{worker}", "a") as file:
 x, y, sample_weight = case.arrays()
 harm = Harm(folder, case.BATCHES, 1, directory, storage_options, own_folder)
 each_batch = {"save_freq": 1, "on_busy": "wait", "delete_checkpoint": False}
+each_epoch = {"save_freq": "epoch", "storage_options": storage_options}
 if not way.startswith("plain"):
     model = case.build()
-    place = {"directory": directory, "storage_options": storage_options}
     callbacks = [*KNOWING, *WRITING, harm]
     if way == "local_tier":
         local = {"local_tier": own_folder, "local_freq": "epoch", "save_freq": "2h"}
         callbacks.append(kd.BackupAndRestore(directory, delete_checkpoint=False, **local))
-        place = {}
     elif way == "in_epoch":
         callbacks.append(kd.BackupAndRestore(directory, **each_batch))
-        place = {}
+    else:
+        callbacks += kd.defaults(directory, **each_epoch)
     history = kd.distributed_fit(
         model,
         x,
@@ -96,13 +96,12 @@ if not way.startswith("plain"):
         callbacks=callbacks,
         validation_data=case.dataset(70),
         verbose=2,
-        **place,
     )
 else:
     with strategy.scope():
         model = case.build()
     data = case.dataset().map(later) if LATE else case.dataset()
-    ours = kd.defaults(directory, storage_options=storage_options)
+    ours = kd.defaults(directory, **each_epoch)
     if way == "plain_in_epoch":
         ours = [kd.BackupAndRestore(directory, **each_batch)]
     history = model.fit(

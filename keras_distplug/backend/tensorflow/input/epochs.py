@@ -36,6 +36,14 @@ def of_fit() -> Loop | None:
     return None
 
 
+def validation_of_fit() -> Any:
+    """What the `fit` that calls was given as `validation_data`, or has split off."""
+    for frame in frames.callers(sys._getframe(1)):
+        if frame.f_code.co_name == "fit" and frames.local(frame, "epoch_iterator") is not None:
+            return frames.local(frame, "validation_data")
+    return None
+
+
 def before_reading(model: keras.Model, act: Callable[[Loop], object]) -> None:
     """Calls `act` with the loop of every `fit` of `model` before that looks at its data."""
     stock = model._maybe_symbolic_build
@@ -110,6 +118,12 @@ class Loop:
         return arrays, self.adapter.batch_size
 
     @property
+    def given_arrays(self) -> Any:
+        """The arrays that Keras makes batches of, of any kind; None for other data."""
+        is_array = isinstance(self.adapter, data_adapters.ArrayDataAdapter)
+        return self.adapter._inputs if is_array else None
+
+    @property
     def is_generator(self) -> bool:
         """Whether one Python generator gives the batches of all epochs."""
         return isinstance(self.adapter, data_adapters.GeneratorDataAdapter)
@@ -161,6 +175,12 @@ class Loop:
             return None
         last = adapter.partial_batch_size or adapter.batch_size
         return adapter.batch_size, (adapter.num_batches - 1) * adapter.batch_size + last
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """As `fit` was given it."""
+        steps: int | None = self._epochs.steps_per_epoch
+        return steps
 
     @property
     def keeps_iterator(self) -> bool:

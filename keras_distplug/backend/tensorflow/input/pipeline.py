@@ -28,6 +28,7 @@ from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.framework import config
 
 from keras_distplug.backend.tensorflow.input.earlier_passes import made_from
+from keras_distplug.backend.tensorflow.input.pipeline_constants import constants_of
 from keras_distplug.backend.tensorflow.input.pipeline_steps import (
     RESHUFFLING,
     Step,
@@ -41,6 +42,7 @@ from keras_distplug.backend.tensorflow.input.pipeline_variables import (
     is_variable,
     resources_of,
 )
+from keras_distplug.backend.tensorflow.runtime.attached import attach, attached
 
 _MOST_BYTES = 512 * 2**20  # of tensors in the pipeline: taking it apart copies them
 _LARGE_BYTES = 1024  # of one tensor
@@ -112,6 +114,10 @@ class Pipeline:
         )
         by_id = {id(each): each for each in handles}
         return [Variable(each) for each in by_id.values() if is_variable(each)]
+
+    def constants(self) -> list[tf.Tensor]:
+        """The tensors that elements are made of, and the names of files."""
+        return constants_of(self.steps, self._graph, self._held)
 
     @property
     def options(self) -> tf.data.Options:
@@ -354,11 +360,19 @@ def _leave_out(graph: graph_pb2.GraphDef, cut: _Cut) -> str:
 
 
 def read(dataset: tf.data.Dataset) -> Pipeline:
-    """Takes `dataset` apart.
+    """Takes `dataset` apart, the first time.
 
     Raises:
         UnreadableError: If that is not possible.
     """
+    found = attached(dataset, Pipeline)
+    if found is None:
+        found = _read(dataset)
+        attach(dataset, found)
+    return found
+
+
+def _read(dataset: tf.data.Dataset) -> Pipeline:
     held = sum(map(_bytes_of, itertools.chain.from_iterable(map(_tensors_of, made_from(dataset)))))
     if held > _MOST_BYTES:
         raise UnreadableError(f"it holds {held / 2**20:.0f} MB of tensors")

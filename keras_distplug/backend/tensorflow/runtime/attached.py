@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-_ATTACHED = "_distplug"
+ATTACHED = "_distplug"
 
 Kind = TypeVar("Kind")
 
@@ -20,7 +20,7 @@ def attach(owner: object, value: object) -> None:
 
 def attached(owner: object, kind: type[Kind]) -> Kind | None:
     """What was attached of this class."""
-    found: Kind | None = vars(owner).get(_ATTACHED, {}).get(kind)
+    found: Kind | None = vars(owner).get(ATTACHED, {}).get(kind)
     return found
 
 
@@ -45,7 +45,7 @@ def is_marked(target: object, done: str = "adapted") -> bool:
 
 
 def _all(owner: object) -> dict[type, Any]:
-    if _ATTACHED not in vars(owner):
-        object.__setattr__(owner, _ATTACHED, {})
-    found: dict[type, Any] = vars(owner)[_ATTACHED]
+    if ATTACHED not in vars(owner):
+        object.__setattr__(owner, ATTACHED, {})
+    found: dict[type, Any] = vars(owner)[ATTACHED]
     return found

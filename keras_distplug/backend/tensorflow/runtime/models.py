@@ -208,6 +208,17 @@ def optimizers_of(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
     return others if compiled is None else {"optimizer": compiled, **others}
 
 
+def learning_rate(model: keras.Model) -> float | None:
+    """The one that is kept in a variable; None if there is none."""
+    value = getattr(getattr(model, "optimizer", None), "learning_rate", None)
+    return float(value.numpy()) if isinstance(value, keras.Variable) else None
+
+
+def set_learning_rate(model: keras.Model, value: float | None) -> None:
+    if value is not None:
+        model.optimizer.learning_rate = value
+
+
 def optimizer_targets(
     model: keras.Model, others: Mapping[str, keras.Variable] = MappingProxyType({})
 ) -> dict[str, list[Target]]:

@@ -1,0 +1,203 @@
+"""Whether a checkpoint is of this data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from keras_distplug.checkpoint.same_run import first_difference
+from keras_distplug.checkpoint.settings import Resuming
+from keras_distplug.cluster.channel import Channel
+from keras_distplug.core.errors import OtherRunError
+from keras_distplug.core.log import announce
+from keras_distplug.data.contents import CONTENTS, ORDER
+from keras_distplug.data.position import Source
+from keras_distplug.data.sources import BATCH_SIZE, SEEDS
+from keras_distplug.storage.manifest import Manifest
+
+OLD_SEEDS = (
+    "the seeds of the data have changed since the checkpoint; the checkpoint's are used, so every "
+    "epoch sees its samples in the order the run started with"
+)
+NEW_SEEDS = (
+    "the seeds of the data have changed since the checkpoint, so samples come in another order: "
+    "the interrupted epoch sees some of them twice and others not at all"
+)
+_BATCH_REMEDY = "allow_batch_change=True to go on with the next sample in batches of this size, "
+OTHER_ORDER = (
+    "the samples are in a different order than at the checkpoint, so the interrupted epoch sees "
+    "some of them twice and others not at all. Set the seed of whatever shuffles them before `fit`"
+)
+_OF_KERAS, _ARRAYS = "ArrayDataAdapter", "arrays"  # the same data, with a seed and without
+_IS_OTHER = "other"  # what a worker says instead of an error
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The data of a `fit`, compared with that of a checkpoint.
+
+    Args:
+        is_other: Whether it is other data.
+        seeds: Of the checkpoint's data, if they differ.
+        has_other_seeds: Whether they do.
+        has_other_order: Whether the same samples come in another order.
+    """
+
+    is_other: bool = False
+    seeds: str | None = None
+    has_other_seeds: bool = False
+    has_other_order: bool = False
+
+
+def compare(
+    manifest: Manifest,
+    source: Source,
+    where: str,
+    allowed: Resuming,
+    agreement: Channel,
+    *,
+    is_chief: bool,
+    ends: bool,
+) -> Compared:
+    """Compares the data with that of a checkpoint. All workers call this together.
+
+    Args:
+        manifest: Of the checkpoint.
+        source: The data.
+        where: The run it is of, for errors.
+        allowed: What it may go on with.
+        agreement: How the workers agree.
+        is_chief: Whether this process's data was described in the checkpoint: others may have
+            other parts of it.
+        ends: Whether the run ends there, and reads no more data.
+
+    Raises:
+        OtherRunError: If it is other data than it may be.
+    """
+    there = _Fingerprint.of(manifest.data["fingerprint"])
+    here = _Fingerprint.of(json.loads(json.dumps(source.fingerprint())))
+    other_values = _other_values(there.contents, here.contents) if is_chief else None
+    if other_values is not None and source.holds_state and not ends:
+        announce(
+            f"{other_values} since the checkpoint. Ignore this if reading the data changes it; if "
+            "it is different data, pass resume=False"
+        )
+        other_values = None
+    if ends:
+        for each in (there, here):
+            each.described.pop(BATCH_SIZE, None)
+            each.described.pop("shuffle", None)
+            if each.described.get("kind") == _OF_KERAS:
+                each.described["kind"] = _ARRAYS
+    is_within = "read" in (manifest.data.get("train") or {}) and not ends
+    why_not = source.why_not_by_samples if is_within else None
+    word = None
+    try:
+        if _is_other(
+            there.described, here.described, where, why_not, allowed, other_values, ends=ends
+        ):
+            word = _IS_OTHER
+    except OtherRunError as error:
+        word = str(error)
+    word = agreement.first_complaint("data", word)
+    if word not in (None, _IS_OTHER):
+        raise OtherRunError(word)
+    if word is not None or ends:
+        return Compared(is_other=word is not None)
+    orders = (there.order, here.order)
+    is_order_known = is_chief and not source.holds_state and None not in orders
+    return Compared(
+        seeds=there.seeds,
+        has_other_seeds=there.seeds != here.seeds,
+        has_other_order=is_order_known and there.order != here.order,
+    )
+
+
+@dataclass(frozen=True)
+class _Fingerprint:
+    """The parts of one."""
+
+    described: dict[str, Any]
+    contents: Mapping[str, str]
+    seeds: str | None
+    order: str | None
+
+    @classmethod
+    def of(cls, whole: Mapping[str, Any]) -> Self:
+        held = {name: each for name, each in whole.items() if name.startswith(CONTENTS)}
+        others = {name: each for name, each in whole.items() if name not in (*held, SEEDS, ORDER)}
+        return cls(others, held, whole.get(SEEDS), whole.get(ORDER))
+
+
+def _seeds_set(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+    """Who shuffles arrays depends on whether there is a seed."""
+    kinds = there.get("kind"), here.get("kind")
+    if kinds == (_OF_KERAS, _ARRAYS):
+        return "`keras.utils.set_random_seed` was called when the run started, and now is not"
+    if kinds == (_ARRAYS, _OF_KERAS):
+        return "`keras.utils.set_random_seed` was not called when the run started, and now is"
+    return None
+
+
+def _other_values(there: Mapping[str, str], here: Mapping[str, str]) -> str | None:
+    """What has other values, in words. Checkpoints of earlier versions do not tell."""
+    other = [name for name in there if name in here and there[name] != here[name]]
+    if not other:
+        return None
+    parts = [f"`{name.split()[-1]}`" for name in other if name != CONTENTS]
+    return f"the values of {' and '.join(parts) or 'the samples'} have changed"
+
+
+def _is_other(
+    there: Mapping[str, Any],
+    here: Mapping[str, Any],
+    where: str,
+    why_not_by_samples: str | None,
+    allowed: Resuming,
+    other_values: str | None,
+    *,
+    ends: bool,
+) -> bool:
+    """Compares the fingerprints of the data.
+
+    Args:
+        there: That of the checkpoint.
+        here: That of this `fit`.
+        where: The run it is of.
+        why_not_by_samples: Why the data cannot be continued at a sample, if the checkpoint is from
+            within an epoch and it cannot.
+        allowed: What it may go on with.
+        other_values: What holds other values, if anything does.
+        ends: Whether the run ends there.
+
+    Raises:
+        OtherRunError: If it is other data than it may be.
+    """
+    sizes = {each.get(BATCH_SIZE) for each in (there, here)}
+    is_batch_other = len(sizes) == 2 and None not in sizes
+    if allowed.allow_batch_change and is_batch_other:
+        if why_not_by_samples is None:
+            there = {**there, BATCH_SIZE: here[BATCH_SIZE]}
+        elif not allowed.allow_data_change:
+            raise OtherRunError(
+                f"{where} was trained on global batches of {there[BATCH_SIZE]} samples, and "
+                f"cannot go on with {here[BATCH_SIZE]} behind the last of them: "
+                f"{why_not_by_samples}. "
+                "Give the same global batch, or allow_data_change=True to begin the epoch "
+                "again; nothing was changed."
+            )
+    difference = _seeds_set(there, here) or first_difference(there, here) or other_values
+    if difference is not None and not allowed.allow_data_change:
+        goes_on = (
+            "allow_data_change=True to get the finished run's History and weights"
+            if ends
+            else "allow_data_change=True to go on with these from the beginning of the epoch"
+        )
+        raise OtherRunError(
+            f"{where} was trained on other data. The first difference: {difference}. Give the "
+            f"same data, {_BATCH_REMEDY if is_batch_other else ''}{goes_on}, or "
+            "resume=False to begin a new run; nothing was changed."
+        )
+    return difference is not None

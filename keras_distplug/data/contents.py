@@ -1,0 +1,234 @@
+"""What the samples of a training hold, in a few bytes that tell it from other samples.
+
+Small data is hashed as a whole, and its order by itself; of large data, rows spread evenly over it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice, takewhile
+from typing import Any, ParamSpec
+
+import keras
+import numpy as np
+import tensorflow as tf
+import xxhash
+
+from keras_distplug.backend.tensorflow.input import epochs, pipeline, readers
+from keras_distplug.backend.tensorflow.runtime.attached import ATTACHED
+from keras_distplug.data.position import Positioned
+from keras_distplug.python_state import random_states
+
+CONTENTS, ORDER = "contents", "order"  # in a fingerprint; also "contents of y", for example
+_WHOLE_BYTES, _WHOLE_ROWS = 4 * 2**20, 20_000
+_SAMPLED_ROWS = 1_000
+_PARTS = ("x", "y", "sample_weight")
+_DEPTH, _MOST_OBJECTS = 3, 10_000  # within a user's data set
+
+_P = ParamSpec("_P")
+Columns = Mapping[str, Sequence[Any]]
+"""Arrays by what they are part of."""
+
+
+def _or_unknown(function: Callable[_P, Mapping[str, str]]) -> Callable[_P, Mapping[str, str]]:
+    """Returns nothing for data of a kind that `function` cannot read: training can."""
+
+    @functools.wraps(function)
+    def found(*args: _P.args, **kwargs: _P.kwargs) -> Mapping[str, str]:
+        try:
+            return function(*args, **kwargs)
+        except Exception:  # noqa: BLE001 (arrays of other libraries raise what they like)
+            return {}
+
+    return found
+
+
+@_or_unknown
+def of_fit() -> Mapping[str, str]:
+    """Returns entries for a fingerprint of what the `fit` that calls has been given."""
+    if (loop := epochs.of_fit()) is None:
+        return {}
+    if isinstance(loop.dataset, Positioned):
+        return loop.dataset.source.contents
+    if (arrays := loop.given_arrays) is not None:
+        return of_arrays(arrays)
+    if loop.is_dataset and (whole := loop.whole_dataset) is not None:
+        return of_given(whole)
+    if (given := loop.py_dataset) is not None:
+        return of_object(given[0])
+    return {} if (loader := loop.torch_loader) is None else of_object(loader.loader.dataset)
+
+
+@_or_unknown
+def of_given(x: Any, y: Any = None, sample_weight: Any = None) -> Mapping[str, str]:
+    """Returns entries for a fingerprint of arguments of `distributed_fit`."""
+    if isinstance(x, Positioned):
+        return x.source.contents
+    if isinstance(x, tf.data.Dataset):
+        try:
+            return of_pipeline(pipeline.read(x))
+        except pipeline.UnreadableError:
+            return {}
+    if isinstance(x, keras.utils.PyDataset):
+        return of_object(x)
+    if readers.is_torch_loader(x):
+        return of_object(x.dataset)
+    return {} if callable(x) else of_arrays((x, y, sample_weight))
+
+
+@_or_unknown
+def of_arrays(given: Any) -> Mapping[str, str]:
+    """Returns entries for a fingerprint, none for what is not known to be an array.
+
+    Args:
+        given: A tuple of `x`, `y` and `sample_weight`, or fewer of them, each nested.
+    """
+    parts = given if isinstance(given, tuple) else (given,)
+    columns = {
+        name: [column for each in keras.tree.flatten(part) for column in _columns_of(each)]
+        for name, part in zip(_PARTS, parts, strict=False)
+        if part is not None
+    }
+    return _told(columns) if all(columns.values()) else {}
+
+
+@_or_unknown
+def of_pipeline(parts: pipeline.Pipeline) -> Mapping[str, str]:
+    """Returns entries for a fingerprint: of the tensors that the data is made from, and the names
+    of its files."""
+    return _told({"": parts.constants()})
+
+
+@_or_unknown
+def of_object(given: Any) -> Mapping[str, str]:
+    """Returns entries for a fingerprint: of the arrays and lists of texts that an object with
+    samples holds in its attributes."""
+    return _told({"": list(_held(given, _DEPTH, set()))})
+
+
+def _columns_of(value: Any) -> Iterator[Any]:
+    if isinstance(value, tf.SparseTensor):
+        yield from (value.indices, value.values)
+    elif isinstance(value, tf.RaggedTensor):
+        yield from (value.flat_values, *value.nested_row_splits)
+    elif len(getattr(value, "shape", ())) and hasattr(value, "__getitem__"):
+        yield value
+
+
+def _held(given: Any, depth: int, seen: set[int]) -> Iterator[Any]:
+    if id(given) in seen or depth < 0 or len(seen) > _MOST_OBJECTS:
+        return
+    seen.add(id(given))
+    torch = random_states.imported_torch()
+    if isinstance(given, np.ndarray) or (torch is not None and isinstance(given, torch.Tensor)):
+        if len(given.shape):
+            yield given
+    elif isinstance(given, list | tuple):
+        if given and all(isinstance(each, str | os.PathLike) for each in given):
+            yield np.array([os.fspath(each) for each in given], object)
+        elif len(given) <= _SAMPLED_ROWS:
+            for each in given:
+                yield from _held(each, depth - 1, seen)
+    elif isinstance(given, dict):
+        for each in islice(given.values(), _SAMPLED_ROWS):
+            yield from _held(each, depth - 1, seen)
+    elif not isinstance(given, type) and hasattr(given, "__dict__") and not callable(given):
+        for name in sorted(vars(given).keys() - {ATTACHED}):
+            yield from _held(vars(given)[name], depth - 1, seen)
+
+
+def _told(columns: Columns) -> Mapping[str, str]:
+    """Hashes rows across all columns of the same length: labels belong to their samples."""
+    told: dict[str, str] = {}
+    by_length: dict[int, list[Any]] = defaultdict(list)
+    is_whole = True
+    for name, given in columns.items():
+        alone: dict[int, list[Any]] = defaultdict(list)
+        for each in given:
+            length = int(each.shape[0])
+            alone[length].append(each)
+            by_length[length].append(each)
+        if len(columns) > 1:
+            told[f"{CONTENTS} of {name}"] = _joined(alone)[0]
+    if not by_length:
+        return {}
+    told[CONTENTS], told[ORDER], is_whole = _joined(by_length)
+    if not is_whole:
+        del told[ORDER]  # it is part of the other ones
+    return told
+
+
+def _joined(by_length: Mapping[int, Sequence[Any]]) -> tuple[str, str, bool]:
+    unordered, ordered, all_whole = [], [], True
+    for length, columns in sorted(by_length.items()):
+        rows, is_whole = _rows(length, columns)
+        digests = [xxhash.xxh3_64_digest(row) for row in rows]
+        ordered += digests
+        unordered += sorted(digests) if is_whole else digests
+        all_whole &= is_whole
+    return _hash(unordered), _hash(ordered), all_whole
+
+
+def _hash(digests: Sequence[bytes]) -> str:
+    return xxhash.xxh3_64_hexdigest(b"".join(digests))
+
+
+def _rows(length: int, columns: Sequence[Any]) -> tuple[list[bytes], bool]:
+    """The bytes of rows, and whether these are all there are."""
+    size = sum(_bytes_of(each) for each in columns)
+    is_whole = size <= _WHOLE_BYTES and length <= _WHOLE_ROWS
+    places = None
+    if not is_whole:
+        places = np.unique(np.linspace(0, length - 1, min(length, _SAMPLED_ROWS)).astype(np.int64))
+    parts = [_bytes_by_row(_taken(each, places)) for each in columns]
+    return list(map(b"".join, zip(*parts, strict=True))), is_whole
+
+
+def _bytes_of(column: Any) -> int:
+    known = getattr(column, "nbytes", None)
+    if isinstance(known, int):
+        return known
+    dtype = getattr(column, "dtype", None)
+    size = getattr(dtype, "size", None) or getattr(dtype, "itemsize", None) or 8
+    return int(np.prod(column.shape)) * int(size)
+
+
+def _taken(column: Any, places: np.ndarray | None) -> np.ndarray:
+    if hasattr(column, "detach"):  # torch's
+        column = column.detach().cpu()
+    if isinstance(column, tf.Tensor):
+        return np.asarray(column if places is None else tf.gather(column, places))
+    if places is None:
+        return np.asarray(column)
+    if isinstance(column, np.ndarray):
+        return np.asarray(column[places])
+    return np.stack([np.asarray(column[int(place)]) for place in places])
+
+
+def _bytes_by_row(array: np.ndarray) -> list[bytes]:
+    if array.dtype.kind in "OSU":
+        texts = [_text(each) for each in array.ravel().tolist()]
+        if array.ndim == 1:
+            texts = _without_common_folder(texts)
+        width = len(texts) // len(array) if len(array) else 0
+        return [repr(texts[at * width : (at + 1) * width]).encode() for at in range(len(array))]
+    rows = np.ascontiguousarray(array).reshape(len(array), math.prod(array.shape[1:]))
+    return [row.tobytes() for row in rows]
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+def _without_common_folder(texts: list[str]) -> list[str]:
+    """Data may lie in another folder after a restart: on a node's own disk, for example."""
+    first, last = min(texts, default=""), max(texts, default="")
+    same = sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
+    )
+    cut = max(first.rfind("/", 0, same), first.rfind("\\", 0, same)) + 1
+    return [each[cut:] for each in texts]

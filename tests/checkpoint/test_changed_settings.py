@@ -1,0 +1,355 @@
+"""What a script has changed since the checkpoint: which of the two counts, and what is reported.
+
+`docs/changed_scripts.md` holds `TABLE`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tensorflow")
+pytestmark = pytest.mark.tf
+
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+from support import small  # noqa: E402
+
+import keras_distplug as kd  # noqa: E402
+from keras_distplug.checkpoint import changed_settings  # noqa: E402
+from keras_distplug.core.errors import OtherRunError  # noqa: E402
+
+PAGE = Path(__file__).parents[2] / "docs" / "changed_scripts.md"
+EPOCHS = 3
+Schedule = keras.optimizers.schedules.ExponentialDecay
+Trained = Callable[[keras.Model, keras.callbacks.History], bool]
+OTHER_Y = small.Y + 1
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script, with what differs between its two starts."""
+
+    optimizer: Callable[[], Any] = lambda: keras.optimizers.Adam(0.001)
+    compiled: Mapping[str, Any] = field(default_factory=dict)
+    given: Mapping[str, Any] = field(default_factory=dict)
+    layers: int = 1
+    seed: int = 5
+    trains_all: bool = True
+    ours: Mapping[str, Any] = field(default_factory=dict)
+
+    def run(self, folder: Path, *more: keras.callbacks.Callback) -> Any:
+        keras.utils.set_random_seed(self.seed)
+        hidden = [keras.layers.Dense(8) for _ in range(self.layers)]
+        model = keras.Sequential([keras.Input((4,)), *hidden, keras.layers.Dense(1)])
+        model.layers[0].trainable = self.trains_all
+        model.compile(**{"optimizer": self.optimizer(), "loss": "mse", **self.compiled})
+        given = {
+            "x": small.X,
+            "y": small.Y,
+            "batch_size": 8,
+            "epochs": EPOCHS,
+            "verbose": 0,
+            **self.given,
+        }
+        ours = kd.defaults(folder, **{"save_freq": 1, "on_busy": "wait", **self.ours})
+        return model, model.fit(**given, callbacks=[*ours, *more])
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table.
+
+    Args:
+        counts: What does, in words.
+        second: The script as it is started again.
+        said: What is reported, or the error, as a pattern.
+        holds: Whether that is so.
+        first: The script as it was started first.
+        at: The epoch and the batch it was interrupted at.
+        refused: Whether it is.
+    """
+
+    counts: str
+    second: Script
+    said: str
+    holds: Trained = lambda model, history: True
+    first: Script = field(default_factory=Script)
+    at: tuple[int, int] = (1, 1)
+    refused: bool = False
+
+
+def sgd(**given: Any) -> Script:
+    return Script(lambda: keras.optimizers.SGD(**given))
+
+
+def rate_is(value: float) -> Trained:
+    return lambda model, _: np.isclose(float(model.optimizer.learning_rate), value)
+
+
+def epochs_are(number: int) -> Trained:
+    return lambda _, history: len(history.epoch) == number
+
+
+EACH_EPOCH = {"ours": {"save_freq": "epoch"}}
+SCRIPT, CHECKPOINT, REFUSED = "the script", "the checkpoint", "refused"
+WEIGHTS = {"class_weight": {0: 1.0, 1: 2.0}}
+CLASSES = {"y": (small.Y > 0.5).astype("int32")}
+ROWS: dict[str, Row] = {
+    "learning rate": Row(
+        CHECKPOINT,
+        Script(lambda: keras.optimizers.Adam(0.1)),
+        "learning rate 0.001 from the checkpoint, not 0.1 from the script",
+        rate_is(0.001),
+    ),
+    "learning rate, with `restore_learning_rate=False`": Row(
+        SCRIPT,
+        Script(lambda: keras.optimizers.Adam(0.1), ours={"restore_learning_rate": False}),
+        "`optimizer.learning_rate` 0.1 from the script, not 0.001 from the checkpoint",
+        rate_is(0.1),
+    ),
+    "values of a schedule": Row(
+        SCRIPT,
+        sgd(learning_rate=Schedule(0.01, 10, 0.5)),
+        "`optimizer.learning_rate` ExponentialDecay(initial_learning_rate=0.01",
+        rate_is(0.01 * 0.5 ** (12 / 10)),
+        sgd(learning_rate=Schedule(0.1, 10, 0.5)),
+    ),
+    "a schedule instead of a number": Row(
+        SCRIPT,
+        sgd(learning_rate=Schedule(0.01, 10, 0.5)),
+        " from the script, not 0.01 from the checkpoint",
+        rate_is(0.01 * 0.5 ** (12 / 10)),
+        sgd(learning_rate=0.01),
+    ),
+    "a number instead of a schedule": Row(
+        SCRIPT,
+        sgd(learning_rate=0.01),
+        "`optimizer.learning_rate` 0.01 from the script, not ExponentialDecay(",
+        rate_is(0.01),
+        sgd(learning_rate=Schedule(0.01, 10, 0.5)),
+    ),
+    "settings of the optimizer (`beta_1`)": Row(
+        SCRIPT,
+        Script(lambda: keras.optimizers.Adam(0.001, beta_1=0.5)),
+        "`optimizer.beta_1` 0.5 from the script, not 0.9 from the checkpoint",
+        lambda model, _: bool(model.optimizer.beta_1 == 0.5),
+    ),
+    "clipping of gradients (`clipnorm`)": Row(
+        SCRIPT,
+        Script(lambda: keras.optimizers.Adam(0.001, clipnorm=1.0)),
+        "`optimizer.clipnorm` 1 from the script, not None from the checkpoint",
+        lambda model, _: bool(model.optimizer.clipnorm == 1.0),
+    ),
+    "class of the optimizer": Row(
+        REFUSED, sgd(learning_rate=0.001), "holds the run of another model", refused=True
+    ),
+    "loss, in mid-epoch": Row(
+        REFUSED,
+        Script(compiled={"loss": "mae"}),
+        "epoch 2, which started with `loss` mean_squared_error. Received: mean_absolute_error",
+        refused=True,
+    ),
+    "loss, in mid-epoch, with `allow_loss_change=True`": Row(
+        SCRIPT,
+        Script(compiled={"loss": "mae"}, ours={"allow_loss_change": True}),
+        "`loss` mean_absolute_error from the script, not mean_squared_error from the checkpoint",
+    ),
+    "loss, between epochs": Row(
+        SCRIPT,
+        Script(compiled={"loss": "mae"}),
+        "`loss` mean_absolute_error from the script, not mean_squared_error from the checkpoint",
+        first=Script(**EACH_EPOCH),
+        at=(2, 1),
+    ),
+    "weights of losses, in mid-epoch": Row(
+        REFUSED,
+        Script(compiled={"loss_weights": [2.0]}),
+        "which started with `loss_weights` [1]. Received: [2]",
+        first=Script(compiled={"loss_weights": [1.0]}),
+        refused=True,
+    ),
+    "metrics": Row(
+        SCRIPT,
+        Script(compiled={"metrics": ["mae"]}),
+        "`metrics` [mean_absolute_error] from the script, not None from the checkpoint",
+        lambda _, history: "mae" in history.history,
+    ),
+    "fewer epochs than were trained": Row(
+        CHECKPOINT,
+        Script(given={"epochs": 1}),
+        "nothing left to train: the checkpoint is in epoch 2, and epochs=1",
+        epochs_are(1),
+    ),
+    "more epochs": Row(
+        SCRIPT, Script(given={"epochs": 4}), "resuming at epoch 2/4, batch 2", epochs_are(4)
+    ),
+    "batch size": Row(
+        REFUSED,
+        Script(given={"batch_size": 10}),
+        "`batch_size` is 8 there and 10 here",
+        refused=True,
+    ),
+    "batch size, with `allow_batch_change=True`": Row(
+        SCRIPT,
+        Script(given={"batch_size": 10}, ours={"allow_batch_change": True}),
+        "global batches had 8 samples and have 10 now",
+        epochs_are(3),
+    ),
+    "`steps_per_epoch`": Row(
+        SCRIPT,
+        Script(given={"steps_per_epoch": 3}),
+        "`steps_per_epoch` 3 from the script, not 2 from the checkpoint",
+        first=Script(given={"steps_per_epoch": 2}),
+        at=(1, 0),
+    ),
+    "validation data": Row(
+        SCRIPT,
+        Script(given={"validation_data": (small.X, OTHER_Y)}),
+        "the validation data has changed since the checkpoint",
+        first=Script(given={"validation_data": (small.X, small.Y)}),
+    ),
+    "labels, or the values of the samples": Row(
+        REFUSED, Script(given={"y": OTHER_Y}), "the values of `y` have changed", refused=True
+    ),
+    "labels, with `allow_data_change=True`": Row(
+        SCRIPT,
+        Script(given={"y": OTHER_Y}, ours={"allow_data_change": True}),
+        "the epoch begins again from its first batch, because the data is another",
+        epochs_are(3),
+    ),
+    "number of samples": Row(
+        REFUSED,
+        Script(given={"x": small.X[:28], "y": small.Y[:28]}),
+        "`samples` is 30 there and 28 here",
+        refused=True,
+    ),
+    "class weights": Row(
+        REFUSED,
+        Script(given={**CLASSES, "class_weight": {0: 1.0, 1: 3.0}}),
+        "the values of `sample_weight` have changed",
+        first=Script(given={**CLASSES, **WEIGHTS}),
+        refused=True,
+    ),
+    "one more layer": Row(
+        REFUSED, Script(layers=2), "holds the run of another model", refused=True
+    ),
+    "layers that are trained": Row(
+        SCRIPT,
+        Script(),
+        "since the checkpoint other variables are trained",
+        first=Script(trains_all=False),
+    ),
+    "`keras.utils.set_random_seed`": Row(
+        CHECKPOINT,
+        Script(seed=6),
+        "the seeds of the data have changed since the checkpoint; the checkpoint's are used",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_changed(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    row = ROWS[name]
+    with pytest.raises(small.Interrupted):
+        row.first.run(tmp_path, small.Stop(*row.at))
+    caplog.clear()
+    if row.refused:
+        with pytest.raises(OtherRunError, match=re.escape(row.said)):
+            row.second.run(tmp_path)
+        return
+    model, history = row.second.run(tmp_path)
+    assert row.said in caplog.text
+    assert row.holds(model, history)
+
+
+def table() -> str:
+    lines = ["| changed | what counts | what is reported |", "|---|---|---|"]
+    for name, row in ROWS.items():
+        said = row.said.replace("|", "\\|")
+        lines.append(f"| {name} | {row.counts} | {said} |")
+    return "\n".join(lines)
+
+
+def test_page() -> None:
+    """Its table is this one."""
+    assert table() in PAGE.read_text()
+
+
+def test_unchanged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The same in other words is no change: an object for a name, for example."""
+    said = {"loss": "mse", "metrics": ["mae"]}
+    with pytest.raises(small.Interrupted):
+        Script(compiled=said).run(tmp_path, small.Stop(1, 1))
+    caplog.clear()
+    loss = keras.losses.MeanSquaredError()
+    Script(compiled={"loss": loss, "metrics": [keras.metrics.MeanAbsoluteError("mae")]}).run(
+        tmp_path
+    )
+    assert "from the script" not in caplog.text
+
+
+def test_rate_that_training_has_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is kept, and `restore_learning_rate=False` brings the script's only if that is a new
+    one."""
+
+    class Halve(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 1:
+                self.model.optimizer.learning_rate = 0.0005
+
+    script = Script(ours={"restore_learning_rate": False})
+    with pytest.raises(small.Interrupted):
+        script.run(tmp_path, Halve(), small.Stop(2, 1))
+    caplog.clear()
+    model, _ = script.run(tmp_path, Halve())
+    assert rate_is(0.0005)(model, None)
+    assert "learning" not in caplog.text
+
+
+def test_finished(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A finished run is returned, with a line for what it had not."""
+    Script().run(tmp_path)
+    caplog.clear()
+    Script(lambda: keras.optimizers.Adam(0.1), {"loss": "mae"}).run(tmp_path)
+    assert "the finished run used `optimizer.learning_rate` 0.001, not 0.1" in caplog.text
+    assert "used `loss` mean_squared_error, not mean_absolute_error" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [
+        ({}, {"compiled": {"loss": "mse"}}),
+        ({"compiled": None}, {"compiled": {"loss": "mse"}}),
+        ({"fit": {}}, {"fit": {"steps_per_epoch": 3}}),
+        ({"compiled": 3, "fit": [1]}, {"compiled": {"loss": "mse"}, "fit": {}}),
+        ({"compiled": {"jit_compile": True}}, {"compiled": {"jit_compile": False}}),
+    ],
+)
+def test_unknown(there: dict[str, Any], here: dict[str, Any]) -> None:
+    """What a checkpoint of an earlier version does not tell, and what the machine decides, is no
+    change."""
+    assert changed_settings.compare(there, here) == []
+
+
+def test_optimizer_that_scales_the_loss() -> None:
+    """It stands for the one within it, as with `mixed_float16`."""
+
+    def told(rate: float) -> dict[str, Any]:
+        inner = keras.optimizers.SGD(rate)
+        return {
+            "compiled": {
+                "optimizer": keras.saving.serialize_keras_object(
+                    keras.optimizers.LossScaleOptimizer(inner)
+                )
+            }
+        }
+
+    [change] = changed_settings.compare(told(0.1), told(0.2))
+    assert change.is_rate
+    assert change.name == "optimizer.learning_rate"

@@ -1,0 +1,118 @@
+"""A new run that begins with the weights of another one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tensorflow")
+pytestmark = pytest.mark.tf
+
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+from support import small  # noqa: E402
+
+import keras_distplug as kd  # noqa: E402
+from keras_distplug.core.errors import NoCheckpointError, OtherRunError  # noqa: E402
+
+
+def model(outputs: int = 1, *, more: bool = False) -> keras.Model:
+    layers = [keras.layers.Dense(8, name="body"), keras.layers.Dense(outputs, name="head")]
+    if more:
+        layers.insert(1, keras.layers.Dense(8, name="new"))
+    made = keras.Sequential([keras.Input((4,)), *layers])
+    made.compile("adam", "mse")
+    return made
+
+
+def fit(made: keras.Model, folder: Path, *more: Any, **given: Any) -> None:
+    y = np.repeat(small.Y, made.output_shape[-1], 1)
+    callbacks = [*kd.defaults(folder, save_freq=1, on_busy="wait", **given), *more]
+    made.fit(small.X, y, batch_size=8, verbose=0, callbacks=callbacks)
+
+
+class Begun(small.Watching):
+    """What training began with."""
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if batch == 0:
+            self.weights = {w.path: w.numpy() for w in self.model.weights}
+            self.iterations = int(self.model.optimizer.iterations)
+            self.rate = float(self.model.optimizer.learning_rate)
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> tuple[Path, keras.Model]:
+    made = model()
+    fit(made, tmp_path / "other")
+    return tmp_path / "other", made
+
+
+def test_new_head(
+    other: tuple[Path, keras.Model], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What has another shape, and what is new, is named and stays as it is."""
+    folder, trained = other
+    files = sorted(folder.rglob("*"))
+    made, begun = model(3, more=True), Begun()
+    before = {w.path: w.numpy() for w in made.weights}
+    fit(made, tmp_path / "new", begun, init_from=folder)
+    body = [w.numpy() for w in trained.weights if "body" in w.path]
+    expected = body + [value for path, value in before.items() if "body" not in path]
+    for value, taken in zip(begun.weights.values(), expected, strict=True):
+        np.testing.assert_array_equal(value, taken)
+    assert begun.iterations == 0
+    assert "2 of 6 variables are initialized from" in caplog.text
+    assert re.search(r"and left as they are: `.*`sequential\w*/head/kernel \[8, 3\]`", caplog.text)
+    assert sorted(folder.rglob("*")) == files  # nothing is written there
+
+
+def test_optimizer(other: tuple[Path, keras.Model], tmp_path: Path) -> None:
+    """With its state, but the script's learning rate."""
+    folder, trained = other
+    made, begun = model(), Begun()
+    made.optimizer.learning_rate = 0.25
+    fit(made, tmp_path / "new", begun, init_from=folder, init_optimizer=True)
+    assert begun.iterations == int(trained.optimizer.iterations) > 0
+    assert begun.rate == 0.25
+
+
+def test_restart(other: tuple[Path, keras.Model], tmp_path: Path) -> None:
+    """A run that has a checkpoint goes on from that; one killed before it begins the same way."""
+    folder, _ = other
+    expected = model()
+    keras.utils.set_random_seed(1)
+    fit(expected, tmp_path / "whole", init_from=folder)
+    for at in (0, 2):
+        keras.utils.set_random_seed(1)
+        with pytest.raises(small.Interrupted):
+            fit(model(), tmp_path / f"{at}", small.Stop(0, at), init_from=folder)
+        keras.utils.set_random_seed(1)
+        made = model()
+        fit(made, tmp_path / f"{at}", init_from=folder)
+        assert small.state(made) == small.state(expected)
+
+
+def test_refused(other: tuple[Path, keras.Model], tmp_path: Path) -> None:
+    """Nothing there, and nothing that fits, are errors before anything is trained."""
+    count = small.Stop()
+    with pytest.raises(NoCheckpointError):
+        fit(model(), tmp_path / "a", count, init_from=tmp_path / "nothing")
+    wide = keras.Sequential([keras.Input((4,)), keras.layers.Dense(5, name="body")])
+    wide.compile("adam", "mse")
+    with pytest.raises(OtherRunError, match=r"Expected init_from to be a run of a similar model"):
+        fit(wide, tmp_path / "b", count, init_from=other[0])
+    assert count.batches == 0
+
+
+def test_distributed_fit(other: tuple[Path, keras.Model], tmp_path: Path) -> None:
+    folder, trained = other
+    begun = Begun()
+    kd.distributed_fit(
+        model(), small.X, small.Y, batch_size=8, verbose=0, callbacks=[begun],
+        directory=tmp_path / "new", init_from=folder,
+    )  # fmt: skip
+    np.testing.assert_array_equal(next(iter(begun.weights.values())), trained.weights[0].numpy())

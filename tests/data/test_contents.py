@@ -1,0 +1,158 @@
+"""What tells the samples of a training from others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tensorflow")
+pytestmark = pytest.mark.tf
+
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+
+from keras_distplug.data import contents  # noqa: E402
+from keras_distplug.data.contents import CONTENTS, ORDER  # noqa: E402
+
+X = np.random.default_rng(0).normal(size=(64, 3)).astype("float32")
+Y = np.arange(64)
+LARGE = np.random.default_rng(1).normal(size=(40_000, 64)).astype("float32")  # 10 MB
+BACKWARDS = np.arange(64)[::-1]
+
+
+def changed(values: np.ndarray) -> np.ndarray:
+    values = values.copy()
+    values[7] += 1
+    return values
+
+
+def test_arrays() -> None:
+    """Each part is told by itself, and both together; another order is the same contents."""
+    told = contents.of_arrays((X, Y))
+    assert contents.of_arrays((X.copy(), Y.copy())) == told
+    other_x, other_y = contents.of_arrays((changed(X), Y)), contents.of_arrays((X, changed(Y)))
+    assert {name for name in told if other_x[name] != told[name]} == {
+        CONTENTS,
+        ORDER,
+        "contents of x",
+    }
+    assert {name for name in told if other_y[name] != told[name]} == {
+        CONTENTS,
+        ORDER,
+        "contents of y",
+    }
+    reordered = contents.of_arrays((X[BACKWARDS], Y[BACKWARDS]))
+    assert {name for name in told if reordered[name] != told[name]} == {ORDER}
+    # Other labels for the same samples: only together they are something else.
+    swapped = contents.of_arrays((X, Y[BACKWARDS]))
+    assert {name for name in told if swapped[name] != told[name]} == {CONTENTS, ORDER}
+
+
+def test_large_arrays() -> None:
+    """Rows spread evenly over them are compared."""
+    told = contents.of_arrays((LARGE,))
+    assert told.keys() == {CONTENTS}
+    assert contents.of_arrays((LARGE.copy(),)) == told
+    assert contents.of_arrays((LARGE * 2,)) != told
+    assert contents.of_arrays((LARGE[:-1],)) != told
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "tensor": lambda: tf.constant(X),
+    "sparse": lambda: tf.sparse.from_dense(np.eye(5, dtype="float32")),
+    "ragged": lambda: tf.ragged.constant([[1, 2], [3], []]),
+    "objects": lambda: np.array(["a", "b"], object),
+    "texts": lambda: np.array(["a", "b"]),
+    "bytes": lambda: np.array([b"\xff", b"b"], object),
+    "no samples": lambda: np.zeros((0, 3)),
+    "no features": lambda: np.zeros((3, 0)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds(kind: str) -> None:
+    told = contents.of_arrays((KINDS[kind](),))
+    assert contents.of_arrays((KINDS[kind](),)) == told
+    assert told
+
+
+def test_unknown() -> None:
+    """A part that is no array leaves the whole unknown."""
+    assert contents.of_arrays((X, 3)) == {}
+    assert contents.of_given(lambda: X) == {}
+    assert contents.of_given(iter([X])) == {}
+
+
+def test_arrays_that_cannot_be_read() -> None:
+    """They are not known, and no reason to fail."""
+
+    class Strange:
+        shape, dtype = (3, 2), None
+
+        def __getitem__(self, place: Any) -> Any:
+            raise RuntimeError("on another device")
+
+        __array__ = __getitem__
+
+    assert contents.of_arrays((Strange(), Y)) == {}
+    assert contents.of_given(Strange()) == {}
+
+
+def test_files_in_another_folder() -> None:
+    """A node unpacks data where there is room; names and number of the files count."""
+
+    def of(folder: str, *names: str) -> Any:
+        files = tf.data.Dataset.from_tensor_slices([f"{folder}/{name}" for name in names])
+        return contents.of_given(files.interleave(tf.data.TFRecordDataset).batch(4))
+
+    told = of("/scratch/job-1/shards", "a.tfrecord", "b.tfrecord")
+    assert of("/tmp/x", "a.tfrecord", "b.tfrecord") == told
+    assert of("/tmp/x", "a.tfrecord", "c.tfrecord") != told
+    assert of("/tmp/x", "a.tfrecord", "b.tfrecord", "c.tfrecord") != told
+
+
+PIPELINES = {
+    "slices": lambda x: tf.data.Dataset.from_tensor_slices(x).batch(8),
+    "shuffled": lambda x: tf.data.Dataset.from_tensor_slices(x).shuffle(64).batch(8),
+    "gathered": lambda x: tf.data.Dataset.range(64).map(lambda i: tf.gather(x, i)).batch(8),
+    "zipped": lambda x: tf.data.Dataset.zip(
+        tf.data.Dataset.from_tensor_slices(x), tf.data.Dataset.range(64)
+    ).batch(8),
+    "whole": lambda x: tf.data.Dataset.from_tensors(x).unbatch().batch(8),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_pipelines(name: str) -> None:
+    """The tensors they are made of count; names that TensorFlow counts up, and seeds, do not."""
+    made = PIPELINES[name]
+    told = contents.of_given(made(X))
+    assert told
+    assert contents.of_given(made(X)) == told
+    assert contents.of_given(made(changed(X)))[CONTENTS] != told[CONTENTS]
+
+
+def test_generators() -> None:
+    """They differ in nothing that is known."""
+    spec = tf.TensorSpec([3], tf.float32)
+
+    def of() -> Any:
+        made = tf.data.Dataset.from_generator(lambda: iter(X), output_signature=spec)
+        return contents.of_given(made.batch(8))
+
+    assert of() == of()
+
+
+def test_objects() -> None:
+    """Arrays and lists of texts that an object holds, at some depth."""
+    held = SimpleNamespace(x=X, files=["a", "b"], seed=3, inner=SimpleNamespace(y=[Y]))
+    told = contents.of_object(held)
+    held.seed = 4
+    assert contents.of_object(held) == told
+    for name, other in {"x": changed(X), "files": ["a", "c"], "inner": None}.items():
+        assert contents.of_object(SimpleNamespace(**{**vars(held), name: other})) != told, name
+    held.held = held
+    assert contents.of_object(held) == told
