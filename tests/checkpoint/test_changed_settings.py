@@ -271,8 +271,9 @@ def test_changed(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
 def table() -> str:
     lines = ["| changed | what counts | what is reported |", "|---|---|---|"]
     for name, row in ROWS.items():
-        said = row.said.replace("|", "\\|")
-        lines.append(f"| {name} | {row.counts} | {said} |")
+        begin = "… " if row.said.startswith(" ") else ""
+        end = "…)" if row.said.count("(") > row.said.count(")") else ""
+        lines.append(f"| {name} | {row.counts} | {begin}{row.said.strip()}{end} |")
     return "\n".join(lines)
 
 
