@@ -247,7 +247,7 @@ class BackupAndRestore(RunKeeper):
             with self.hold.claimed():
                 name = opening.find_or_begin_run(
                     self._files,
-                    same_run.identity_of(model, data),
+                    same_run.identity_of(model, {} if self.resuming.allow_data_change else data),
                     resume=self.resume,
                     job=job,
                     is_shared=self.is_shared_directory,
@@ -262,11 +262,12 @@ class BackupAndRestore(RunKeeper):
         require_made(self._others)
         if self.stands_aside(self._others):
             given = [each for each in self._others if isinstance(each, BackupAndRestore)]
-            if self.defers == given[-1].defers:
+            same = [each for each in given if each.defers == self.defers]
+            if same:
                 what = "`defaults()` among the callbacks" if self.defers else "BackupAndRestore"
                 raise ConfigurationError(
                     f"Expected one {what} of a fit. Received: two, of "
-                    f"{self._files.where()} and {given[-1]._files.where()}. Remove one of them."
+                    f"{self._files.where()} and {same[-1]._files.where()}. Remove one of them."
                 )
             return
         self._is_of_fit = epochs.of_fit() is not None
@@ -305,7 +306,7 @@ class BackupAndRestore(RunKeeper):
             )
         if is_new:
             resuming_.begin(
-                self.model, self._files, run, self._role, self.resuming, self._storage_options
+                self.model, self._files, run, self._agreement, self.resuming, self._storage_options
             )
         exports.remember(self._files, run.name, made, self._state.cursor.step)
         for logger in self._spared:

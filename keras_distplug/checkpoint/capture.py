@@ -135,11 +135,15 @@ def restore(
 
 
 def assign(
-    variables: Mapping[str, Any], matches: Mapping[str, str], values: Iterable[tuple[str, Any]]
+    model: keras.Model,
+    variables: Mapping[str, Any],
+    matches: Mapping[str, str],
+    values: Iterable[tuple[str, Any]],
 ) -> None:
-    """Writes values of another model into `variables`.
+    """Writes values of another model into `variables` of `model`.
 
     Args:
+        model: The model.
         variables: By key.
         matches: The key of one of them, by the key of its value.
         values: Each one's key and value, in any order.
@@ -148,6 +152,7 @@ def assign(
         if key in matches:
             variables[matches[key]].assign(value)
         del value  # its memory is the next one's
+    models.refresh(model)
 
 
 def put_back(model: keras.Model, taken: Mapping[str, Any]) -> None:

@@ -43,6 +43,11 @@ class Change:
         return self.name in _MEANING
 
     @property
+    def is_of_logs(self) -> bool:
+        """Whether what an epoch has counted so far is of something else."""
+        return self.is_of_meaning or self.name in ("metrics", "weighted_metrics")
+
+    @property
     def is_rate(self) -> bool:
         """Whether it is a number in a variable, which the checkpoint holds."""
         return self.name == _RATE and _is_number(self.before) and _is_number(self.now)

@@ -454,7 +454,7 @@ class FitState:
             self._restore_outside(manifest)
             self._restore_callbacks(manifest)
             self._restore_own(in_epoch=True)
-            if any(each.is_of_meaning for each in self._changes):
+            if any(each.is_of_logs for each in self._changes):
                 self._model.reset_metrics()  # a mean is of one loss
             self._restore_random(manifest)
             self._model.stop_training = manifest.stop_training

@@ -10,7 +10,7 @@ from typing import Any
 
 from keras_distplug.cluster import roles
 from keras_distplug.cluster.roles import Role
-from keras_distplug.core.errors import ConfigurationError, CorruptCheckpointError
+from keras_distplug.core.errors import ConfigurationError, CorruptCheckpointError, OtherRunError
 from keras_distplug.core.log import announce
 from keras_distplug.storage import layout, runs
 from keras_distplug.storage.files import Files
@@ -107,7 +107,13 @@ class _Opening:
         if not self.is_shared:
             return expected
         if not _is_finished(self.files, last) and layout.places(self.files, last.name):
-            return last  # whose checkpoint says what differs
+            if last is expected:
+                return last  # its checkpoint says what differs
+            raise OtherRunError(
+                f"{self.files.where(last.name)} is an interrupted run of a different model or "
+                "different data. Give this training a directory of its own, or resume=False to "
+                "begin a new run beside the old one; nothing was changed."
+            )
         announce(
             f"{self.files.where(last.name)} belongs to a different model or different data; "
             "starting a new run"

@@ -13,7 +13,7 @@ from keras_distplug.checkpoint import warm_start
 from keras_distplug.checkpoint.candidates import Candidates, Found
 from keras_distplug.checkpoint.fit_state import FitState
 from keras_distplug.checkpoint.settings import Resuming
-from keras_distplug.cluster.roles import Role
+from keras_distplug.cluster.channel import Channel
 from keras_distplug.core.errors import CheckpointError, ConfigurationError
 from keras_distplug.core.events import Restored
 from keras_distplug.core.log import announce
@@ -123,7 +123,7 @@ def begin(
     model: keras.Model,
     files: Files,
     run: Run,
-    role: Role,
+    agreement: Channel,
     resuming: Resuming,
     storage_options: Mapping[str, Any],
 ) -> None:
@@ -133,16 +133,22 @@ def begin(
         model: The model about to be trained.
         files: The directory.
         run: The new run.
-        role: This worker's.
+        agreement: How the workers agree.
         resuming: What the user asked for.
-        storage_options: As in `BackupAndRestore`.
+        storage_options: As in `BackupAndRestore`; also for `init_from`, if that is of this kind.
     """
+    role = agreement.role
     lines = [new_run_line(files, run.name, role.name)] if role.is_chief else []
     if (other := resuming.init_from) is not None:
+        options = storage_options if _scheme(str(other)) == _scheme(files.where()) else None
         with_optimizer = resuming.init_optimizer
-        lines += warm_start.load(model, other, storage_options, with_optimizer=with_optimizer)
+        lines += warm_start.load(model, other, options, agreement, with_optimizer=with_optimizer)
     for line in lines if role.is_chief else ():
         announce(line)
+
+
+def _scheme(where: str) -> str:
+    return where.partition("://")[0] if "://" in where else ""
 
 
 def new_run_line(files: Files, run: str, chief: str) -> str:

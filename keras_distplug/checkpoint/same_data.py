@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from keras_distplug.checkpoint.same_run import first_difference
@@ -86,11 +86,8 @@ def compare(
         )
         other_values = None
     if ends:
-        for each in (there, here):
-            each.described.pop(BATCH_SIZE, None)
-            each.described.pop("shuffle", None)
-            if each.described.get("kind") == _OF_KERAS:
-                each.described["kind"] = _ARRAYS
+        is_known = bool(there.contents and here.contents)
+        there, here = (each.of_samples(is_known=is_known) for each in (there, here))
     is_within = "read" in (manifest.data.get("train") or {}) and not ends
     why_not = source.why_not_by_samples if is_within else None
     word = None
@@ -129,6 +126,20 @@ class _Fingerprint:
         held = {name: each for name, each in whole.items() if name.startswith(CONTENTS)}
         others = {name: each for name, each in whole.items() if name not in (*held, SEEDS, ORDER)}
         return cls(others, held, whole.get(SEEDS), whole.get(ORDER))
+
+    def of_samples(self, *, is_known: bool) -> Self:
+        """Without what only matters as long as data is read.
+
+        Args:
+            is_known: Whether their contents are.
+        """
+        left_out = {BATCH_SIZE, "shuffle", "batches"}
+        if is_known:
+            left_out |= {name for name in self.described if name.startswith("step ")}
+        described = {name: each for name, each in self.described.items() if name not in left_out}
+        if described.get("kind") == _OF_KERAS:
+            described["kind"] = _ARRAYS
+        return replace(self, described=described)
 
 
 def _seeds_set(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:

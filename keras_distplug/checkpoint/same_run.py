@@ -34,9 +34,12 @@ def identity_of(model: keras.Model, data: Mapping[str, str]) -> runs.Identity:
         model: The model.
         data: The contents of its data, as in `data.contents`; empty if they are not known.
     """
-    specs = [(each.shape, each.dtype) for each in capture.specs_of(model)] if model.built else []
+    # Not the optimizer's variables: that of a model that was loaded is built.
+    shapes = [(each.shape, each.dtype) for each in model.weights] if model.built else None
     return runs.Identity(
-        _hash([of_model(model), specs]), _hash(data[CONTENTS]) if CONTENTS in data else ""
+        _hash(of_model(model)),
+        "" if shapes is None else _hash([[list(shape), str(dtype)] for shape, dtype in shapes]),
+        _hash(data[CONTENTS]) if CONTENTS in data else "",
     )
 
 

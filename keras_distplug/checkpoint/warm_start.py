@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 
 from keras_distplug.checkpoint import capture
-from keras_distplug.core.errors import OtherRunError
+from keras_distplug.cluster.channel import Channel
+from keras_distplug.core.errors import ModelError, OtherRunError
 from keras_distplug.storage import manifest, survey
 from keras_distplug.storage.files import open_files
 from keras_distplug.storage.manifest import VariableSpec
 from keras_distplug.storage.store import CheckpointStore
 
 _MOST_NAMED = 5
-_RATE = "learning_rate"  # the script's
+_MODEL = "model/"
+_SCRIPTS = ("learning_rate", "seed_generator_state")  # which stay as the script sets them
 
 
 def load(
     model: keras.Model,
     directory: str | os.PathLike[str],
     storage_options: Mapping[str, Any] | None,
+    agreement: Channel,
     *,
     with_optimizer: bool,
 ) -> list[str]:
@@ -33,7 +37,8 @@ def load(
     Args:
         model: A model about to be trained.
         directory: Of the other run. Nothing is written there.
-        storage_options: As in `BackupAndRestore`.
+        storage_options: As in `BackupAndRestore`, for that directory.
+        agreement: How the workers agree on the checkpoint, which the chief chooses.
         with_optimizer: Whether its optimizer goes on, too, but for the learning rate.
 
     Returns:
@@ -41,30 +46,39 @@ def load(
 
     Raises:
         NoCheckpointError: If there is no checkpoint.
+        ModelError: If the model is not built.
         OtherRunError: If no variable matches.
         CorruptCheckpointError: If the checkpoint is damaged.
     """
+    if not model.built:
+        raise ModelError(
+            f"`init_from` needs a model that is built. Received: {model.name!r}, which has no "
+            "weights yet. Give it a `keras.Input` as its first layer, or call it on a batch before "
+            "`fit`."
+        )
     files = open_files(directory, storage_options)
-    run = survey.the_run(files, None)
-    name = survey.choose(files, run, None).name
-    stored = CheckpointStore(files, run.name).read(name)
-    where = f"{files.where(run.name)}, checkpoint {name}"
-    capture.build(model, stored.manifest.how_built)
+    chosen = None
+    if agreement.role.is_chief:
+        run = survey.the_run(files, None)
+        chosen = json.dumps([run.name, survey.choose(files, run, None).name])
+    run_name, name = json.loads(agreement.from_chief("init_from", chosen))
+    stored = CheckpointStore(files, run_name).read(name)
+    where = f"{files.where(run_name)}, checkpoint {name}"
     if with_optimizer:
         capture.build_optimizer(model)
     variables = {
         key: variable
         for key, variable in capture.variables_of(model).items()
-        if key.startswith("model/") or (with_optimizer and not key.endswith(_RATE))
+        if not key.endswith(_SCRIPTS) and (with_optimizer or key.startswith(_MODEL))
     }
     specs = {spec.key: spec for spec in capture.specs_of(model) if spec.key in variables}
-    matches = dict(_matched(stored.manifest.variables, specs.values()))
+    matches = dict(_matched(list(stored.manifest.variables), list(specs.values())))
     if not matches:
         raise OtherRunError(
             f"Expected init_from to be a run of a similar model. Received: {where}, where no "
             "variable has the name and shape of one of this model. Nothing was changed."
         )
-    capture.assign(variables, matches, stored.values(capture.allocate))
+    capture.assign(model, variables, matches, stored.values(capture.allocate))
     taken = set(matches.values())
     lines = [f"{len(taken)} of {len(specs)} variables are initialized from {where}"]
     if new := [spec for key, spec in specs.items() if key not in taken]:
@@ -79,24 +93,31 @@ def _shown(spec: VariableSpec) -> str:
 
 
 def _matched(
-    stored: Iterable[VariableSpec], here: Iterable[VariableSpec]
+    stored: Sequence[VariableSpec], here: Sequence[VariableSpec]
 ) -> Iterator[tuple[str, str]]:
-    """Pairs of keys. Names that Keras counts up (`dense_1`) count as the same, in their order."""
-    by_name: dict[tuple[Any, ...], list[str]] = defaultdict(list)
-    for spec in stored:
-        by_name[_name_of(spec)].append(spec.key)
-    waiting = []
-    for spec in here:
-        there = by_name[_name_of(spec)]
-        if spec.key in there:
-            there.remove(spec.key)
-            yield spec.key, spec.key
-        else:
-            waiting.append(spec)
-    for spec in waiting:
-        if there := by_name[_name_of(spec)]:
-            yield there.pop(0), spec.key
+    """Pairs of keys. Names that Keras counts up (`dense_1`) count as the same, in their order, as
+    does the model's own."""
+    there_by_name, here_by_name = _by_name(stored), _by_name(here)
+    for name, mine in here_by_name.items():
+        its = there_by_name.get(name, [])
+        if len(its) != len(mine):  # some are new, or gone: the numbers tell which
+            same = [key for key in mine if key in its]
+            yield from zip(same, same, strict=True)
+            its, mine = ([key for key in keys if key not in same] for keys in (its, mine))
+        yield from zip(its, mine, strict=False)
 
 
-def _name_of(spec: VariableSpec) -> tuple[Any, ...]:
-    return manifest.uncounted(spec.key), spec.shape, spec.dtype
+def _by_name(specs: Sequence[VariableSpec]) -> dict[tuple[Any, ...], list[str]]:
+    firsts = {_first_of(spec.key) for spec in specs if spec.key.startswith(_MODEL)}
+    prefix = f"{_MODEL}{firsts.pop()}/" if len(firsts) == 1 else ""
+    found: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+    for spec in specs:
+        key = manifest.uncounted(spec.key)
+        if prefix and key.count("/") > 2:
+            key = key.removeprefix(prefix)
+        found[key.removeprefix(_MODEL), spec.shape, spec.dtype].append(spec.key)
+    return found
+
+
+def _first_of(key: str) -> str:
+    return manifest.uncounted(key).split("/")[1]

@@ -24,8 +24,8 @@ from keras_distplug.data.position import Positioned
 from keras_distplug.python_state import random_states
 
 CONTENTS, ORDER = "contents", "order"  # in a fingerprint; also "contents of y", for example
-_WHOLE_BYTES, _WHOLE_ROWS = 4 * 2**20, 20_000
-_SAMPLED_ROWS = 1_000
+_WHOLE_BYTES, _WHOLE_ROWS = 4 * 2**20, 200_000
+_SAMPLED_BYTES, _SAMPLED_ROWS = 16 * 2**20, 1_000
 _PARTS = ("x", "y", "sample_weight")
 _DEPTH, _MOST_OBJECTS = 3, 10_000  # within a user's data set
 
@@ -107,7 +107,10 @@ def of_pipeline(parts: pipeline.Pipeline) -> Mapping[str, str]:
 def of_object(given: Any) -> Mapping[str, str]:
     """Returns entries for a fingerprint: of the arrays and lists of texts that an object with
     samples holds in its attributes."""
-    return _told({"": list(_held(given, _DEPTH, set()))})
+    columns = list(_held(given, _DEPTH, set()))
+    # Each by itself: an order that the object draws for itself is another one in every process.
+    hashes = [_joined({int(each.shape[0]): [each]})[0] for each in columns]
+    return {CONTENTS: _hash([each.encode() for each in hashes])} if hashes else {}
 
 
 def _columns_of(value: Any) -> Iterator[Any]:
@@ -124,12 +127,18 @@ def _held(given: Any, depth: int, seen: set[int]) -> Iterator[Any]:
         return
     seen.add(id(given))
     torch = random_states.imported_torch()
-    if isinstance(given, np.ndarray) or (torch is not None and isinstance(given, torch.Tensor)):
+    if hasattr(given, "iloc"):  # of pandas
+        yield given
+    elif isinstance(given, np.ndarray) or (torch is not None and isinstance(given, torch.Tensor)):
         if len(given.shape):
             yield given
     elif isinstance(given, list | tuple):
         if given and all(isinstance(each, str | os.PathLike) for each in given):
             yield np.array([os.fspath(each) for each in given], object)
+        elif given and all(isinstance(each, int | float) for each in given):
+            yield np.array(given)
+        elif len(given) > _SAMPLED_ROWS and all(map(_is_plain, given)):
+            yield np.array([repr(each) for each in given], object)
         elif len(given) <= _SAMPLED_ROWS:
             for each in given:
                 yield from _held(each, depth - 1, seen)
@@ -139,6 +148,10 @@ def _held(given: Any, depth: int, seen: set[int]) -> Iterator[Any]:
     elif not isinstance(given, type) and hasattr(given, "__dict__") and not callable(given):
         for name in sorted(vars(given).keys() - {ATTACHED}):
             yield from _held(vars(given)[name], depth - 1, seen)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(each, str | int | float) for each in value)
 
 
 def _told(columns: Columns) -> Mapping[str, str]:
@@ -163,10 +176,16 @@ def _told(columns: Columns) -> Mapping[str, str]:
 
 
 def _joined(by_length: Mapping[int, Sequence[Any]]) -> tuple[str, str, bool]:
-    unordered, ordered, all_whole = [], [], True
+    unordered: list[bytes] = []
+    ordered: list[bytes] = []
+    all_whole = True
     for length, columns in sorted(by_length.items()):
-        rows, is_whole = _rows(length, columns)
-        digests = [xxhash.xxh3_64_digest(row) for row in rows]
+        is_whole = sum(map(_bytes_of, columns)) <= _WHOLE_BYTES and length <= _WHOLE_ROWS
+        if not is_whole:  # labels, indices: their order does not count here, either
+            flat = [each for each in columns if _is_flat(each)]
+            unordered += map(_sum_of, flat)
+            columns = [each for each in columns if not _is_flat(each)]
+        digests = list(map(xxhash.xxh3_64_digest, _rows(length, columns, is_whole=is_whole)))
         ordered += digests
         unordered += sorted(digests) if is_whole else digests
         all_whole &= is_whole
@@ -177,15 +196,28 @@ def _hash(digests: Sequence[bytes]) -> str:
     return xxhash.xxh3_64_hexdigest(b"".join(digests))
 
 
-def _rows(length: int, columns: Sequence[Any]) -> tuple[list[bytes], bool]:
-    """The bytes of rows, and whether these are all there are."""
-    size = sum(_bytes_of(each) for each in columns)
-    is_whole = size <= _WHOLE_BYTES and length <= _WHOLE_ROWS
+def _is_flat(column: Any) -> bool:
+    return len(column.shape) == 1 and np.asarray(_taken(column, np.array([0]))).dtype.kind in "iub"
+
+
+def _sum_of(column: Any) -> bytes:
+    """The same for the same numbers in any order."""
+    numbers = _taken(column, None).astype(np.int64).view(np.uint64)
+    sums = [numbers.sum(), (numbers * numbers).sum(), (numbers * (numbers >> np.uint64(7))).sum()]
+    return np.array([len(numbers), *sums], np.uint64).tobytes()
+
+
+def _rows(length: int, columns: Sequence[Any], *, is_whole: bool) -> list[bytes]:
+    """The bytes of all rows, or of some that are spread evenly over them."""
+    if not columns:
+        return []
     places = None
     if not is_whole:
-        places = np.unique(np.linspace(0, length - 1, min(length, _SAMPLED_ROWS)).astype(np.int64))
+        row_bytes = max(1, sum(map(_bytes_of, columns)) // length)
+        count = min(length, _SAMPLED_ROWS, max(2, _SAMPLED_BYTES // row_bytes))
+        places = np.unique(np.linspace(0, length - 1, count).astype(np.int64))
     parts = [_bytes_by_row(_taken(each, places)) for each in columns]
-    return list(map(b"".join, zip(*parts, strict=True))), is_whole
+    return list(map(b"".join, zip(*parts, strict=True)))
 
 
 def _bytes_of(column: Any) -> int:
@@ -200,8 +232,12 @@ def _bytes_of(column: Any) -> int:
 def _taken(column: Any, places: np.ndarray | None) -> np.ndarray:
     if hasattr(column, "detach"):  # torch's
         column = column.detach().cpu()
+    if hasattr(column, "iloc"):
+        column = column.to_numpy() if places is None else column.iloc[places].to_numpy()
+        return np.asarray(column)
     if isinstance(column, tf.Tensor):
-        return np.asarray(column if places is None else tf.gather(column, places))
+        with tf.device("CPU:0"):
+            return np.asarray(column if places is None else tf.gather(column, places))
     if places is None:
         return np.asarray(column)
     if isinstance(column, np.ndarray):
@@ -216,6 +252,8 @@ def _bytes_by_row(array: np.ndarray) -> list[bytes]:
             texts = _without_common_folder(texts)
         width = len(texts) // len(array) if len(array) else 0
         return [repr(texts[at * width : (at + 1) * width]).encode() for at in range(len(array))]
+    if array.dtype.kind == "f":  # Keras computes in it
+        array = array.astype(keras.config.floatx(), copy=False)
     rows = np.ascontiguousarray(array).reshape(len(array), math.prod(array.shape[1:]))
     return [row.tobytes() for row in rows]
 

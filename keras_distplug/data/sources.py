@@ -140,6 +140,7 @@ class Arrays(Source):
             "elements": elements(self.whole),
             "samples": self._samples,
             "shuffle": self._seed is not None,
+            **described_weights(self._class_weight),
         }
 
     @functools.cached_property
@@ -470,6 +471,13 @@ def _seeds_of(step: Step, seed: int, number: int) -> tuple[int, int]:
         return step.numbers["seed"], step.numbers["seed2"]
     first, second = np.random.SeedSequence([seed, number]).generate_state(2)
     return int(first), int(second)
+
+
+def described_weights(class_weight: Mapping[int, float] | None) -> Mapping[str, str]:
+    """The part of a fingerprint for the weights of classes; empty if there are none."""
+    if class_weight is None:
+        return {}
+    return {"class_weight": str({int(c): float(w) for c, w in sorted(class_weight.items())})}
 
 
 def elements(dataset: tf.data.Dataset) -> str:

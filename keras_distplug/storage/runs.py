@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, SaveError
 from keras_distplug.core.hints import require_types
@@ -17,23 +17,25 @@ class Identity:
     """What a `fit` trains, as hashes; empty for what is not known.
 
     Args:
-        model: Of the model's layers and variables.
+        model: Of the classes of the model's layers and optimizers.
+        shapes: Of its weights.
         data: Of its training data.
     """
 
     model: str = ""
+    shapes: str = ""
     data: str = ""
 
     def may_be(self, other: Identity) -> bool:
         """Whether nothing that is known of both differs."""
         return not any(
             one and another and one != another
-            for one, another in ((self.model, other.model), (self.data, other.data))
+            for one, another in zip(astuple(self), astuple(other), strict=True)
         )
 
     def is_surely(self, other: Identity) -> bool:
         """Whether all is known of both, and is the same."""
-        return bool(self.model and self.data) and self == other
+        return bool(self.model and self.data and other.data) and self.may_be(other)
 
 
 UNKNOWN = Identity()
@@ -52,6 +54,7 @@ class RunRecord:
             and so on.
         first: The `run_id` of the run with place 1, unless it is this one.
         model: As in `Identity`.
+        shapes: As in `Identity`.
         data: As in `Identity`.
     """
 
@@ -62,11 +65,12 @@ class RunRecord:
     place: int = 1
     first: str = ""
     model: str = ""
+    shapes: str = ""
     data: str = ""
 
     @property
     def identity(self) -> Identity:
-        return Identity(self.model, self.data)
+        return Identity(self.model, self.shapes, self.data)
 
     @property
     def sequence(self) -> str:
@@ -109,9 +113,7 @@ def begin_run(
         CheckpointError: If the folder cannot be listed.
     """
     place, first = (after.record.place + 1, after.record.sequence) if after else (1, "")
-    record = RunRecord(
-        uuid.uuid4().hex, job, seed, layout.now(), place, first, identity.model, identity.data
-    )
+    record = RunRecord(uuid.uuid4().hex, job, seed, layout.now(), place, first, *astuple(identity))
     # A folder without a record is what is left of a run that was deleted.
     number = max((number for number, _ in layout.runs(files)), default=0)
     text = seal(asdict(record))
