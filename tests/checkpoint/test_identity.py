@@ -256,3 +256,50 @@ def test_loaded_model() -> None:
     model.fit(small.X, small.Y, batch_size=8, epochs=3, verbose=0, callbacks=[*callbacks, saving])
     for mine, its in zip(model.weights, plain.weights, strict=True):
         np.testing.assert_array_equal(mine, its)
+
+
+class OwnOrder(keras.utils.PyDataset):
+    """Shuffles its samples by itself, without a seed, as Keras' `Sequence` often does."""
+
+    def __init__(self, ids: list[int]) -> None:
+        super().__init__()
+        self.ids = [f"sample-{each}" for each in ids]
+        self.indexes = np.random.default_rng().permutation(len(ids))
+
+    def __len__(self) -> int:
+        return len(self.ids) // 5
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        rows = self.indexes[5 * index : 5 * index + 5]
+        numbers = [int(self.ids[row].partition("-")[2]) for row in rows]
+        return small.X[numbers], small.Y[numbers]
+
+
+def test_own_order() -> None:
+    """An order that the data draws for itself in every process is not what tells it from other
+    data."""
+
+    def go(fold: int, *more: keras.callbacks.Callback) -> None:
+        data = OwnOrder([each for each in range(30) if each % FOLDS != fold])
+        callbacks = [*kd.defaults(save_freq=1, on_busy="wait"), *more]
+        small.model().fit(data, epochs=2, verbose=0, callbacks=callbacks)
+
+    go(0)
+    with pytest.raises(small.Interrupted):
+        go(1, small.Stop(1, 1))
+    start_process()
+    first, second = small.Stop(), small.Stop()
+    go(0, first)
+    go(1, second)
+    assert first.batches == 0
+    assert 0 < second.batches < 8
+
+
+def test_other_model_between() -> None:
+    """An interrupted run that is neither this one nor the one expected here is not continued."""
+    fold(0, kd.defaults())
+    with pytest.raises(small.Interrupted):
+        fold(1, [*kd.defaults(save_freq=1, on_busy="wait"), small.Stop(1, 1)])
+    start_process()
+    with pytest.raises(OtherRunError, match="is an interrupted run of a different model or"):
+        fold(2, kd.defaults())

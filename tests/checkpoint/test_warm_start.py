@@ -116,3 +116,24 @@ def test_distributed_fit(other: tuple[Path, keras.Model], tmp_path: Path) -> Non
         directory=tmp_path / "new", init_from=folder,
     )  # fmt: skip
     np.testing.assert_array_equal(next(iter(begun.weights.values())), trained.weights[0].numpy())
+
+
+def plain(layers: int = 3) -> keras.Model:
+    """Layers with names that Keras counts up in a process."""
+    hidden = [keras.layers.Dense(4) for _ in range(layers)]
+    made = keras.Sequential([keras.Input((4,)), keras.layers.Normalization(), *hidden])
+    made.compile("adam", "mse")
+    return made
+
+
+def test_names_that_are_counted(tmp_path: Path) -> None:
+    """Layers of one shape are matched in their order, whatever their numbers; the statistics of a
+    `Normalization` are used at once."""
+    trained = plain()
+    trained.layers[0].adapt(small.X * 3 + 1)
+    fit(trained, tmp_path / "other")
+    made, begun = plain(), Begun()
+    fit(made, tmp_path / "new", begun, init_from=tmp_path / "other")
+    for value, weight in zip(begun.weights.values(), trained.weights, strict=True):
+        np.testing.assert_array_equal(value, weight)
+    np.testing.assert_array_equal(made.layers[0].mean, trained.layers[0].mean)
