@@ -55,8 +55,8 @@ def defaults(
     Args:
         directory: Folder of this training, or a URL such as `s3://bucket/runs/mnist`. Defaults to
             `keras_distplug_runs/<name of the script>` in the working folder, with
-            `-task-<number>` behind it for a task of an array job. There, each model and each data
-            set has its own run; jobs that run at the same time need separate folders.
+            `-task-<number>` appended for a task of an array job. In it, every model and every data
+            set has its own run; concurrent jobs need separate folders.
         save_freq: `"epoch"`, an integer number of batches, a time such as `"5min"`, `"auto"`, or
             `False` to save at the end only. Defaults to `"auto"`: the first checkpoint within a
             minute, then as often as costs 1 % of the time.

@@ -80,13 +80,13 @@ def of_fit() -> Mapping[str, Any]:
 def require_allowed(
     changes: Sequence[Change], cursor: Cursor, where: str, *, other_loss: bool
 ) -> None:
-    """Checks that an epoch goes on with the loss that it began with.
+    """Checks that an interrupted epoch continues with the loss it started with.
 
     Args:
         changes: From `compare`.
-        cursor: Where the run goes on.
+        cursor: The position from which the run resumes.
         where: The run, for errors.
-        other_loss: Whether it may go on with another one.
+        other_loss: Whether it may continue with a different one.
 
     Raises:
         OtherRunError: If it does not.
@@ -96,8 +96,8 @@ def require_allowed(
             raise OtherRunError(
                 f"{where} was interrupted after batch {cursor.batch} of epoch {cursor.epoch + 1}, "
                 f"which started with `{change.name}` {change.before}. Received: {change.now}. "
-                f"Compile with the same `{change.name}`, or give allow_loss_change=True to go on "
-                "with the new one, or resume=False to begin a new run. Nothing was "
+                f"Compile with the same `{change.name}`, or give allow_loss_change=True to "
+                "continue with the new one, or resume=False to start a new run. Nothing was "
                 "changed."
             )
 

@@ -112,7 +112,7 @@ class _Opening:
             raise OtherRunError(
                 f"{self.files.where(last.name)} is an interrupted run of a different model or "
                 "different data. Give this training a directory of its own, or resume=False to "
-                "begin a new run beside the old one; nothing was changed."
+                "start a new run next to the old one; nothing was changed."
             )
         announce(
             f"{self.files.where(last.name)} belongs to a different model or different data; "
@@ -121,7 +121,7 @@ class _Opening:
         return self.begin(last)
 
     def begin(self, after: runs.Run | None = None) -> runs.Run:
-        # From a copy: a run that is begun draws no more than one that goes on.
+        # From a copy: starting a run must not draw more than resuming one.
         draws = random.Random()
         draws.setstate(random.getstate())
         seed = draws.randrange(2**31)

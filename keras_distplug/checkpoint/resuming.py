@@ -56,8 +56,7 @@ def take_up_newest(
 
 
 def roll_back(state: FitState, candidates: Candidates) -> int | None:
-    """Takes up the newest checkpoint while training goes on. Returns its step; None if there is
-    none."""
+    """Restores the newest checkpoint during training. Returns its step; None if none exists."""
     while (found := candidates.newest()) is not None:
         damage = state.roll_back(found)
         if damage is None:

@@ -39,7 +39,7 @@ def load(
         directory: Of the other run. Nothing is written there.
         storage_options: As in `BackupAndRestore`, for that directory.
         agreement: How the workers agree on the checkpoint, which the chief chooses.
-        with_optimizer: Whether its optimizer goes on, too, but for the learning rate.
+        with_optimizer: Whether to restore the optimizer as well, except its learning rate.
 
     Returns:
         Lines for people.

@@ -168,7 +168,7 @@ def _holds_checkpoint(files: Files, run: str) -> bool:
 def sequence_of(files: Files, run: Run) -> dict[int, Run]:
     """Returns the runs of all `fit`s of the script that made `run` by their places, in order.
 
-    Of several for a place it is the newest, which has no later ones but those begun after it.
+    A run that restarts a place replaces the earlier run there and all runs after that.
 
     Raises:
         CheckpointError: If one cannot be read.

@@ -123,7 +123,7 @@ def test_next_fold(kind: str, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_ambiguous() -> None:
-    """Where the default folder holds an interrupted run of something else, nobody guesses."""
+    """An interrupted run of another training in the default folder is refused."""
     with pytest.raises(small.Interrupted):
         fold(0, [*kd.defaults(save_freq=1, on_busy="wait"), small.Stop(1, 1)])
     start_process()
