@@ -98,7 +98,7 @@ class Compilation:
             raise OtherRunError(
                 f"In the middle of the run in {where} a callback compiled the model anew, with "
                 f"something that cannot be made again from the checkpoint ({error}). Compile the "
-                "model with it before `fit`, or give resume=False to begin a new run; nothing was "
+                "model with it before `fit`, or give resume=False to start a new run; nothing was "
                 "changed."
             ) from error
 

@@ -28,6 +28,7 @@ from keras_distplug.checkpoint import (
     same_run,
 )
 from keras_distplug.checkpoint.candidates import Found
+from keras_distplug.checkpoint.lost_logs import LostLogs
 from keras_distplug.checkpoint.progress_line import shown
 from keras_distplug.checkpoint.settings import RESUMING, Resuming
 from keras_distplug.cluster.channel import Channel
@@ -90,6 +91,7 @@ class FitState:
         self._has_other_data = False
         self._allowed = RESUMING
         self._changes: Sequence[changed_settings.Change] = ()
+        self._own_rate_until = -1  # step of a checkpoint that has another learning rate
         self._callbacks = callback_states.CallbackStates(
             others, model, is_alone=role.world_size == 1
         )
@@ -97,8 +99,8 @@ class FitState:
         self._enter_epoch: Callable[[], None] | None = None
         self._leave_epoch: Callable[[], None] | None = None
         self._weights: Mapping[int, keras.Variable] | None = None  # at the last trace of the step
-        self._lost_logs: set[str] = set()  # names already reported
-        self._lost_states: set[str] = set()
+        self._lost_logs = LostLogs(is_chief=role.is_chief)
+        self._lost_states: set[str] = set()  # names already reported
         for line in self._callbacks.unsound() if role.is_chief else ():
             announce(f"a restart cannot restore this: {line}")
         replica_values.stop_waiting(model)  # for what a `fit` that failed did not make
@@ -190,7 +192,7 @@ class FitState:
         """The state as it is now. All workers call this together."""
         scheduled.settle(self._model)
         history = self._model.history
-        self._tell_what_is_lost({**history.history, **(logs or {})})
+        self._lost_logs.report({**history.history, **(logs or {})})
         callbacks, arrays = self._callbacks.capture()
         self._report_lost_states()
         in_epoch = bool(self.cursor.batch)
@@ -233,19 +235,6 @@ class FitState:
                 f"{', '.join(new)} changed during training and cannot be saved, so a restart "
                 "begins without it. Give the callback `state_dict()` and `load_state_dict(state)`"
             )
-
-    def _tell_what_is_lost(self, logs: Mapping[str, Any]) -> None:
-        """Reports logs that a checkpoint cannot hold, once per name."""
-        lost = {name: value for name, value in logs.items() if not json_values.is_kept(value)}
-        for name in lost.keys() - self._lost_logs:
-            if self._role.is_chief:
-                kind = type(lost[name][-1] if isinstance(lost[name], list) else lost[name])
-                announce(
-                    f"the log {name!r} holds a {kind.__qualname__}, which cannot be saved: after a "
-                    "restart its earlier values in `History` will be None. Log numbers, text, "
-                    "arrays of numbers, or lists and dicts of these"
-                )
-        self._lost_logs |= lost.keys()
 
     def _place_in_data(self, in_epoch: bool) -> dict[str, Any]:
         if self._progress is None:
@@ -331,6 +320,8 @@ class FitState:
         if damage is None:
             there = found.stored.manifest.cursor
             self._restore_outside(found.stored.manifest)
+            if there.step <= self._own_rate_until:
+                models.set_learning_rate(self._model, self._rate)
             self._restore_own(in_epoch=bool(there.batch))
             if there.epoch != self.cursor.epoch or not there.batch:
                 self._model.reset_metrics()
@@ -419,7 +410,7 @@ class FitState:
             and any(c.is_rate for c in self._changes)
         ):
             models.set_learning_rate(self._model, self._rate)
-            rate = None
+            self._own_rate_until, rate = self.cursor.step, None
         for line in changed_settings.lines(self._changes, rate, ends=ends):
             if self._role.is_chief:
                 announce(line)
@@ -453,9 +444,10 @@ class FitState:
             capture.put_back(self._model, trained)
             self._restore_outside(manifest)
             self._restore_callbacks(manifest)
-            self._restore_own(in_epoch=True)
-            if any(each.is_of_logs for each in self._changes):
-                self._model.reset_metrics()  # a mean is of one loss
+            is_same = not any(each.is_of_logs for each in self._changes)  # a mean is of one loss
+            self._restore_own(in_epoch=True, with_metrics=is_same)
+            if not is_same:
+                self._model.reset_metrics()
             self._restore_random(manifest)
             self._model.stop_training = manifest.stop_training
             logs = {**manifest.metrics, **json_values.decode(manifest.other_logs)}
@@ -471,10 +463,12 @@ class FitState:
         self._outside.restore(self._arrays, self._role.rank, self._role.world_size)
         self._restore_draws(manifest)
 
-    def _restore_own(self, *, in_epoch: bool) -> None:
+    def _restore_own(self, *, in_epoch: bool, with_metrics: bool = True) -> None:
         own = {k: v for k, v in self._arrays.items() if k.startswith(own_states.PREFIX)}
         self._arrays = {}  # with best weights among them, as large as the model
-        own_states.restore(self._model, own, self._role, in_epoch=in_epoch)
+        own_states.restore(
+            self._model, own, self._role, in_epoch=in_epoch, with_metrics=with_metrics
+        )
 
     def _restore_callbacks(
         self, manifest: Manifest, *, is_anew: bool = False

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +107,12 @@ class _Opening:
         last = sequence[max(sequence)]
         if not self.is_shared:
             return expected
+        if (earlier := self._of_same_before(sequence.values())) is not None:
+            announce(
+                f"{self.files.where(earlier.name)} is the run of this model and this data; newer "
+                "runs in the directory are of others"
+            )
+            return earlier
         if not _is_finished(self.files, last) and layout.places(self.files, last.name):
             if last is expected:
                 return last  # its checkpoint says what differs
@@ -119,6 +126,19 @@ class _Opening:
             "starting a new run"
         )
         return self.begin(last)
+
+    def _of_same_before(self, newer: Iterable[runs.Run]) -> runs.Run | None:
+        """Returns the newest run with a checkpoint that is certain to be meant."""
+        left_out = {run.name for run in newer}
+        for _, name in reversed(layout.runs(self.files)):
+            if name in left_out or layout.RECORD not in layout.names(self.files, name):
+                continue
+            with contextlib.suppress(CorruptCheckpointError):
+                run = runs.read_run(self.files, name)
+                is_same = run.record.identity.is_surely(self.identity)
+                if is_same and layout.places(self.files, name):
+                    return run
+        return None
 
     def begin(self, after: runs.Run | None = None) -> runs.Run:
         # From a copy: starting a run must not draw more than resuming one.

@@ -81,7 +81,12 @@ def gather(
 
 
 def restore(
-    model: keras.Model, arrays: Mapping[str, np.ndarray], role: Role, *, in_epoch: bool
+    model: keras.Model,
+    arrays: Mapping[str, np.ndarray],
+    role: Role,
+    *,
+    in_epoch: bool,
+    with_metrics: bool = True,
 ) -> None:
     """Gives each replica of this worker its values back, also of variables that the first step
     makes, and reports the metrics of an epoch that do not match.
@@ -91,15 +96,18 @@ def restore(
         arrays: `OwnStates.arrays`.
         role: This worker's.
         in_epoch: As it was given to `capture`.
+        with_metrics: False if the metrics of the epoch start again.
     """
     is_eager = models.runs_eagerly(model)
     counting: set[int] = set()
 
     def announce_new_metrics(differs: str) -> None:
-        if role.is_chief and in_epoch:
+        if role.is_chief and in_epoch and with_metrics:
             announce(f"the metrics of this epoch start with the next batch: {differs}")
 
     def restore() -> str | None:
+        if not with_metrics:
+            counting.update(map(id, model.metrics_variables))
         found = restore_existing(
             model, arrays, role.rank, role.world_size, in_epoch=in_epoch, counting=counting
         )

@@ -81,7 +81,7 @@ def line(found: Found, files: Files, run: str, *, chief: str, epochs: int) -> st
     if found.ends:
         return (
             f"{where}: this run is finished ({cursor.epoch} epochs). Its History and weights are "
-            "returned; give more epochs to go on, or resume=False to begin a new run"
+            "returned; pass more epochs to continue, or resume=False to start a new run"
         )
     if cursor.epoch >= epochs:
         place = f"in epoch {cursor.epoch + 1}" if cursor.batch else f"after epoch {cursor.epoch}"

@@ -25,7 +25,7 @@ NEW_SEEDS = (
     "the seeds of the data have changed since the checkpoint, so samples come in another order: "
     "the interrupted epoch sees some of them twice and others not at all"
 )
-_BATCH_REMEDY = "allow_batch_change=True to go on with the next sample in batches of this size, "
+_BATCH_REMEDY = "allow_batch_change=True to continue with the next sample in batches of this size, "
 OTHER_ORDER = (
     "the samples are in a different order than at the checkpoint, so the interrupted epoch sees "
     "some of them twice and others not at all. Set the seed of whatever shuffles them before `fit`"
@@ -194,21 +194,20 @@ def _is_other(
         elif not allowed.allow_data_change:
             raise OtherRunError(
                 f"{where} was trained on global batches of {there[BATCH_SIZE]} samples, and "
-                f"cannot go on with {here[BATCH_SIZE]} behind the last of them: "
-                f"{why_not_by_samples}. "
-                "Give the same global batch, or allow_data_change=True to begin the epoch "
-                "again; nothing was changed."
+                f"cannot continue mid-epoch with {here[BATCH_SIZE]}: {why_not_by_samples}. Use "
+                "the same global batch, or allow_data_change=True to start the epoch again; "
+                "nothing was changed."
             )
     difference = _seeds_set(there, here) or first_difference(there, here) or other_values
     if difference is not None and not allowed.allow_data_change:
         goes_on = (
             "allow_data_change=True to get the finished run's History and weights"
             if ends
-            else "allow_data_change=True to go on with these from the beginning of the epoch"
+            else "allow_data_change=True to continue with these from the start of the epoch"
         )
         raise OtherRunError(
             f"{where} was trained on other data. The first difference: {difference}. Give the "
             f"same data, {_BATCH_REMEDY if is_batch_other else ''}{goes_on}, or "
-            "resume=False to begin a new run; nothing was changed."
+            "resume=False to start a new run; nothing was changed."
         )
     return difference is not None

@@ -83,11 +83,11 @@ def require_model(
         raise OtherRunError(
             f"{where} holds the run of another model, or a callback has changed this one in "
             f"mid-run. The first difference: {difference}. Give another model a directory of "
-            "its own, or resume=False to begin a new run beside the old one. What a callback "
+            "its own, or resume=False to start a new run beside the old one. What a callback "
             "adds to a model has to be there before `fit`. Nothing was changed."
         )
     raise OtherRunError(
         f"{where} holds the run of another model. The first difference: {difference}. Give "
-        "this model a directory of its own, or resume=False to begin a new run beside the "
+        "this model a directory of its own, or resume=False to start a new run beside the "
         "old one; nothing was changed."
     )

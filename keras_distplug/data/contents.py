@@ -118,7 +118,7 @@ def _columns_of(value: Any) -> Iterator[Any]:
         yield from (value.indices, value.values)
     elif isinstance(value, tf.RaggedTensor):
         yield from (value.flat_values, *value.nested_row_splits)
-    elif len(getattr(value, "shape", ())) and hasattr(value, "__getitem__"):
+    elif len(getattr(value, "shape", ())) and (hasattr(value, "__getitem__") or _is_scipys(value)):
         yield value
 
 
@@ -229,12 +229,19 @@ def _bytes_of(column: Any) -> int:
     return int(np.prod(column.shape)) * int(size)
 
 
+def _is_scipys(value: Any) -> bool:
+    return hasattr(value, "tocsr") and hasattr(value, "toarray")
+
+
 def _taken(column: Any, places: np.ndarray | None) -> np.ndarray:
     if hasattr(column, "detach"):  # torch's
         column = column.detach().cpu()
     if hasattr(column, "iloc"):
         column = column.to_numpy() if places is None else column.iloc[places].to_numpy()
         return np.asarray(column)
+    if _is_scipys(column):
+        rows = column.tocsr()
+        return np.asarray((rows if places is None else rows[places]).toarray())
     if isinstance(column, tf.Tensor):
         with tf.device("CPU:0"):
             return np.asarray(column if places is None else tf.gather(column, places))

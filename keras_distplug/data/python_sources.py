@@ -16,7 +16,7 @@ from keras_distplug.core.log import announce
 from keras_distplug.data import contents
 from keras_distplug.data.position import Source
 from keras_distplug.data.reached_state import Reached
-from keras_distplug.data.sources import elements
+from keras_distplug.data.sources import described_weights, elements
 from keras_distplug.python_state import random_states
 from keras_distplug.python_state.object_states import Attributes
 
@@ -68,6 +68,7 @@ class PyData(Source):
         self._told: set[str] = set()
         self._is_looked_at = False
         self._is_watched = False  # whether a second batch was
+        self._class_weight = class_weight
         self._reader = readers.PyReader(self._rest(0, None), class_weight, signature)
         self.whole = self._counted(self._reader.whole, 0)
 
@@ -170,6 +171,7 @@ class PyData(Source):
             "batches": self._batches_at_start,
             "elements": elements(self.whole),
             "shuffle": self._shuffle,
+            **described_weights(self._class_weight),
         }
 
     holds_state = True
@@ -288,7 +290,11 @@ class Generator(Source):
                 yield batch
 
     def _described(self) -> Mapping[str, Any]:
-        return {"kind": "generator", "elements": elements(self.whole)}
+        return {
+            "kind": "generator",
+            "elements": elements(self.whole),
+            **described_weights(self._class_weight),
+        }
 
     def warnings(self) -> list[str]:
         return [warning_of_generator(is_begun_anew=bool(self._make))]

@@ -120,7 +120,7 @@ class Writer:
             raise SaveError(
                 f"The checkpoint of step {state.cursor.step} could not be written to "
                 f"{self._store.where()}: {error} Earlier checkpoints are intact; a restarted run "
-                f"resumes from the newest one. {_remedy(error)}"
+                f"resumes from the newest one. {_remedy(error)}".rstrip()
             ) from error
 
     def _lead(self, state: TrainState, attempt: str) -> None:
@@ -314,7 +314,8 @@ class Writer:
             value = make()
         except Exception as error:
             kind = "fenced" if isinstance(error, FencedError) else "failed"
-            self._team.exchange.tell(topic, json.dumps({kind: str(error)}))
+            told = {kind: str(error), "remedy": _remedy(error)}
+            self._team.exchange.tell(topic, json.dumps(told))
             raise
         self._team.exchange.tell(topic, json.dumps({"value": value}))
         return value
@@ -324,7 +325,7 @@ class Writer:
         if "fenced" in said:
             raise FencedError(said["fenced"])
         if "failed" in said:
-            raise CheckpointError(said["failed"])
+            raise _ToldError(said["failed"], said["remedy"])
         return said["value"]
 
 
@@ -369,11 +370,23 @@ def _verified(manifest: Manifest) -> str:
     return text
 
 
+class _ToldError(CheckpointError):
+    """The failure of another worker, with what to do about it."""
+
+    def __init__(self, message: str, remedy: str) -> None:
+        super().__init__(message)
+        self.remedy = remedy
+
+
 def _remedy(error: Exception) -> str:
-    """What to do about a save that failed."""
+    """What to do about a save that failed; empty if the error says so itself."""
+    if isinstance(error, _ToldError):
+        return error.remedy
     if isinstance(error, OtherRunError):
         return "Give every training its own directory."
-    number = error.errno if isinstance(error, OSError) else None
+    if not isinstance(error, OSError):
+        return ""
+    number = error.errno
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return "Free disk space, or raise the quota."
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):

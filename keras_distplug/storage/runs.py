@@ -206,6 +206,6 @@ def read_run(files: Files, name: str) -> Run:
         return Run(name, record)
     except (ValueError, TypeError) as error:
         raise CorruptCheckpointError(
-            f"{files.where(path)} is damaged: {error!r}. Give resume=False to begin a new run "
+            f"{files.where(path)} is damaged: {error!r}. Give resume=False to start a new run "
             "beside it, or put the file back from a copy."
         ) from error

@@ -97,7 +97,7 @@ class CheckpointStore:
         if damaged:
             raise CorruptCheckpointError(
                 f"All {kind} checkpoints in {self.where()} are damaged: {', '.join(damaged)}. "
-                f"{layout.DAMAGED} in each says how. Give resume=False to begin a new run beside "
+                f"{layout.DAMAGED} in each says how. Give resume=False to start a new run beside "
                 f"them, or put one back from a copy and delete its {layout.DAMAGED}."
             )
         return None

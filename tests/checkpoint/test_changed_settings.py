@@ -41,12 +41,13 @@ class Script:
     layers: int = 1
     seed: int = 5
     trains_all: bool = True
+    made: Callable[[list[Any]], keras.Model] = keras.Sequential
     ours: Mapping[str, Any] = field(default_factory=dict)
 
     def run(self, folder: Path, *more: keras.callbacks.Callback) -> Any:
         keras.utils.set_random_seed(self.seed)
         hidden = [keras.layers.Dense(8) for _ in range(self.layers)]
-        model = keras.Sequential([keras.Input((4,)), *hidden, keras.layers.Dense(1)])
+        model = self.made([keras.Input((4,)), *hidden, keras.layers.Dense(1)])
         model.layers[0].trainable = self.trains_all
         model.compile(**{"optimizer": self.optimizer(), "loss": "mse", **self.compiled})
         given = {
@@ -96,10 +97,20 @@ def epochs_are(number: int) -> Trained:
     return lambda _, history: len(history.epoch) == number
 
 
+class Batches(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        rows = slice(8 * index, 8 * index + 8)
+        return small.X[rows], CLASSES["y"][rows]
+
+
 EACH_EPOCH = {"ours": {"save_freq": "epoch"}}
 SCRIPT, CHECKPOINT, REFUSED = "the script", "the checkpoint", "refused"
 WEIGHTS = {"class_weight": {0: 1.0, 1: 2.0}}
 CLASSES = {"y": (small.Y > 0.5).astype("int32")}
+BATCHES = {"x": Batches(), "y": None, "batch_size": None}
 ROWS: dict[str, Row] = {
     "learning rate": Row(
         CHECKPOINT,
@@ -236,6 +247,13 @@ ROWS: dict[str, Row] = {
         first=Script(given={**CLASSES, **WEIGHTS}),
         refused=True,
     ),
+    "class weights, with a `PyDataset`": Row(
+        REFUSED,
+        Script(given={**BATCHES, "class_weight": {0: 1.0, 1: 3.0}}),
+        "`class_weight` is '{0: 1.0, 1: 2.0}' there and '{0: 1.0, 1: 3.0}' here",
+        first=Script(given={**BATCHES, **WEIGHTS}),
+        refused=True,
+    ),
     "one more layer": Row(
         REFUSED, Script(layers=2), "holds the run of another model", refused=True
     ),
@@ -311,6 +329,55 @@ def test_rate_that_training_has_changed(tmp_path: Path, caplog: pytest.LogCaptur
     model, _ = script.run(tmp_path, Halve())
     assert rate_is(0.0005)(model, None)
     assert "learning" not in caplog.text
+
+
+def test_rate_in_a_rollback(tmp_path: Path) -> None:
+    """A rollback to the checkpoint of the earlier start keeps the script's learning rate."""
+    first = Script(**EACH_EPOCH)
+    with pytest.raises(small.Interrupted):
+        first.run(tmp_path, small.Stop(1, 1))
+    backup = kd.BackupAndRestore(
+        tmp_path, delete_checkpoint=False, restore_learning_rate=False
+    )  # `defaults` has its own
+    rolled_back = []
+
+    class RollBack(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if not rolled_back:
+                rolled_back.append(backup.roll_back())
+
+    second = Script(lambda: keras.optimizers.Adam(0.1))
+    keras.utils.set_random_seed(second.seed)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
+    model.compile(second.optimizer(), "mse")
+    model.fit(
+        small.X, small.Y, batch_size=8, epochs=EPOCHS, verbose=0, callbacks=[RollBack(), backup]
+    )
+    assert rolled_back == [4]
+    assert rate_is(0.1)(model, None)
+
+
+def test_mean_of_another_loss(tmp_path: Path) -> None:
+    """The loss of the interrupted epoch is a mean of the new loss only, also where the metrics are
+    created by the first step."""
+
+    class OwnStep(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            return super().train_step(data)
+
+    losses = []
+    for metrics in ([], ["mae"]):
+        compiled = {"metrics": metrics}
+        folder = tmp_path / str(len(metrics))
+        with pytest.raises(small.Interrupted):
+            Script(compiled=compiled, made=OwnStep).run(folder, small.Stop(1, 2))
+        other = {**compiled, "loss": "mae"}
+        allowed = {"allow_loss_change": True}
+        _, history = Script(compiled=other, ours=allowed, made=OwnStep).run(folder)
+        losses.append(history.history["loss"])
+        if metrics:
+            assert history.history["mae"][1:] == pytest.approx(losses[-1][1:])
+    assert losses[0] == losses[1]
 
 
 def test_finished(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

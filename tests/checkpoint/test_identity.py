@@ -134,6 +134,11 @@ def test_ambiguous() -> None:
     with pytest.raises(OtherRunError, match="run of another model"):
         wide.fit(small.X, small.Y, verbose=0, callbacks=kd.defaults())
     fold(1, kd.defaults(resume=False))
+    start_process()
+    count = small.Stop()
+    plain = fold(0, [])  # which the newer run does not hide
+    assert fold(0, [*kd.defaults(), count]) == plain
+    assert 0 < count.batches < 6
 
 
 @pytest.mark.parametrize("kind", ["arrays", "tf.data"])

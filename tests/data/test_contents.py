@@ -12,6 +12,7 @@ pytest.importorskip("tensorflow")
 pytestmark = pytest.mark.tf
 
 import numpy as np  # noqa: E402
+import scipy.sparse  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 from keras_distplug.data import contents  # noqa: E402
@@ -67,6 +68,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "objects": lambda: np.array(["a", "b"], object),
     "texts": lambda: np.array(["a", "b"]),
     "bytes": lambda: np.array([b"\xff", b"b"], object),
+    "scipy": lambda: scipy.sparse.csr_array(np.eye(5, dtype="float32")),
     "no samples": lambda: np.zeros((0, 3)),
     "no features": lambda: np.zeros((3, 0)),
 }
@@ -77,6 +79,17 @@ def test_kinds(kind: str) -> None:
     told = contents.of_arrays((KINDS[kind](),))
     assert contents.of_arrays((KINDS[kind](),)) == told
     assert told
+
+
+def test_scipy() -> None:
+    """A sparse matrix of SciPy is compared by its rows, in any format."""
+    matrix = scipy.sparse.random_array((64, 10), density=0.3, format="csr", rng=1)
+    told = contents.of_arrays((matrix,))
+    assert contents.of_arrays((matrix.tocoo(),)) == told
+    assert contents.of_arrays((matrix.toarray(),)) == told
+    assert contents.of_arrays((matrix * 2,))[CONTENTS] != told[CONTENTS]
+    assert contents.of_arrays((matrix[BACKWARDS],))[CONTENTS] == told[CONTENTS]
+    assert contents.of_arrays((matrix[BACKWARDS],))[ORDER] != told[ORDER]
 
 
 def test_unknown() -> None:

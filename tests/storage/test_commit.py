@@ -19,7 +19,12 @@ import stamina
 from checkpoints import RUN
 from watched import WatchedFiles
 
-from keras_distplug.core.errors import AgreementError, CorruptCheckpointError, SaveError
+from keras_distplug.core.errors import (
+    AgreementError,
+    CheckpointError,
+    CorruptCheckpointError,
+    SaveError,
+)
 from keras_distplug.core.state import Completion, Cursor, TrainState
 from keras_distplug.storage.commit import Team, Writer
 from keras_distplug.storage.files import Traits
@@ -248,6 +253,7 @@ def test_failed_share(which: int, root: Path) -> None:
         assert isinstance(outcome, SaveError)
         assert "step 2" in str(outcome)
         assert "No space left" in str(outcome)
+        assert str(outcome).endswith("Free disk space, or raise the quota.")
     assert watched.fired == 2
     assert not [path for path in root.rglob("*") if path.is_file()]
     watched.mend()
@@ -264,16 +270,19 @@ def test_failed_share(which: int, root: Path) -> None:
         (OSError(errno.EROFS, "no"), "Check the permissions of the directory."),
         (OSError("an answer of the store's"), "Fix the storage."),
         (FileExistsError("another's"), "Give every training its own directory."),
+        (CheckpointError("Worker 1 has another model."), ""),
     ],
 )
-def test_remedies(error: OSError, remedy: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remedies(
+    error: Exception, remedy: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An error says what helps against it."""
     watched = WatchedFiles(LocalFiles(root))
     watched.fail("create", "MANIFEST.json", error)
     monkeypatch.setattr(watched, "read", lambda path: b"of another run")
     [outcome] = Workers(lambda rank: watched, 1).save(state(1), "a-1").values()
     assert isinstance(outcome, SaveError)
-    assert str(outcome).endswith(f"resumes from the newest one. {remedy}")
+    assert str(outcome).endswith(f"resumes from the newest one. {remedy}".rstrip())
 
 
 def test_failure_that_passes(root: Path) -> None:
