@@ -186,9 +186,10 @@ def as_other_processes(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     one (`one_process`)."""
     of = request.node.get_closest_marker
     if of("tf") and not of("one_process"):
-        from keras_distplug.checkpoint import opening
+        from keras_distplug.checkpoint import opening, saves
 
         monkeypatch.setattr(opening, "finished_here", _Forgetful())
+        monkeypatch.setattr(saves, "_told_s", {})
 
 
 def _forget_seed() -> None:

@@ -81,7 +81,6 @@ class Saves:
         self._stall_s = 0.0
         self._bytes = 0  # of the newest
         self._failures: list[Exception] = []  # in a row
-        self._interval_s: float | None = None  # that was announced
 
     def stepped(
         self, step: int, seconds: float | None, state: Callable[[], TrainState], *, is_sound: bool
@@ -278,12 +277,17 @@ class Saves:
         interval_s, cost_s = self._pace.interval_s, self._pace.cost_s
         if not self._is_chief or not self._pace.is_automatic or not interval_s or cost_s is None:
             return
-        if self._interval_s is None or not 1 / 3 < interval_s / self._interval_s < 3:
-            self._interval_s = interval_s
+        told_s = _told_s.get(self._what)
+        if told_s is None or not 1 / 3 < interval_s / told_s < 3:
+            _told_s[self._what] = interval_s
             announce(
                 f"a {self._what} costs training {cost_s:.3f} s, so one is made every "
                 f"{interval_s:.1f} s"
             )
+
+
+_told_s: dict[str, float] = {}
+"""The intervals that this process has announced last: one line for a loop of `fit` calls."""
 
 
 def save_all_before(

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import multiprocessing
 import os
 import re
 import tempfile
@@ -407,10 +408,12 @@ def _was_copied(files: Files, number: int) -> bool:
 
 
 def _in_use(files: Files, owner: Process | None) -> InUseError:
+    is_of_pool = multiprocessing.parent_process() is not None
+    in_parallel = " Fits can share a folder if they run one after another (`n_jobs=1`)."
     return InUseError(
         f"Expected a folder that no other training uses. Received: {files.where()}, in which "
         f"{owner or 'another process'} is training. Wait until it has finished or end it, or give "
-        "this training another folder. Nothing was changed."
+        f"this training another folder.{in_parallel if is_of_pool else ''} Nothing was changed."
     )
 
 

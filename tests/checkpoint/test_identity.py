@@ -17,7 +17,6 @@ import tensorflow as tf  # noqa: E402
 from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
-from keras_distplug.checkpoint import opening, saver  # noqa: E402
 from keras_distplug.core.errors import OtherRunError  # noqa: E402
 
 FOLDS = 3
@@ -28,15 +27,9 @@ Callbacks = list[keras.callbacks.Callback]
 def new_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["/somewhere/train.py"])
-    start_process()
+    small.start_process()
     yield
-    start_process()
-
-
-def start_process() -> None:
-    """What a test does from here on counts as another process."""
-    saver.wait_for_all()
-    opening.finished_here.clear()
+    small.start_process()
 
 
 def dataset(x: np.ndarray, y: np.ndarray) -> dict[str, Any]:
@@ -96,12 +89,12 @@ def test_skipped_folds(folder: str, kind: str, tmp_path: Path) -> None:
     stop = small.Stop(1, 1)
     with pytest.raises(small.Interrupted):
         fold(1, [*callbacks(), stop], kind)
-    start_process()
+    small.start_process()
     count = small.Stop()
     assert fold(1, [*callbacks(), count], kind) == plain[1]
     assert 0 < count.batches < stop.batches
     assert fold(2, callbacks(), kind) == plain[2]
-    start_process()
+    small.start_process()
     nothing = small.Stop()  # and a restart that leaves out none repeats the sequence
     assert [fold(n, [*callbacks(), nothing], kind) for n in range(FOLDS)] == plain
     assert nothing.batches == 0
@@ -114,7 +107,7 @@ def test_next_fold(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     plain = fold(1, [], kind)
     fold(0, kd.defaults(), kind)
     fold(0, kd.defaults("runs"), kind)
-    start_process()
+    small.start_process()
     caplog.clear()
     assert fold(1, kd.defaults(), kind) == plain
     assert "run-0001 belongs to a different model or different data; starting" in caplog.text
@@ -126,7 +119,7 @@ def test_ambiguous() -> None:
     """An interrupted run of another training in the default folder is refused."""
     with pytest.raises(small.Interrupted):
         fold(0, [*kd.defaults(save_freq=1, on_busy="wait"), small.Stop(1, 1)])
-    start_process()
+    small.start_process()
     with pytest.raises(OtherRunError, match="the values of `x` and `y` have changed"):
         fold(1, kd.defaults())
     wide = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(1)])
@@ -134,7 +127,7 @@ def test_ambiguous() -> None:
     with pytest.raises(OtherRunError, match="run of another model"):
         wide.fit(small.X, small.Y, verbose=0, callbacks=kd.defaults())
     fold(1, kd.defaults(resume=False))
-    start_process()
+    small.start_process()
     count = small.Stop()
     plain = fold(0, [])  # which the newer run does not hide
     assert fold(0, [*kd.defaults(), count]) == plain
@@ -169,7 +162,7 @@ def test_other_data(given: dict[str, Any], kind: str) -> None:
     with pytest.raises(OtherRunError, match=r"`.*` is .*30.* there and .*29.* here"):
         go(small.X[:-1], small.Y[:-1])
     go(small.X, small.Y)
-    start_process()
+    small.start_process()
     with pytest.raises(OtherRunError, match=r"allow_data_change=True to get the finished"):
         go(small.X, labels)
     go(small.X, labels, allow_data_change=True)
@@ -233,7 +226,7 @@ def test_seed_set_once() -> None:
     with pytest.raises(OtherRunError, match="set_random_seed` was called when the run started"):
         go()
     fold_of_all()
-    start_process()
+    small.start_process()
     go()
 
 
@@ -292,7 +285,7 @@ def test_own_order() -> None:
     go(0)
     with pytest.raises(small.Interrupted):
         go(1, small.Stop(1, 1))
-    start_process()
+    small.start_process()
     first, second = small.Stop(), small.Stop()
     go(0, first)
     go(1, second)
@@ -305,6 +298,6 @@ def test_other_model_between() -> None:
     fold(0, kd.defaults())
     with pytest.raises(small.Interrupted):
         fold(1, [*kd.defaults(save_freq=1, on_busy="wait"), small.Stop(1, 1)])
-    start_process()
+    small.start_process()
     with pytest.raises(OtherRunError, match="is an interrupted run of a different model or"):
         fold(2, kd.defaults())

@@ -17,7 +17,7 @@ import numpy as np  # noqa: E402
 from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
-from keras_distplug.checkpoint import opening, saver  # noqa: E402
+from keras_distplug.checkpoint import saver  # noqa: E402
 
 Callbacks = list[keras.callbacks.Callback]
 Script = Callable[[Callbacks], keras.Model]
@@ -31,9 +31,8 @@ def new_process() -> Iterator[None]:
 
 
 def start_process() -> None:
-    """What a test does from here on counts as another process."""
-    saver.wait_for_all()
-    opening.finished_here.clear()
+    """As `small.start_process`, with the seed that the script sets."""
+    small.start_process()
     keras.utils.set_random_seed(5)
 
 

@@ -101,6 +101,19 @@ def test_stopped_owner(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
+def test_processes_of_a_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are told how fits of one script can share a folder."""
+    files = open_files(tmp_path)
+    with owner(tmp_path):
+        with pytest.raises(InUseError) as of_a_job:
+            ownership.claim(files, print)
+        monkeypatch.setattr("multiprocessing.parent_process", lambda: "the script")
+        with pytest.raises(InUseError, match=r"one after another \(`n_jobs=1`\)"):
+            ownership.claim(files, print)
+    assert "n_jobs" not in str(of_a_job.value)
+
+
+@pytest.mark.timeout(60)
 def test_on_another_machine(tmp_path: Path) -> None:
     """Where the owner cannot be seen, its heartbeat decides, by the watcher's own clock."""
     files, said = open_files(tmp_path), []
