@@ -16,6 +16,7 @@ from keras_distplug.data import contents
 
 _RATE = "optimizer.learning_rate"
 _VALIDATION = "validation_data"
+_LAYER = "layer "  # a prefix
 _MEANING = ("loss", "loss_weights")  # they change what is trained
 _INNER = "inner_optimizer"  # of one that scales the loss
 _OBJECT, _FUNCTION, _LAMBDA = "class_name", "function", "__lambda__"  # in what Keras serializes
@@ -57,7 +58,19 @@ class Change:
         """Whether its values are hashes."""
         return self.name == _VALIDATION
 
+    @property
+    def is_of_layer(self) -> bool:
+        """Whether its values are hashes of the settings of a layer."""
+        return self.name.startswith(_LAYER)
+
+    @property
+    def is_of_training(self) -> bool:
+        """Whether a whole run would have other weights."""
+        return self.is_of_layer or _is_of_training(self.name)
+
     def __str__(self) -> str:
+        if self.is_of_layer:
+            return f"the settings of {self.name} from the script, not from the checkpoint"
         if self.is_of_data:
             return "the validation data has changed since the checkpoint"
         return f"`{self.name}` {self.now} from the script, not {self.before} from the checkpoint"
@@ -102,6 +115,41 @@ def require_allowed(
             )
 
 
+def require_same_training(changes: Sequence[Change], where: str) -> None:
+    """Checks that a finished run was trained as the script would train it.
+
+    Args:
+        changes: From `compare`.
+        where: The run, for errors.
+
+    Raises:
+        OtherRunError: If it was not.
+    """
+    for change in changes:
+        if change.is_of_training:
+            trained, received = (
+                (f"other settings of {change.name}", "those of the script")
+                if change.is_of_layer
+                else (f"`{change.name}` {change.before}", change.now)
+            )
+            raise OtherRunError(
+                f"{where} is finished, and was trained with {trained}. Received: {received}. Give "
+                "this training a directory of its own, or resume=False to start a new run; with "
+                "the same settings, the finished run's History and weights are returned. Nothing "
+                "was changed."
+            )
+
+
+def of_training(compiled: Mapping[str, Any] | None) -> dict[str, str]:
+    """Returns the settings that decide what is trained.
+
+    Args:
+        compiled: What was compiled; None if Keras cannot tell.
+    """
+    settings = _settings(compiled or {})
+    return {name: value for name, value in settings if _is_of_training(name)}
+
+
 def lines(changes: Sequence[Change], rate: float | None, *, ends: bool) -> list[str]:
     """Says of each change what counts.
 
@@ -130,12 +178,12 @@ def compare(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[Change]:
     """Compares how two processes have started a `fit`.
 
     Args:
-        there: What was compiled (`compiled`, None if Keras cannot tell) and the arguments of `fit`
-            (`fit`) in the process that made the checkpoint.
+        there: What was compiled (`compiled`, None if Keras cannot tell), the arguments of `fit`
+            (`fit`) and the settings of layers (`layers`) in the process that made the checkpoint.
         here: The same of this one.
     """
     found = []
-    for kind in ("compiled", "fit"):
+    for kind in ("compiled", "fit", "layers"):
         before, now = there.get(kind), here.get(kind)
         if not isinstance(before, Mapping) or not isinstance(now, Mapping):
             continue
@@ -146,6 +194,10 @@ def compare(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[Change]:
             if name in now and before[name] != now[name]
         ]
     return found
+
+
+def _is_of_training(name: str) -> bool:
+    return name in _MEANING or name.startswith("optimizer.")
 
 
 def _settings(described: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

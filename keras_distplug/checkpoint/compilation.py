@@ -10,6 +10,7 @@ import keras
 from keras_distplug.backend.tensorflow.replicas import compile_config, touched
 from keras_distplug.backend.tensorflow.runtime import models
 from keras_distplug.checkpoint import changed_settings
+from keras_distplug.checkpoint.layer_settings import of_layers
 from keras_distplug.core.errors import OtherRunError
 
 _KEY = "training"  # in `Manifest.how_built`
@@ -33,6 +34,7 @@ class Compilation:
             "frozen": compile_config.frozen(model),
             "compiled": compile_config.config(model),
             "fit": changed_settings.of_fit(),
+            "layers": of_layers(model),
         }
         self._touched = touched.Touched.of(model)
         self._is_fitted = False  # whether the optimizer trains what the script has changed that to

@@ -95,17 +95,27 @@ class _Opening:
     def choose(self, sequence: Mapping[int, runs.Run], place: int) -> runs.Run:
         """Returns the run at `place`, unless another one is certain to be meant."""
         expected = sequence[place]
-        if expected.record.identity.may_be(self.identity):
+        may_be = expected.record.identity.may_be(self.identity)
+        has_other_settings = expected.record.identity.has_other_settings(self.identity)
+        if may_be and not has_other_settings:
             return expected
-        for number, later in sequence.items():
-            if number > place and later.record.identity.is_surely(self.identity):
-                announce(
-                    f"{self.files.where(later.name)} is the run of this model and this data; the "
-                    f"script skipped {number - place} `fit` calls before it"
-                )
-                return later
+        later = [
+            run
+            for number, run in sequence.items()
+            if number > place and run.record.identity.is_surely(self.identity)
+        ]
+        same = [run for run in later if not run.record.identity.has_other_settings(self.identity)]
+        if same or (later and not may_be):
+            found = (same or later)[0]
+            skipped = found.record.place - place
+            calls = "1 `fit` call" if skipped == 1 else f"{skipped} `fit` calls"
+            announce(
+                f"{self.files.where(found.name)} is the run of this model and this data; the "
+                f"script skipped {calls} before it"
+            )
+            return found
         last = sequence[max(sequence)]
-        if not self.is_shared:
+        if may_be or not self.is_shared:
             return expected
         if (earlier := self._of_same_before(sequence.values())) is not None:
             announce(

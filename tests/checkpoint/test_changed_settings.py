@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -41,12 +42,13 @@ class Script:
     layers: int = 1
     seed: int = 5
     trains_all: bool = True
+    activation: str | None = None
     made: Callable[[list[Any]], keras.Model] = keras.Sequential
     ours: Mapping[str, Any] = field(default_factory=dict)
 
     def run(self, folder: Path, *more: keras.callbacks.Callback) -> Any:
         keras.utils.set_random_seed(self.seed)
-        hidden = [keras.layers.Dense(8) for _ in range(self.layers)]
+        hidden = [keras.layers.Dense(8, self.activation) for _ in range(self.layers)]
         model = self.made([keras.Input((4,)), *hidden, keras.layers.Dense(1)])
         model.layers[0].trainable = self.trains_all
         model.compile(**{"optimizer": self.optimizer(), "loss": "mse", **self.compiled})
@@ -257,6 +259,11 @@ ROWS: dict[str, Row] = {
     "one more layer": Row(
         REFUSED, Script(layers=2), "holds the run of another model", refused=True
     ),
+    "settings of a layer (`activation`)": Row(
+        SCRIPT,
+        Script(activation="relu"),
+        "the settings of layer 2 (Dense) from the script, not from the checkpoint",
+    ),
     "layers that are trained": Row(
         SCRIPT,
         Script(),
@@ -381,12 +388,27 @@ def test_mean_of_another_loss(tmp_path: Path) -> None:
 
 
 def test_finished(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A finished run is returned, with a line for what it had not."""
+    """A finished run is returned, with a line for what it had not, but not as the result of other
+    hyperparameters; more epochs continue it with these."""
     Script().run(tmp_path)
     caplog.clear()
-    Script(lambda: keras.optimizers.Adam(0.1), {"loss": "mae"}).run(tmp_path)
-    assert "the finished run used `optimizer.learning_rate` 0.001, not 0.1" in caplog.text
-    assert "used `loss` mean_squared_error, not mean_absolute_error" in caplog.text
+    Script(compiled={"metrics": ["mae"]}).run(tmp_path)
+    assert "the finished run used `metrics` None, not [mean_absolute_error]" in caplog.text
+    other_rate = Script(lambda: keras.optimizers.Adam(0.1))
+    found = {}
+    for name, script in {
+        "rate": other_rate,
+        "loss": Script(compiled={"loss": "mae"}),
+        "layer": Script(activation="tanh"),
+    }.items():
+        with pytest.raises(OtherRunError) as refused:
+            script.run(tmp_path)
+        found[name] = str(refused.value)
+    assert "`optimizer.learning_rate` 0.001. Received: 0.1. Give this training a" in found["rate"]
+    assert "`loss` mean_squared_error. Received: mean_absolute_error." in found["loss"]
+    assert "other settings of layer 2 (Dense). Received: those of the script." in found["layer"]
+    _, history = dataclasses.replace(other_rate, given={"epochs": EPOCHS + 1}).run(tmp_path)
+    assert len(history.epoch) == EPOCHS + 1
 
 
 @pytest.mark.parametrize(

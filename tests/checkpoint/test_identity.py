@@ -115,6 +115,41 @@ def test_next_fold(kind: str, caplog: pytest.LogCaptureFixture) -> None:
         fold(1, kd.defaults("runs"), kind)
 
 
+@pytest.mark.parametrize("folder", [None, "runs"], ids=["default", "given"])
+def test_skipped_trials(folder: str | None) -> None:
+    """Trials that differ in a hyperparameter find their own runs when earlier ones are skipped; one
+    without a run is not given the finished run of another."""
+
+    def trial(rate: float, dropout: float, *callbacks: keras.callbacks.Callback) -> list[bytes]:
+        keras.utils.set_random_seed(1)
+        layers = [keras.layers.Dense(4), keras.layers.Dropout(dropout), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((4,)), *layers])
+        model.compile(keras.optimizers.Adam(rate), "mse")
+        model.fit(small.X, small.Y, batch_size=8, epochs=2, verbose=0, callbacks=[*callbacks])
+        return small.state(model)
+
+    def ours() -> Callbacks:
+        return kd.defaults(folder, save_freq=1, on_busy="wait")
+
+    trials = [(0.1, 0.2), (0.1, 0.5), (0.01, 0.5)]
+    plain = [trial(*each) for each in trials]
+    assert trial(*trials[0], *ours()) == plain[0]
+    assert trial(*trials[1], *ours()) == plain[1]
+    stop = small.Stop(1, 1)
+    with pytest.raises(small.Interrupted):
+        trial(*trials[2], *ours(), stop)
+    small.start_process()
+    count = small.Stop()
+    assert trial(*trials[2], *ours(), count) == plain[2]
+    assert 0 < count.batches < stop.batches
+    small.start_process()
+    assert trial(*trials[1], *ours(), nothing := small.Stop()) == plain[1]
+    assert nothing.batches == 0
+    small.start_process()
+    with pytest.raises(OtherRunError, match=r"is finished, and was trained with .*rate` 0\.1\."):
+        trial(0.3, 0.2, *ours())
+
+
 def test_ambiguous() -> None:
     """An interrupted run of another training in the default folder is refused."""
     with pytest.raises(small.Interrupted):
