@@ -60,7 +60,7 @@ class Auto:
     """
 
     max_overhead: float
-    least_secs: float = 1.0
+    least_secs: float = 2.0
 
 
 Cadence = EveryEpoch | AtEnd | EveryBatches | EverySeconds | Auto

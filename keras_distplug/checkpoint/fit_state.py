@@ -277,7 +277,7 @@ class FitState:
             changed_settings.require_allowed(
                 self._changes, manifest.cursor, where, other_loss=allowed.allow_loss_change
             )
-        elif manifest.world_size == self._role.world_size:  # others may scale the learning rate
+        elif same_data.has_same_size(manifest, self._progress, self._role.world_size):
             changed_settings.require_same_training(self._changes, where)
         self._has_other_data = False
         if self._progress is None or "fingerprint" not in manifest.data:

@@ -14,6 +14,7 @@ from keras_distplug.core.errors import OtherRunError
 from keras_distplug.core.log import announce
 from keras_distplug.data.contents import CONTENTS, ORDER
 from keras_distplug.data.position import Source
+from keras_distplug.data.progress import Progress
 from keras_distplug.data.sources import BATCH_SIZE, SEEDS
 from keras_distplug.storage.manifest import Manifest
 
@@ -110,6 +111,14 @@ def compare(
         has_other_seeds=there.seeds != here.seeds,
         has_other_order=is_order_known and there.order != here.order,
     )
+
+
+def has_same_size(manifest: Manifest, data: Progress | None, world_size: int) -> bool:
+    """Whether a checkpoint was made by as many workers and on global batches of the same size. A
+    script may scale its learning rate to these."""
+    fingerprint = manifest.data.get("fingerprint", {})
+    here = None if data is None else data.data.source.batch_size
+    return manifest.world_size == world_size and fingerprint.get(BATCH_SIZE, here) == here
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,7 @@ def test_auto_at_the_end_of_an_epoch() -> None:
 
 def test_auto_to_a_store() -> None:
     """Where saves cost next to nothing, money still counts."""
-    for is_near, least_s in ((True, 1.0), (False, 20.0)):
+    for is_near, least_s in ((True, 2.0), (False, 20.0)):
         run = Run(cadence_of("auto", 0.01, is_near=is_near), stall_s=0.0, save_s=0.1).steps(2000)
         assert len(run.saves) > 5
         assert min(run.intervals_s()[1:]) >= least_s - 1e-6

@@ -407,6 +407,9 @@ def test_finished(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert "`optimizer.learning_rate` 0.001. Received: 0.1. Give this training a" in found["rate"]
     assert "`loss` mean_squared_error. Received: mean_absolute_error." in found["loss"]
     assert "other settings of layer 2 (Dense). Received: those of the script." in found["layer"]
+    # A learning rate may be scaled to the global batch.
+    dataclasses.replace(other_rate, given={"batch_size": 16}).run(tmp_path)
+    assert "the finished run used `optimizer.learning_rate` 0.001, not 0.1" in caplog.text
     _, history = dataclasses.replace(other_rate, given={"epochs": EPOCHS + 1}).run(tmp_path)
     assert len(history.epoch) == EPOCHS + 1
 
