@@ -17,7 +17,7 @@ from keras_distplug.backend.tensorflow.runtime import keras_callbacks, models
 from keras_distplug.backend.tensorflow.runtime.callback_list import move_to_end
 from keras_distplug.callbacks.run_keeper import RunContext, RunKeeper
 from keras_distplug.callbacks.watchdog import require_made
-from keras_distplug.checkpoint import capture, exports, opening, same_run, saver
+from keras_distplug.checkpoint import capture, compilation, exports, opening, same_run, saver
 from keras_distplug.checkpoint import resuming as resuming_
 from keras_distplug.checkpoint.cadence import Cadence, Pace, SaveFreq, cadence_of
 from keras_distplug.checkpoint.candidates import Candidates, Found
@@ -243,14 +243,15 @@ class BackupAndRestore(RunKeeper):
         self._agreement = agreement.among(self._role)
         name = None
         if self._role.is_chief:
-            job = self._supervised.job if self._supervised else None
             with self.hold.claimed():
                 name = opening.find_or_begin_run(
                     self._files,
                     same_run.identity_of(model, {} if self.resuming.allow_data_change else data),
                     resume=self.resume,
-                    job=job,
+                    job=self._supervised.job if self._supervised else None,
                     is_shared=self.is_shared_directory,
+                    settings=compilation.settings_of(model),
+                    world_size=self._role.world_size,
                 ).name
         self._run = runs.read_run(self._files, self._agreement.from_chief("run", name))
         return self._run
@@ -282,10 +283,9 @@ class BackupAndRestore(RunKeeper):
             logger.append = False
         run = self._run = self._run or self.open_run(self.model, contents.of_fit())
         resuming_.require_own_list(made_in_fit=self._is_of_fit, is_chief=self._role.is_chief)
-        self._saves = self._local_saves = None
+        self._saves = self._local_saves = self._finished = None
         self.hold.start(self.model, lambda: list(self._all_saves()), self._forget_run)
         self._store = CheckpointStore(self._files, run.name, self._retention)
-        self._finished = None
         self._trained_here = False
         self._local = None
         if self._local_place is not None:
@@ -418,9 +418,9 @@ class BackupAndRestore(RunKeeper):
         if self.delete_checkpoint:
             self.hold.delete(self._store)
         if self._run is not None:
-            has_trained, is_deleted = self._finished is None, self.delete_checkpoint
-            opening.note_finished(self._files, self._run, has_trained, is_deleted)
-            self._last_run = None if is_deleted else self._run.name
+            has_trained = self._finished is None
+            opening.note_finished(self._files, self._run, has_trained, self.delete_checkpoint)
+            self._last_run = None if self.delete_checkpoint else self._run.name
         self._run = None
         self.hold.release()
 

@@ -17,6 +17,7 @@ from keras_distplug.data import contents
 _RATE = "optimizer.learning_rate"
 _VALIDATION = "validation_data"
 _LAYER = "layer "  # a prefix
+_LOGGED_RATES = ("learning_rate", "lr")
 _MEANING = ("loss", "loss_weights")  # they change what is trained
 _INNER = "inner_optimizer"  # of one that scales the loss
 _OBJECT, _FUNCTION, _LAMBDA = "class_name", "function", "__lambda__"  # in what Keras serializes
@@ -60,17 +61,15 @@ class Change:
 
     @property
     def is_of_layer(self) -> bool:
-        """Whether its values are hashes of the settings of a layer."""
+        """Whether a layer has it."""
         return self.name.startswith(_LAYER)
 
     @property
     def is_of_training(self) -> bool:
         """Whether a whole run would have other weights."""
-        return self.is_of_layer or _is_of_training(self.name)
+        return self.is_of_meaning or self.is_of_layer or self.name.startswith("optimizer.")
 
     def __str__(self) -> str:
-        if self.is_of_layer:
-            return f"the settings of {self.name} from the script, not from the checkpoint"
         if self.is_of_data:
             return "the validation data has changed since the checkpoint"
         return f"`{self.name}` {self.now} from the script, not {self.before} from the checkpoint"
@@ -115,39 +114,49 @@ def require_allowed(
             )
 
 
-def require_same_training(changes: Sequence[Change], where: str) -> None:
+def require_same_training(
+    changes: Sequence[Change], history: Mapping[str, Any], where: str, *, is_same_size: bool
+) -> None:
     """Checks that a finished run was trained as the script would train it.
 
     Args:
-        changes: From `compare`.
+        changes: As in `of_training`, here and below.
+        history: The run's `History`.
         where: The run, for errors.
+        is_same_size: Whether the workers and the global batch are the same.
 
     Raises:
         OtherRunError: If it was not.
     """
-    for change in changes:
-        if change.is_of_training:
-            trained, received = (
-                (f"other settings of {change.name}", "those of the script")
-                if change.is_of_layer
-                else (f"`{change.name}` {change.before}", change.now)
-            )
-            raise OtherRunError(
-                f"{where} is finished, and was trained with {trained}. Received: {received}. Give "
-                "this training a directory of its own, or resume=False to start a new run; with "
-                "the same settings, the finished run's History and weights are returned. Nothing "
-                "was changed."
-            )
+    for change in of_training(changes, history, is_same_size=is_same_size):
+        raise OtherRunError(
+            f"{where} is finished, and was trained with `{change.name}` {change.before}. Received: "
+            f"{change.now}. Give this training a directory of its own, or resume=False to start a "
+            "new run, or allow_loss_change=True to get the finished run's History and weights. "
+            "Nothing was changed."
+        )
 
 
-def of_training(compiled: Mapping[str, Any] | None) -> dict[str, str]:
-    """Returns the settings that decide what is trained.
+def of_training(
+    changes: Sequence[Change], history: Mapping[str, Any], *, is_same_size: bool
+) -> list[Change]:
+    """Returns those with which a finished run would have ended with other weights.
 
     Args:
-        compiled: What was compiled; None if Keras cannot tell.
+        changes: From `compare`.
+        history: The run's `History`. A learning rate from it is not the script's: the model was
+            loaded, for example.
+        is_same_size: Whether the workers and the global batch are the same. To others, a script may
+            scale its learning rate.
     """
-    settings = _settings(compiled or {})
-    return {name: value for name, value in settings if _is_of_training(name)}
+    logged = [rate for name in _LOGGED_RATES for rate in history.get(name, ())]
+    rates = {_text(each) for each in logged if isinstance(each, float)}
+    return [
+        each
+        for each in changes
+        if each.is_of_training
+        and not (each.name == _RATE and (not is_same_size or each.now in rates))
+    ]
 
 
 def lines(changes: Sequence[Change], rate: float | None, *, ends: bool) -> list[str]:
@@ -187,6 +196,8 @@ def compare(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[Change]:
         before, now = there.get(kind), here.get(kind)
         if not isinstance(before, Mapping) or not isinstance(now, Mapping):
             continue
+        if kind == "layers" and before.keys() != now.keys():
+            continue  # some layers have others once they are built
         before, now = dict(_settings(before)), dict(_settings(now))
         found += [
             Change(name, before[name], now[name])
@@ -196,16 +207,14 @@ def compare(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[Change]:
     return found
 
 
-def _is_of_training(name: str) -> bool:
-    return name in _MEANING or name.startswith("optimizer.")
-
-
 def _settings(described: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, value in described.items():
         if name == "optimizer" and _is_object(value):
             yield from _settings_of_optimizer(value.get("config"))
         elif name in ("loss", "metrics", "weighted_metrics"):
             yield name, _text(_canonical(value))
+        elif name.startswith(_LAYER) and isinstance(value, Mapping):
+            yield from ((f"{name}.{setting}", _text(each)) for setting, each in value.items())
         elif name not in _BY_THE_MACHINE:
             yield name, _text(value)
 

@@ -3,18 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import keras
 
 from keras_distplug.backend.tensorflow.replicas import compile_config, touched
 from keras_distplug.backend.tensorflow.runtime import models
+from keras_distplug.backend.tensorflow.runtime.attached import attach, attached, detach
 from keras_distplug.checkpoint import changed_settings
 from keras_distplug.checkpoint.layer_settings import of_layers
 from keras_distplug.core.errors import OtherRunError
 
 _KEY = "training"  # in `Manifest.how_built`
 _OPTIMIZER = "optimizer"  # the one that the model is compiled with
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """The settings of a model when a `fit` began, for the next one if that fails: training changes
+    them.
+
+    Args:
+        identity: What it is compiled with.
+        settings: From `settings_of`.
+    """
+
+    identity: Any
+    settings: Mapping[str, Any]
+
+
+def settings_of(model: keras.Model) -> Mapping[str, Any]:
+    """Returns what a script decides about a model's training, for `changed_settings.compare`."""
+    return {"compiled": compile_config.config(model), "layers": of_layers(model)}
+
+
+def started_with(how_built: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the settings of the script that made a checkpoint."""
+    start: Mapping[str, Any] = how_built[_KEY]["start"] if _KEY in how_built else {}
+    return start
 
 
 class Compilation:
@@ -30,14 +57,21 @@ class Compilation:
     def __init__(self, model: keras.Model) -> None:
         self._model = model
         self._identity = compile_config.identity(model)
+        begun = attached(model, _Begun)
+        if begun is None or begun.identity is not self._identity:
+            begun = _Begun(self._identity, settings_of(model))
+            attach(model, begun)
         self._start = {
+            **begun.settings,
             "frozen": compile_config.frozen(model),
-            "compiled": compile_config.config(model),
             "fit": changed_settings.of_fit(),
-            "layers": of_layers(model),
         }
         self._touched = touched.Touched.of(model)
         self._is_fitted = False  # whether the optimizer trains what the script has changed that to
+
+    def end(self) -> None:
+        """To be called when `fit` has ended, and not failed."""
+        detach(self._model, _Begun)
 
     def note_trace(self) -> None:
         """To be called when the training step is traced, which is when freezing takes effect."""
@@ -63,8 +97,7 @@ class Compilation:
 
     def changes(self, how_built: Mapping[str, Any]) -> list[changed_settings.Change]:
         """What the script sets otherwise than the one that made a checkpoint."""
-        start = how_built[_KEY]["start"] if _KEY in how_built else {}
-        return changed_settings.compare(start, self._start)
+        return changed_settings.compare(started_with(how_built), self._start)
 
     def take_up(self, how_built: Mapping[str, Any], where: str) -> None:
         """Does to the built model what callbacks have done until a checkpoint.

@@ -183,6 +183,7 @@ class FitState:
         touched.Touched.of(self._model).on_step_known = None
         touched.Touched.of(self._model).around_trace = None
         self._outside.end()
+        self._compilation.end()
 
     # There
 
@@ -277,8 +278,11 @@ class FitState:
             changed_settings.require_allowed(
                 self._changes, manifest.cursor, where, other_loss=allowed.allow_loss_change
             )
-        elif same_data.has_same_size(manifest, self._progress, self._role.world_size):
-            changed_settings.require_same_training(self._changes, where)
+        elif not allowed.allow_loss_change:
+            same = same_data.has_same_size(manifest, self._progress, self._role.world_size)
+            changed_settings.require_same_training(
+                self._changes, manifest.history, where, is_same_size=same
+            )
         self._has_other_data = False
         if self._progress is None or "fingerprint" not in manifest.data:
             return

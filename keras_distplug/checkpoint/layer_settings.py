@@ -1,47 +1,52 @@
-"""The settings of a model's layers, as hashes: rates, activations, kernel sizes."""
+"""The settings of a model's layers: rates, activations, kernel sizes."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import inspect
 from typing import Any
 
 import keras
-import xxhash
 
 from keras_distplug.backend.tensorflow.runtime.models import layers_of
 
-# Names count the layers of a process; seeds, weights and what is trained are compared elsewhere.
-_NOT_COMPARED = frozenset(
-    ("name", "seed", "trainable", "batch_shape", "build_config", "module", "registered_name")
-)
-_LAMBDA = "__lambda__"  # the code of a lambda, which depends on where it was written
+Setting = bool | int | float | str
+# Names count the layers of a process; seeds and what is trained are compared elsewhere.
+_NOT_COMPARED = frozenset(("name", "seed", "trainable", "dtype"))
+_UNDECIDED = -1  # replaced when the layer is built
 
 
-def of_layers(model: keras.Model) -> dict[str, str]:
-    """Returns a hash of the settings of each layer, by its place and its class."""
+def of_layers(model: keras.Model) -> dict[str, dict[str, Setting]]:
+    """Returns the settings of Keras' own layers, by place and class.
+
+    They are read from attributes. A config would copy constants, serialize code, and contain names
+    that count what the process has made before.
+    """
+    # A `Sequential` has an input layer once it is built.
+    layers = [each for each in layers_of(model) if not isinstance(each, keras.layers.InputLayer)]
     return {
-        f"layer {number} ({type(layer).__name__})": _hash_of(layer)
-        for number, layer in enumerate(layers_of(model), 1)
-        if not isinstance(layer, keras.Model)  # its layers follow
+        f"layer {number} ({type(layer).__name__})": _settings_of(layer)
+        for number, layer in enumerate(layers, 1)
+        if type(layer).__module__.partition(".")[0] == "keras"
     }
 
 
-def _hash_of(layer: keras.Layer) -> str:
-    try:
-        config = json.dumps(_compared(layer.get_config()), default=lambda each: type(each).__name__)
-    except Exception:  # noqa: BLE001 (layers of users need no config, and may raise anything)
-        config = ""
-    return xxhash.xxh3_64_hexdigest(config)[:8]
+def _settings_of(layer: keras.Layer) -> dict[str, Setting]:
+    held = vars(layer)
+    found = {name: _plain(held[name]) for name in _arguments(type(layer)) if name in held}
+    settings = {name: value for name, value in found.items() if value is not None}
+    return {**settings, "dtype": str(layer.dtype_policy.name)}
 
 
-def _compared(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        if value.get("class_name") == _LAMBDA:
-            return _LAMBDA
-        return {
-            str(name): _compared(each) for name, each in value.items() if name not in _NOT_COMPARED
-        }
-    if isinstance(value, list | tuple):
-        return [_compared(each) for each in value]
-    return value
+def _plain(value: Any) -> Setting | None:
+    if inspect.isfunction(value):  # an activation
+        name = value.__name__
+        return None if name == "<lambda>" else name
+    if type(value) not in (bool, int, float, str) or value == _UNDECIDED:
+        return None
+    plain: Setting = value
+    return plain
+
+
+def _arguments(kind: type[keras.Layer]) -> tuple[str, ...]:
+    names = inspect.signature(kind.__init__).parameters
+    return tuple(name for name in names if name not in _NOT_COMPARED)

@@ -7,14 +7,22 @@ import os
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
+from keras_distplug.checkpoint import changed_settings, compilation
 from keras_distplug.cluster import roles
 from keras_distplug.cluster.roles import Role
-from keras_distplug.core.errors import ConfigurationError, CorruptCheckpointError, OtherRunError
+from keras_distplug.core.errors import (
+    CheckpointError,
+    ConfigurationError,
+    CorruptCheckpointError,
+    OtherRunError,
+)
 from keras_distplug.core.log import announce
 from keras_distplug.storage import layout, runs
 from keras_distplug.storage.files import Files
+from keras_distplug.storage.store import CheckpointStore, Stored
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,8 @@ def find_or_begin_run(
     resume: bool,
     job: str | None,
     is_shared: bool = False,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    world_size: int = 1,
 ) -> runs.Run:
     """Returns the run to continue, or a new one.
 
@@ -61,8 +71,10 @@ def find_or_begin_run(
         job: That of the supervisor which has started this process.
         is_shared: Whether the directory may hold runs of other models and data, so that a new run
             begins after a finished one of these.
+        settings: The model's, from `compilation.settings_of`.
+        world_size: The number of workers.
     """
-    opening = _Opening(files, identity, job, is_shared)
+    opening = _Opening(files, identity, job, is_shared, settings, world_size)
     before = finished_here.get(_key(files))
     if before is not None and _is_known(files, before):
         return _next(opening, before, resume=resume)
@@ -91,20 +103,29 @@ class _Opening:
     identity: runs.Identity
     job: str | None
     is_shared: bool
+    settings: Mapping[str, Any]
+    world_size: int
 
-    def choose(self, sequence: Mapping[int, runs.Run], place: int) -> runs.Run:
-        """Returns the run at `place`, unless another one is certain to be meant."""
+    def choose(
+        self, sequence: Mapping[int, runs.Run], place: int, *, has_trained: bool = False
+    ) -> runs.Run:
+        """Returns the run at `place`, unless another one is certain to be meant.
+
+        Args:
+            sequence: The runs of the script's `fit` calls by their places.
+            place: That of this call.
+            has_trained: Whether the call before has: a later run continued from an earlier state.
+        """
         expected = sequence[place]
         may_be = expected.record.identity.may_be(self.identity)
-        has_other_settings = expected.record.identity.has_other_settings(self.identity)
-        if may_be and not has_other_settings:
-            return expected
         later = [
             run
             for number, run in sequence.items()
             if number > place and run.record.identity.is_surely(self.identity)
         ]
-        same = [run for run in later if not run.record.identity.has_other_settings(self.identity)]
+        if may_be and (not later or has_trained or not self._is_of_other_settings(expected)):
+            return expected
+        same = [run for run in later if self._is_of_same_settings(run)]
         if same or (later and not may_be):
             found = (same or later)[0]
             skipped = found.record.place - place
@@ -137,6 +158,30 @@ class _Opening:
         )
         return self.begin(last)
 
+    def _has_settings_of(self, stored: Stored) -> bool:
+        manifest = stored.manifest
+        there = compilation.started_with(manifest.how_built)
+        return not changed_settings.of_training(
+            changed_settings.compare(there, self.settings),
+            manifest.history,
+            is_same_size=manifest.world_size == self.world_size,
+        )
+
+    def _is_of_other_settings(self, run: runs.Run) -> bool:
+        """Whether `run` is finished, and was trained with other hyperparameters."""
+        stored = self._newest(run, "final")
+        return stored is not None and not self._has_settings_of(stored)
+
+    def _is_of_same_settings(self, run: runs.Run) -> bool:
+        """Whether `run` has a checkpoint that was trained with these hyperparameters."""
+        stored = self._newest(run, "final") or self._newest(run, "step")
+        return stored is not None and self._has_settings_of(stored)
+
+    def _newest(self, run: runs.Run, kind: layout.Kind) -> Stored | None:
+        with contextlib.suppress(CheckpointError):  # whoever resumes from it reports that
+            return CheckpointStore(self.files, run.name).newest(kind)
+        return None
+
     def _of_same_before(self, newer: Iterable[runs.Run]) -> runs.Run | None:
         """Returns the newest run with a checkpoint that is certain to be meant."""
         left_out = {run.name for run in newer}
@@ -146,7 +191,9 @@ class _Opening:
             with contextlib.suppress(CorruptCheckpointError):
                 run = runs.read_run(self.files, name)
                 is_same = run.record.identity.is_surely(self.identity)
-                if is_same and layout.places(self.files, name):
+                if not is_same or self._is_of_other_settings(run):
+                    continue
+                if layout.places(self.files, name):
                     return run
         return None
 
@@ -172,7 +219,7 @@ def _next(opening: _Opening, before: Finished, *, resume: bool) -> runs.Run:
     # A run that was deleted leaves its number to the next one.
     if place not in sequence or not (resume or _is_of(sequence[place], opening.job)):
         return opening.begin(before.run)
-    found = opening.choose(sequence, place)
+    found = opening.choose(sequence, place, has_trained=before.has_trained)
     if before.has_trained and found is sequence[place] and _is_finished(files, found):
         announce(
             f"{files.where(found.name)} is the run of this fit, but continued from an earlier "

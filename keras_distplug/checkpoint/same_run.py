@@ -9,10 +9,8 @@ from typing import Any
 
 import keras
 
-from keras_distplug.backend.tensorflow.replicas import compile_config
 from keras_distplug.backend.tensorflow.runtime.models import layers_of, optimizers_of
-from keras_distplug.checkpoint import capture, changed_settings
-from keras_distplug.checkpoint.layer_settings import of_layers
+from keras_distplug.checkpoint import capture
 from keras_distplug.core.errors import OtherRunError
 from keras_distplug.data.contents import CONTENTS
 from keras_distplug.storage import manifest as manifests
@@ -42,7 +40,6 @@ def identity_of(model: keras.Model, data: Mapping[str, str]) -> runs.Identity:
         _hash(of_model(model)),
         "" if shapes is None else _hash([[list(shape), str(dtype)] for shape, dtype in shapes]),
         _hash(data[CONTENTS]) if CONTENTS in data else "",
-        _hash([of_layers(model), changed_settings.of_training(compile_config.config(model))]),
     )
 
 

@@ -71,8 +71,9 @@ class Resuming(Shown):
             batch, another pipeline, other samples. The interrupted epoch then starts again.
             Defaults to `False`, which refuses such data.
         allow_loss_change: Continue an interrupted epoch with another loss; its metrics then start
-            with the next batch. Defaults to `False`, which refuses that. Between epochs, another
-            loss is only reported.
+            with the next batch. Also return a finished run that was trained with another loss, or
+            with other settings of the optimizer or of a layer. Defaults to `False`, which refuses
+            both. Between epochs, another loss is only reported.
         restore_learning_rate: `False` uses the script's learning rate if it is another one than
             when the checkpoint was made. Defaults to `True`: the checkpoint's.
         init_from: Folder of another run, or its URL. A new run begins with the weights of that

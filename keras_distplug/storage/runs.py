@@ -20,24 +20,18 @@ class Identity:
         model: Of the classes of the model's layers and optimizers.
         shapes: Of its weights.
         data: Of its training data.
-        settings: Of its hyperparameters, which a run may change.
     """
 
     model: str = ""
     shapes: str = ""
     data: str = ""
-    settings: str = ""
 
     def may_be(self, other: Identity) -> bool:
-        """Whether nothing that is known of both differs, other than the settings."""
+        """Whether nothing that is known of both differs."""
         return not any(
             one and another and one != another
-            for one, another in zip(astuple(self)[:3], astuple(other)[:3], strict=True)
+            for one, another in zip(astuple(self), astuple(other), strict=True)
         )
-
-    def has_other_settings(self, other: Identity) -> bool:
-        """Whether both are known to have different settings."""
-        return bool(self.settings and other.settings) and self.settings != other.settings
 
     def is_surely(self, other: Identity) -> bool:
         """Whether all is known of both, and is the same."""
@@ -62,7 +56,6 @@ class RunRecord:
         model: As in `Identity`.
         shapes: As in `Identity`.
         data: As in `Identity`.
-        settings: As in `Identity`.
     """
 
     run_id: str
@@ -74,11 +67,10 @@ class RunRecord:
     model: str = ""
     shapes: str = ""
     data: str = ""
-    settings: str = ""
 
     @property
     def identity(self) -> Identity:
-        return Identity(self.model, self.shapes, self.data, self.settings)
+        return Identity(self.model, self.shapes, self.data)
 
     @property
     def sequence(self) -> str:

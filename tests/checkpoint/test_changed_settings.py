@@ -23,6 +23,7 @@ from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.checkpoint import changed_settings  # noqa: E402
+from keras_distplug.checkpoint.layer_settings import of_layers  # noqa: E402
 from keras_distplug.core.errors import OtherRunError  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs" / "changed_scripts.md"
@@ -262,7 +263,7 @@ ROWS: dict[str, Row] = {
     "settings of a layer (`activation`)": Row(
         SCRIPT,
         Script(activation="relu"),
-        "the settings of layer 2 (Dense) from the script, not from the checkpoint",
+        "`layer 1 (Dense).activation` relu from the script, not linear from the checkpoint",
     ),
     "layers that are trained": Row(
         SCRIPT,
@@ -338,6 +339,58 @@ def test_rate_that_training_has_changed(tmp_path: Path, caplog: pytest.LogCaptur
     assert "learning" not in caplog.text
 
 
+def test_finished_after_a_retry(tmp_path: Path) -> None:
+    """What training changed before a failure is not what the script sets: the run that the same
+    process finished afterwards is returned to a new process, and to a script that has loaded the
+    model."""
+    schedule = keras.callbacks.LearningRateScheduler(lambda epoch: 0.001 / 2**epoch)
+    data = {"x": small.X, "y": small.Y, "batch_size": 8, "epochs": EPOCHS, "verbose": 0}
+
+    model = small.model()
+    model.compile(keras.optimizers.Adam(0.001), "mse")
+    with pytest.raises(small.Interrupted):
+        model.fit(**data, callbacks=[*kd.defaults(tmp_path), schedule, small.Stop(2, 1)])
+    model.fit(**data, callbacks=[*kd.defaults(tmp_path), schedule])
+    for rate in (0.001, 0.00025):
+        again = small.model()
+        again.compile(keras.optimizers.Adam(rate), "mse")
+        again.fit(**data, callbacks=[*kd.defaults(tmp_path), nothing := small.Stop()])
+        assert nothing.batches == 0
+        assert small.state(again)[:2] == small.state(model)[:2]
+
+
+def test_layer_settings() -> None:
+    """They are the same before and after a layer is built, in any process, and for a lambda."""
+
+    def model(rate: float = 0.1) -> keras.Model:
+        within = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        return keras.Sequential(
+            [
+                keras.layers.LayerNormalization(),
+                keras.layers.GroupNormalization(-1),
+                keras.layers.TimeDistributed(within),
+                keras.layers.LSTM(4, dropout=rate),
+                keras.layers.Dense(2, activation=lambda x: x),
+                keras.layers.Dense(3, "tanh", kernel_initializer=lambda *a, **k: 0.0),
+            ]
+        )
+
+    def changes(there: keras.Model, here: keras.Model) -> list[str]:
+        told = [{"layers": of_layers(each)} for each in (there, here)]
+        return [each.name for each in changed_settings.compare(*told)]
+
+    built = model()
+    built.build((None, 5, 3))
+    assert changes(model(), built) == changes(built, model()) == []
+    assert changes(model(), model(0.5)) == ["layer 7 (LSTMCell).dropout"]
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        other = model()
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert "layer 1 (LayerNormalization).dtype" in changes(model(), other)
+
+
 def test_rate_in_a_rollback(tmp_path: Path) -> None:
     """A rollback to the checkpoint of the earlier start keeps the script's learning rate."""
     first = Script(**EACH_EPOCH)
@@ -406,10 +459,14 @@ def test_finished(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         found[name] = str(refused.value)
     assert "`optimizer.learning_rate` 0.001. Received: 0.1. Give this training a" in found["rate"]
     assert "`loss` mean_squared_error. Received: mean_absolute_error." in found["loss"]
-    assert "other settings of layer 2 (Dense). Received: those of the script." in found["layer"]
+    assert "`layer 1 (Dense).activation` linear. Received: tanh." in found["layer"]
+    Script(compiled={"loss": "mae"}, ours={"allow_loss_change": True}).run(tmp_path)
+    assert "the finished run used `loss` mean_squared_error, not mean_abs" in caplog.text
     # A learning rate may be scaled to the global batch.
     dataclasses.replace(other_rate, given={"batch_size": 16}).run(tmp_path)
     assert "the finished run used `optimizer.learning_rate` 0.001, not 0.1" in caplog.text
+    with pytest.raises(OtherRunError, match="`loss`"):
+        Script(compiled={"loss": "mae"}, given={"batch_size": 16}).run(tmp_path)
     _, history = dataclasses.replace(other_rate, given={"epochs": EPOCHS + 1}).run(tmp_path)
     assert len(history.epoch) == EPOCHS + 1
 
