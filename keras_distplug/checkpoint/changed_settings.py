@@ -16,7 +16,8 @@ from keras_distplug.data import contents
 
 _RATE = "optimizer.learning_rate"
 _VALIDATION = "validation_data"
-_LAYER = "layer "  # a prefix
+_LAYER, _OPTIMIZER = "layer ", "optimizer."  # prefixes
+_DTYPE = ".dtype"  # often chosen by the machine
 _LOGGED_RATES = ("learning_rate", "lr")
 _MEANING = ("loss", "loss_weights")  # they change what is trained
 _INNER = "inner_optimizer"  # of one that scales the loss
@@ -67,7 +68,9 @@ class Change:
     @property
     def is_of_training(self) -> bool:
         """Whether a whole run would have other weights."""
-        return self.is_of_meaning or self.is_of_layer or self.name.startswith("optimizer.")
+        if self.is_of_layer:
+            return not self.name.endswith(_DTYPE)
+        return self.is_of_meaning or self.name.startswith(_OPTIMIZER)
 
     def __str__(self) -> str:
         if self.is_of_data:
@@ -144,10 +147,10 @@ def of_training(
 
     Args:
         changes: From `compare`.
-        history: The run's `History`. A learning rate from it is not the script's: the model was
-            loaded, for example.
+        history: The run's `History`. A learning rate from it may be that of a model which was saved
+            during the run, or whose `fit` was called again after a failure.
         is_same_size: Whether the workers and the global batch are the same. To others, a script may
-            scale its learning rate.
+            scale the settings of its optimizer.
     """
     logged = [rate for name in _LOGGED_RATES for rate in history.get(name, ())]
     rates = {_text(each) for each in logged if isinstance(each, float)}
@@ -155,7 +158,8 @@ def of_training(
         each
         for each in changes
         if each.is_of_training
-        and not (each.name == _RATE and (not is_same_size or each.now in rates))
+        and not (each.name == _RATE and each.now in rates)
+        and not (each.name.startswith(_OPTIMIZER) and not is_same_size)
     ]
 
 

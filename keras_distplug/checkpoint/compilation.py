@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import keras
 
 from keras_distplug.backend.tensorflow.replicas import compile_config, touched
 from keras_distplug.backend.tensorflow.runtime import models
-from keras_distplug.backend.tensorflow.runtime.attached import attach, attached, detach
 from keras_distplug.checkpoint import changed_settings
 from keras_distplug.checkpoint.layer_settings import of_layers
 from keras_distplug.core.errors import OtherRunError
 
 _KEY = "training"  # in `Manifest.how_built`
 _OPTIMIZER = "optimizer"  # the one that the model is compiled with
-
-
-@dataclass(frozen=True)
-class _Begun:
-    """The settings of a model when a `fit` began, for the next one if that fails: training changes
-    them.
-
-    Args:
-        identity: What it is compiled with.
-        settings: From `settings_of`.
-    """
-
-    identity: Any
-    settings: Mapping[str, Any]
 
 
 def settings_of(model: keras.Model) -> Mapping[str, Any]:
@@ -57,21 +41,13 @@ class Compilation:
     def __init__(self, model: keras.Model) -> None:
         self._model = model
         self._identity = compile_config.identity(model)
-        begun = attached(model, _Begun)
-        if begun is None or begun.identity is not self._identity:
-            begun = _Begun(self._identity, settings_of(model))
-            attach(model, begun)
         self._start = {
-            **begun.settings,
+            **settings_of(model),
             "frozen": compile_config.frozen(model),
             "fit": changed_settings.of_fit(),
         }
         self._touched = touched.Touched.of(model)
         self._is_fitted = False  # whether the optimizer trains what the script has changed that to
-
-    def end(self) -> None:
-        """To be called when `fit` has ended, and not failed."""
-        detach(self._model, _Begun)
 
     def note_trace(self) -> None:
         """To be called when the training step is traced, which is when freezing takes effect."""

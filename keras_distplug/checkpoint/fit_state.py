@@ -183,7 +183,6 @@ class FitState:
         touched.Touched.of(self._model).on_step_known = None
         touched.Touched.of(self._model).around_trace = None
         self._outside.end()
-        self._compilation.end()
 
     # There
 

@@ -1,8 +1,10 @@
-"""The settings of a model's layers: rates, activations, kernel sizes."""
+"""The settings of a model's layers: rates, activations, strides, regularizers."""
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -11,7 +13,7 @@ from keras_distplug.backend.tensorflow.runtime.models import layers_of
 
 Setting = bool | int | float | str
 # Names count the layers of a process; seeds and what is trained are compared elsewhere.
-_NOT_COMPARED = frozenset(("name", "seed", "trainable", "dtype"))
+_NOT_COMPARED = frozenset(("name", "seed", "trainable", "dtype", "filepath"))
 _UNDECIDED = -1  # replaced when the layer is built
 
 
@@ -31,8 +33,9 @@ def of_layers(model: keras.Model) -> dict[str, dict[str, Setting]]:
 
 
 def _settings_of(layer: keras.Layer) -> dict[str, Setting]:
+    kind: Any = type(layer)
     held = vars(layer)
-    found = {name: _plain(held[name]) for name in _arguments(type(layer)) if name in held}
+    found = {name: _plain(held[name]) for name in _arguments(kind) if name in held}
     settings = {name: value for name, value in found.items() if value is not None}
     return {**settings, "dtype": str(layer.dtype_policy.name)}
 
@@ -41,12 +44,21 @@ def _plain(value: Any) -> Setting | None:
     if inspect.isfunction(value):  # an activation
         name = value.__name__
         return None if name == "<lambda>" else name
+    if isinstance(value, keras.Regularizer | keras.constraints.Constraint):
+        return f"{type(value).__name__}({_joined(vars(value).values())})"
+    if isinstance(value, tuple | list):
+        return f"({_joined(value)})"
     if type(value) not in (bool, int, float, str) or value == _UNDECIDED:
         return None
     plain: Setting = value
     return plain
 
 
-def _arguments(kind: type[keras.Layer]) -> tuple[str, ...]:
+def _joined(values: Iterable[Any]) -> str:
+    return ", ".join(str(each) for each in map(_plain, values))
+
+
+@functools.cache
+def _arguments(kind: Any) -> tuple[str, ...]:
     names = inspect.signature(kind.__init__).parameters
     return tuple(name for name in names if name not in _NOT_COMPARED)

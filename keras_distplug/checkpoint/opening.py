@@ -123,11 +123,14 @@ class _Opening:
             for number, run in sequence.items()
             if number > place and run.record.identity.is_surely(self.identity)
         ]
-        if may_be and (not later or has_trained or not self._is_of_other_settings(expected)):
+        if may_be and (not later or has_trained or not self._is_of_others(expected, strict=True)):
             return expected
-        same = [run for run in later if self._is_of_same_settings(run)]
-        if same or (later and not may_be):
-            found = (same or later)[0]
+        found = next(filter(self._is_of_same_settings, later), None)
+        if found is None and may_be and self._is_of_others(expected):
+            found = next((run for run in later if not layout.places(self.files, run.name)), None)
+        if found is None and not may_be and later:
+            found = later[0]
+        if found is not None:
             skipped = found.record.place - place
             calls = "1 `fit` call" if skipped == 1 else f"{skipped} `fit` calls"
             announce(
@@ -158,24 +161,29 @@ class _Opening:
         )
         return self.begin(last)
 
-    def _has_settings_of(self, stored: Stored) -> bool:
+    def _has_settings_of(self, stored: Stored, *, strict: bool = False) -> bool:
         manifest = stored.manifest
         there = compilation.started_with(manifest.how_built)
         return not changed_settings.of_training(
             changed_settings.compare(there, self.settings),
-            manifest.history,
+            {} if strict else manifest.history,
             is_same_size=manifest.world_size == self.world_size,
         )
 
-    def _is_of_other_settings(self, run: runs.Run) -> bool:
-        """Whether `run` is finished, and was trained with other hyperparameters."""
+    def _is_of_others(self, run: runs.Run, *, strict: bool = False) -> bool:
+        """Whether `run` is finished, and was trained with other hyperparameters.
+
+        Args:
+            run: The run.
+            strict: Whether a learning rate which it reached during training is another one.
+        """
         stored = self._newest(run, "final")
-        return stored is not None and not self._has_settings_of(stored)
+        return stored is not None and not self._has_settings_of(stored, strict=strict)
 
     def _is_of_same_settings(self, run: runs.Run) -> bool:
-        """Whether `run` has a checkpoint that was trained with these hyperparameters."""
+        """Whether `run` has a checkpoint that was trained with exactly these hyperparameters."""
         stored = self._newest(run, "final") or self._newest(run, "step")
-        return stored is not None and self._has_settings_of(stored)
+        return stored is not None and self._has_settings_of(stored, strict=True)
 
     def _newest(self, run: runs.Run, kind: layout.Kind) -> Stored | None:
         with contextlib.suppress(CheckpointError):  # whoever resumes from it reports that
@@ -191,7 +199,7 @@ class _Opening:
             with contextlib.suppress(CorruptCheckpointError):
                 run = runs.read_run(self.files, name)
                 is_same = run.record.identity.is_surely(self.identity)
-                if not is_same or self._is_of_other_settings(run):
+                if not is_same or self._is_of_others(run):
                     continue
                 if layout.places(self.files, name):
                     return run

@@ -102,7 +102,7 @@ def restore(
     counting: set[int] = set()
 
     def announce_new_metrics(differs: str) -> None:
-        if role.is_chief and in_epoch and with_metrics:
+        if role.is_chief and in_epoch:
             announce(f"the metrics of this epoch start with the next batch: {differs}")
 
     def restore() -> str | None:

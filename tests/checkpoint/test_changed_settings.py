@@ -362,7 +362,7 @@ def test_finished_after_a_retry(tmp_path: Path) -> None:
 def test_layer_settings() -> None:
     """They are the same before and after a layer is built, in any process, and for a lambda."""
 
-    def model(rate: float = 0.1) -> keras.Model:
+    def model(rate: float = 0.1, steps: int = 1, penalty: str = "l1") -> keras.Model:
         within = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
         return keras.Sequential(
             [
@@ -372,6 +372,8 @@ def test_layer_settings() -> None:
                 keras.layers.LSTM(4, dropout=rate),
                 keras.layers.Dense(2, activation=lambda x: x),
                 keras.layers.Dense(3, "tanh", kernel_initializer=lambda *a, **k: 0.0),
+                keras.layers.Reshape((1, 3)),
+                keras.layers.Conv1D(2, 1, strides=steps, kernel_regularizer=penalty),
             ]
         )
 
@@ -383,6 +385,9 @@ def test_layer_settings() -> None:
     built.build((None, 5, 3))
     assert changes(model(), built) == changes(built, model()) == []
     assert changes(model(), model(0.5)) == ["layer 7 (LSTMCell).dropout"]
+    conv = "layer 11 (Conv1D)"
+    other = changes(model(), model(steps=2, penalty="l2"))
+    assert other == [f"{conv}.strides", f"{conv}.kernel_regularizer"]
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
         other = model()

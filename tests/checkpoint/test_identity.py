@@ -125,13 +125,18 @@ def test_skipped_trials(folder: str | None) -> None:
         layers = [keras.layers.Dense(4), keras.layers.Dropout(dropout), keras.layers.Dense(1)]
         model = keras.Sequential([keras.Input((4,)), *layers])
         model.compile(keras.optimizers.Adam(rate), "mse")
-        model.fit(small.X, small.Y, batch_size=8, epochs=2, verbose=0, callbacks=[*callbacks])
+        model.fit(
+            small.X, small.Y, batch_size=8, epochs=2, verbose=0, callbacks=[*callbacks, decay]
+        )
         return small.state(model)
+
+    decay = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.1**epoch)
 
     def ours() -> Callbacks:
         return kd.defaults(folder, save_freq=1, on_busy="wait")
 
-    trials = [(0.1, 0.2), (0.1, 0.5), (0.01, 0.5)]
+    # The first trial reaches the learning rate of the third one.
+    trials = [(0.1, 0.5), (0.1, 0.2), (0.01, 0.5)]
     plain = [trial(*each) for each in trials]
     assert trial(*trials[0], *ours()) == plain[0]
     assert trial(*trials[1], *ours()) == plain[1]
@@ -147,7 +152,7 @@ def test_skipped_trials(folder: str | None) -> None:
     assert nothing.batches == 0
     small.start_process()
     with pytest.raises(OtherRunError, match=r"is finished, and was trained with .*rate` 0\.1\."):
-        trial(0.3, 0.2, *ours())
+        trial(0.3, 0.5, *ours())
 
 
 def test_ambiguous() -> None:
