@@ -6,12 +6,20 @@ import math
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.exit_codes import ExitCode
 from keras_distplug.core.supervised import Phase, Status, Supervised
-from keras_distplug.supervisor.exits import FAILURES, Cause, Exit, earliest_first, judge, stopped
+from keras_distplug.supervisor.exits import (
+    FAILURES,
+    SUCCESSES,
+    Cause,
+    Exit,
+    earliest_first,
+    judge,
+    stopped,
+)
 from keras_distplug.supervisor.group import Ended, Group
 from keras_distplug.supervisor.joining import Joining
 from keras_distplug.supervisor.members import Members
@@ -158,6 +166,7 @@ class Running:
                 self._listener.on_training(reports)
                 self._is_training = True
             self._exits += self._overdue()
+            self._exits = [self._unless_needed(each) for each in self._exits]
             # Who serves is the cause sooner than who is served.
             self._exits.sort(key=lambda each: (earliest_first(each), self._trains(each)))
             if self._is_completed():
@@ -189,8 +198,16 @@ class Running:
         return timeout_secs if self._is_training else min(timeout_secs, _STATUS_POLL_SECS)
 
     def _is_completed(self) -> bool:
-        done = {each.worker for each in self._exits if each.cause is Cause.COMPLETED}
+        done = {each.worker for each in self._exits if each.cause in SUCCESSES}
         return done.issuperset(self._members.trainers)
+
+    def _unless_needed(self, exit_: Exit) -> Exit:
+        """A worker that ended without training has failed if another one trains."""
+        if exit_.cause is not Cause.UNTRAINED:
+            return exit_
+        others = (self._contract.read(each) for each in self._members.trainers)
+        is_needed = any(each is not None and Phase.FITTING in each.since for each in others)
+        return replace(exit_, cause=Cause.LEFT) if is_needed else exit_
 
     def _trains(self, exit_: Exit) -> bool:
         return exit_.worker in self._members.trainers

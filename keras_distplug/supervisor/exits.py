@@ -15,6 +15,7 @@ class Cause(enum.Enum):
     """Why a worker has ended."""
 
     COMPLETED = "completed training"
+    UNTRAINED = "ended"  # with exit code 0, and none of our `fit`s ran
     FAILED = "failed"
     LEFT = "left"  # exit code 0, but no completed training
     LATE = "late"  # did not join the cluster in time
@@ -24,7 +25,8 @@ class Cause(enum.Enum):
     STOPPED = "stopped"  # after the supervisor told it to
 
 
-FAILURES = frozenset(set(Cause) - {Cause.COMPLETED, Cause.STOPPED})
+SUCCESSES = frozenset((Cause.COMPLETED, Cause.UNTRAINED))
+FAILURES = frozenset(set(Cause) - SUCCESSES - {Cause.STOPPED})
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class Exit:
     def __str__(self) -> str:
         if self.cause in (Cause.COMPLETED, Cause.PREEMPTED):
             return f"{self.worker} {self.cause.value}"
+        if self.cause is Cause.UNTRAINED:
+            return f"{self.worker} ended with exit code 0 without training"
         if self.cause is Cause.LATE:
             return (
                 f"{self.worker} has not joined the cluster within {self.limit_secs:g} s "
@@ -110,6 +114,8 @@ def judge(ended: Ended, status: Status | None, *, serves: bool = False) -> Exit:
         cause = Cause.FAILED
     elif serves:
         cause, why = Cause.LEFT, "while the chief needed it"
+    elif phase in (None, Phase.JOINED):
+        cause = Cause.UNTRAINED
     elif phase is not Phase.COMPLETED:
         cause = Cause.LEFT
     else:

@@ -316,6 +316,13 @@ def closing_report(history: Sequence[Attempt], end: End, elapsed_secs: float) ->
         return [f"{end.why}: {'; '.join(str(exit_) for exit_ in last.exits)}"]
     failure = last.first_failure
     if failure is None:
+        if any(exit_.cause is Cause.UNTRAINED for exit_ in last.exits):
+            return [
+                f"{counted(len(history[-1].slots), 'worker')} ended with exit code 0 after "
+                f"{elapsed_secs:.1f} s, without a `fit` that has callbacks of keras_distplug: the "
+                "job is not started again. To resume training after a failure, pass "
+                "callbacks=keras_distplug.defaults(...) to `fit`"
+            ]
         trainers = [exit_.worker for exit_ in last.exits if exit_.cause is Cause.COMPLETED]
         is_served = len(trainers) < len(last.exits)
         everyone = trainers[0] if is_served else counted(len(history[-1].slots), "worker")

@@ -21,6 +21,7 @@ def status(since: Mapping[Phase, float]) -> Status:
 
 DONE = status({Phase.JOINED: 1.0, Phase.COMPLETED: 2.0})
 JOINED = status({Phase.JOINED: 1.0})
+FITTING = status({Phase.JOINED: 1.0, Phase.FITTING: 1.5})
 LEFT_FOR_A_PEER = "w left because it lost another worker (exit code 201)"
 REFUSED = Status(Phase.REFUSED, {Phase.REFUSED: 2.0}, why="DataError: `x` holds no samples.")
 NOT_AGAIN = "w asked not to be started again (exit code 93)"
@@ -31,8 +32,9 @@ TOLD = status({Phase.JOINED: 1.0, Phase.PREEMPTED: 2.0})
     ("returncode", "report", "cause", "exit_code", "text"),
     [
         (0, DONE, Cause.COMPLETED, 0, "w completed training"),
-        (0, JOINED, Cause.LEFT, 1, "w left without completing training (exit code 0)"),
-        (0, None, Cause.LEFT, 1, "w left without completing training (exit code 0)"),
+        (0, FITTING, Cause.LEFT, 1, "w left without completing training (exit code 0)"),
+        (0, JOINED, Cause.UNTRAINED, 0, "w ended with exit code 0 without training"),
+        (0, None, Cause.UNTRAINED, 0, "w ended with exit code 0 without training"),
         (3, JOINED, Cause.FAILED, 3, "w exited with code 3"),
         (3, DONE, Cause.FAILED, 3, "w exited with code 3"),
         (143, TOLD, Cause.PREEMPTED, 143, "w was told to go, and has saved"),
@@ -52,7 +54,7 @@ TOLD = status({Phase.JOINED: 1.0, Phase.PREEMPTED: 2.0})
 def test_judge(
     returncode: int, report: Status | None, cause: Cause, exit_code: int, text: str
 ) -> None:
-    """Only exit code 0 after completed training is no failure."""
+    """Only exit code 0 is no failure, after completed training or without any."""
     judged = judge(Ended("w", returncode, 5.0), report)
     assert (judged.cause, judged.exit_code, str(judged)) == (cause, exit_code, text)
 

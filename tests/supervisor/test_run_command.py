@@ -87,6 +87,37 @@ def test_leaving_is_a_failure(start: Start) -> None:
     assert "worker-0 left without completing training" in printed
 
 
+@pytest.mark.parametrize(
+    "script", ["mark(index)", "contract.report(name, Phase.JOINED); mark(index)"]
+)
+def test_script_without_training(start: Start, script: str) -> None:
+    """Workers that end with exit code 0 and have called no `fit` of ours are not started again."""
+    job = start(script)
+    code, printed = job.finish()
+    assert code == 0, printed
+    assert sorted(job.marks()) == ["0", "1"]
+    assert "2 workers ended with exit code 0" in printed
+    assert "without a `fit` that has callbacks of keras_distplug" in printed
+
+
+def test_worker_that_does_not_train(start: Start) -> None:
+    """While another one trains, it is a failure."""
+    job = start(
+        """
+if index == 0 and attempt == 0:
+    mark("fault")
+    sys.exit(0)
+train()
+await_training("worker-1") if attempt == 0 else complete()
+sleep() if attempt == 0 else None
+"""
+    )
+    code, printed = job.finish()
+    assert code == 0, printed
+    assert job.marks().count("fault") == 1
+    assert "worker-0 left without completing training" in printed
+
+
 def test_budget(start: Start) -> None:
     """When the restarts are used up, the first failure gives the exit code and the report."""
     job = start(
@@ -349,7 +380,7 @@ def test_readers_that_go_away(tmp_path: Path) -> None:
         timeout=60,
     )
     os.close(write)
-    assert done.returncode == 1  # left without completing training
+    assert done.returncode == 0
     assert (tmp_path / "done").exists()
 
 
@@ -473,14 +504,14 @@ def test_no_tensorflow() -> None:
     """The supervisor loads neither TensorFlow nor Keras."""
     code = (
         "import sys; from keras_distplug import cli; "
-        "assert cli.main(['run', '--workers', '1', '--max-restarts', '0', '--', 'true']) == 1; "
+        "assert cli.main(['run', '--workers', '1', '--max-restarts', '0', '--', 'true']) == 0; "
         "assert not {'tensorflow', 'keras'} & sys.modules.keys(), 'loaded'"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    assert "left without completing" in done.stdout
+    assert "ended with exit code 0" in done.stdout
 
 
 @pytest.mark.parametrize(
