@@ -413,7 +413,7 @@ def _in_use(files: Files, owner: Process | None) -> InUseError:
     return InUseError(
         f"Expected a folder that no other training uses. Received: {files.where()}, in which "
         f"{owner or 'another process'} is training. Wait until it has finished or end it, or give "
-        f"this training another folder.{in_parallel if is_of_pool else ''} Nothing was changed."
+        f"this training another folder. Nothing was changed.{in_parallel if is_of_pool else ''}"
     )
 
 
