@@ -31,7 +31,10 @@ def begin() -> None:
     def beat() -> None:
         over = threading.Event()
         try:
-            pulse.write_text(str(os.getpid()))
+            # In one piece: a process that is stopped within this must be missed.
+            begun = pulse.with_suffix(f".{os.getpid()}.tmp")
+            begun.write_text(str(os.getpid()))
+            begun.replace(pulse)
             while not over.wait(_EVERY_SECS):
                 os.utime(pulse)
         except OSError:

@@ -129,7 +129,7 @@ def test_what_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         return datetime.date(2026, 1, 1 + epoch)
 
     announced: list[str] = []
-    monkeypatch.setattr(fit_state, "announce", announced.append)
+    monkeypatch.setattr(lost_logs, "announce", announced.append)
     with pytest.raises(small.Interrupted):
         fit(now, backup(tmp_path), small.Stop(2, 1))
     assert "\n".join(announced).count("the log 'extra' holds a date, which cannot be saved") == 1
