@@ -19,7 +19,7 @@ import tensorflow as tf  # noqa: E402
 from support import small  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
-from keras_distplug.checkpoint import fit_state, saver  # noqa: E402
+from keras_distplug.checkpoint import lost_logs, saver  # noqa: E402
 from keras_distplug.storage.manifest import Manifest  # noqa: E402
 
 Y = np.eye(3, dtype="float32")[np.arange(30) % 3]
