@@ -31,10 +31,11 @@ def begin() -> None:
     def beat() -> None:
         over = threading.Event()
         try:
-            # In one piece: a process that is stopped within this must be missed.
-            begun = pulse.with_suffix(f".{os.getpid()}.tmp")
-            begun.write_text(str(os.getpid()))
-            begun.replace(pulse)
+            # A process that is stopped between the two must not leave an empty file: nobody would
+            # notice that it gives no sign of life.
+            temporary = pulse.with_suffix(f".{os.getpid()}.tmp")
+            temporary.write_text(str(os.getpid()))
+            temporary.replace(pulse)
             while not over.wait(_EVERY_SECS):
                 os.utime(pulse)
         except OSError:

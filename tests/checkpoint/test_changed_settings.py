@@ -360,7 +360,7 @@ def test_finished_after_a_retry(tmp_path: Path) -> None:
 
 
 def test_layer_settings() -> None:
-    """They are the same before and after a layer is built, in any process, and for a lambda."""
+    """Building a model changes none of them. Lambdas are left out."""
 
     def model(rate: float = 0.1, steps: int = 1, penalty: str = "l1") -> keras.Model:
         within = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
@@ -446,8 +446,8 @@ def test_mean_of_another_loss(tmp_path: Path) -> None:
 
 
 def test_finished(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A finished run is returned, with a line for what it had not, but not as the result of other
-    hyperparameters; more epochs continue it with these."""
+    """A finished run is returned, and settings that it did not have are reported. Other
+    hyperparameters are refused, but apply if the run continues for more epochs."""
     Script().run(tmp_path)
     caplog.clear()
     Script(compiled={"metrics": ["mae"]}).run(tmp_path)

@@ -102,7 +102,7 @@ def test_stopped_owner(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(60)
 def test_processes_of_a_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are told how fits of one script can share a folder."""
+    """The error for a process of a pool says how the fits of a script can share a folder."""
     files = open_files(tmp_path)
     with owner(tmp_path):
         with pytest.raises(InUseError) as of_a_job:
