@@ -26,21 +26,16 @@ def begin() -> None:
     except ClusterError:
         return  # told by whoever needs it
     contract.report_settings(_settings())
-    pulse = contract.pulse_of(name)
 
     def beat() -> None:
         over = threading.Event()
         try:
-            # A process that is stopped between the two must not leave an empty file: nobody would
-            # notice that it gives no sign of life.
-            temporary = pulse.with_suffix(f".{os.getpid()}.tmp")
-            temporary.write_text(str(os.getpid()))
-            temporary.replace(pulse)
+            pulse = contract.start_pulse(name)
             while not over.wait(_EVERY_SECS):
                 os.utime(pulse)
         except OSError:
             with contextlib.suppress(OSError):
-                pulse.unlink()  # who gives none is not missed
+                contract.pulse_of(name).unlink()  # who gives none is not missed
 
     threading.Thread(target=beat, name="keras_distplug-pulse", daemon=True).start()
 

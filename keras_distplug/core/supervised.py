@@ -185,6 +185,17 @@ class Supervised:
         """The file that a worker touches while it can run Python; its process's number is in it."""
         return self.status_dir / f"{worker}.pulse"
 
+    def start_pulse(self, worker: str) -> Path:
+        """Creates the file of `pulse_of` for this process.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        # A process that is stopped meanwhile must not leave an empty file: nobody would notice
+        # that it gives no sign of life.
+        _replace_text(self.pulse_of(worker), str(os.getpid()))
+        return self.pulse_of(worker)
+
     def read(self, worker: str) -> Status | None:
         """The last report of `worker`, or None if there is none that can be read."""
         try:
@@ -218,14 +229,20 @@ class Supervised:
         return self.status_dir / f"{worker}.json"
 
 
+def _replace_text(path: Path, text: str, mode: int = 0o666) -> None:
+    """Writes `text` so that a reader sees it whole or not at all."""
+    # Several threads of a process write here, each another file.
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with open(file, "w", encoding="utf-8") as opened:
+        opened.write(text)
+    os.replace(temporary, path)
+
+
 def _replace(path: Path, said: Any, failure: str, mode: int = 0o666) -> None:
     """Writes `said` so that a reader sees it whole or not at all; warns of `failure` otherwise."""
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-        with open(file, "w", encoding="utf-8") as opened:
-            json.dump(said, opened)
-        os.replace(temporary, path)
+        _replace_text(path, json.dumps(said), mode)
     except OSError as error:
         warnings.warn(f"{failure}: {error}", stacklevel=3)
