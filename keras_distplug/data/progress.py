@@ -172,7 +172,10 @@ def of_validation(model: keras.Model, seed: int) -> Positioned | None:
     if loop is None or not (loop.is_dataset or loop.py_dataset or loop.torch_loader):
         return None
     is_ours = isinstance(loop.dataset, Positioned)
-    data = _positioned(loop, model.distribute_strategy, seed, is_validation=True)
+    strategy = model.distribute_strategy
+    if workers.is_scheduled(strategy):
+        strategy = workers.of_chief()  # validates alone
+    data = _positioned(loop, strategy, seed, is_validation=True)
     if data is not None and not is_ours:
         _announce_orders(data.source, "validation data")
     return data

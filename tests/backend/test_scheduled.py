@@ -70,6 +70,16 @@ def test_learns(found: Found) -> None:
     assert learned["predict"] < 1e-5
 
 
+def test_validation(found: Found) -> None:
+    """Data of every kind is validated on in each epoch, by the chief, as in one process; and again
+    by `evaluate` behind `fit`."""
+    for name, each in found["validated"].items():
+        assert len(each["losses"]) == (2 if name == "every second" else 4), name
+        assert each["losses"] == pytest.approx(each["expected"], rel=1e-4), name
+        assert each["again"] == pytest.approx(each["losses"][-1], rel=1e-4), name
+    assert len(found["validated"]) == 5
+
+
 def test_statistics(found: Found) -> None:
     """The moving means of BatchNormalization are those of its inputs, as far as 160 steps while the
     layer before it learns can tell."""

@@ -163,6 +163,60 @@ def learned() -> dict[str, Any]:
     }
 
 
+class Batches(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return 7  # the last of four samples
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        part = slice(index * BATCH, min((index + 1) * BATCH, 100))
+        return X[part], Y[part]
+
+
+def validated() -> dict[str, Any]:
+    """For each kind of validation data: the losses of its epochs, and what one process makes of
+    the weights that these ended with."""
+    strategy = kd.init()
+    data = tf.data.Dataset.from_tensor_slices((X[:100], Y[:100]))
+    kinds: dict[str, dict[str, Any]] = {
+        "dataset": {"validation_data": data.batch(BATCH)},
+        "shuffled": {"validation_data": data.shuffle(100).batch(BATCH)},
+        "PyDataset": {"validation_data": Batches(workers=1)},
+        "every second": {
+            "validation_data": kd.resumable(data.batch(BATCH)),
+            "validation_freq": 2,
+        },
+        "endless": {"validation_data": data.batch(BATCH).repeat(), "validation_steps": 7},
+    }
+    alone = build()
+    found = {}
+    for name, given in kinds.items():
+        every = given.get("validation_freq", 1)
+        expected = []
+
+        def validate(epoch: int, logs: dict[str, float], *, every: int = every) -> None:
+            if (epoch + 1) % every == 0:
+                alone.set_weights([np.asarray(each) for each in model.get_weights()])  # noqa: B023
+                expected.append(alone.evaluate(X[:100], Y[:100], verbose=0)[0])  # noqa: B023
+
+        with strategy.scope():
+            model = build()
+        losses = keras.callbacks.LambdaCallback(on_epoch_end=validate)
+        history = fit(
+            f"validated {name}",
+            model,
+            X,
+            Y,
+            batch_size=BATCH,
+            epochs=4,
+            steps_per_epoch=None,
+            callbacks=[losses],
+            **given,
+        )
+        again = model.evaluate(given["validation_data"], steps=7, verbose=0)[0]
+        found[name] = {"losses": history.history["val_loss"], "expected": expected, "again": again}
+    return found
+
+
 def own_model() -> dict[str, Any]:
     """A model made outside the scope holds what was learned, also in `fit` with `resumable`."""
     model = build()
@@ -547,6 +601,7 @@ CASES = (
     executions,
     messages,
     learned,
+    validated,
     own_model,
     own_fit,
     of_context,

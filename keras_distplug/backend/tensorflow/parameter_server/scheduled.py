@@ -24,7 +24,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_distplug.backend.tensorflow.input.readers import LateDistributedDataset
+from keras_distplug.backend.tensorflow.input.readers import LateDistributedDataset, tell_strategy
 from keras_distplug.backend.tensorflow.parameter_server import embeddings, shared_state
 from keras_distplug.backend.tensorflow.replicas import gates, optimizers, touched
 from keras_distplug.backend.tensorflow.runtime.attached import attach, attached
@@ -35,7 +35,7 @@ from keras_distplug.backend.tensorflow.runtime.models import (
     optimizers_of,
 )
 from keras_distplug.backend.tensorflow.runtime.patching import Upstream
-from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled, resolver_of
+from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled, of_chief, resolver_of
 from keras_distplug.core.errors import DataError, ModelError
 
 _UPSTREAM = Upstream(keras="3.10 to 3.15", tensorflow="2.18 to 2.21")
@@ -100,7 +100,11 @@ class Schedule:
     def build(self, iterator: Any = None, data_batch: Any = None) -> None:
         if iterator is not None:
             data = getattr(iterator, "_distributed_dataset", None)
-            if isinstance(data, LateDistributedDataset):
+            is_for_chief = vars(self._model)["_distribute_strategy"] is None  # in `evaluate`
+            if is_for_chief:
+                tell_strategy(iterator, of_chief())
+                spec = iterator.data_adapter.get_tf_dataset().element_spec
+            elif isinstance(data, LateDistributedDataset):
                 data.use(self._strategy)
                 self._data = data
                 data.is_endless = iterator.steps_per_epoch is not None
@@ -110,8 +114,6 @@ class Schedule:
                         "not say where it is. Give `steps_per_epoch`."
                     )
                 spec = data.element_spec
-            elif vars(self._model)["_distribute_strategy"] is None:
-                spec = iterator.data_adapter.get_tf_dataset().element_spec  # `evaluate`
             else:
                 raise DataError(
                     "Under ParameterServerStrategy workers read the data by themselves. Received: "
