@@ -89,8 +89,6 @@ class Hold:
             owned.is_training = lambda: True
             return
         owned.is_training = fit.is_running
-        # `when_fit_ends` misses a call like `model.fit(..., callbacks=[BackupAndRestore(...)])` if
-        # it is the first: Python looks up `fit` before it makes the callback.
         owned.is_idle = lambda: not (fit.is_running() or any(each.is_busy for each in saves()))
 
     def release(self) -> None:

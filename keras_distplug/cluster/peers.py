@@ -29,6 +29,8 @@ _PAUSE_S = 0.1
 _MARGIN_S = 2.0  # behind the heartbeats' time-out, until the service has looked
 _HEARD_S = 0.5  # until all have heard what the chief, which keeps the service, has told
 
+_CAUSE_CHARS = 200
+
 _WORD = re.compile(r"keras_distplug lost <(.*?)>", re.DOTALL)
 
 
@@ -47,7 +49,7 @@ def _explain(error: Exception, strategy: Any) -> PeerLostError | None:
         # A worker that is lost is waited for; with a parameter server, its variables are gone.
         who = lost_server(error, role)
         remedy = "start the chief, the workers and the parameter servers again"
-        return None if who is None else _peer_lost(role, who, remedy)
+        return None if who is None else _peer_lost(role, who, remedy, error)
     if role.world_size == 1:
         return None
     service = ServiceKeyValues()
@@ -57,16 +59,18 @@ def _explain(error: Exception, strategy: Any) -> PeerLostError | None:
         service.report(f"keras_distplug lost <{who}>")
     if role.is_chief:
         time.sleep(_HEARD_S)
-    return _peer_lost(role, who, "start all workers again")
+    return _peer_lost(role, who, "start all workers again", error)
 
 
-def _peer_lost(role: Role, who: str, remedy: str) -> PeerLostError:
+def _peer_lost(role: Role, who: str, remedy: str, cause: Exception) -> PeerLostError:
     leaving.peer_is_lost()
     report(PeerLost(who))
+    first_line = str(cause).partition("\n")[0]
     return PeerLostError(
         f"{role.name} lost {who}. Training cannot go on without it: {remedy}. With "
         "`BackupAndRestore` among the callbacks training then goes on from its newest checkpoint. "
-        f"This process ends with the code {ExitCode.PEER_LOST:d} unless the error is caught."
+        f"This process ends with the code {ExitCode.PEER_LOST:d} unless the error is caught. "
+        f"Noticed by {type(cause).__name__}: {first_line[:_CAUSE_CHARS]}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ pytestmark = pytest.mark.tf
 
 import tensorflow as tf  # noqa: E402
 from keras.src.backend.tensorflow import trainer as keras_trainer  # noqa: E402
+from keras.src.utils.traceback_utils import filter_traceback  # noqa: E402
 from support import small  # noqa: E402
 
 from keras_distplug.backend.tensorflow.runtime import failures  # noqa: E402
@@ -29,6 +31,22 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in METHODS:
         monkeypatch.setattr(keras_trainer.TensorFlowTrainer, name, failing)
     return keras_trainer.TensorFlowTrainer
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_looked_up_before(method: str, trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method of a model that was looked up before is explained, too, as in `model.fit(...,
+    callbacks=defaults())`, also where another library has wrapped it."""
+    stock = getattr(trainer, method)
+    filtered = filter_traceback(lambda *given, **named: stock(*given, **named))
+    monkeypatch.setattr(trainer, method, functools.wraps(filtered)(lambda *given: filtered(*given)))
+    call = getattr(small.model(), method)
+    followed: list[Any] = []
+    failures.explain_with(lambda error, strategy: RuntimeError("explained"))
+    failures.when_fit_ends(followed.append)
+    with pytest.raises(RuntimeError, match="explained"):
+        call(ValueError("x"))
+    assert len(followed) == (method == "fit")
 
 
 @pytest.mark.parametrize("method", METHODS)

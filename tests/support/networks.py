@@ -1,4 +1,4 @@
-"""Workers whose network can be made slow: each in a network namespace of its own, on one bridge."""
+"""Workers whose network can be made slow, or cut: each in a network namespace, on one bridge."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import pytest
 from support.cluster import Host
@@ -14,8 +15,29 @@ from support.cluster import Host
 DEVICE = "net0"  # in each namespace
 
 
+@dataclass(frozen=True)
+class Machine(Host):
+    """A host of its own.
+
+    Args:
+        link: Its end on the bridge.
+    """
+
+    link: str = ""
+
+    def cut(self) -> None:
+        """Nothing that it sends arrives any more, and nothing reaches it; nobody is told."""
+        self._set("down")
+
+    def mend(self) -> None:
+        self._set("up")
+
+    def _set(self, state: str) -> None:
+        subprocess.run(["ip", "link", "set", self.link, state], timeout=30, check=True)
+
+
 @contextmanager
-def hosts(count: int) -> Iterator[list[Host]]:
+def hosts(count: int) -> Iterator[list[Machine]]:
     """So many of them, with addresses of their own. Skips the test where that is not permitted."""
     if not (shutil.which("ip") and shutil.which("tc")):
         pytest.skip("no `ip` and `tc`: apt install iproute2")
@@ -47,7 +69,7 @@ def hosts(count: int) -> Iterator[list[Host]]:
                 f"{inside} link set {DEVICE} up",
                 f"{inside} link set lo up",
             )
-            found.append(Host(address, ("ip", "netns", "exec", space)))
+            found.append(Machine(address, ("ip", "netns", "exec", space), end))
         yield found
     finally:
         for undo in reversed(made):

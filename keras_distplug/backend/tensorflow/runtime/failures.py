@@ -33,14 +33,16 @@ _SERVER = re.compile(r"/job:ps/replica:0/task:(\d+)")
 
 def explain_with(explain: Explain) -> None:
     """Lets `explain` say what is raised instead of an error of any model; None leaves it."""
-    trainer = keras_trainer.TensorFlowTrainer
     for name in ("fit", "evaluate", "predict"):
-        stock = getattr(trainer, name)
-        if not is_marked(stock, "explained"):
-            _UPSTREAM.patch(trainer, name, _explained(stock, explain))
+        _UPSTREAM.wrap(
+            keras_trainer.TensorFlowTrainer, name, lambda stock: _explained(stock, explain)
+        )
 
 
 def _explained(stock: Callable[..., Any], explain: Explain) -> Callable[..., Any]:
+    if is_marked(stock, "explained"):
+        return stock
+
     @functools.wraps(stock)
     def explained(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -57,20 +59,22 @@ def _explained(stock: Callable[..., Any], explain: Explain) -> Callable[..., Any
 
 def when_fit_ends(act: Callable[[keras.Model], None]) -> None:
     """Calls `act` with every model whose `fit` has returned or raised."""
-    trainer = keras_trainer.TensorFlowTrainer
-    stock = trainer.fit
-    if is_marked(stock, "followed"):
-        return
 
-    @functools.wraps(stock)
-    def followed(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return stock(self, *args, **kwargs)
-        finally:
-            act(self)
+    def followed_by_act(stock: Callable[..., Any]) -> Callable[..., Any]:
+        if is_marked(stock, "followed"):
+            return stock
 
-    mark(followed, "followed")
-    _UPSTREAM.patch(trainer, "fit", followed)
+        @functools.wraps(stock)
+        def followed(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return stock(self, *args, **kwargs)
+            finally:
+                act(self)
+
+        mark(followed, "followed")
+        return followed
+
+    _UPSTREAM.wrap(keras_trainer.TensorFlowTrainer, "fit", followed_by_act)
 
 
 def is_of_a_frozen_service(error: BaseException) -> bool:

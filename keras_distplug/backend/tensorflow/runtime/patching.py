@@ -6,7 +6,7 @@ knows of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -15,7 +15,10 @@ from typing import Any
 
 from keras_distplug.core.errors import VersionError
 
+Function = Callable[..., Any]
+
 _MISSING = object()
+_FILTER = "error_handler"  # what `keras.src.utils.traceback_utils.filter_traceback` returns
 
 
 def override(target: object, name: str, value: Any) -> None:
@@ -49,6 +52,26 @@ class Upstream:
             setattr(target, name, value)
         else:
             override(target, name, value)
+
+    def wrap(self, owner: type, name: str, wrap: Callable[[Function], Function]) -> None:
+        """Wraps a method of a class of Keras' below Keras' filter of tracebacks, if it has that.
+
+        Then a call is wrapped, too, whose arguments are being evaluated: for
+        `model.fit(..., callbacks=defaults())` Python looks up `fit` before it calls `defaults`.
+
+        Args:
+            owner: The class.
+            name: Of the method.
+            wrap: Returns what is called instead of what it is given.
+        """
+        method: Any = vars(owner).get(name)
+        while method is not None:
+            cells = dict(zip(method.__code__.co_freevars, method.__closure__ or (), strict=True))
+            if method.__code__.co_name == _FILTER and "fn" in cells:
+                cells["fn"].cell_contents = wrap(cells["fn"].cell_contents)
+                return
+            method = getattr(method, "__wrapped__", None)
+        self.patch(owner, name, wrap(getattr(owner, name)))
 
     @contextmanager
     def patched(self, target: Any, name: str, value: Any) -> Iterator[None]:
