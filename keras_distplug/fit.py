@@ -18,10 +18,11 @@ from keras_distplug.backend.tensorflow.parameter_server import embeddings
 from keras_distplug.backend.tensorflow.runtime import context, models, versions
 from keras_distplug.callbacks import chief_only
 from keras_distplug.callbacks.watchdog import require_made
+from keras_distplug.checkpoint import same_start
 from keras_distplug.checkpoint.backup_and_restore import BackupAndRestore
 from keras_distplug.checkpoint.cadence import SaveFreq
 from keras_distplug.checkpoint.settings import RESUMING, Resuming, merged
-from keras_distplug.cluster import agreement, peers
+from keras_distplug.cluster import agreement, peers, roles
 from keras_distplug.cluster.roles import Role
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.log import advise, announce
@@ -180,7 +181,11 @@ def distributed_fit(
         require_usable(model, "the model given", own_arguments)
     elif not callable(model):
         require_usable(model, "received as `model`", own_arguments)
+    facts = _about_to_do(model, given)  # joining may start TensorFlow afresh
     joined = _join(model, strategy, given)
+    role = agreement.role_under(joined.strategy)
+    if role.world_size > 1:
+        same_start.require_same(agreement.among(role), facts)
     placement = place(joined.origin, joined.strategy, own_arguments, min_shard_bytes)
     trainer.adapt(placement.model)
     data = contents.of_given(*map(joined.arguments.get, ("x", "y", "sample_weight")))
@@ -200,6 +205,16 @@ def distributed_fit(
         own_fit.warn_of_lost_callbacks(placement.model)
     placement.hand_back()
     return history
+
+
+def _about_to_do(
+    model: keras.Model | Callable[[], keras.Model], arguments: Mapping[str, Any]
+) -> same_start.Facts:
+    """What the other workers have to be about to do, too; known before the model is placed."""
+    if roles.from_environment(os.environ).world_size == 1:
+        return {}
+    of_model = same_start.of_model(model) if isinstance(model, keras.Model) else {}
+    return {**same_start.of_process(), **of_model, **same_start.of_arguments(arguments)}
 
 
 def _resuming_of(

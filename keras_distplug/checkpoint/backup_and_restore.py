@@ -17,7 +17,7 @@ from keras_distplug.backend.tensorflow.runtime import keras_callbacks, models
 from keras_distplug.backend.tensorflow.runtime.callback_list import move_to_end
 from keras_distplug.callbacks.run_keeper import RunContext, RunKeeper
 from keras_distplug.callbacks.watchdog import require_made
-from keras_distplug.checkpoint import capture, compilation, exports, opening, same_run, saver
+from keras_distplug.checkpoint import capture, exports, opening, same_start, saver
 from keras_distplug.checkpoint import resuming as resuming_
 from keras_distplug.checkpoint.cadence import Cadence, Pace, SaveFreq, cadence_of
 from keras_distplug.checkpoint.candidates import Candidates, Found
@@ -174,7 +174,7 @@ class BackupAndRestore(RunKeeper):
         self._last_run: str | None = None  # that this callback has finished
         self._saves: Saves | None = None
         self._local_saves: Saves | None = None
-        trainer.install_dispatch()  # before `fit` looks at the data
+        same_start.watch()  # before `fit` looks at the data
 
     def export(
         self,
@@ -244,13 +244,13 @@ class BackupAndRestore(RunKeeper):
         name = None
         if self._role.is_chief:
             with self.hold.claimed():
-                name = opening.find_or_begin_run(
+                name = opening.run_of_model(
                     self._files,
-                    same_run.identity_of(model, {} if self.resuming.allow_data_change else data),
+                    model,
+                    {} if self.resuming.allow_data_change else data,
                     resume=self.resume,
                     job=self._supervised.job if self._supervised else None,
                     is_shared=self.is_shared_directory,
-                    settings=compilation.settings_of(model),
                     world_size=self._role.world_size,
                 ).name
         self._run = runs.read_run(self._files, self._agreement.from_chief("run", name))

@@ -53,7 +53,7 @@ class Change:
     @property
     def is_rate(self) -> bool:
         """Whether it is a number in a variable, which the checkpoint holds."""
-        return self.name == _RATE and _is_number(self.before) and _is_number(self.now)
+        return self.name == _RATE and is_number(self.before) and is_number(self.now)
 
     @property
     def is_of_data(self) -> bool:
@@ -83,7 +83,7 @@ def of_fit() -> Mapping[str, Any]:
     described: dict[str, Any] = {}
     if (loop := epochs.of_fit()) is not None:
         described["steps_per_epoch"] = loop.steps_per_epoch
-        given = epochs.validation_of_fit()
+        given = epochs.arguments_of_fit([_VALIDATION]).get(_VALIDATION)
         parts = given if isinstance(given, list | tuple) else (given,)
         if given is None:
             described[_VALIDATION] = "none"
@@ -211,6 +211,13 @@ def compare(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[Change]:
     return found
 
 
+def as_texts(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Returns, by name, what was compiled and the settings of layers, from the same values as in
+    `compare`."""
+    kinds = (settings.get(kind) for kind in ("compiled", "layers"))
+    return dict(each for kind in kinds if isinstance(kind, Mapping) for each in _settings(kind))
+
+
 def _settings(described: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, value in described.items():
         if name == "optimizer" and _is_object(value):
@@ -282,7 +289,8 @@ def _is_object(value: Any) -> bool:
     return isinstance(value, Mapping) and _OBJECT in value
 
 
-def _is_number(text: str) -> bool:
+def is_number(text: str) -> bool:
+    """Whether a value is a number, and not a schedule, for example."""
     try:
         float(text)
     except ValueError:

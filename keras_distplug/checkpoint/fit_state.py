@@ -37,7 +37,7 @@ from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError
 from keras_distplug.core.log import announce
 from keras_distplug.core.state import Completion, Cursor, TrainState
 from keras_distplug.data import progress
-from keras_distplug.data.position import Positioned
+from keras_distplug.data.position import Positioned, is_own_part
 from keras_distplug.python_state import json_values, random_states
 from keras_distplug.storage.manifest import Manifest
 from keras_distplug.storage.meter import Meter
@@ -83,6 +83,8 @@ class FitState:
         self._progress = progress.of_fit(model, seed)
         if self._progress is not None:
             _ = self._progress.data.source.contents  # training may change them
+            if role.world_size > 1 and not is_own_part(self._progress.data):
+                same_data.use_chiefs_seeds(self._progress.data.source, agreement)
         self._validation: Positioned | None = None
         self._validated = 0  # passes over the validation data before this `fit`
         self._validated_read = 0  # those of which a batch was read

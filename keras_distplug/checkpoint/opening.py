@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from keras_distplug.checkpoint import changed_settings, compilation
+import keras
+
+from keras_distplug.checkpoint import changed_settings, compilation, same_run
 from keras_distplug.cluster import roles
 from keras_distplug.cluster.roles import Role
 from keras_distplug.core.errors import (
@@ -46,6 +48,12 @@ finished_here: dict[tuple[int, str], Finished] = {}
 def note_finished(files: Files, run: runs.Run, has_trained: bool, is_deleted: bool) -> None:
     """Notes what a `fit` of this process has finished: its next one gets the run after that."""
     finished_here[_key(files)] = Finished(run, has_trained, is_deleted)
+
+
+def run_of_model(files: Files, model: keras.Model, data: Mapping[str, str], **how: Any) -> runs.Run:
+    """As `find_or_begin_run`, of a model and the contents of its data."""
+    identity, settings = same_run.identity_of(model, data), compilation.settings_of(model)
+    return find_or_begin_run(files, identity, settings=settings, **how)
 
 
 def find_or_begin_run(

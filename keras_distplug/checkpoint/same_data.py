@@ -113,6 +113,15 @@ def compare(
     )
 
 
+def use_chiefs_seeds(source: Source, agreement: Channel) -> None:
+    """Lets all workers draw the chief's orders, of which each takes its part. All workers call this
+    together."""
+    own = source.fingerprint().get(SEEDS)
+    chiefs = json.loads(agreement.from_chief("seeds", json.dumps(own)))
+    if chiefs is not None and chiefs != own:
+        source.use_seeds(chiefs)
+
+
 def has_same_size(manifest: Manifest, data: Progress | None, world_size: int) -> bool:
     """Whether a checkpoint was made by as many workers and on global batches of the same size. A
     script may scale its learning rate to these."""

@@ -31,7 +31,7 @@ _HEARD_S = 0.5  # until all have heard what the chief, which keeps the service, 
 
 _CAUSE_CHARS = 200
 
-_WORD = re.compile(r"keras_distplug lost <(.*?)>", re.DOTALL)
+_WORD = re.compile(r"keras_distplug lost <(.*?)> by <(.*?)>", re.DOTALL)
 
 
 def watch() -> None:
@@ -56,7 +56,7 @@ def _explain(error: Exception, strategy: Any) -> PeerLostError | None:
     if (who := lost(error, role, service)) is None:
         return None
     with contextlib.suppress(ConnectionError, TimeoutError):  # then all notice by themselves
-        service.report(f"keras_distplug lost <{who}>")
+        service.report(f"keras_distplug lost <{who}> by <{list(_workers(role))[role.rank]}>")
     if role.is_chief:
         time.sleep(_HEARD_S)
     return _peer_lost(role, who, "start all workers again", error)
@@ -111,18 +111,20 @@ def lost(error: BaseException, role: Role, service: ServiceKeyValues) -> str | N
     chain = list(leaving.chain(error))
     if not any(map(_may_be_of_a_peer, chain)):
         return None
-    if (who := _told_by_another(chain)) is not None:
+    if (who := _told_by_another(chain, role)) is not None:
         return who
+    broken_to = _broken_to(chain, role)
     # Who keeps the service has been given that time already where TensorFlow has waited for it.
     has_waited = any(failures.is_of_a_frozen_service(each) for each in chain)
-    patience_s = 0.0 if has_waited else service.heartbeat_timeout_s
+    is_known = has_waited or (broken_to is not None and role.world_size == 2)
+    patience_s = 0.0 if is_known else service.heartbeat_timeout_s
     end_s = time.monotonic() + patience_s + _MARGIN_S
     while True:
         try:
             answer = service.task_errors()
         except (ConnectionError, TimeoutError):
             answer = None
-        if (who := _told_by_another(answer or ())) is not None:
+        if (who := _told_by_another(answer or (), role)) is not None:
             return who
         found = [
             f"{name}, {_in_words(told, service)}"
@@ -138,9 +140,22 @@ def lost(error: BaseException, role: Role, service: ServiceKeyValues) -> str | N
         if time.monotonic() > end_s:
             break
         time.sleep(_PAUSE_S)
-    if answer is not None or role.is_chief:
-        return None
-    return f"{next(iter(_workers(role)))}, which does not answer any more"
+    if answer is None and not role.is_chief:
+        return f"{next(iter(_workers(role)))}, which does not answer any more"
+    return None if broken_to is None else f"{broken_to}, to which the connection broke"
+
+
+def _broken_to(chain: Iterable[BaseException], role: Role) -> str | None:
+    """For people, the worker to which TensorFlow's error says that a connection broke. Where there
+    are more than two, it may have lost another one itself."""
+    names = list(_workers(role))
+    others = [name for place, name in enumerate(names) if place != role.rank]
+    for task in map(failures.broken_connection_to, chain):
+        if task in role.workers and task != role.name:
+            return names[role.workers.index(task)]
+        if task is not None:
+            return others[0] if len(others) == 1 else "another worker"
+    return None
 
 
 def _may_be_of_a_peer(error: BaseException) -> bool:
@@ -149,9 +164,13 @@ def _may_be_of_a_peer(error: BaseException) -> bool:
     return failures.may_be_of_a_connection(error)
 
 
-def _told_by_another(said: Iterable[object]) -> str | None:
+def _told_by_another(said: Iterable[object], role: Role) -> str | None:
     """Who is lost, where one of these is the word of a worker that has found out."""
-    return next((word[1] for each in said if (word := _WORD.search(str(each)))), None)
+    for word in filter(None, (_WORD.search(str(each)) for each in said)):
+        lost, by = word.groups()
+        is_this = lost.startswith(f"{role.name} ")
+        return f"{by}, which has lost this one" if is_this else lost
+    return None
 
 
 def _in_words(told: str, service: ServiceKeyValues) -> str:

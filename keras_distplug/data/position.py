@@ -280,6 +280,16 @@ class Positioned(readers.LateDistributedDataset):
             self._distributed = strategy.experimental_distribute_dataset(sharded(read))
 
 
+def is_own_part(data: Any) -> bool:
+    """Whether each worker may read other data than the others."""
+    if isinstance(data, Positioned):
+        data = data.source.whole
+    if not isinstance(data, tf.data.Dataset):
+        return isinstance(data, tf.distribute.DistributedDataset)
+    chosen = data.options().experimental_distribute.auto_shard_policy
+    return bool(chosen == tf.data.experimental.AutoShardPolicy.OFF)
+
+
 def sharded(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Splits each global batch over the workers, unless the user chose otherwise."""
     policy = tf.data.experimental.AutoShardPolicy

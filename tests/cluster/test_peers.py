@@ -113,7 +113,7 @@ def test_what_the_service_knows(workers: list[socket.socket]) -> None:
 
 def test_who_was_first(workers: list[socket.socket]) -> None:
     """What another worker has told counts more than that it has left for it."""
-    word = "keras_distplug lost <worker-2 (host:1), where nobody listens any more>"
+    word = "keras_distplug lost <worker-2 (host:1), where nobody listens any more> by <worker-0>"
     told = f"Error reported from /job:worker/task:0: {word}. Restart your program"
     here = role(workers, 1)
     workers[0].close()
@@ -142,8 +142,38 @@ def test_other_errors(error: Exception, workers: list[socket.socket]) -> None:
 
 
 def test_nobody_is_lost(workers: list[socket.socket]) -> None:
-    """An error of a connection is left as it is where all workers are well."""
-    assert peers.lost(CLOSED, role(workers, 0), Service(WELL)) is None
+    """An error that only may be of a connection is left as it is where all workers are well."""
+    error = tf.errors.InternalError(None, None, "out of luck")
+    assert peers.lost(error, role(workers, 0), Service(WELL)) is None
+
+
+TARGET = " Additional GRPC error information from remote target /job:worker/replica:0/task:%d while"
+
+
+@pytest.mark.parametrize(
+    ("count", "target", "named"),
+    [(2, "", "worker-0 (the chief, "), (3, "", "another worker"), (3, TARGET % 2, "worker-2 (")],
+)
+def test_link_between_workers(
+    count: int, target: str, named: str, workers: list[socket.socket]
+) -> None:
+    """A connection that broke between workers that are well was one to another worker. Of two, it
+    is known which, and nobody has to be missed for that."""
+    error = tf.errors.UnavailableError(None, None, f"Connection reset by peer{target}")
+    service = Service(WELL[:count])
+    service.heartbeat_timeout_s = 1e9 if count == 2 else 0.1
+    found = peers.lost(error, role(workers[:count], 1), service)
+    assert found is not None
+    assert found.startswith(named)
+    assert found.endswith(", to which the connection broke")
+
+
+def test_lost_by_another(workers: list[socket.socket]) -> None:
+    """Whoever hears that another worker has lost this one names that one."""
+    told = "keras_distplug lost <worker-0 (the chief, a:1), to which the> by <worker-1 (b:1)>"
+    error = tf.errors.UnavailableError(None, None, told)
+    found = peers.lost(error, role(workers, 0), Service(WELL))
+    assert found == "worker-1 (b:1), which has lost this one"
 
 
 def test_lost_in_an_agreement(workers: list[socket.socket]) -> None:

@@ -36,7 +36,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as keras_trainer
 
-from keras_distplug.backend.tensorflow.input import earlier_passes
+from keras_distplug.backend.tensorflow.input import earlier_passes, epochs
 from keras_distplug.backend.tensorflow.input.readers import (
     LateDistributedDataset,
     batch_size,
@@ -240,6 +240,16 @@ def install_dispatch() -> None:
     _UPSTREAM.patch(trainer, "_maybe_symbolic_build", _maybe_symbolic_build)
 
 
+_before_building: list[Callable[[keras.Model], None]] = []
+
+
+def before_building(act: Callable[[keras.Model], None]) -> None:
+    """Calls `act` with each model of several workers whose `fit` is about to make the variables
+    that are missing, of its optimizer for example, which all workers make together."""
+    if act not in _before_building:
+        _before_building.append(act)
+
+
 def remove_dispatch() -> None:
     """Undoes `install_dispatch`. Models that were adapted stay adapted."""
     trainer = keras_trainer.TensorFlowTrainer
@@ -287,6 +297,9 @@ def _symbolic_build(model: keras.Model) -> Callable[..., None]:
         _adapt_parts(model)
         if iterator is not None:
             tell_strategy(iterator, strategy)
+            if is_multi_worker(strategy) and epochs.is_of_fit(iterator):
+                for act in _before_building:
+                    act(model)
             _warn_of_uneven_batches(model, iterator)
             data_batch = _spec_of_first(iterator)
             if data_batch is None:

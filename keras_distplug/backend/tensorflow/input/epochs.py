@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -36,12 +36,19 @@ def of_fit() -> Loop | None:
     return None
 
 
-def validation_of_fit() -> Any:
-    """What the `fit` that calls was given as `validation_data`, or has split off."""
+def is_of_fit(iterator: Any) -> bool:
+    """Whether it is what the innermost `fit` that calls draws its training data from."""
+    loop = of_fit()
+    return loop is not None and loop.is_over(iterator)
+
+
+def arguments_of_fit(names: Iterable[str]) -> dict[str, Any]:
+    """What the `fit` that calls was given by these names, or has made of it: validation data that
+    it has split off, for example."""
     for frame in frames.callers(sys._getframe(1)):
         if frame.f_code.co_name == "fit" and frames.local(frame, "epoch_iterator") is not None:
-            return frames.local(frame, "validation_data")
-    return None
+            return {name: frames.local(frame, name) for name in names}
+    return {}
 
 
 def before_reading(model: keras.Model, act: Callable[[Loop], object]) -> None:
@@ -82,6 +89,10 @@ class Loop:
 
     def __init__(self, epochs: EpochIterator) -> None:
         self._epochs = epochs
+
+    def is_over(self, iterator: Any) -> bool:
+        """Whether it draws from this iterator of Keras."""
+        return self._epochs is iterator
 
     @property
     def dataset(self) -> tf.distribute.DistributedDataset:

@@ -28,6 +28,11 @@ _OF_A_CONNECTION = (
     tf.errors.DeadlineExceededError,
     tf.errors.InternalError,
 )
+_BROKEN = re.compile(
+    "Connection reset|Socket closed|Broken pipe|Connection timed out|Connection refused|"
+    "failed to connect|No route to host|recvmsg"
+)
+_TARGET = re.compile(r"remote target /job:(chief|worker)/replica:0/task:(\d+)")
 _SERVER = re.compile(r"/job:ps/replica:0/task:(\d+)")
 
 
@@ -89,6 +94,15 @@ def server_in(error: BaseException) -> int | None:
         return None
     found = _SERVER.search(str(error))
     return None if found is None else int(found[1])
+
+
+def broken_connection_to(error: BaseException) -> str | None:
+    """The task at the other end of a connection of which TensorFlow's error says that it broke:
+    "worker-1", or "" if it does not say which. None for another error."""
+    if not isinstance(error, tf.errors.OpError) or not _BROKEN.search(str(error)):
+        return None
+    found = _TARGET.search(str(error))
+    return "" if found is None else f"{found[1]}-{found[2]}"
 
 
 def may_be_of_a_connection(error: BaseException) -> bool:

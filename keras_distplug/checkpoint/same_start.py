@@ -1,0 +1,242 @@
+"""Whether all workers are about to train the same."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_distplug import __version__
+from keras_distplug.backend.tensorflow import trainer
+from keras_distplug.backend.tensorflow.input import epochs
+from keras_distplug.backend.tensorflow.runtime import context
+from keras_distplug.checkpoint import changed_settings, compilation, same_run
+from keras_distplug.cluster import agreement
+from keras_distplug.cluster.channel import Channel
+from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.core.log import announce
+from keras_distplug.data import contents
+from keras_distplug.data.contents import CONTENTS, ORDER
+from keras_distplug.data.position import Positioned, is_own_part
+from keras_distplug.data.sources import SEEDS
+
+Facts = Mapping[str, str]
+"""What a worker is about to do, by name."""
+
+_ARGUMENTS = (
+    "epochs",
+    "initial_epoch",
+    "steps_per_epoch",
+    "batch_size",
+    "shuffle",
+    "class_weight",
+    "validation_split",
+    "validation_freq",
+    "validation_steps",
+    "validation_batch_size",
+)
+_SEED = "the seed of `keras.utils.set_random_seed`"
+_DATA, _VALIDATION = "data: ", "validation_data"
+_PARTS = {f"{CONTENTS} of {part}" for part in ("x", "y", "sample_weight")}
+_HASHED = (f"{_DATA}{CONTENTS}", f"{_DATA}{ORDER}")
+_OF_CHIEF = (_SEED, "optimizer.learning_rate")  # variables, which all get from the chief
+_HARMLESS = ("Python", "NumPy")
+_DTYPE = ".dtype"  # of a layer: often chosen by the machine
+_NONE = "none"
+_CLOCK_SECS = 5.0
+_MOST_SHOWN, _MOST_CHARS = 3, 200
+
+
+def watch() -> None:
+    """Has each `fit` on several workers compared before it makes variables."""
+    trainer.install_dispatch()
+    trainer.before_building(require_same_fit)
+
+
+def of_model(model: keras.Model) -> Facts:
+    """Describes a model and how it is compiled."""
+    weights = model.weights if model.built else ()
+    return {
+        **{name: str(kind) for name, kind in same_run.of_model(model).items()},
+        **changed_settings.as_texts(compilation.settings_of(model)),
+        **{
+            f"weight {number} ({weight.name})": str(tuple(weight.shape))
+            for number, weight in enumerate(weights, 1)
+        },
+    }
+
+
+def of_arguments(arguments: Mapping[str, Any]) -> Facts:
+    """Describes arguments of `fit`, but for the data."""
+    has_validation = arguments.get(_VALIDATION) is not None
+    return {
+        **{name: _text(arguments[name]) for name in _ARGUMENTS if arguments.get(name) is not None},
+        _VALIDATION: "given" if has_validation else _NONE,
+    }
+
+
+def of_process() -> Facts:
+    """Describes the process."""
+    return {
+        "keras_distplug": __version__,
+        "Keras": keras.__version__,
+        "TensorFlow": tf.__version__,
+        "Python": platform.python_version(),
+        "NumPy": np.__version__,
+        "floatx": keras.config.floatx(),
+        _SEED: _text(context.global_seed()),
+    }
+
+
+def of_fit() -> Facts:
+    """Describes the arguments of the `fit` that calls, with the data."""
+    loop = epochs.of_fit()
+    if loop is None:
+        return {}
+    given = epochs.arguments_of_fit((*_ARGUMENTS, _VALIDATION))
+    facts = dict(of_arguments(given))
+    if not is_own_part(given.get(_VALIDATION)):
+        known = changed_settings.of_fit().get(_VALIDATION, _NONE)
+        facts[f"{_DATA}{CONTENTS} of {_VALIDATION}"] = _text(known)
+    if is_own_part(loop.adapter.get_tf_dataset()):
+        return facts
+    if isinstance(loop.dataset, Positioned):
+        described = loop.dataset.source.fingerprint()
+        data = {name: _text(each) for name, each in described.items() if name != SEEDS}
+    else:
+        adapter = loop.adapter
+        data = {"batches": _text(adapter.num_batches), "batch_size": _text(adapter.batch_size)}
+        data |= contents.of_fit()
+    if len(data.keys() & _PARTS) > 1:
+        del data[CONTENTS]  # of these together
+    return {**facts, **{_DATA + name: each for name, each in data.items()}}
+
+
+def require_same_fit(model: keras.Model) -> None:
+    """Compares the `fit` that calls with that of the other workers, which call this, too."""
+    role = agreement.role_under(model.distribute_strategy)
+    if role.world_size > 1:
+        facts = {**of_process(), **of_model(model), **of_fit()}
+        require_same(agreement.among(role), facts)
+
+
+def require_same(channel: Channel, facts: Facts, clock: Callable[[], float] = time.time) -> None:
+    """Compares what all workers are about to do. All call this together.
+
+    Args:
+        channel: To the other workers.
+        facts: What this one is about to do.
+        clock: In seconds.
+
+    Raises:
+        ConfigurationError: On all workers, if a difference would make training wrong.
+    """
+    role = channel.role
+    told = json.dumps({"facts": facts, "at": clock()}) if role.is_chief else None
+    chiefs = json.loads(channel.from_chief("start", told))
+    late_secs = chiefs["at"] - clock()
+    differences = list(_differences(chiefs["facts"], facts))
+    said = channel.gather("start", json.dumps([differences, late_secs, clock()]))
+    now = clock()
+    chief = role.workers[0]
+    refused: list[Difference] = []
+    noted: list[str] = []
+    for name, each in zip(role.workers, said, strict=True):
+        other, behind_secs, at = json.loads(each)
+        for found in (Difference(chief, name, *one) for one in other):
+            if found.is_harmless:
+                noted.append(str(found))
+            else:
+                refused.append(found)
+        # A message takes time: only what comes from the future tells of a clock.
+        if max(behind_secs, at - now) > _CLOCK_SECS:
+            way, secs = (
+                ("behind", behind_secs) if behind_secs > at - now else ("ahead of", at - now)
+            )
+            noted.append(f"the clock of {name} is {secs:.0f} s {way} {chief}'s")
+    if refused:
+        refused.sort(key=lambda each: each.is_of_values)  # sizes say more than hashes
+        remedy = " If each worker reads its own part of the data, give a tf.data.Dataset with "
+        remedy += "AutoShardPolicy.OFF."
+        raise ConfigurationError(
+            f"The workers are about to train different things: {_joined(refused)}. Give every "
+            "worker the same script, arguments and data."
+            f"{remedy if refused[0].is_of_data else ''} Nothing was trained."
+        )
+    if noted and role.is_chief:
+        announce(f"the workers differ: {_joined(noted)}")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Between the chief and another worker.
+
+    Args:
+        chief: The name of the chief.
+        worker: That of the other one.
+        what: Differs.
+        there: Its value on the chief.
+        here: Its value on the other one.
+    """
+
+    chief: str
+    worker: str
+    what: str
+    there: str
+    here: str
+
+    @property
+    def is_harmless(self) -> bool:
+        """Whether training is what it would be without it."""
+        return self._is_of_chief or self.what in _HARMLESS or self.what.endswith(_DTYPE)
+
+    @property
+    def is_of_values(self) -> bool:
+        """Whether its values are hashes."""
+        return self.what.startswith(_HASHED)
+
+    @property
+    def is_of_data(self) -> bool:
+        """Whether the workers would read other samples."""
+        return self.what.startswith(_DATA)
+
+    @property
+    def _is_of_chief(self) -> bool:
+        values = (self.there, self.here)
+        is_plain = all(each == _NONE or changed_settings.is_number(each) for each in values)
+        return self.what in _OF_CHIEF and is_plain
+
+    def __str__(self) -> str:
+        what, there, here = self.what.removeprefix(_DATA), self.there, self.here
+        if self.is_of_values:
+            what = {CONTENTS: "the samples", ORDER: "the order of the samples"}.get(what, what)
+            what = what.removeprefix(f"{CONTENTS} of ")
+            there, here = (
+                each if each == _NONE else f"data with hash {each}" for each in (there, here)
+            )
+        told = f"{what} is {there} on {self.chief} and {here} on {self.worker}"
+        return f"{told}; {self.chief}'s is used" if self._is_of_chief else told
+
+
+def _differences(chiefs: Facts, own: Facts) -> Iterator[tuple[str, str, str]]:
+    for name in [*chiefs, *(name for name in own if name not in chiefs)]:
+        there, here = chiefs.get(name, _NONE), own.get(name, _NONE)
+        if there != here:
+            yield name, there, here
+
+
+def _joined(found: Sequence[object]) -> str:
+    lines = list(dict.fromkeys(map(str, found)))
+    left = len(lines) - _MOST_SHOWN
+    return "; ".join([*lines[:_MOST_SHOWN], *([f"and {left} more"] if left > 0 else [])])
+
+
+def _text(value: Any) -> str:
+    return _NONE if value is None else str(value)[:_MOST_CHARS]

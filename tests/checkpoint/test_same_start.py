@@ -1,0 +1,120 @@
+"""What workers are about to train, compared."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("tensorflow")
+pytestmark = pytest.mark.tf
+
+from cluster.key_values import Memory  # noqa: E402
+
+from keras_distplug.checkpoint import same_start  # noqa: E402
+from keras_distplug.cluster.channel import Channel  # noqa: E402
+from keras_distplug.cluster.roles import Role  # noqa: E402
+from keras_distplug.core.errors import ConfigurationError  # noqa: E402
+
+WORKERS = 3
+CLUSTER = {"worker": tuple(f"host{n}:1" for n in range(WORKERS))}
+SEED = "the seed of `keras.utils.set_random_seed`"
+
+
+@pytest.fixture(autouse=True)
+def fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers in one process would share the count of questions; here each topic has one key."""
+    monkeypatch.setattr(Channel, "_next_key", lambda self, topic: f"{next(self.number)}/{topic}")
+
+
+def compare(
+    facts: list[same_start.Facts], clocks: list[Callable[[], float]] | None = None
+) -> list[str | None]:
+    """What each worker is told by the error that it raises."""
+    store = Memory()
+
+    def ask(index: int) -> str | None:
+        own = Channel(Role("worker", index, CLUSTER, "a test"), store, timeout_s=10)
+        own.number = itertools.count()  # type: ignore[attr-defined]
+        clock = (lambda: 1000.0) if clocks is None else clocks[index]
+        try:
+            same_start.require_same(own, facts[index], clock)
+        except ConfigurationError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(WORKERS) as pool:
+        return list(pool.map(ask, range(WORKERS), timeout=30))
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    said: list[str] = []
+    monkeypatch.setattr(same_start, "announce", said.append)
+    return said
+
+
+def test_refused(lines: list[str]) -> None:
+    """All workers refuse, and hear the same: sizes before values, and the first ones."""
+    usual = {"epochs": "3", "loss": "mse", "data: samples": "64", "data: contents of x": "aa"}
+    other = {"epochs": "4", "loss": "mae", "data: samples": "96", "data: contents of x": "bb"}
+    [told, *others] = compare([usual, usual, other])
+    assert others == [told, told]
+    assert told is not None
+    assert told.startswith(
+        "The workers are about to train different things: epochs is 3 on worker-0 and 4 on "
+        "worker-2; loss is mse on worker-0 and mae on worker-2; samples is 64 on worker-0 and 96 "
+        "on worker-2; and 1 more. "
+    )
+    assert lines == []
+
+
+def test_own_part() -> None:
+    """What is wrong with the data says how each worker may read its own part."""
+    [told, *_] = compare([{"data: contents of x": each} for each in ("aa", "bb", "bb")])
+    assert told is not None
+    assert "x is data with hash aa on worker-0 and data with hash bb on worker-1" in told
+    assert "AutoShardPolicy.OFF" in told
+
+
+def test_missing() -> None:
+    """What only one worker has, or gives, is a difference."""
+    [told, *_] = compare([{}, {"class_weight": "{0: 2.0}"}, {"validation_data": "given"}])
+    assert told is not None
+    assert "class_weight is none on worker-0 and {0: 2.0} on worker-1" in told
+    assert "validation_data is none on worker-0 and given on worker-2" in told
+
+
+def test_harmless(lines: list[str]) -> None:
+    """One line of the chief's names what does not matter."""
+    chief = {SEED: "1", "optimizer.learning_rate": "0.01", "Python": "3.11.7"}
+    other = {SEED: "2", "optimizer.learning_rate": "0.05", "Python": "3.12.1"}
+    assert compare([chief, chief, other]) == [None] * 3
+    assert lines == [
+        f"the workers differ: {SEED} is 1 on worker-0 and 2 on worker-2; worker-0's is used; "
+        "optimizer.learning_rate is 0.01 on worker-0 and 0.05 on worker-2; worker-0's is used; "
+        "Python is 3.11.7 on worker-0 and 3.12.1 on worker-2"
+    ]
+
+
+def test_schedule() -> None:
+    """A schedule is no variable that all would get from the chief."""
+    [told, *_] = compare([{"optimizer.learning_rate": each} for each in ("0.1", "Decay()", "0.1")])
+    assert told is not None
+    assert "optimizer.learning_rate is 0.1 on worker-0 and Decay() on worker-1" in told
+
+
+def test_clocks(lines: list[str]) -> None:
+    """A clock that is behind or ahead is told. Whoever is late has not a wrong one."""
+    at = [1000.0, 900.0, 1300.0]
+    assert compare([{}] * 3, [lambda each=each: each for each in at]) == [None] * 3
+    assert lines == [
+        "the workers differ: the clock of worker-1 is 100 s behind worker-0's; the clock of "
+        "worker-2 is 300 s ahead of worker-0's"
+    ]
+    lines.clear()
+    late = itertools.count(1000.0, 60.0)  # everybody asks this one, a minute later each time
+    assert compare([{}] * 3, [lambda: next(late)] * 3) == [None] * 3
+    assert lines == []

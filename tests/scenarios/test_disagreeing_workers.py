@@ -1,0 +1,61 @@
+"""Two real workers that are about to train different things."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.cluster import run_workers
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+SCRIPT = Path(__file__).parents[1] / "workers" / "disagree.py"
+
+SAID = {
+    "units": "layer 1 (Dense).units is 8 on worker-0 and 9 on worker-1",
+    "activation": "layer 1 (Dense).activation is relu on worker-0 and tanh on worker-1",
+    "rate": "layer 2 (Dropout).rate is 0.2 on worker-0 and 0.3 on worker-1",
+    "loss": "loss is binary_crossentropy on worker-0 and mean_squared_error on worker-1",
+    "optimizer": "optimizer is Adam on worker-0 and SGD on worker-1",
+    "beta": "optimizer.beta_1 is 0.9 on worker-0 and 0.8 on worker-1",
+    "metrics": "metrics is [accuracy] on worker-0 and [] on worker-1",
+    "values": "; x is data with hash ",
+    "order": "the order of the samples is data with hash ",
+    "size": (" is 64 on worker-0 and 96 on", "batches is 4 on worker-0 and 6 on"),
+    "batch": "batch_size is 16 on worker-0 and 8 on worker-1",
+    "epochs": "epochs is 2 on worker-0 and 3 on worker-1",
+    "validation": "validation_data is given on worker-0 and none on worker-1",
+    "validation_freq": "validation_freq is 1 on worker-0 and 2 on worker-1",
+    "steps_per_epoch": "steps_per_epoch is none on worker-0 and 2 on worker-1",
+    "class_weight": "class_weight is none on worker-0 and {0: 1.0, 1: 2.0} on worker-1",
+}
+NOTED = {
+    "seed": "the seed of `keras.utils.set_random_seed` is 1 on worker-0 and 2 on worker-1; "
+    "worker-0's is used",
+    "learning_rate": "optimizer.learning_rate is 0.01 on worker-0 and 0.05 on worker-1; "
+    "worker-0's is used",
+}
+
+
+def test_disagreeing(tmp_path: Path) -> None:
+    """Both refuse what would make the training wrong, with both values; they go on with the chief's
+    seed and learning rate, and say so; each may read its own part of the data."""
+    for worker in run_workers([str(SCRIPT), str(tmp_path)], 2, timeout_s=240):
+        assert worker.returncode == 0, worker.output
+    chief, other = (json.loads((tmp_path / f"worker-{n}.json").read_text()) for n in range(2))
+    assert {len(kinds) for kinds in chief.values()} == {len(SAID) + 3, len(SAID) + 1}
+    for way, kinds in chief.items():
+        for kind, told in kinds.items():
+            where = f"{way}: {kind}"
+            assert told["error"] == other[way][kind]["error"], where
+            if kind in SAID:
+                said = SAID[kind] if isinstance(SAID[kind], tuple) else (SAID[kind],)
+                assert any(each in told["error"] for each in said), told["error"]
+                assert "Nothing was trained" in told["error"]
+                continue
+            assert told["error"] is None, where
+            assert told["weights"] == other[way][kind]["weights"], where
+            # A variable made in the scope has the chief's value already.
+            noted = None if (way, kind) == ("fit", "learning_rate") else NOTED.get(kind)
+            assert told["noted"] == ([] if noted is None else [f"the workers differ: {noted}"])
