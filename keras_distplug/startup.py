@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from keras_distplug.backend.tensorflow import trainer
 from keras_distplug.backend.tensorflow.runtime import context, versions, workers
-from keras_distplug.cluster import peers, roles
+from keras_distplug.cluster import peers, ports, roles
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.log import announce
 from keras_distplug.core.supervised import JOINED_BY, Phase, Supervised
@@ -91,6 +91,7 @@ def join(strategy: str, given: Timeouts | None = None) -> tf.distribute.Strategy
         # A task that is being started again is to be waited for, instead of failing at once.
         os.environ["GRPC_FAIL_FAST"] = "use_caller"
         if role.is_server:
+            ports.require_free(role)
             report = functools.partial(_report_joined, role)
             servers.serve(role.cluster, role.task_type, role.index, report)  # never returns
     if choice.name not in _joined:
@@ -218,6 +219,7 @@ def _make(choice: Choice, role: roles.Role, timeouts: Timeouts) -> tf.distribute
         return tf.distribute.get_strategy()
     os.environ["TF_CONFIG"] = role.to_tf_config()
     peers.watch()
+    ports.require_free(role)
     is_served = choice.name == "parameter_server"
     strategy = _parameter_server() if is_served else _multi_worker(timeouts)
     trainer.install_dispatch()

@@ -18,6 +18,9 @@ class Cluster(Protocol):
     def cluster(self) -> Mapping[str, tuple[str, ...]]: ...
 
     @property
+    def task_type(self) -> str: ...
+
+    @property
     def world_size(self) -> int: ...
 
     @property
@@ -47,6 +50,13 @@ def choose(requested: str, cluster: Cluster, gpus: int) -> Choice:
         raise ConfigurationError(
             f"Unknown strategy. Received: strategy={requested!r}. Expected one of "
             f"{', '.join(map(repr, NAMES))}, or a tf.distribute.Strategy."
+        )
+    if cluster.task_type == "evaluator":
+        raise ConfigurationError(
+            f"Expected a task that trains. Received: an 'evaluator' task ({cluster.source}), which "
+            "would train the whole model alone. Training validates between epochs: give `fit` "
+            "`validation_data`, and leave the evaluator out of the job, or give it a script that "
+            "reads checkpoints (`keras-distplug export`)."
         )
     choice = _automatic(cluster, gpus) if requested == "auto" else Choice(requested, "asked for")
     if choice.name == "parameter_server" or "ps" in cluster.cluster:

@@ -63,6 +63,32 @@ def test_evaluator_outside_the_cluster() -> None:
     assert (role.name, role.is_chief) == ("evaluator-0", False)
 
 
+def test_address_of_ipv6() -> None:
+    """In brackets."""
+    cluster = {"worker": ["[::1]:1", "[fe80::1]:2"]}
+    assert from_environment(tf_config(cluster, {"type": "worker", "index": 0})).world_size == 2
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+        {"RANK": "1", "WORLD_SIZE": "2"},
+        {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"},
+        {"PMI_RANK": "0", "PMI_SIZE": "4"},
+    ],
+)
+def test_numbered_by_a_launcher(environ: dict[str, str]) -> None:
+    """A process that is one of several, but cannot know where the others are, is refused, unless it
+    is told to be alone, or alone under a supervisor."""
+    with pytest.raises(ClusterError, match=r"one of [24] .*keras-distplug run --workers [24]"):
+        from_environment(environ)
+    assert from_environment({**environ, "TF_CONFIG": "{}"}).world_size == 1
+    assert from_environment({**environ, "KERAS_DISTPLUG_JOB": "a job"}).world_size == 1
+    size = next(name for name in environ if name.endswith("SIZE"))
+    assert from_environment({**environ, size: "1"}).world_size == 1
+
+
 def test_index_in_quotes() -> None:
     """An index "1" is 1, as TensorFlow takes it."""
     assert from_environment(tf_config(TWO, {"type": "worker", "index": "1"})).index == 1
@@ -112,6 +138,8 @@ def test_malformed(text: str, complaint: str) -> None:
         ({"worker": [":1"]}, "no valid address"),
         ({"worker": ["a:65536"]}, "no valid address"),
         ({"worker": [7]}, "no valid address.*7"),
+        ({"worker": ["::1:34011"]}, r"worker\[0\] has no valid address.*in brackets"),
+        ({"worker": ["[]:1"]}, "no valid address"),
         ({"worker": ["a:1"], "ps": ["a:1"]}, r"worker\[0\] and ps\[0\] have the same address"),
         ({"chief": ["c:1", "c:2"], "worker": ["a:1"]}, "has 2 chiefs"),
         ({"worker": ["a:1"], "master": ["m:1"]}, "unknown task type 'master'"),

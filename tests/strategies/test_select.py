@@ -4,7 +4,7 @@ import pytest
 
 from keras_distplug.cluster.roles import Role, single_process
 from keras_distplug.core.errors import ConfigurationError
-from keras_distplug.strategies.select import choose
+from keras_distplug.strategies.select import NAMES, choose
 
 TWO = Role("worker", 0, {"worker": ("a:1", "b:1")}, "TF_CONFIG")
 SLURM = Role("worker", 0, {"worker": ("a:1", "b:1")}, "Slurm")
@@ -49,6 +49,18 @@ def test_parameter_servers_of_nobody() -> None:
     """A single process has none."""
     with pytest.raises(ConfigurationError, match=r"a single process .*Missing: chief, worker, ps"):
         choose("parameter_server", ALONE, 0)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_evaluator(inside: bool) -> None:
+    """An evaluator, in the cluster or beside it, does not train; the others do without it."""
+    cluster = {"chief": ("a:1",), "worker": ("b:1",)} | ({"evaluator": ("c:1",)} if inside else {})
+    for name in NAMES:
+        with pytest.raises(ConfigurationError, match="an 'evaluator' task"):
+            choose(name, Role("evaluator", 0, cluster, "TF_CONFIG"), 0)
+    chief = Role("chief", 0, cluster, "TF_CONFIG")
+    assert (choose("auto", chief, 0).name, chief.world_size) == ("multi_worker", 2)
+    assert "evaluator" not in chief.to_tf_config()
 
 
 def test_parameter_servers_and_an_evaluator() -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from keras_distplug.cluster.roles import sagemaker, slurm, vertex
+from keras_distplug.cluster.roles import launchers, sagemaker, slurm, vertex
 from keras_distplug.cluster.roles.role import Role, single_process
 from keras_distplug.cluster.roles.tf_config import from_tf_config
+from keras_distplug.core.supervised import JOB
 
 __all__ = ["VARIABLES", "Role", "from_environment", "single_process"]
 
@@ -28,7 +29,8 @@ def from_environment(environ: Mapping[str, str]) -> Role:
 
     `TF_CONFIG` wins when it is set; empty or `{}`, it says "single process". Otherwise the tasks of
     a Slurm step that `srun` started are the workers, or the replicas of Vertex AI's `CLUSTER_SPEC`,
-    or the hosts of SageMaker's `SM_HOSTS`. Otherwise the process is alone.
+    or the hosts of SageMaker's `SM_HOSTS`. Otherwise the process is alone, unless torchrun or
+    `mpirun` say that there are others.
 
     Args:
         environ: Usually `os.environ`.
@@ -44,4 +46,6 @@ def from_environment(environ: Mapping[str, str]) -> Role:
         return vertex.from_cluster_spec(environ["CLUSTER_SPEC"])
     if sagemaker.is_container(environ):
         return sagemaker.from_hosts(environ)
+    if JOB not in environ:  # a supervisor's worker that is alone
+        launchers.require_none(environ)
     return single_process()

@@ -76,10 +76,16 @@ class Role:
         return tuple(f"{task}-{index}" for task, count in counts for index in range(count))
 
     def to_tf_config(self) -> str:
-        """The value of `TF_CONFIG` that says the same; `"{}"` for a single process."""
+        """The value of `TF_CONFIG` for the tasks that train and serve; `"{}"` for a single
+        process."""
         if not self.cluster:
             return "{}"
-        cluster = {task_type: list(addresses) for task_type, addresses in self.cluster.items()}
+        # TensorFlow would wait for the evaluator, too, which never joins.
+        cluster = {
+            task_type: list(addresses)
+            for task_type, addresses in self.cluster.items()
+            if task_type != "evaluator"
+        }
         return json.dumps(
             {"cluster": cluster, "task": {"type": self.task_type, "index": self.index}}
         )

@@ -129,7 +129,8 @@ def _check_addresses(cluster: Mapping[str, Sequence[Any]], where: str) -> None:
             if not _is_address(address):
                 raise ClusterError(
                     f"{where}: {here} has no valid address. Expected 'host:port' with a port from "
-                    f"1 to 65535. Received: {shown(address)}."
+                    f"1 to 65535, and an IPv6 address in brackets, as in '[::1]:2222'. Received: "
+                    f"{shown(address)}."
                 )
             if address in owners:
                 raise ClusterError(
@@ -143,4 +144,7 @@ def _is_address(address: Any) -> bool:
     if not isinstance(address, str):
         return False
     host, _, port = address.rpartition(":")
-    return bool(host.strip()) and port.isdecimal() and 0 < int(port) < 65536
+    is_bare = not set(host) & set(":[]")  # a name, or an IPv4 address
+    is_bracketed = host.startswith("[") and host.endswith("]") and len(host) > len("[]")
+    is_host = bool(host.strip()) and (is_bare or is_bracketed)
+    return is_host and port.isdecimal() and 0 < int(port) < 65536
