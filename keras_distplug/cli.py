@@ -215,6 +215,7 @@ def _add_run(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def _run(parsed: argparse.Namespace, command: Sequence[str]) -> int:
     from keras_distplug.core.timeouts import Timeouts
     from keras_distplug.runlog import log_files
+    from keras_distplug.supervisor import guard
     from keras_distplug.supervisor.run import Job, run
 
     if parsed.ps == 0:
@@ -248,7 +249,8 @@ def _run(parsed: argparse.Namespace, command: Sequence[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A worker may print what this terminal's encoding does not have.
         sys.stdout.reconfigure(errors="backslashreplace")
-    return run(job, os.environ, log_files.open_beside)
+    with guard.adopting_orphans():
+        return run(job, os.environ, log_files.open_beside)
 
 
 def _exit_code(error: DistplugError) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import re
@@ -27,7 +26,6 @@ _NO_ATTEMPT = -1
 MODULES = ("keras_distplug", "tensorflow", "keras")
 _REPLY_SECS = 10.0  # a fork takes a tenth of a second
 _LAST_OUTPUT = 300  # characters of what a server has printed last
-_SET_CHILD_SUBREAPER = 36  # of prctl(2)
 _KILL_SECS = 5.0
 _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 _OPTION = re.compile(r"-[bBdEIOPqRsSuv]+|-[WX].*|--check-hash-based-pycs")
@@ -85,7 +83,7 @@ class Server:
         modules: Sequence[str] = MODULES,
         shown: Sequence[str] = (),
     ) -> None:
-        become_subreaper()
+        guard.become_subreaper()
         self._marks = [f"{MEMBER}={environ[MEMBER]}"]
         self._connection, theirs = socket.socketpair()
         self.is_ready = False
@@ -273,7 +271,9 @@ class ForkServer:
             raise
         finally:
             os.close(writing)
-        return Started(Forked(pid, output), f"{MEMBER}={environ[MEMBER]}")
+        started = Started(Forked(pid, output), f"{MEMBER}={environ[MEMBER]}")
+        guard.note_worker(pid, started.mark)
+        return started
 
     def turn_off(self, why: str) -> None:
         """Workers are ordinary processes from now on."""
@@ -314,13 +314,6 @@ class Forked:
             _, status = os.waitpid(self.pid, 0)
             self._returncode = os.waitstatus_to_exitcode(status)
         return self._returncode
-
-
-def become_subreaper() -> None:
-    """Makes descendants whose parent ends children of this process, which can then await them."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def _is_our_child(pid: int) -> bool:

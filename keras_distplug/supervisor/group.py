@@ -18,6 +18,7 @@ from keras_distplug.supervisor.output import Output, pump
 from keras_distplug.supervisor.signals import Interruptions
 
 _POLL_SECS = 0.05
+_LOOK_SECS = 1.0  # nobody tells when a process has become an orphan
 _DRAIN_SECS = 1.0  # used up only if somebody else holds a pipe, or nobody reads our output
 _KILL_SECS = 30.0  # a killed process that lives on hangs in the kernel, e.g. on a dead network disk
 
@@ -70,7 +71,8 @@ class Group:
     def lives(self, workers: Collection[str] | None = None) -> bool:
         """True while one of these, by default of all, or something that it started, has not
         ended."""
-        return self.runs(workers) or guard.living(self._marks_of(workers))
+        marks = self._marks_of(workers)
+        return self.runs(workers) or guard.living(marks, adopted=workers is None)
 
     def add(self, worker: str, started: Started) -> None:
         """Takes care of a worker that has been started. Nothing may live of one that had its
@@ -96,18 +98,23 @@ class Group:
             timeout_secs = min(_POLL_SECS, timeout_secs)
         signals: list[signal.Signals] = []
         gone: list[_Process] = []
-        for key, _ in self._selector.select(timeout_secs):
-            if isinstance(key.data, _Process):
-                gone.append(key.data)
-            else:
-                signals = self._interruptions.received()
-        guard.reap_orphans()
+        deadline = time.monotonic() + timeout_secs
+        while True:
+            left_secs = max(0.0, deadline - time.monotonic())
+            for key, _ in self._selector.select(min(left_secs, _LOOK_SECS)):
+                if isinstance(key.data, _Process):
+                    gone.append(key.data)
+                else:
+                    signals = self._interruptions.received()
+            guard.reap_orphans()
+            if gone or signals or left_secs <= _LOOK_SECS:
+                break
         now = time.time()  # one for all: nobody knows in which order they ended
         return [self._reap(process, now) for process in gone], signals
 
     def signal(self, number: signal.Signals, workers: Collection[str] | None = None) -> None:
         """Sends a signal to these workers, by default to all, and to whatever they started."""
-        guard.signal_all(self._marks_of(workers), number)
+        guard.signal_all(self._marks_of(workers), number, adopted=workers is None)
 
     def kill(self, workers: Collection[str] | None = None) -> list[Ended]:
         """Kills these workers, by default all, and whatever they started, and waits until they are

@@ -223,5 +223,6 @@ def spawn(command: Sequence[str], environ: Mapping[str, str]) -> Started:
             "executable; a script needs a first line such as `#!/usr/bin/env python` or its "
             f"interpreter: `-- python {command[0]}`."
         ) from error
-    guard.note_child(handle.pid)
-    return Started(handle, f"{MEMBER}={name}")
+    started = Started(handle, f"{MEMBER}={name}")
+    guard.note_worker(handle.pid, started.mark)
+    return started

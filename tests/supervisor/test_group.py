@@ -12,8 +12,8 @@ import pytest
 from supervision import await_until, is_dead
 
 from keras_distplug.supervisor.attempt import await_end
-from keras_distplug.supervisor.fork_server import become_subreaper
 from keras_distplug.supervisor.group import Ended, Group
+from keras_distplug.supervisor.guard import become_subreaper
 from keras_distplug.supervisor.launch import spawn
 from keras_distplug.supervisor.output import Output
 from keras_distplug.supervisor.signals import Interruptions

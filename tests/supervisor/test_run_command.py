@@ -243,25 +243,6 @@ def test_joined_in_time(start: Start) -> None:
     assert code == 0, printed
 
 
-@pytest.mark.parametrize("command", ["python", "bash", "setsid"])
-def test_killed_supervisor(start: Start, command: str, tmp_path: Path) -> None:
-    """When the supervisor is killed, no worker survives it, nor what a worker started."""
-    python = f"{sys.executable} {tmp_path / 'train.py'}"
-    job = start(
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN); train(); mark(os.getpid()); sleep()",
-        command={
-            "python": (),
-            "bash": ("bash", "-c", f"{python}; true"),
-            "setsid": ("bash", "-c", f"setsid -w {python}; true"),
-        }[command],
-    )
-    pids = job.pids(2)
-    assert not any(is_dead(pid) for pid in pids)
-    job.process.kill()
-    await_until(lambda: all(is_dead(pid) for pid in pids), "all workers are dead")
-    await_until(lambda: not list(tmp_path.glob("keras-distplug-*")), "its folder is deleted")
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signal_to_the_supervisor(start: Start, number: signal.Signals, code: int) -> None:
     """A signal to the supervisor reaches the workers, who may end in their own way."""
@@ -464,33 +445,6 @@ sys.exit(3)
     assert code == 3, printed
     assert "first failure: worker-1 exited with code 3" in printed
     assert "then: worker-0 left because it lost another worker (exit code 201)" in printed
-
-
-def test_hidden_trainer(start: Start, tmp_path: Path) -> None:
-    """Before a restart nothing of the attempt before lives, in whatever session it hides."""
-    job = start(
-        """
-mark(f"{attempt} {os.getpid()}")
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-if attempt == 0:
-    train()
-    await_training("worker-0", "worker-1")
-    if index == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    sleep()
-pids = [line.split()[1] for line in open(Path(__file__).with_name("marks")) if line[0] == "0"]
-for pid in pids:
-    stat = Path(f"/proc/{pid}/stat")
-    # In a container nobody may reap an orphan.
-    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX", pid
-train()
-complete()
-""",
-        command=("bash", "-c", f"setsid -w {sys.executable} {tmp_path / 'train.py'}; exit $?"),
-    )
-    code, printed = job.finish()
-    assert code == 0, printed
-    assert [mark[0] for mark in sorted(job.marks())] == ["0", "0", "1", "1"]
 
 
 def test_one_worker_may_take_its_time(start: Start) -> None:

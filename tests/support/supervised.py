@@ -11,7 +11,7 @@ from typing import Self
 from keras_distplug.supervisor import fork_server, forking
 
 if __name__ == "__main__":
-    fork_server.become_subreaper()
+    fork_server.guard.become_subreaper()
     ours, theirs = socket.socketpair()
     loaded = forking.load(fork_server.MODULES)
     server_pid = os.fork()

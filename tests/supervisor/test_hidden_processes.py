@@ -1,0 +1,122 @@
+"""`keras-distplug run` and processes that hide: nothing of a job outlives it, or an attempt."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from supervision import Supervision, await_until, is_dead
+
+Start = Callable[..., Supervision]
+
+HIDING = """
+def hide():
+    # The pids of what has lost every mark of the job; the last one has ended.
+    # As setproctitle does: a title overwrites what the kernel shows of the environment.
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[47]), int(fields[48])
+    with open("/proc/self/mem", "r+b", buffering=0) as memory:
+        memory.seek(start)
+        memory.write(bytes(end - start))
+    assert not Path("/proc/self/environ").read_bytes().strip(bytes(1))
+
+    def orphan(*command):
+        code = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:], env={}, "
+        code += "start_new_session=True, stdout=subprocess.DEVNULL).pid)"
+        done = subprocess.run(
+            [sys.executable, "-c", code, *command], env={}, stdout=subprocess.PIPE, check=True
+        )
+        return int(done.stdout)
+
+    child = subprocess.Popen(["sleep", "60"], env={})
+    other = subprocess.Popen(["sleep", "60"], env={}, start_new_session=True)
+    return [os.getpid(), child.pid, other.pid, orphan("sleep", "60"), orphan("true")]
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("--no-fork-server",)], ids=str)
+def test_hidden_processes(start: Start, options: tuple[str, ...]) -> None:
+    """A worker that has changed its title is ended and started again, and nothing of the attempt
+    before lives: with a cleared environment, in another session, or as an orphan."""
+    job = start(
+        f"""{HIDING}
+train()
+if attempt == 0:
+    if index == 1:
+        await_marks("fault")
+        sys.exit(3)
+    mark(" ".join(map(str, hide())))
+    mark("fault")
+    sleep()
+pids = Path(__file__).with_name("marks").read_text().split()[:5]
+for pid in pids:
+    stat = Path(f"/proc/{{pid}}/stat")
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX", pid
+complete()
+""",
+        *options,
+    )
+    code, printed = job.finish()
+    assert code == 0, printed
+    assert "1 restart\n" in printed
+    assert all(is_dead(int(pid)) for pid in job.marks()[0].split())
+
+
+def test_hidden_from_the_guard(start: Start) -> None:
+    """What hides does not survive a supervisor that is killed, either."""
+    job = start(f"{HIDING}\ntrain()\nmark(' '.join(map(str, hide())))\nsleep()", workers=1)
+    await_until(lambda: bool(job.marks()), "the worker hides")
+    *pids, ended = map(int, job.marks()[0].split())
+    assert not any(is_dead(pid) for pid in pids)
+    # Whoever has taken its exit code has seen the orphan that was there before it.
+    await_until(lambda: not Path(f"/proc/{ended}").exists(), "the supervisor knows the orphans")
+    job.process.kill()
+    await_until(lambda: all(is_dead(pid) for pid in pids), "all are dead")
+
+
+@pytest.mark.parametrize("command", ["python", "bash", "setsid"])
+def test_killed_supervisor(start: Start, command: str, tmp_path: Path) -> None:
+    """When the supervisor is killed, no worker survives it, nor what a worker started."""
+    python = f"{sys.executable} {tmp_path / 'train.py'}"
+    job = start(
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN); train(); mark(os.getpid()); sleep()",
+        command={
+            "python": (),
+            "bash": ("bash", "-c", f"{python}; true"),
+            "setsid": ("bash", "-c", f"setsid -w {python}; true"),
+        }[command],
+    )
+    pids = job.pids(2)
+    assert not any(is_dead(pid) for pid in pids)
+    job.process.kill()
+    await_until(lambda: all(is_dead(pid) for pid in pids), "all workers are dead")
+    await_until(lambda: not list(tmp_path.glob("keras-distplug-*")), "its folder is deleted")
+
+
+def test_hidden_trainer(start: Start, tmp_path: Path) -> None:
+    """Before a restart nothing of the attempt before lives, in whatever session it hides."""
+    job = start(
+        """
+mark(f"{attempt} {os.getpid()}")
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if attempt == 0:
+    train()
+    await_training("worker-0", "worker-1")
+    if index == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    sleep()
+pids = [line.split()[1] for line in open(Path(__file__).with_name("marks")) if line[0] == "0"]
+for pid in pids:
+    stat = Path(f"/proc/{pid}/stat")
+    # In a container nobody may reap an orphan.
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX", pid
+train()
+complete()
+""",
+        command=("bash", "-c", f"setsid -w {sys.executable} {tmp_path / 'train.py'}; exit $?"),
+    )
+    code, printed = job.finish()
+    assert code == 0, printed
+    assert [mark[0] for mark in sorted(job.marks())] == ["0", "0", "1", "1"]
