@@ -181,7 +181,7 @@ def distributed_fit(
         require_usable(model, "the model given", own_arguments)
     elif not callable(model):
         require_usable(model, "received as `model`", own_arguments)
-    facts = _about_to_do(model, given)  # joining may start TensorFlow afresh
+    facts = _about_to_do(model, strategy, given)  # joining may start TensorFlow afresh
     joined = _join(model, strategy, given)
     role = agreement.role_under(joined.strategy)
     if role.world_size > 1:
@@ -208,12 +208,16 @@ def distributed_fit(
 
 
 def _about_to_do(
-    model: keras.Model | Callable[[], keras.Model], arguments: Mapping[str, Any]
+    model: keras.Model | Callable[[], keras.Model],
+    strategy: str | tf.distribute.Strategy,
+    arguments: Mapping[str, Any],
 ) -> same_start.Facts:
     """What the other workers have to be about to do, too; known before the model is placed."""
-    if roles.from_environment(os.environ).world_size == 1:
+    is_model = isinstance(model, keras.Model)
+    is_chosen = not isinstance(strategy, str) or (is_model and models.is_placed(model))
+    if not is_chosen and roles.from_environment(os.environ).world_size == 1:
         return {}
-    of_model = same_start.of_model(model) if isinstance(model, keras.Model) else {}
+    of_model = same_start.of_model(model) if is_model else {}
     return {**same_start.of_process(), **of_model, **same_start.of_arguments(arguments)}
 
 

@@ -86,12 +86,14 @@ def join(strategy: str, given: Timeouts | None = None) -> tf.distribute.Strategy
     given = given or Timeouts()
     timeouts = given.or_else(Timeouts.from_env(os.environ))
     role = roles.from_environment(os.environ)
+    if strategy in ("auto", "multi_worker"):
+        roles.require_not_numbered(os.environ)
     choice = _choose(strategy, role)
     if choice.name == "parameter_server":
         # A task that is being started again is to be waited for, instead of failing at once.
         os.environ["GRPC_FAIL_FAST"] = "use_caller"
         if role.is_server:
-            ports.require_free(role)
+            _require_port(role)
             report = functools.partial(_report_joined, role)
             servers.serve(role.cluster, role.task_type, role.index, report)  # never returns
     if choice.name not in _joined:
@@ -219,11 +221,16 @@ def _make(choice: Choice, role: roles.Role, timeouts: Timeouts) -> tf.distribute
         return tf.distribute.get_strategy()
     os.environ["TF_CONFIG"] = role.to_tf_config()
     peers.watch()
-    ports.require_free(role)
+    _require_port(role)
     is_served = choice.name == "parameter_server"
     strategy = _parameter_server() if is_served else _multi_worker(timeouts)
     trainer.install_dispatch()
     return strategy
+
+
+def _require_port(role: roles.Role) -> None:
+    if Supervised.from_env() is None:  # a supervisor starts the workers again, on other ports
+        ports.require_free(role)
 
 
 def _multi_worker(timeouts: Timeouts) -> tf.distribute.Strategy:

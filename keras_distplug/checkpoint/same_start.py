@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from keras_distplug import __version__
 from keras_distplug.backend.tensorflow import trainer
 from keras_distplug.backend.tensorflow.input import epochs
 from keras_distplug.backend.tensorflow.runtime import context
+from keras_distplug.callbacks.run_keeper import RunKeeper
 from keras_distplug.checkpoint import changed_settings, compilation, same_run
 from keras_distplug.cluster import agreement
 from keras_distplug.cluster.channel import Channel
@@ -51,6 +53,7 @@ _HARMLESS = ("Python", "NumPy")
 _DTYPE = ".dtype"  # of a layer: often chosen by the machine
 _NONE = "none"
 _CLOCK_SECS = 5.0
+_COUNTED = re.compile(r"_\d+$")  # the names of a process count what it has made before
 _MOST_SHOWN, _MOST_CHARS = 3, 200
 
 
@@ -67,7 +70,7 @@ def of_model(model: keras.Model) -> Facts:
         **{name: str(kind) for name, kind in same_run.of_model(model).items()},
         **changed_settings.as_texts(compilation.settings_of(model)),
         **{
-            f"weight {number} ({weight.name})": str(tuple(weight.shape))
+            f"weight {number} ({_COUNTED.sub('', weight.name)})": str(tuple(weight.shape))
             for number, weight in enumerate(weights, 1)
         },
     }
@@ -102,12 +105,15 @@ def of_fit() -> Facts:
         return {}
     given = epochs.arguments_of_fit((*_ARGUMENTS, _VALIDATION))
     facts = dict(of_arguments(given))
-    if not is_own_part(given.get(_VALIDATION)):
+    validation = given.get(_VALIDATION)
+    if isinstance(validation, tf.data.Dataset | tuple | list) and not is_own_part(validation):
         known = changed_settings.of_fit().get(_VALIDATION, _NONE)
         facts[f"{_DATA}{CONTENTS} of {_VALIDATION}"] = _text(known)
-    if is_own_part(loop.adapter.get_tf_dataset()):
+    is_positioned = isinstance(loop.dataset, Positioned)
+    read = loop.dataset if is_positioned else loop.whole_dataset
+    if read is None or is_own_part(read):  # None: the script has distributed it
         return facts
-    if isinstance(loop.dataset, Positioned):
+    if is_positioned:
         described = loop.dataset.source.fingerprint()
         data = {name: _text(each) for name, each in described.items() if name != SEEDS}
     else:
@@ -116,11 +122,20 @@ def of_fit() -> Facts:
         data |= contents.of_fit()
     if len(data.keys() & _PARTS) > 1:
         del data[CONTENTS]  # of these together
+    holds_state = is_positioned and loop.dataset.source.holds_state
+    if holds_state or loop.py_dataset is not None or loop.torch_loader is not None:
+        # An object may hold what it has drawn, or read before. Each worker takes its own part.
+        data = {name: each for name, each in data.items() if not name.startswith((CONTENTS, ORDER))}
     return {**facts, **{_DATA + name: each for name, each in data.items()}}
 
 
 def require_same_fit(model: keras.Model) -> None:
-    """Compares the `fit` that calls with that of the other workers, which call this, too."""
+    """Compares the `fit` that calls, if its run is kept, with that of the other workers, which call
+    this, too."""
+    callbacks = epochs.arguments_of_fit(["callbacks"]).get("callbacks")
+    listed = getattr(callbacks, "callbacks", callbacks)
+    if not any(isinstance(each, RunKeeper) for each in keras.tree.flatten(listed)):
+        return
     role = agreement.role_under(model.distribute_strategy)
     if role.world_size > 1:
         facts = {**of_process(), **of_model(model), **of_fit()}

@@ -62,7 +62,7 @@ class Channel:
         self._store = store
         self._scope = scope
         self._timeout_s = timeout_s
-        self._answer_before: str | None = None  # the key of the chief's last answer to all
+        self._answers: list[str] = []  # keys of what the chief has told all
 
     def session(self, topic: str) -> Channel:
         """Return a channel whose messages no other session sees, be it of an earlier `fit`."""
@@ -92,9 +92,8 @@ class Channel:
         ]
         self._delete(key)  # the store lives as long as the job
         # Who has spoken now has heard all of the time before.
-        if self._answer_before is not None:
-            self._delete(self._answer_before)
-            self._answer_before = None
+        while self._answers:
+            self._delete(self._answers.pop())
         return said
 
     def gather(self, topic: str, value: str) -> list[str]:
@@ -139,7 +138,7 @@ class Channel:
     def _answered(self, topic: str, value: str, answer: Callable[[list[str]], str]) -> str:
         # The chief alone reads what each says: if all did, messages grew with the workers' square.
         said = self.to_chief(topic, value)
-        key = self._answer_before = self._next_key(topic)
+        key = self._next_key(topic)
         return self._from_chief(key, topic, None if said is None else answer(said))
 
     def _from_chief(self, key: str, topic: str, value: str | None) -> str:
@@ -149,6 +148,7 @@ class Channel:
             who = "chief" if self.role.world_size > 1 else "only worker"
             raise AgreementError(f"Agreement on {topic!r}: the {who} gave no value.")
         self._put(key, topic, value)
+        self._answers.append(key)
         return value
 
     def _put(self, key: str, topic: str, text: str) -> None:

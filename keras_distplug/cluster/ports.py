@@ -10,7 +10,7 @@ import time
 from keras_distplug.cluster.roles import Role
 from keras_distplug.core.errors import ClusterError
 
-_PATIENCE_SECS = 10.0  # for the process that was there before, which may be about to end
+_PATIENCE_SECS = 30.0  # for the process that was there before, which may be about to end
 _PAUSE_SECS = 0.2
 
 

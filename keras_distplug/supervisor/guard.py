@@ -31,6 +31,7 @@ from typing import Self
 
 _JOB = "KERAS_DISTPLUG_JOB"  # `core.supervised.JOB`, which cannot be imported here
 _FAREWELL = "farewell"
+_OVER = -2  # instead of when the leader of a session has started
 _SET_CHILD_SUBREAPER = 36  # prctl(2)
 _POLL_SECS = 0.02
 # A worker that the supervisor was starting when it was killed has no mark until its program runs.
@@ -64,7 +65,7 @@ def end_all(marks: Collection[str], timeout_secs: float) -> None:
 def signal_all(marks: Collection[str], number: signal.Signals, *, adopted: bool = False) -> None:
     """Sends a signal to every process of `living`."""
     for pid, start in _pids(marks, adopted=adopted).items():
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             pidfd = os.pidfd_open(pid)
             try:
                 # Looked at again: from here on the number cannot come to mean another process.
@@ -79,6 +80,7 @@ _started: set[int] = set()
 _sessions: dict[str, dict[int, int]] = {}  # by marks: their leaders, and when these have started
 _adopted: dict[int, int] = {}  # the same of orphans
 _guards: list[Guard] = []
+_here_before: set[int] = set()  # sessions that are nobody's to adopt
 _adopts = threading.Event()
 
 
@@ -93,13 +95,18 @@ def become_subreaper() -> None:
 def adopting_orphans() -> Iterator[None]:
     """Within this, descendants whose parent has ended, and that are in a session of their own,
     belong to the workers: this process starts nothing else."""
-    become_subreaper()
-    _adopts.set()
+    with contextlib.suppress(OSError, AttributeError):  # the system does not permit, or know, it
+        become_subreaper()
+        # The first process of a container gets the orphans of all others, too.
+        if os.getpid() != 1:
+            _here_before.update(os.getsid(pid) for pid in _children())
+            _adopts.set()
     try:
         yield
     finally:
         _adopts.clear()
         _adopted.clear()
+        _here_before.clear()
 
 
 def note_child(pid: int) -> None:
@@ -134,15 +141,23 @@ def reap_orphans() -> None:
     Those come from sessions of their own, as workers do. A child of this process's own session is
     another's to await: `run` may have been called by a program that has children.
     """
-    session = os.getsid(0)
+    ours = os.getsid(0)
+    for pid in _children():
+        with contextlib.suppress(OSError):
+            session = os.getsid(pid)
+            is_orphan = pid not in _started and session != ours
+            is_alive = is_orphan and os.waitpid(pid, os.WNOHANG) == (0, 0)
+            if is_alive and _adopts.is_set() and session not in _here_before:
+                _note_session(session, _adopted)
+
+
+def _children() -> list[int]:
+    found: list[int] = []
     for task in Path("/proc/self/task").iterdir():
         # A thread may have ended, or the kernel may not say what its children are.
         with contextlib.suppress(OSError):
-            for pid in map(int, (task / "children").read_text().split()):
-                own = os.getsid(pid)
-                is_orphan = pid not in _started and own != session
-                if is_orphan and os.waitpid(pid, os.WNOHANG) == (0, 0) and _adopts.is_set():
-                    _note_session(own, _adopted)
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 @dataclass(frozen=True)
@@ -187,7 +202,25 @@ def _pids(marks: Collection[str], *, adopted: bool = False) -> dict[int, int]:
         started = [pid for pid in children.get(left.pop(), ()) if pid not in belonging]
         belonging.update(started)
         left += started
-    return {pid: table[pid].start for pid in belonging if table[pid].is_running}
+    for each in [*noted, *([_adopted] if adopted else [])]:
+        for leader in each.keys() - {found.session for found in table.values()}:
+            del each[leader]  # it is over, and its number may come to mean another one
+            for guard in _guards:
+                guard.tell(leader, _OVER)
+    return {
+        pid: table[pid].start for pid in belonging if table[pid].is_running and _may_signal(pid)
+    }
+
+
+def _may_signal(pid: int) -> bool:
+    """False for another user's, such as what a worker has started with sudo."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return False
+    except OSError:
+        return True  # it has ended
+    return True
 
 
 def _has(marks: Collection[str], pid: int) -> bool:
@@ -212,6 +245,7 @@ class Guard:
             [sys.executable, "-I", "-S", __file__, job, str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
+            bufsize=0,  # what cannot be told is not told later, either
             start_new_session=True,
         )
         note_child(self._process.pid)
@@ -244,7 +278,8 @@ def main(job: str, folder: str) -> None:
     if last == _FAREWELL:
         return
     last_seen, marks = time.monotonic(), (mark_of(job),)
-    _sessions[marks[0]] = {int(leader): int(start) for leader, start in map(str.split, lines)}
+    told = {int(leader): int(start) for leader, start in map(str.split, lines)}
+    _sessions[marks[0]] = {leader: start for leader, start in told.items() if start != _OVER}
     while time.monotonic() - last_seen < _QUIET_SECS:
         if living(marks):
             last_seen = time.monotonic()

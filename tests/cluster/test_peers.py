@@ -159,13 +159,21 @@ def test_link_between_workers(
 ) -> None:
     """A connection that broke between workers that are well was one to another worker. Of two, it
     is known which, and nobody has to be missed for that."""
-    error = tf.errors.UnavailableError(None, None, f"Connection reset by peer{target}")
+    error = tf.errors.UnavailableError(
+        None, None, f"Collective ops is aborted by: Connection reset by peer{target}"
+    )
     service = Service(WELL[:count])
     service.heartbeat_timeout_s = 1e9 if count == 2 else 0.1
     found = peers.lost(error, role(workers[:count], 1), service)
     assert found is not None
     assert found.startswith(named)
     assert found.endswith(", to which the connection broke")
+
+
+def test_connection_to_a_store(workers: list[socket.socket]) -> None:
+    """Data that cannot be read is no lost worker."""
+    error = tf.errors.AbortedError(None, None, "libcurl code 56: Connection reset by peer")
+    assert peers.lost(error, role(workers[:2], 1), Service(WELL[:2])) is None
 
 
 def test_lost_by_another(workers: list[socket.socket]) -> None:

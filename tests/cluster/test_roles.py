@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from keras_distplug.cluster.roles import Role, from_environment
+from keras_distplug.cluster.roles import Role, from_environment, require_not_numbered
 from keras_distplug.cluster.roles.slurm import expand_node_list, expand_task_counts
 from keras_distplug.core.errors import ClusterError
 
@@ -82,11 +82,16 @@ def test_numbered_by_a_launcher(environ: dict[str, str]) -> None:
     """A process that is one of several, but cannot know where the others are, is refused, unless it
     is told to be alone, or alone under a supervisor."""
     with pytest.raises(ClusterError, match=r"one of [24] .*keras-distplug run --workers [24]"):
-        from_environment(environ)
-    assert from_environment({**environ, "TF_CONFIG": "{}"}).world_size == 1
-    assert from_environment({**environ, "KERAS_DISTPLUG_JOB": "a job"}).world_size == 1
+        require_not_numbered(environ)
     size = next(name for name in environ if name.endswith("SIZE"))
-    assert from_environment({**environ, size: "1"}).world_size == 1
+    role = {"type": "worker", "index": 0}
+    for other in (
+        {"TF_CONFIG": "{}"},
+        {"KERAS_DISTPLUG_JOB": "a job"},
+        tf_config({"worker": ["a:1", "b:1"]}, role),
+        {size: "1"},
+    ):
+        require_not_numbered({**environ, **other})
 
 
 def test_index_in_quotes() -> None:

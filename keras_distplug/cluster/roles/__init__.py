@@ -13,7 +13,7 @@ from keras_distplug.cluster.roles.role import Role, single_process
 from keras_distplug.cluster.roles.tf_config import from_tf_config
 from keras_distplug.core.supervised import JOB
 
-__all__ = ["VARIABLES", "Role", "from_environment", "single_process"]
+__all__ = ["VARIABLES", "Role", "from_environment", "require_not_numbered", "single_process"]
 
 # What to unset for a process that is to be alone, by `Role.source`.
 VARIABLES = {
@@ -29,8 +29,7 @@ def from_environment(environ: Mapping[str, str]) -> Role:
 
     `TF_CONFIG` wins when it is set; empty or `{}`, it says "single process". Otherwise the tasks of
     a Slurm step that `srun` started are the workers, or the replicas of Vertex AI's `CLUSTER_SPEC`,
-    or the hosts of SageMaker's `SM_HOSTS`. Otherwise the process is alone, unless torchrun or
-    `mpirun` say that there are others.
+    or the hosts of SageMaker's `SM_HOSTS`. Otherwise the process is alone.
 
     Args:
         environ: Usually `os.environ`.
@@ -46,6 +45,19 @@ def from_environment(environ: Mapping[str, str]) -> Role:
         return vertex.from_cluster_spec(environ["CLUSTER_SPEC"])
     if sagemaker.is_container(environ):
         return sagemaker.from_hosts(environ)
-    if JOB not in environ:  # a supervisor's worker that is alone
-        launchers.require_none(environ)
     return single_process()
+
+
+def require_not_numbered(environ: Mapping[str, str]) -> None:
+    """Checks that a process which seems to be alone is not one of several that `torchrun` or
+    `mpirun` has started.
+
+    Args:
+        environ: Usually `os.environ`.
+
+    Raises:
+        ClusterError: If it is.
+    """
+    is_told = environ.get("TF_CONFIG") is not None or JOB in environ  # by a supervisor
+    if not is_told and not from_environment(environ).cluster:
+        launchers.require_none(environ)

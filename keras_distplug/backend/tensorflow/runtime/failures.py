@@ -32,6 +32,7 @@ _BROKEN = re.compile(
     "Connection reset|Socket closed|Broken pipe|Connection timed out|Connection refused|"
     "failed to connect|No route to host|recvmsg"
 )
+_BETWEEN_WORKERS = re.compile("Collective ops is aborted|GRPC error information|RecvBuf|RecvTensor")
 _TARGET = re.compile(r"remote target /job:(chief|worker)/replica:0/task:(\d+)")
 _SERVER = re.compile(r"/job:ps/replica:0/task:(\d+)")
 
@@ -99,9 +100,12 @@ def server_in(error: BaseException) -> int | None:
 def broken_connection_to(error: BaseException) -> str | None:
     """The task at the other end of a connection of which TensorFlow's error says that it broke:
     "worker-1", or "" if it does not say which. None for another error."""
-    if not isinstance(error, tf.errors.OpError) or not _BROKEN.search(str(error)):
+    said = str(error)
+    if not (isinstance(error, tf.errors.OpError) and _BROKEN.search(said)):
         return None
-    found = _TARGET.search(str(error))
+    if not _BETWEEN_WORKERS.search(said):
+        return None  # that of a file system, for example
+    found = _TARGET.search(said)
     return "" if found is None else f"{found[1]}-{found[2]}"
 
 
