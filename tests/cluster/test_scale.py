@@ -66,7 +66,7 @@ def test_checkpoints(count: int) -> None:
     commit = {"put": 2 + others, "get": others + 2 * others, "delete": 1}
     assert save.messages["get"] == agreed["get"] + commit["get"]
     assert save.messages["put"] == agreed["put"] + commit["put"]
-    assert save.messages["delete"] == agreed["delete"] + commit["delete"] + 2  # what all were told before
+    assert save.messages["delete"] == agreed["delete"] + commit["delete"] + 2  # what all have heard
     files = 8 * (2**30 // 8 // 2**25) if count == 8 else 64
     assert save.requests["PUT"] == files + 1
     assert save.requests.get("HEAD", 0) == 0
