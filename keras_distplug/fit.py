@@ -181,7 +181,7 @@ def distributed_fit(
         require_usable(model, "the model given", own_arguments)
     elif not callable(model):
         require_usable(model, "received as `model`", own_arguments)
-    facts = _about_to_do(model, strategy, given)  # joining may start TensorFlow afresh
+    facts = _about_to_do(model, strategy, given)  # joining may reset TensorFlow
     joined = _join(model, strategy, given)
     role = agreement.role_under(joined.strategy)
     if role.world_size > 1:

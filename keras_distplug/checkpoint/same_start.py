@@ -170,7 +170,7 @@ def require_same(channel: Channel, facts: Facts, clock: Callable[[], float] = ti
                 noted.append(str(found))
             else:
                 refused.append(found)
-        # A message takes time: only what comes from the future tells of a clock.
+        # Messages take time, so only a time stamp from the future proves that a clock is wrong.
         if max(behind_secs, at - now) > _CLOCK_SECS:
             way, secs = (
                 ("behind", behind_secs) if behind_secs > at - now else ("ahead of", at - now)

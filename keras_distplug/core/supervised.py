@@ -191,8 +191,8 @@ class Supervised:
         Raises:
             OSError: The file cannot be written.
         """
-        # A process that is stopped meanwhile must not leave an empty file: nobody would notice
-        # that it gives no sign of life.
+        # If the process is stopped during this, an empty file would hide that from the
+        # supervisor.
         _replace_text(self.pulse_of(worker), str(os.getpid()))
         return self.pulse_of(worker)
 

@@ -18,7 +18,7 @@ from keras_distplug.supervisor.output import Output, pump
 from keras_distplug.supervisor.signals import Interruptions
 
 _POLL_SECS = 0.05
-_LOOK_SECS = 1.0  # nobody tells when a process has become an orphan
+_LOOK_SECS = 1.0  # the kernel sends no signal for a new orphan
 _DRAIN_SECS = 1.0  # used up only if somebody else holds a pipe, or nobody reads our output
 _KILL_SECS = 30.0  # a killed process that lives on hangs in the kernel, e.g. on a dead network disk
 

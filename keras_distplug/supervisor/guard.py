@@ -80,7 +80,7 @@ _started: set[int] = set()
 _sessions: dict[str, dict[int, int]] = {}  # by marks: their leaders, and when these have started
 _adopted: dict[int, int] = {}  # the same of orphans
 _guards: list[Guard] = []
-_here_before: set[int] = set()  # sessions that are nobody's to adopt
+_here_before: set[int] = set()  # sessions of children that this process already had
 _adopts = threading.Event()
 
 

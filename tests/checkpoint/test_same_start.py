@@ -32,7 +32,7 @@ def fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 def compare(
     facts: list[same_start.Facts], clocks: list[Callable[[], float]] | None = None
 ) -> list[str | None]:
-    """What each worker is told by the error that it raises."""
+    """Returns the error that each worker raises, if any."""
     store = Memory()
 
     def ask(index: int) -> str | None:
@@ -107,7 +107,7 @@ def test_schedule() -> None:
 
 
 def test_clocks(lines: list[str]) -> None:
-    """A clock that is behind or ahead is told. Whoever is late has not a wrong one."""
+    """A clock that is behind or ahead is reported; a worker that is late is not."""
     at = [1000.0, 900.0, 1300.0]
     assert compare([{}] * 3, [lambda each=each: each for each in at]) == [None] * 3
     assert lines == [

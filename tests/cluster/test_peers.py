@@ -157,8 +157,8 @@ TARGET = " Additional GRPC error information from remote target /job:worker/repl
 def test_link_between_workers(
     count: int, target: str, named: str, workers: list[socket.socket]
 ) -> None:
-    """A connection that broke between workers that are well was one to another worker. Of two, it
-    is known which, and nobody has to be missed for that."""
+    """A connection that broke between workers that are well was one to another worker. Of two
+    workers, it is the other one, without waiting for a heartbeat."""
     error = tf.errors.UnavailableError(
         None, None, f"Collective ops is aborted by: Connection reset by peer{target}"
     )
