@@ -116,7 +116,7 @@ def _start_process() -> None:
     # Before the first error, and for who is told by the code of this process only.
     started_by = ("KERAS_DISTPLUG_JOB", "TF_CONFIG", "SLURM_STEP_ID", "CLUSTER_SPEC", "SM_HOSTS")
     if any(os.environ.get(name) for name in started_by):
-        importlib.import_module("keras_distplug.cluster.leaving").prepare()
+        importlib.import_module("keras_distplug.cluster.failing").prepare()
     # TensorFlow forms a cluster only before the first tensor exists, and a script that a supervisor
     # started as one of several workers has made none when it imports us.
     if os.environ.get("TF_CONFIG") and os.environ.get("KERAS_DISTPLUG_JOB"):

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from keras_distplug.backend.tensorflow import trainer
 from keras_distplug.backend.tensorflow.runtime import context, versions, workers
-from keras_distplug.cluster import peers, ports, roles
+from keras_distplug.cluster import peers, ports, rendezvous, roles
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.log import announce
 from keras_distplug.core.supervised import JOINED_BY, Phase, Supervised
@@ -93,7 +93,8 @@ def join(strategy: str, given: Timeouts | None = None) -> tf.distribute.Strategy
         # A task that is being started again is to be waited for, instead of failing at once.
         os.environ["GRPC_FAIL_FAST"] = "use_caller"
         if role.is_server:
-            _require_port(role)
+            if Supervised.from_env() is None:
+                ports.require_free(role)
             report = functools.partial(_report_joined, role)
             servers.serve(role.cluster, role.task_type, role.index, report)  # never returns
     if choice.name not in _joined:
@@ -221,16 +222,20 @@ def _make(choice: Choice, role: roles.Role, timeouts: Timeouts) -> tf.distribute
         return tf.distribute.get_strategy()
     os.environ["TF_CONFIG"] = role.to_tf_config()
     peers.watch()
-    _require_port(role)
     is_served = choice.name == "parameter_server"
+    if Supervised.from_env() is None:  # a supervisor knows who is missing, and tries other ports
+        _meet(role, is_served)
     strategy = _parameter_server() if is_served else _multi_worker(timeouts)
     trainer.install_dispatch()
     return strategy
 
 
-def _require_port(role: roles.Role) -> None:
-    if Supervised.from_env() is None:  # a supervisor starts the workers again, on other ports
+def _meet(role: roles.Role, is_served: bool) -> None:
+    if is_served:
         ports.require_free(role)
+        rendezvous.await_servers(role)
+    elif role.world_size > 1:
+        rendezvous.meet(role, versions.installed())
 
 
 def _multi_worker(timeouts: Timeouts) -> tf.distribute.Strategy:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,13 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from keras_distplug import __version__
 from keras_distplug.backend.tensorflow import trainer
 from keras_distplug.backend.tensorflow.input import epochs
-from keras_distplug.backend.tensorflow.runtime import context
+from keras_distplug.backend.tensorflow.runtime import context, versions
 from keras_distplug.callbacks.run_keeper import RunKeeper
 from keras_distplug.checkpoint import changed_settings, compilation, same_run
 from keras_distplug.cluster import agreement
@@ -88,11 +85,7 @@ def of_arguments(arguments: Mapping[str, Any]) -> Facts:
 def of_process() -> Facts:
     """Describes the process."""
     return {
-        "keras_distplug": __version__,
-        "Keras": keras.__version__,
-        "TensorFlow": tf.__version__,
-        "Python": platform.python_version(),
-        "NumPy": np.__version__,
+        **versions.installed(),
         "floatx": keras.config.floatx(),
         _SEED: _text(context.global_seed()),
     }

@@ -6,6 +6,9 @@ interpreter ends, which then took from 1 s to 51 s, or for ever. So a process th
 One that has caught the error ends as usual, because nobody can tell its code before, but not
 without a limit. Workers that leave together, told to go, do not wait for each other either.
 
+An error that no `fit` has explained may be for a lost worker, too; and one that is not ends the
+others, who hear of it before TensorFlow would notice, and before they have all joined.
+
 One that a supervisor or a scheduler has started, and that ends with a `ConfigurationError`, would
 do so each time. It leaves in the same way, with a code that says that. Others do not.
 """
@@ -20,8 +23,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, TracebackType
+from typing import ClassVar
 
 from keras_distplug.cluster import roles
 from keras_distplug.core.errors import (
@@ -45,6 +49,7 @@ class _Ending:
     peer_is_lost = False
     code: int | None = None  # once it is known
     callers: FrameType | None = None
+    consulted: ClassVar[set[Callable[[Exception], int | None]]] = set()
 
 
 def prepare() -> None:
@@ -52,6 +57,12 @@ def prepare() -> None:
     register()
     if is_started_by_others(os.environ):
         _hear_of_errors()
+
+
+def consult(code_of: Callable[[Exception], int | None]) -> None:
+    """Asks `code_of` for the exit code after errors that this module does not know; None leaves
+    it."""
+    _Ending.consulted.add(code_of)
 
 
 def is_started_by_others(environ: Mapping[str, str]) -> bool:
@@ -99,6 +110,9 @@ def _hear_of_errors() -> None:
         before(kind, error, trace)
         if _Ending.code is None and not is_interactive():
             _Ending.code = _code_after(error)
+            if _Ending.code != ExitCode.PEER_LOST and isinstance(error, Exception):
+                found = [code_of(error) for code_of in _Ending.consulted]
+                _Ending.code = next(filter(None, found), _Ending.code)
             if _Ending.code is not None:
                 timer = threading.Timer(_LAST_WORDS_S, _exit, [_Ending.code])
                 timer.daemon = True

@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
+import sys
 import time
 from collections.abc import Iterable
 from typing import Any
 
 from keras_distplug.backend.tensorflow.runtime import failures, workers
-from keras_distplug.backend.tensorflow.runtime.context import ServiceKeyValues
+from keras_distplug.backend.tensorflow.runtime.context import ServiceKeyValues, in_cluster
 from keras_distplug.cluster import agreement, leaving
 from keras_distplug.cluster.roles import Role
 from keras_distplug.core.errors import AgreementError, PeerLostError
@@ -31,6 +32,7 @@ _HEARD_S = 0.5  # until all have heard what the chief, which keeps the service, 
 
 _CAUSE_CHARS = 200
 
+_PLAIN = str.maketrans("<>\n", "() ")
 _WORD = re.compile(r"keras_distplug lost <(.*?)> by <(.*?)>", re.DOTALL)
 
 
@@ -60,6 +62,26 @@ def _explain(error: Exception, strategy: Any) -> PeerLostError | None:
     if role.is_chief:
         time.sleep(_HEARD_S)
     return _peer_lost(role, who, "start all workers again", error)
+
+
+def has_joined() -> bool:
+    """Whether this process is, or was, in a cluster of workers that train together."""
+    return in_cluster()
+
+
+def code_after(error: Exception, role: Role) -> int:
+    """The code of a process that an error ends outside `fit`, `evaluate` and `predict`, such as
+    while a model is built. The others hear of an error that is this process's own."""
+    service = ServiceKeyValues()
+    if (who := lost(error, role, service)) is not None:
+        told = _peer_lost(role, who, "start all workers again", error)
+        print(f"{type(told).__module__}.{type(told).__name__}: {told}", file=sys.stderr)
+        return ExitCode.PEER_LOST
+    own = list(_workers(role))[role.rank]
+    why = f"{type(error).__name__}: {error}".translate(_PLAIN)[:_CAUSE_CHARS]
+    with contextlib.suppress(ConnectionError, TimeoutError):
+        service.report(f"keras_distplug lost <{own}, which failed: {why}> by <{own}>")
+    return 1
 
 
 def _peer_lost(role: Role, who: str, remedy: str, cause: Exception) -> PeerLostError:

@@ -1,8 +1,7 @@
-"""Whether the port of a task is free for TensorFlow."""
+"""The port of this process in its cluster."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import socket
 import time
@@ -10,12 +9,20 @@ import time
 from keras_distplug.cluster.roles import Role
 from keras_distplug.core.errors import ClusterError
 
-_PATIENCE_SECS = 30.0  # for the process that was there before, which may be about to end
+_PATIENCE_SECS = 15.0  # for the process that was there before, which may be about to end
 _PAUSE_SECS = 0.2
+_NO_IPV6 = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 
 
 def require_free(role: Role, patience_secs: float = _PATIENCE_SECS) -> None:
-    """Checks that this process can listen where the others expect it.
+    """Checks that this process can listen where the others expect it. Arguments and errors are
+    those of `listen`."""
+    listen(role, patience_secs).close()
+
+
+def listen(role: Role, patience_secs: float = _PATIENCE_SECS) -> socket.socket:
+    """Listens where the others expect this process, on all addresses of the machine as TensorFlow
+    does.
 
     Args:
         role: Of a task of a cluster.
@@ -27,27 +34,38 @@ def require_free(role: Role, patience_secs: float = _PATIENCE_SECS) -> None:
     address = role.cluster[role.task_type][role.index]
     port = int(address.rpartition(":")[2])
     end_s = time.monotonic() + patience_secs
-    while (error := _error_at(port)) is not None:
-        if time.monotonic() > end_s:
-            raise ClusterError(
-                f"{role.name} cannot listen on port {port}, which the other tasks expect it at "
-                f"({address}, from {role.source}): {error.strerror}. Expected a port that no other "
-                "process of this machine uses. End that process, or give this task another port "
-                "in the cluster of every task."
-            )
+    while True:
+        try:
+            return _listen(port)
+        except OSError as error:
+            if time.monotonic() > end_s:
+                raise ClusterError(
+                    f"{role.name} cannot listen on port {port}, which the other tasks expect it at "
+                    f"({address}, from {role.source}): {error.strerror}. Expected a port that no "
+                    "other process of this machine uses. End that process, or give this task "
+                    "another port in the cluster of every task."
+                ) from None
         time.sleep(_PAUSE_SECS)
 
 
-def _error_at(port: int) -> OSError | None:
-    """Why TensorFlow, which listens on all addresses of the machine, cannot; None if it can."""
-    family = socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET
+def _listen(port: int) -> socket.socket:
     try:
-        with contextlib.closing(socket.socket(family)) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            probe.bind(("", port))
-            probe.listen(1)
+        return _listen_on(socket.AF_INET6, port)
     except OSError as error:
-        return error if error.errno in (errno.EADDRINUSE, errno.EACCES) else None
-    return None
+        if error.errno not in _NO_IPV6:
+            raise
+    return _listen_on(socket.AF_INET, port)
+
+
+def _listen_on(family: socket.AddressFamily, port: int) -> socket.socket:
+    listener = socket.socket(family)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind(("", port))
+        listener.listen(socket.SOMAXCONN)
+    except OSError:
+        listener.close()
+        raise
+    return listener

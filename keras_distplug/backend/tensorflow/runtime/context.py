@@ -36,6 +36,12 @@ def is_initialized() -> bool:
     return context.context()._context_handle is not None
 
 
+def in_cluster() -> bool:
+    """True once this process has formed a cluster with others."""
+    service = context.context().coordination_service
+    return is_initialized() and service is not None and bool(service.coordinated_job_list)
+
+
 def global_seed() -> int | None:
     """What `tf.random.set_seed` was given; None if it was not called."""
     seed: int | None = context.global_seed()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import platform
 from importlib import metadata
 
+from keras_distplug import __version__
 from keras_distplug.core.errors import VersionError
 
 TENSORFLOW_DISTRIBUTIONS = ("tensorflow", "tensorflow-cpu")
@@ -16,6 +18,21 @@ def check() -> None:
     """Raises `VersionError` unless TensorFlow and Keras are installed in a tested version."""
     _check_one("tensorflow", *_installed_tensorflow())
     _check_one("keras", "keras", _installed("keras"))
+
+
+def installed() -> dict[str, str]:
+    """What must be the same on all workers."""
+    import keras
+    import numpy
+    import tensorflow
+
+    return {
+        "keras_distplug": __version__,
+        "Keras": str(keras.__version__),
+        "TensorFlow": str(tensorflow.__version__),
+        "Python": platform.python_version(),
+        "NumPy": numpy.__version__,
+    }
 
 
 def _check_one(name: str, distribution: str, version: str | None) -> None:

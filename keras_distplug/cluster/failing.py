@@ -1,0 +1,43 @@
+"""What an error that ends this process has to do with the other workers.
+
+An error that no `fit` has explained, such as one while a model is built, may come from the loss of
+another worker. One that is this process's own ends the others: they would notice later, or wait for
+a worker that never comes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from keras_distplug.cluster import leaving, rendezvous, roles
+from keras_distplug.core.errors import ClusterError
+from keras_distplug.core.supervised import Supervised
+
+_PROCESS = "KERAS_DISTPLUG_PROCESS"  # that of the task; its own subprocesses are others
+
+
+def prepare() -> None:
+    """To be called when the package is imported by a worker of a cluster."""
+    os.environ.setdefault(_PROCESS, str(os.getpid()))
+    leaving.consult(code_after)
+    leaving.prepare()
+
+
+def code_after(error: Exception) -> int | None:
+    """The exit code of a process that ends with `error`; None leaves it. The others are told."""
+    try:
+        role = roles.from_environment(os.environ)
+    except ClusterError:
+        return None
+    if role.world_size == 1:
+        return None
+    if "tensorflow" in sys.modules:
+        from keras_distplug.cluster import peers  # loads TensorFlow
+
+        if peers.has_joined():
+            return peers.code_after(error, role)
+    is_task = os.environ.get(_PROCESS) == str(os.getpid())
+    if is_task and Supervised.from_env() is None and not rendezvous.has_met():
+        rendezvous.report_failure(role, f"{type(error).__name__}: {error}")
+    return None

@@ -1,0 +1,127 @@
+"""Workers meet before TensorFlow connects them.
+
+TensorFlow waits up to an hour for missing workers, without naming them, and ignores SIGTERM and
+ctrl-C meanwhile. So every worker first connects to the chief, at the address and port where
+TensorFlow will listen afterwards. The chief waits until all have connected, checks that they agree
+on the cluster and run the same versions, and that their addresses lead to them. A worker that fails
+before that reports why, and all others end with its error.
+
+A worker or chief that skips this, because its script makes the strategy itself, is recognized by
+the first bytes of gRPC: then TensorFlow does the waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from keras_distplug.cluster import ports
+from keras_distplug.cluster.rendezvous.chief import Chief
+from keras_distplug.cluster.rendezvous.messages import (
+    PAUSE_SECS,
+    Hello,
+    Stranger,
+    TensorFlowWaits,
+    address_of,
+    connect,
+    connect_interruptibly,
+    messages,
+    reason_of,
+    send,
+)
+from keras_distplug.cluster.rendezvous.others import attend
+from keras_distplug.cluster.rendezvous.waiting import Waiting, limit_secs
+from keras_distplug.cluster.roles import Role
+from keras_distplug.core.errors import ClusterError
+
+_FAREWELL_SECS = 10.0  # for a failed process to report why
+
+_met: list[Hello] = []
+
+
+def meet(role: Role, versions: Mapping[str, str]) -> None:
+    """Waits until all workers of a cluster have started. The chief must call it, too.
+
+    Args:
+        role: Of this process, which trains together with others.
+        versions: Of the packages that must be the same on all workers, by their names.
+
+    Raises:
+        ClusterError: If the port is in use, the workers differ in cluster or versions, or an
+            address does not lead to its worker.
+        PeerLostError: If a worker failed before it joined, or did not join in time
+            (KERAS_DISTPLUG_JOIN_TIMEOUT, in seconds; an hour).
+    """
+    waiting = Waiting(role, limit_secs())
+    hello = Hello.of(role, versions)
+    try:
+        listener = ports.listen(role)
+    except ClusterError as error:
+        report_failure(role, str(error))
+        raise
+    finally:
+        _met.append(hello)  # from here on, the chief's answer reaches all
+    with listener, contextlib.suppress(TensorFlowWaits):
+        if role.is_chief:
+            Chief(role, hello, listener, waiting).gather()
+        else:
+            attend(role, hello, listener, waiting)
+
+
+def has_met() -> bool:
+    """Whether this process has called `meet`, which has told the others what there was to tell."""
+    return bool(_met)
+
+
+def report_failure(role: Role, error: str) -> None:
+    """Ends the others that wait for this process, with its error. Takes a few seconds at most.
+
+    Args:
+        role: Of this process, which will not join.
+        error: For people, one line.
+    """
+    hello = Hello.of(role, {}, error)
+    end_s = time.monotonic() + _FAREWELL_SECS
+    with contextlib.suppress(OSError, ClusterError, TensorFlowWaits, Stranger):
+        if not role.is_chief:
+            with contextlib.closing(_connect_until(role, end_s)) as chief:
+                send(chief, asdict(hello))
+                next(messages(chief, end_s), None)
+            return
+        with ports.listen(role, patience_secs=0.0) as listener:
+            waiting = Waiting(role, _FAREWELL_SECS)
+            Chief(role, hello, listener, waiting).fail()
+
+
+def _connect_until(role: Role, end_s: float) -> socket.socket:
+    while True:
+        try:
+            return connect(address_of(role, 0))
+        except OSError:
+            if time.monotonic() > end_s:
+                raise
+            time.sleep(PAUSE_SECS)
+
+
+def await_servers(role: Role) -> None:
+    """Waits until all tasks listen that a chief is served by.
+
+    Args:
+        role: Of the chief of a cluster with parameter servers.
+
+    Raises:
+        PeerLostError: If one is not there in time (KERAS_DISTPLUG_JOIN_TIMEOUT).
+    """
+    waiting = Waiting(role, limit_secs())
+    for task in ("ps", "worker"):
+        for index, address in enumerate(role.cluster[task]):
+            while True:
+                try:
+                    connect_interruptibly(address).close()
+                    break
+                except OSError as error:
+                    waiting.on(f"{task}-{index} ({address})", reason_of(error))
+                time.sleep(PAUSE_SECS)

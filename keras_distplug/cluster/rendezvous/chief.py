@@ -1,0 +1,270 @@
+"""The chief waits for all others, and sees that they fit together."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import selectors
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+from keras_distplug.cluster.rendezvous.messages import (
+    CONNECT_SECS,
+    MOST_BYTES,
+    PAUSE_SECS,
+    Hello,
+    TensorFlowWaits,
+    address_of,
+    ask,
+    hello_in,
+    in_background,
+    keep_alive,
+    lost,
+    name_of,
+    reason_of,
+    send,
+)
+from keras_distplug.cluster.rendezvous.waiting import Waiting
+from keras_distplug.cluster.roles import Role
+from keras_distplug.core.errors import ClusterError, PeerLostError
+
+_REACH_SECS = 10.0  # for the chief to reach a worker's address
+_FAREWELL_SECS = 10.0  # for those who are not here yet, when one has failed
+_OWN_EVERY_SECS = 5.0  # the chief looks who answers at its address
+_OF_GRPC = b"PRI * HTTP/2"  # a client's first bytes
+_CONNECTORS = 32
+
+
+class Chief:
+    """Gathers the others."""
+
+    def __init__(self, role: Role, hello: Hello, listener: socket.socket, waiting: Waiting) -> None:
+        self._role = role
+        self._hello = hello
+        self._waiting = waiting
+        self._listener = listener
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._buffers: dict[socket.socket, bytes] = {}
+        self._hellos: dict[socket.socket, Hello] = {}
+        self._is_dismissing = False
+        self._own: Future[Hello | None] | None = None
+        self._own_at = 0.0
+
+    def gather(self) -> None:
+        """Lets all start once they are here and agree."""
+        with self._closing(), self._failing_together():
+            expected = set(range(1, self._role.world_size))
+            while missing := expected - {each.rank for each in self._hellos.values()}:
+                names = [name_of(self._role, rank) for rank in sorted(missing)]
+                here = self._role.world_size - len(missing)
+                self._waiting.on(_listed(names), f"{here} of {self._role.world_size} are here")
+                self._turn()
+                self._require_own_address()
+            self._require_reached()
+            self._answer({"start": True}, self._hellos)
+
+    def fail(self) -> None:
+        """Tells all others that this process has failed."""
+        with self._closing():
+            self._dismiss({"failed": asdict(self._hello)})
+
+    def _dismiss(self, message: Mapping[str, Any]) -> None:
+        """Tells this to all others, and waits a few seconds for those that are not here yet."""
+        self._is_dismissing = True
+        end_s = time.monotonic() + _FAREWELL_SECS
+        told: dict[socket.socket, int] = {}
+        while True:
+            new = {c: hello.rank for c, hello in self._hellos.items() if c not in told}
+            self._answer(message, new)
+            told |= new
+            if len(set(told.values())) >= self._role.world_size - 1 or time.monotonic() > end_s:
+                return
+            self._turn()
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(PAUSE_SECS):
+            assert isinstance(key.fileobj, socket.socket)
+            if key.fileobj is self._listener:
+                self._accept()
+            else:
+                self._read(key.fileobj)
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        keep_alive(connection)
+        connection.setblocking(False)
+        self._buffers[connection] = b""
+        self._selector.register(connection, selectors.EVENT_READ)
+        # Whoever checks an address hears at once whose it is.
+        send(connection, asdict(self._hello) if not self._hello.error else {})
+
+    def _read(self, connection: socket.socket) -> None:
+        try:
+            received = connection.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            received = b""
+        data = self._buffers[connection] + received
+        self._buffers[connection] = data
+        if data.startswith(_OF_GRPC):
+            self._answer({"start": True}, self._hellos)
+            raise TensorFlowWaits
+        line, newline, _ = data.partition(b"\n")
+        if newline and connection not in self._hellos:
+            if (hello := hello_in(line)) is not None:
+                self._receive(connection, hello)
+                return
+            received = b""
+        if not received or len(data) > MOST_BYTES:
+            self._forget(connection)
+
+    def _receive(self, connection: socket.socket, hello: Hello) -> None:
+        before = next((c for c, each in self._hellos.items() if each.rank == hello.rank), None)
+        self._hellos[connection] = hello
+        if self._is_dismissing:
+            return
+        if hello.error:
+            raise _Failed(hello)
+        require_same(self._hello, hello)
+        if before is not None:
+            raise ClusterError(
+                f"Two processes are {hello.name}: {self._hellos[before].where}, and {hello.where}. "
+                "Expected every process to have its own index. Check 'task' in TF_CONFIG, and "
+                "whether a process of an earlier start is still running."
+            )
+
+    def _forget(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        self._buffers.pop(connection)
+        self._hellos.pop(connection, None)
+        connection.close()
+
+    def _answer(self, message: Mapping[str, Any], whom: Iterable[socket.socket]) -> None:
+        for connection in whom:
+            with contextlib.suppress(OSError):
+                connection.setblocking(True)
+                connection.settimeout(CONNECT_SECS)
+                send(connection, message)
+
+    def _require_own_address(self) -> None:
+        """Looks now and then, in the background, whether another process answers there."""
+        if self._own is None:
+            self._own = in_background(lambda: ask(address_of(self._role, 0)))
+            self._own_at = time.monotonic()
+        if not self._own.done():
+            return
+        # Not every network leads a machine's own address back to it.
+        other = None if self._own.exception() else self._own.result()
+        if other is not None and other.token != self._hello.token:
+            raise ClusterError(
+                f"{self._hello.name} is this process ({self._hello.where}), but at that address "
+                f"{other.where} answers. Expected every process to have its own address and "
+                "index: check TF_CONFIG."
+            )
+        if time.monotonic() - self._own_at > _OWN_EVERY_SECS:
+            self._own = None
+
+    def _require_reached(self) -> None:
+        """Checks that the addresses of all others lead to them."""
+        end_s = time.monotonic() + _REACH_SECS
+        left = dict(self._hellos)
+        with ThreadPoolExecutor(_CONNECTORS) as pool:
+            while left:
+                reached = list(pool.map(self._reach, left.values()))
+                failed = {
+                    connection: reason
+                    for connection, reason in zip(left, reached, strict=True)
+                    if reason and connection in self._hellos
+                }
+                if failed and time.monotonic() > end_s:
+                    connection, reason = next(iter(failed.items()))
+                    hello = left[connection]
+                    raise ClusterError(
+                        f"{hello.name} is there ({hello.where}), but its address does not lead "
+                        f"from the chief to it: {reason}. Expected an address at which the other "
+                        "workers reach it. Correct its address in the cluster of every task, or "
+                        "open the port in the firewall."
+                    )
+                left = {connection: left[connection] for connection in failed}
+                if failed:
+                    self._turn()
+
+    def _reach(self, hello: Hello) -> str:
+        """Why its address does not lead to it; empty if it does."""
+        try:
+            found = ask(address_of(self._role, hello.rank))
+        except OSError as error:
+            return reason_of(error)
+        if found is None:
+            return "another program answers"
+        return "" if found.token == hello.token else f"{found.where} answers as {found.name}"
+
+    @contextlib.contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        try:
+            yield
+        except _Failed as failure:
+            self._dismiss({"failed": asdict(failure.hello)})
+            raise lost(self._role, failure.hello) from None
+        except (ClusterError, PeerLostError) as error:
+            is_refused = isinstance(error, ClusterError)
+            self._dismiss({"refused" if is_refused else "late": str(error)})
+            raise
+
+    @contextlib.contextmanager
+    def _closing(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            # The others close first: the end that does is blocked for a while, and this is the port
+            # that TensorFlow needs.
+            for connection in self._hellos:
+                with contextlib.suppress(OSError):
+                    connection.settimeout(CONNECT_SECS)
+                    while connection.recv(1 << 16):
+                        pass
+            for connection in self._buffers:
+                connection.close()
+            self._selector.close()
+
+
+class _Failed(Exception):
+    def __init__(self, hello: Hello) -> None:
+        super().__init__(hello.error)
+        self.hello = hello
+
+
+def require_same(chiefs: Hello, other: Hello) -> None:
+    # A process may know itself by another address than the others do.
+    if _without(chiefs.cluster, chiefs, other) != _without(other.cluster, chiefs, other):
+        raise ClusterError(
+            f"{chiefs.name} and {other.name} were given different clusters. Expected the same "
+            f"addresses on all workers. Received: {json.dumps(chiefs.cluster)} by {chiefs.where}, "
+            f"{json.dumps(other.cluster)} by {other.where}."
+        )
+    for package, version in chiefs.versions.items():
+        if other.versions.get(package) != version:
+            raise ClusterError(
+                f"{chiefs.name} runs {package} {version}, {other.name} "
+                f"{other.versions.get(package)} ({other.where}). Expected the same version on all "
+                "workers."
+            )
+
+
+def _without(cluster: Mapping[str, list[str]], *hellos: Hello) -> list[str]:
+    """The addresses of all others, in the order of ranks."""
+    addresses = [*cluster.get("chief", ()), *cluster.get("worker", ())]
+    own = {hello.rank for hello in hellos}
+    return ["" if rank in own else address for rank, address in enumerate(addresses)]
+
+
+def _listed(names: list[str]) -> str:
+    shown = names[:8]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")

@@ -1,0 +1,195 @@
+"""What processes that meet say to each other: a line of JSON at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from keras_distplug.cluster.roles import Role
+from keras_distplug.core.errors import PeerLostError
+
+PAUSE_SECS = 0.2
+CONNECT_SECS = 2.0
+MOST_BYTES = 1 << 22
+
+_PROTOCOL = "keras_distplug"
+_FRAME_BYTES = 9
+_SETTINGS = b"\4\0\0\0\0\0"  # the rest of the head of a gRPC server's first frame
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Hello:
+    """How a process introduces itself.
+
+    Args:
+        rank: Its place among the workers.
+        name: For people, with its address.
+        where: Host and process, for people.
+        token: Different for every process.
+        cluster: The addresses it was given, by task type.
+        versions: Of the packages that must agree.
+        error: Why it failed; empty while it waits.
+    """
+
+    rank: int
+    name: str
+    where: str
+    token: str
+    cluster: Mapping[str, list[str]]
+    versions: Mapping[str, str]
+    error: str = ""
+
+    @classmethod
+    def of(cls, role: Role, versions: Mapping[str, str], error: str = "") -> Hello:
+        return cls(
+            role.rank,
+            name_of(role, role.rank),
+            f"process {os.getpid()} on {socket.gethostname()}",
+            uuid.uuid4().hex,
+            {task: list(addresses) for task, addresses in role.cluster.items()},
+            dict(versions),
+            error,
+        )
+
+
+class TensorFlowWaits(Exception):
+    """Another process is in TensorFlow already."""
+
+
+class Stranger(Exception):
+    """Another program answers."""
+
+
+def ask(address: str) -> Hello | None:
+    """Who answers there. Raises OSError if nobody does."""
+    with contextlib.closing(connect(address)) as connection:
+        try:
+            said = next(messages(connection, time.monotonic() + CONNECT_SECS), None)
+        except (TensorFlowWaits, Stranger):
+            return None
+        return None if said is None else as_hello(said)
+
+
+def connect(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    connection = socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECS)
+    keep_alive(connection)
+    return connection
+
+
+def connect_interruptibly(address: str) -> socket.socket:
+    """Signals are handled meanwhile, even while a name is looked up."""
+    return in_background(functools.partial(connect, address)).result()
+
+
+def in_background(act: Callable[[], T]) -> Future[T]:
+    """In a thread that nobody waits for at the end of the process."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(act())
+        except Exception as error:  # noqa: BLE001 (raised by `result`)
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="keras_distplug-connect", daemon=True).start()
+    return future
+
+
+def messages(
+    connection: socket.socket, end_s: float | None = None
+) -> Iterator[Mapping[str, Any] | None]:
+    """What the other end says, until it closes, or it is late; None while it says nothing."""
+    data = b""
+    connection.settimeout(PAUSE_SECS)
+    while end_s is None or time.monotonic() < end_s:
+        try:
+            received = connection.recv(1 << 16)
+        except TimeoutError:
+            if end_s is None:
+                yield None
+            continue
+        if not received:
+            return
+        data += received
+        if len(data) > MOST_BYTES or not data.startswith(b"{"):
+            if len(data) < _FRAME_BYTES and data.startswith(b"\0"):
+                continue
+            if data[3:_FRAME_BYTES] == _SETTINGS:
+                raise TensorFlowWaits
+            raise Stranger("another program answers there")
+        while b"\n" in data:
+            line, _, data = data.partition(b"\n")
+            message = _parsed(line)
+            if message is None:
+                raise Stranger("another program answers there")
+            yield message
+
+
+def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
+    connection.sendall(json.dumps({_PROTOCOL: 1, **message}).encode() + b"\n")
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        message = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(message, dict) or message.pop(_PROTOCOL, None) != 1:
+        return None
+    return message
+
+
+def hello_in(line: bytes) -> Hello | None:
+    message = _parsed(line)
+    return None if message is None else as_hello(message)
+
+
+def as_hello(message: Mapping[str, Any]) -> Hello | None:
+    try:
+        return Hello(**message)
+    except TypeError:
+        return None
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Notices within half a minute that the other machine is gone."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def address_of(role: Role, rank: int) -> str:
+    return (*role.cluster.get("chief", ()), *role.cluster.get("worker", ()))[rank]
+
+
+def name_of(role: Role, rank: int) -> str:
+    return f"{role.workers[rank]} ({'the chief, ' * (rank == 0)}{address_of(role, rank)})"
+
+
+def reason_of(error: OSError) -> str:
+    if isinstance(error, socket.gaierror):
+        return "its host name does not resolve"
+    if isinstance(error, TimeoutError):
+        return "no answer"
+    return (error.strerror or str(error)).lower()
+
+
+def lost(role: Role, failed: Hello) -> PeerLostError:
+    return PeerLostError(
+        f"{role.name} cannot train: {failed.name} ({failed.where}) failed before it joined: "
+        f"{failed.error}. Fix that, and start all workers again."
+    )

@@ -1,0 +1,111 @@
+"""The others wait at the chief."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from keras_distplug.cluster.rendezvous.messages import (
+    CONNECT_SECS,
+    PAUSE_SECS,
+    Hello,
+    Stranger,
+    address_of,
+    as_hello,
+    connect_interruptibly,
+    lost,
+    messages,
+    name_of,
+    reason_of,
+    send,
+)
+from keras_distplug.cluster.rendezvous.waiting import Waiting
+from keras_distplug.cluster.roles import Role
+from keras_distplug.core.errors import ClusterError, PeerLostError
+
+_STRANGER_SECS = 20.0  # for another program at the chief's address
+
+
+def attend(role: Role, hello: Hello, listener: socket.socket, waiting: Waiting) -> None:
+    """Waits at the chief for all others."""
+    chief = name_of(role, 0)
+    stranger_since = None
+    with _answering(listener, hello):
+        while True:
+            try:
+                if _is_started(role, hello, waiting):
+                    return
+                why = "it closed the connection"
+            except OSError as error:
+                why = reason_of(error)
+            except Stranger as error:
+                why = str(error)
+                stranger_since = stranger_since or time.monotonic()
+                if time.monotonic() - stranger_since > _STRANGER_SECS:
+                    raise ClusterError(
+                        f"{role.name} looks for {chief}, but {why}. Expected the chief there. "
+                        "Give the chief a free port of its machine, in the cluster of every task "
+                        f"({role.source})."
+                    ) from None
+            else:
+                stranger_since = None
+            waiting.on(chief, why)
+            time.sleep(PAUSE_SECS)
+
+
+def _is_started(role: Role, hello: Hello, waiting: Waiting) -> bool:
+    """Waits for the chief's word, on one connection; False once it is closed."""
+    since, is_greeted = time.monotonic(), False
+    with contextlib.closing(connect_interruptibly(address_of(role, 0))) as connection:
+        send(connection, asdict(hello))
+        for message in messages(connection):
+            if message is None and is_greeted:
+                waiting.on("the others", f"{name_of(role, 0)} is here")
+            elif message is None:
+                if time.monotonic() - since > _STRANGER_SECS:
+                    raise Stranger("whoever listens there does not answer")
+            elif "start" in message:
+                return True
+            elif "failed" in message:
+                raise lost(role, Hello(**message["failed"]))
+            elif "refused" in message:
+                raise ClusterError(message["refused"])
+            elif "late" in message:
+                raise PeerLostError(message["late"])
+            else:
+                is_greeted = True
+                other = as_hello(message)
+                if other is not None and other.rank != 0:
+                    raise Stranger(f"{other.name} answers there ({other.where})")
+    return False
+
+
+@contextlib.contextmanager
+def _answering(listener: socket.socket, hello: Hello) -> Iterator[None]:
+    """Introduces this process to everyone who connects."""
+    line = asdict(hello)
+    listener.settimeout(PAUSE_SECS)
+    is_over = threading.Event()
+
+    def answer() -> None:
+        while not is_over.is_set():
+            with contextlib.suppress(OSError):
+                connection, _ = listener.accept()
+                with contextlib.closing(connection):
+                    connection.settimeout(CONNECT_SECS)
+                    send(connection, line)
+                    connection.recv(1)  # until the other end has closed
+
+    thread = threading.Thread(target=answer, name="keras_distplug-meet", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        with contextlib.suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)  # ends `accept`
+        thread.join()

@@ -1,0 +1,58 @@
+"""How long a process waits, and what it says meanwhile."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+
+from keras_distplug.cluster.roles import Role
+from keras_distplug.core.errors import ConfigurationError, PeerLostError
+from keras_distplug.core.log import announce
+
+LIMIT = "KERAS_DISTPLUG_JOIN_TIMEOUT"
+
+_LIMIT_SECS = 3600.0  # TensorFlow's own
+_FIRST_LINE_SECS = 3.0
+_LINE_EVERY_SECS = 60.0
+
+
+@dataclass
+class Waiting:
+    """Reports for whom this process waits, now and then, and ends the wait in time."""
+
+    role: Role
+    limit_secs: float
+    _since: float = field(default_factory=time.monotonic)
+    _next: float = _FIRST_LINE_SECS
+
+    def on(self, whom: str, why: str) -> None:
+        """To be called while it waits.
+
+        Raises:
+            PeerLostError: Once the limit is over.
+        """
+        secs = time.monotonic() - self._since
+        if secs > self.limit_secs:
+            raise PeerLostError(
+                f"{self.role.name} has waited {secs:.0f} s for {whom} ({why}). Expected all "
+                f"workers to start within that time ({LIMIT}). Start them, or correct the "
+                f"addresses ({self.role.source})."
+            )
+        if secs > self._next:
+            self._next = secs + _LINE_EVERY_SECS
+            announce(f"{self.role.name} is waiting for {whom} to start ({why})")
+
+
+def limit_secs() -> float:
+    given = os.environ.get(LIMIT)
+    try:
+        limit_secs = _LIMIT_SECS if given is None else float(given)
+    except ValueError:
+        limit_secs = 0.0
+    if not limit_secs > 0:
+        raise ConfigurationError(
+            f"Expected {LIMIT} to be a number of seconds, above 0: how long a worker waits for "
+            f"the others to start. Received: {given!r}"
+        )
+    return limit_secs

@@ -1,0 +1,342 @@
+"""Workers that wait for each other before TensorFlow connects them: threads, and processes without
+TensorFlow."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+
+import pytest
+from support.cluster import environment, free_ports
+from support.networks import hosts
+from support.processes import Process
+
+from keras_distplug.cluster import ports, rendezvous
+from keras_distplug.cluster.rendezvous import chief, others, waiting
+from keras_distplug.cluster.roles import Role
+from keras_distplug.core.errors import ClusterError, ConfigurationError, PeerLostError
+
+pytestmark = pytest.mark.timeout(120)
+
+VERSIONS = {"Keras": "3.15.1"}
+SETTINGS = b"\0\0\x0c\4\0\0\0\0\0" + bytes(12)
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_FIRST_LINE_SECS", 0.0)
+    monkeypatch.setattr(chief, "_REACH_SECS", 1.0)
+    monkeypatch.setattr(others, "_STRANGER_SECS", 1.0)
+    monkeypatch.setattr(ports.listen, "__defaults__", (0.5,))
+    farewell(monkeypatch, 1.0)
+
+
+def farewell(monkeypatch: pytest.MonkeyPatch, secs: float) -> None:
+    """How long who fails waits for those who are not there yet."""
+    for module in (rendezvous, chief):
+        monkeypatch.setattr(module, "_FAREWELL_SECS", secs)
+
+
+def roles(workers: int) -> list[Role]:
+    cluster = {"worker": tuple(f"127.0.0.1:{port}" for port in free_ports(workers))}
+    return [Role("worker", index, cluster, "TF_CONFIG") for index in range(workers)]
+
+
+def at(role: Role, index: int, address: str) -> Role:
+    """As `role`, which knows another address of a worker."""
+    addresses = list(role.cluster["worker"])
+    addresses[index] = address
+    return dataclasses.replace(role, cluster={"worker": tuple(addresses)})
+
+
+def outcomes(*acts: Callable[[], None]) -> list[BaseException | None]:
+    """How these end, at the same time."""
+    with ThreadPoolExecutor(len(acts)) as pool:
+        return [future.exception(timeout=60) for future in [pool.submit(act) for act in acts]]
+
+
+def meet(role: Role, versions: dict[str, str] = VERSIONS) -> Callable[[], None]:
+    return lambda: rendezvous.meet(role, versions)
+
+
+def fail(role: Role) -> Callable[[], None]:
+    return lambda: rendezvous.report_failure(role, "ValueError: no data")
+
+
+@contextmanager
+def serving(role: Role, answer: bytes | None) -> Iterator[list[bytes]]:
+    """Something that is not this package listens at the chief's address; what it receives."""
+    port = int(role.cluster["worker"][0].rpartition(":")[2])
+    received: list[bytes] = []
+    is_over = threading.Event()
+
+    def serve() -> None:
+        while not is_over.is_set():
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                continue
+            with closing(connection):
+                received.append(connection.recv(1 << 16))
+                if answer is None:
+                    is_over.wait(30)
+                else:
+                    connection.sendall(answer)
+
+    with closing(socket.create_server(("127.0.0.1", port))) as server:
+        server.settimeout(0.1)
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield received
+        is_over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("workers", [2, 5])
+def test_all_start(workers: int) -> None:
+    """All return once all are there, and their ports are free for TensorFlow."""
+    all_roles = roles(workers)
+    assert outcomes(*map(meet, all_roles)) == [None] * workers
+    for role in all_roles:
+        ports.require_free(role)
+
+
+def test_a_late_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each that waits says for whom, and where; a host name that does not resolve is said, too."""
+    lines: list[str] = []
+    monkeypatch.setattr(waiting, "announce", lines.append)
+    monkeypatch.setattr(waiting, "_LINE_EVERY_SECS", 0.0)
+    first, worker, last = roles(3)
+    nowhere = at(worker, 0, "not-a-host.invalid:2222")
+
+    def come_last() -> None:
+        def said(*words: str) -> bool:
+            return any(all(word in line for word in words) for line in list(lines))
+
+        while not (said("worker-0 is waiting for", last.name) and said("does not resolve")):
+            time.sleep(0.01)
+        monkeypatch.setattr(others, "address_of", address)
+        rendezvous.meet(last, VERSIONS)
+
+    address = others.address_of
+    # The name resolves once the last one is there.
+    monkeypatch.setattr(
+        others,
+        "address_of",
+        lambda role, rank: address(nowhere if (role.rank, rank) == (1, 0) else role, rank),
+    )
+    assert outcomes(meet(first), meet(worker), come_last) == [None] * 3
+    where = last.cluster["worker"][2]
+    assert any(f"waiting for worker-1 ({worker.cluster['worker'][1]})" in line for line in lines)
+    assert any(f"worker-2 ({where}) to start" in line for line in lines)
+
+
+def test_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has waited long enough names the missing one, and the others hear of it."""
+    monkeypatch.setenv(waiting.LIMIT, "1.5")
+    first, worker, _ = roles(3)
+    for error in outcomes(meet(first), meet(worker)):
+        assert isinstance(error, PeerLostError)
+        assert waiting.LIMIT in str(error)
+    monkeypatch.setenv(waiting.LIMIT, "soon")
+    with pytest.raises(ConfigurationError, match=r"a number of seconds, above 0.*'soon'"):
+        rendezvous.meet(first, VERSIONS)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_failure_of_another(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that fails before it joins ends the others, with its error."""
+    farewell(monkeypatch, 20.0)
+    all_roles = roles(3)
+    acts = [fail(role) if role.rank == failing else meet(role) for role in all_roles]
+    errors = outcomes(*acts)
+    assert errors.pop(failing) is None
+    for error in errors:
+        assert isinstance(error, PeerLostError)
+        assert f"worker-{failing} (" in str(error)
+        assert "failed before it joined: ValueError: no data" in str(error)
+
+
+def test_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker that cannot listen says so, and ends the others."""
+    farewell(monkeypatch, 20.0)
+    all_roles = roles(3)
+    port = int(all_roles[2].cluster["worker"][2].rpartition(":")[2])
+    with closing(socket.create_server(("127.0.0.1", port))):
+        *others, own = outcomes(*map(meet, all_roles))
+    assert isinstance(own, ClusterError)
+    for error in others:
+        assert isinstance(error, PeerLostError)
+        assert f"worker-2 cannot listen on port {port}" in str(error)
+
+
+def test_different_versions() -> None:
+    first, worker, other = roles(3)
+    errors = outcomes(meet(first), meet(worker), meet(other, {"Keras": "3.14.0"}))
+    for error in errors:
+        assert isinstance(error, ClusterError)
+        assert "runs Keras 3.15.1, worker-2" in str(error)
+        assert "3.14.0" in str(error)
+
+
+def test_different_clusters() -> None:
+    first, worker, other = roles(3)
+    errors = outcomes(meet(first), meet(worker), meet(at(other, 1, "127.0.0.1:9")))
+    for error in errors:
+        assert isinstance(error, ClusterError)
+        assert "were given different clusters" in str(error)
+        assert "127.0.0.1:9" in str(error)
+
+
+def test_same_index_twice() -> None:
+    first, worker, _ = roles(3)
+    [port] = free_ports(1)
+    errors = outcomes(meet(first), meet(worker), meet(at(worker, 1, f"127.0.0.1:{port}")))
+    for error in errors:
+        assert isinstance(error, ClusterError)
+        assert "Two processes are worker-1" in str(error)
+
+
+def test_own_address_may_differ() -> None:
+    """Some schedulers give a process another name for itself than the others know it by."""
+    first, worker = roles(2)
+    port = worker.cluster["worker"][1].rpartition(":")[2]
+    assert outcomes(meet(first), meet(at(worker, 1, f"localhost:{port}"))) == [None, None]
+
+
+def test_address_that_leads_nowhere() -> None:
+    """A worker that the others cannot reach at its address is named before TensorFlow tries."""
+    first, worker = roles(2)
+    [port] = free_ports(1)
+    errors = outcomes(meet(at(first, 1, f"127.0.0.1:{port}")), meet(worker))
+    for error in errors:
+        assert isinstance(error, ClusterError)
+        assert f"worker-1 ({worker.cluster['worker'][1]}) is there" in str(error)
+        assert "does not lead from the chief to it: connection refused" in str(error)
+
+
+@pytest.mark.parametrize("answer", [None, b"HTTP/1.1 400 Bad Request\r\n\r\n", bytes(9)])
+def test_stranger_at_the_chiefs_address(answer: bytes | None) -> None:
+    _, worker = roles(2)
+    with serving(worker, answer) as received:
+        [error] = outcomes(meet(worker))
+    assert received
+    assert isinstance(error, ClusterError)
+    assert f"looks for worker-0 (the chief, {worker.cluster['worker'][0]})" in str(error)
+
+
+def test_another_worker_at_the_chiefs_address() -> None:
+    _, worker, last = roles(3)
+    mistaken = at(last, 0, worker.cluster["worker"][1])
+    thread = threading.Thread(target=lambda: outcomes(meet(worker)), daemon=True)
+    thread.start()
+    [error] = outcomes(meet(mistaken))
+    assert isinstance(error, ClusterError)
+    assert "answers there" in str(error)
+    outcomes(fail(dataclasses.replace(worker, index=0)))
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_tensorflow_at_the_chiefs_address() -> None:
+    """A chief whose script makes the strategy itself is waited for by TensorFlow."""
+    _, worker = roles(2)
+    with serving(worker, SETTINGS) as received:
+        assert outcomes(meet(worker)) == [None]
+    assert received
+
+
+def test_tensorflow_comes_to_the_chief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker whose script makes the strategy itself: the others start."""
+    lines: list[str] = []
+    monkeypatch.setattr(waiting, "announce", lines.append)
+    monkeypatch.setattr(waiting, "_LINE_EVERY_SECS", 0.0)
+    first, worker, _ = roles(3)
+    host, _, port = first.cluster["worker"][0].rpartition(":")
+
+    def knock() -> None:
+        while not any("2 of 3 are here" in line for line in list(lines)):
+            time.sleep(0.01)
+        with socket.create_connection((host, int(port)), 5) as connection:
+            connection.sendall(PREFACE)
+            connection.recv(1 << 16)
+
+    assert outcomes(meet(first), meet(worker), knock) == [None] * 3
+
+
+def test_what_else_comes_to_the_chief() -> None:
+    """Probes and scanners are sent away."""
+    first, worker = roles(2)
+    host, _, port = first.cluster["worker"][0].rpartition(":")
+
+    def probe() -> None:
+        for said in (b"", b"GET /healthz HTTP/1.1\r\n\r\n", b"{}\n", b'{"keras_distplug": 1}\n'):
+            while True:
+                try:
+                    with socket.create_connection((host, int(port)), 5) as connection:
+                        connection.sendall(said)
+                        connection.shutdown(socket.SHUT_WR)
+                        while connection.recv(1 << 16):
+                            pass
+                    break
+                except ConnectionRefusedError:
+                    continue
+                except ConnectionResetError:
+                    break
+        rendezvous.meet(worker, VERSIONS)
+
+    assert outcomes(meet(first), probe) == [None, None]
+
+
+ALONE = """
+import sys
+from keras_distplug.cluster import rendezvous
+from keras_distplug.cluster.rendezvous import chief, waiting
+from keras_distplug.cluster.roles import Role
+waiting._FIRST_LINE_SECS = 0.0
+chief._OWN_EVERY_SECS = chief._FAREWELL_SECS = 0.1
+index, *addresses = sys.argv[1:]
+rendezvous.meet(Role("worker", int(index), {"worker": tuple(addresses)}, "TF_CONFIG"), {})
+"""
+
+
+def await_wait(process: Process) -> None:
+    end_s = time.monotonic() + 30
+    while "is waiting for" not in process.output():
+        assert process.poll() is None, process.output()
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("index", [0, 1])
+def test_signals_end_the_wait(index: int, number: signal.Signals) -> None:
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    command = ["-c", ALONE, str(index), *addresses]
+    with Process(command, environment(), is_forked=False) as process:
+        await_wait(process)
+        process.send_signal(number)
+        code = process.wait(20)
+        assert code in (-number, 130) or "KeyboardInterrupt" in process.output()
+
+
+def test_two_chiefs() -> None:
+    """Two machines with index 0: the one that is not at the address says who is."""
+    with hosts(2) as machines:
+        [port] = free_ports(1)
+        cluster = [f"{machine.address}:{port}" for machine in machines]
+        command = ["-c", ALONE, "0", *cluster]
+        with (
+            Process(command, environment(), prefix=machines[0].prefix, is_forked=False) as first,
+            Process(command, environment(), prefix=machines[1].prefix, is_forked=False) as second,
+        ):
+            assert second.wait(60) == 1
+            assert "Expected every process to have its own address and index" in second.output()
+            assert first.poll() is None
