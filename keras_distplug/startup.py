@@ -73,6 +73,10 @@ def init(
     Raises:
         ConfigurationError: If the strategy is unknown, or does not fit the environment; for a
             time-out that cannot be.
+        ClusterError: If the workers were given different clusters or versions, or an address that
+            does not lead to its worker.
+        PeerLostError: If another worker failed before it joined, or did not start within an hour
+            (KERAS_DISTPLUG_JOIN_TIMEOUT, in seconds).
     """
     joined = join(strategy, Timeouts(heartbeat_timeout_secs, collective_timeout_secs))
     if strategy != "auto":
