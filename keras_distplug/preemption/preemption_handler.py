@@ -78,9 +78,9 @@ class PreemptionHandler(Watchdog):
         cloud: Ask the metadata server of the cloud that this machine belongs to. Defaults to
             `True`. **Not verified on a machine of any cloud.**
         requeue: Under Slurm, put the job into the queue again, behind the checkpoint, by `scontrol
-            requeue`; not for ctrl-C. The job must be one that may be (`sbatch --requeue`). Where
-            that fails, it is told, and training ends as it would without. Defaults to `False`.
-            Seen with Slurm 22.05 on one machine; **not verified on a cluster**.
+            requeue`; not for ctrl-C, and not after `scancel`. The job must allow it (`sbatch
+            --requeue`). If it fails, that is reported, and training ends as it would without.
+            Defaults to `False`. Tested with Slurm 22.05, with two nodes on one machine.
 
     Raises:
         ConfigurationError: For an argument that is not usable, such as `requeue=True` outside a job
@@ -255,13 +255,7 @@ class PreemptionHandler(Watchdog):
 
     def _put_into_the_queue(self, requeue: Requeue, *, others_wait: bool) -> None:
         if self._role.is_chief and signal.SIGINT not in self._received:
-            failure = requeue.ask()
-            announce(
-                f"job {requeue.job} is in Slurm's queue again"
-                if failure is None
-                else f"`scontrol requeue {requeue.job}` failed, so start the job again yourself: "
-                f"{failure}"
-            )
+            announce(requeue.ask())
         if others_wait:
             # `srun --kill-on-bad-exit` ends all tasks, the chief among them, when one has left.
             with contextlib.suppress(AgreementError):

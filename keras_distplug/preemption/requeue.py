@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -10,6 +11,8 @@ from typing import Self
 
 from keras_distplug.core.errors import ConfigurationError
 
+_FIELD = re.compile(r"(JobState|Reason|Restarts|PreemptTime)=(\S+)")
+_ENDED = ("COMPLETING", "CANCELLED")
 _TIMEOUT_S = 20.0  # the controller of a busy cluster takes its time
 
 
@@ -20,10 +23,12 @@ class Requeue:
     Args:
         job: As Slurm calls it: `"1234"`, or `"1234_5"` for a task of an array.
         program: The path of `scontrol`.
+        restarts: How often Slurm has started the job again.
     """
 
     job: str
     program: str
+    restarts: int = 0
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Self:
@@ -47,14 +52,41 @@ class Requeue:
                 "`requeue=True` needs Slurm's `scontrol`. Received: a PATH without it. Add the "
                 "folder that it is in, or leave `requeue` out."
             )
-        return cls(job, program)
+        restarts = environ.get("SLURM_RESTART_COUNT", "")
+        return cls(job, program, int(restarts) if restarts.isdecimal() else 0)
 
-    def ask(self) -> str | None:
-        """None, or what Slurm has against it."""
-        command = [self.program, "requeue", self.job]
+    def ask(self) -> str:
+        """Puts the job into the queue, unless it is there already or was canceled; what came of
+        it, for people."""
+        done = self._run("show", "job", "-o", self.job)
+        if not isinstance(done, str) and done.returncode == 0:
+            state = dict(_FIELD.findall(done.stdout))
+            if int(state.get("Restarts", 0)) > self.restarts:
+                return f"job {self.job} is in Slurm's queue again"
+            # Slurm shows a canceled job as COMPLETING, and so the ones that ended by its own doing.
+            is_slurms = state.get("Reason") == "TimeLimit" or (
+                state.get("PreemptTime", "None") != "None"
+            )
+            if state.get("JobState") in _ENDED and not is_slurms:
+                return (
+                    f"job {self.job} was canceled, so it is not put into the queue; its next start "
+                    "resumes from the checkpoint"
+                )
+        done = self._run("requeue", self.job)
+        if isinstance(done, str):
+            failure = done
+        elif done.returncode == 0:
+            return f"job {self.job} is in Slurm's queue again"
+        else:
+            said = done.stdout.strip() or "it says nothing"
+            failure = f"exit code {done.returncode}: {said}"
+        return f"`scontrol requeue {self.job}` failed, so start the job again yourself: {failure}"
+
+    def _run(self, *arguments: str) -> subprocess.CompletedProcess[str] | str:
+        """What `scontrol` answers, or why it does not."""
         try:
-            done = subprocess.run(
-                command,
+            return subprocess.run(
+                [self.program, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -66,6 +98,3 @@ class Requeue:
             return f"it has not answered within {_TIMEOUT_S:g} s"
         except OSError as error:
             return f"it cannot be started: {error}"
-        if done.returncode == 0:
-            return None
-        return f"exit code {done.returncode}: {done.stdout.strip() or 'it says nothing'}"

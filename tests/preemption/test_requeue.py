@@ -25,8 +25,45 @@ pytestmark = pytest.mark.timeout(60)
 def test_which_job(env: dict[str, str], job: str, tmp_path: Path) -> None:
     """Slurm is asked for this job, or this task of an array, and no other one."""
     slurm = FakeSlurm(tmp_path / "bin")
-    assert Requeue.from_environment(slurm.env | env).ask() is None
+    assert Requeue.from_environment(slurm.env | env).ask() == f"job {job} is in Slurm's queue again"
     assert slurm.asked() == [f"requeue {job}"]
+
+
+# As Slurm 22.05 shows a job whose processes have had SIGTERM, or a signal that it asked for.
+@pytest.mark.parametrize(
+    ("shown", "restarts", "is_asked", "said"),
+    [
+        ("JobState=SIGNALING Reason=None Restarts=0", 0, True, "in Slurm's queue again"),
+        ("JobState=COMPLETING Reason=None Restarts=0", 0, False, "was canceled, so it is not"),
+        ("JobState=COMPLETING Reason=None Restarts=2", 2, False, "was canceled, so it is not"),
+        ("JobState=CANCELLED Reason=None Restarts=0", 0, False, "was canceled, so it is not"),
+        ("JobState=COMPLETING Reason=None Restarts=3", 2, False, "in Slurm's queue again"),
+        ("JobState=COMPLETING Reason=TimeLimit Restarts=0", 0, True, "in Slurm's queue again"),
+        (
+            "JobState=COMPLETING Reason=None Restarts=0 PreemptTime=2026-11-27T10:36:48",
+            0,
+            True,
+            "in Slurm's queue again",
+        ),
+        (
+            "JobState=COMPLETING Reason=None Restarts=0 PreemptTime=None",
+            0,
+            False,
+            "was canceled, so it is not",
+        ),
+        ("of another version", 0, True, "in Slurm's queue again"),
+    ],
+    ids=[
+        *("signal", "scancel", "scancel later", "canceled", "requeued", "time limit"),
+        *("preempted", "not preempted", "unknown"),
+    ],
+)
+def test_why_it_ends(shown: str, restarts: int, is_asked: bool, said: str, tmp_path: Path) -> None:
+    """A job that was canceled stays so, and one that is in the queue is not put there again."""
+    slurm = FakeSlurm(tmp_path / "bin", shown=shown)
+    ours = Requeue.from_environment(slurm.env | {"SLURM_RESTART_COUNT": str(restarts)})
+    assert said in ours.ask()
+    assert slurm.asked() == ["requeue 1234"] * is_asked
 
 
 def test_nothing_to_ask(tmp_path: Path) -> None:
@@ -52,7 +89,8 @@ def test_failure(then: str, failure: str, tmp_path: Path, monkeypatch: pytest.Mo
     """What fails is told; what hangs is given up."""
     monkeypatch.setattr(requeue, "_TIMEOUT_S", 0.5 if "sleep" in then else 20.0)
     slurm = FakeSlurm(tmp_path / "bin", then)
-    assert Requeue.from_environment(slurm.env).ask() == failure
+    said = Requeue.from_environment(slurm.env).ask()
+    assert said.endswith(f"failed, so start the job again yourself: {failure}")
     if "sleep" not in then:  # which may be given up before it has begun
         assert slurm.asked() == ["requeue 1234"]
 
@@ -62,4 +100,4 @@ def test_program_that_cannot_start(tmp_path: Path) -> None:
     slurm = FakeSlurm(tmp_path / "bin")
     ours = Requeue.from_environment(slurm.env)
     Path(ours.program).unlink()
-    assert (ours.ask() or "").startswith("it cannot be started: ")
+    assert "yourself: it cannot be started: " in ours.ask()

@@ -46,7 +46,9 @@ def state_of(pid: int) -> str:
 
 
 def files_in(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*.*") if path.is_file()}
+    """Without temporary ones: a stopped process may be about to rename one."""
+    paths = (path for path in folder.rglob("*.*") if path.is_file() and path.suffix != ".tmp")
+    return {path: path.read_bytes() for path in paths}
 
 
 def test_live_owner(tmp_path: Path) -> None:

@@ -7,18 +7,20 @@ from pathlib import Path
 
 
 class FakeSlurm:
-    """Records what `scontrol` is asked for.
+    """Records what `scontrol` is asked to do.
 
     Args:
         folder: Where the program is.
-        then: What it does behind that, in sh.
+        then: What it does next, in sh.
+        shown: What it shows of the job.
     """
 
-    def __init__(self, folder: Path, then: str = "") -> None:
+    def __init__(self, folder: Path, then: str = "", shown: str = "JobState=RUNNING") -> None:
         folder.mkdir()
         self._record = folder / "asked"
         program = folder / "scontrol"
-        program.write_text(f'#!/bin/sh\necho "$*" >> "{self._record}"\n{then}\n')
+        show = f"if [ $1 = show ]; then echo 'JobId=1234 {shown} Requeue=1'; exit; fi"
+        program.write_text(f'#!/bin/sh\n{show}\necho "$*" >> "{self._record}"\n{then}\n')
         program.chmod(0o755)
         path = os.pathsep.join([str(folder), os.environ.get("PATH", os.defpath)])
         self.env = {"SLURM_JOB_ID": "1234", "PATH": path}
