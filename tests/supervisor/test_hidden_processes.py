@@ -23,8 +23,10 @@ def hide():
     assert not Path("/proc/self/environ").read_bytes().strip(bytes(1))
 
     def orphan(*command):
-        code = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:], env={}, "
-        code += "start_new_session=True, stdout=subprocess.DEVNULL).pid)"
+        # Without `_exit` this would take the exit code of what has ended by then.
+        code = "import os, subprocess, sys; command = sys.argv[1:]; child = subprocess.Popen("
+        code += "command, env={}, start_new_session=True, stdout=subprocess.DEVNULL); "
+        code += "print(child.pid, flush=True); os._exit(0)"
         done = subprocess.run(
             [sys.executable, "-c", code, *command], env={}, stdout=subprocess.PIPE, check=True
         )
