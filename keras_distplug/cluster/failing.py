@@ -30,7 +30,7 @@ def code_after(error: Exception) -> int | None:
         role = roles.from_environment(os.environ)
     except ClusterError:
         return None
-    if role.world_size == 1:
+    if role.world_size == 1 or role.name not in role.workers:  # an evaluator
         return None
     if "tensorflow" in sys.modules:
         from keras_distplug.cluster import peers  # loads TensorFlow

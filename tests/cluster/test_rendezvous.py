@@ -3,7 +3,9 @@ TensorFlow."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import signal
 import socket
 import threading
@@ -18,7 +20,7 @@ from support.networks import hosts
 from support.processes import Process
 
 from keras_distplug.cluster import ports, rendezvous
-from keras_distplug.cluster.rendezvous import chief, others, waiting
+from keras_distplug.cluster.rendezvous import chief, messages, others, waiting
 from keras_distplug.cluster.roles import Role
 from keras_distplug.core.errors import ClusterError, ConfigurationError, PeerLostError
 
@@ -32,7 +34,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "_FIRST_LINE_SECS", 0.0)
-    monkeypatch.setattr(chief, "_REACH_SECS", 1.0)
+    monkeypatch.setattr(chief, "_PATIENCE_SECS", 1.0)
     monkeypatch.setattr(others, "_STRANGER_SECS", 1.0)
     monkeypatch.setattr(ports.listen, "__defaults__", (0.5,))
     farewell(monkeypatch, 1.0)
@@ -187,12 +189,55 @@ def test_different_versions() -> None:
 
 
 def test_different_clusters() -> None:
+    """The one with another cluster is refused, and the others end if the right one does not
+    come."""
     first, worker, other = roles(3)
-    errors = outcomes(meet(first), meet(worker), meet(at(other, 1, "127.0.0.1:9")))
-    for error in errors:
-        assert isinstance(error, ClusterError)
+    *errors, refused = outcomes(meet(first), meet(worker), meet(at(other, 1, "127.0.0.1:9")))
+    assert isinstance(refused, ClusterError)
+    for error in (*errors, refused):
+        assert isinstance(error, ClusterError | PeerLostError)
         assert "were given different clusters" in str(error)
         assert "127.0.0.1:9" in str(error)
+
+
+def test_one_of_an_earlier_start() -> None:
+    """A process that has another cluster does not end those whose own one comes."""
+    first, worker, last = roles(3)
+
+    def come_after_it() -> None:
+        [refused] = outcomes(meet(at(last, 1, "127.0.0.1:9")))
+        assert isinstance(refused, ClusterError)
+        rendezvous.meet(last, VERSIONS)
+
+    assert outcomes(meet(first), meet(worker), come_after_it) == [None] * 3
+
+
+def test_worker_that_is_started_again() -> None:
+    """One that has vanished while the others wait may come back, also before its connection is
+    known to be broken."""
+    first, worker, last = roles(3)
+    host, _, port = first.cluster["worker"][0].rpartition(":")
+
+    def come_back() -> None:
+        with connected(host, int(port)) as vanished:
+            hello = dataclasses.asdict(messages.Hello.of(last, VERSIONS))
+            messages.send(vanished, hello)
+            vanished.recv(1 << 16)
+            thread = threading.Timer(0.3, vanished.close)
+            thread.start()
+            rendezvous.meet(last, VERSIONS)
+            thread.join()
+
+    assert outcomes(meet(first), meet(worker), come_back) == [None] * 3
+
+
+def connected(host: str, port: int) -> socket.socket:
+    """To the chief, which may not listen yet."""
+    while True:
+        try:
+            return socket.create_connection((host, port), 5)
+        except ConnectionRefusedError:
+            time.sleep(0.01)
 
 
 def test_same_index_twice() -> None:
@@ -217,7 +262,7 @@ def test_address_that_leads_nowhere() -> None:
     [port] = free_ports(1)
     errors = outcomes(meet(at(first, 1, f"127.0.0.1:{port}")), meet(worker))
     for error in errors:
-        assert isinstance(error, ClusterError)
+        assert isinstance(error, PeerLostError)
         assert f"worker-1 ({worker.cluster['worker'][1]}) is there" in str(error)
         assert "does not lead from the chief to it: connection refused" in str(error)
 
@@ -277,19 +322,17 @@ def test_what_else_comes_to_the_chief() -> None:
     host, _, port = first.cluster["worker"][0].rpartition(":")
 
     def probe() -> None:
-        for said in (b"", b"GET /healthz HTTP/1.1\r\n\r\n", b"{}\n", b'{"keras_distplug": 1}\n'):
-            while True:
-                try:
-                    with socket.create_connection((host, int(port)), 5) as connection:
-                        connection.sendall(said)
-                        connection.shutdown(socket.SHUT_WR)
-                        while connection.recv(1 << 16):
-                            pass
-                    break
-                except ConnectionRefusedError:
-                    continue
-                except ConnectionResetError:
-                    break
+        stranger = dataclasses.asdict(dataclasses.replace(messages.Hello.of(worker, {}), rank=7))
+        for said in (
+            *(b"", b"GET /healthz HTTP/1.1\r\n\r\n", b"{}\n", b'{"keras_distplug": 1}\n'),
+            json.dumps({"keras_distplug": 1, **stranger}).encode() + b"\n",
+            json.dumps({"keras_distplug": 1, **stranger, "rank": "1"}).encode() + b"\n",
+        ):
+            with connected(host, int(port)) as connection, contextlib.suppress(ConnectionError):
+                connection.sendall(said)
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(1 << 16):
+                    pass
         rendezvous.meet(worker, VERSIONS)
 
     assert outcomes(meet(first), probe) == [None, None]

@@ -28,8 +28,8 @@ from keras_distplug.cluster.rendezvous.messages import (
     address_of,
     connect,
     connect_interruptibly,
-    messages,
     reason_of,
+    receive,
     send,
 )
 from keras_distplug.cluster.rendezvous.others import attend
@@ -89,7 +89,7 @@ def report_failure(role: Role, error: str) -> None:
         if not role.is_chief:
             with contextlib.closing(_connect_until(role, end_s)) as chief:
                 send(chief, asdict(hello))
-                next(messages(chief, end_s), None)
+                next(receive(chief, end_s), None)
             return
         with ports.listen(role, patience_secs=0.0) as listener:
             waiting = Waiting(role, _FAREWELL_SECS)

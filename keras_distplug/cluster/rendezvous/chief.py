@@ -16,6 +16,7 @@ from keras_distplug.cluster.rendezvous.messages import (
     CONNECT_SECS,
     MOST_BYTES,
     PAUSE_SECS,
+    UNRESOLVED,
     Hello,
     TensorFlowWaits,
     address_of,
@@ -32,7 +33,7 @@ from keras_distplug.cluster.rendezvous.waiting import Waiting
 from keras_distplug.cluster.roles import Role
 from keras_distplug.core.errors import ClusterError, PeerLostError
 
-_REACH_SECS = 10.0  # for the chief to reach a worker's address
+_PATIENCE_SECS = 25.0  # with what may be right soon: an address, or a process of an earlier start
 _FAREWELL_SECS = 10.0  # for those who are not here yet, when one has failed
 _OWN_EVERY_SECS = 5.0  # the chief looks who answers at its address
 _OF_GRPC = b"PRI * HTTP/2"  # a client's first bytes
@@ -49,8 +50,12 @@ class Chief:
         self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
+        listener.setblocking(False)
         self._buffers: dict[socket.socket, bytes] = {}
         self._hellos: dict[socket.socket, Hello] = {}
+        self._since: dict[socket.socket, float] = {}
+        self._refusals: dict[int, tuple[float, str]] = {}
+        self._unreached_since: dict[socket.socket, float] = {}
         self._is_dismissing = False
         self._own: Future[Hello | None] | None = None
         self._own_at = 0.0
@@ -58,15 +63,38 @@ class Chief:
     def gather(self) -> None:
         """Lets all start once they are here and agree."""
         with self._closing(), self._failing_together():
-            expected = set(range(1, self._role.world_size))
-            while missing := expected - {each.rank for each in self._hellos.values()}:
-                names = [name_of(self._role, rank) for rank in sorted(missing)]
-                here = self._role.world_size - len(missing)
-                self._waiting.on(_listed(names), f"{here} of {self._role.world_size} are here")
+            while not self._are_all_here() or not self._are_all_reached():
                 self._turn()
                 self._require_own_address()
-            self._require_reached()
             self._answer({"start": True}, self._hellos)
+
+    def _are_all_here(self) -> bool:
+        now, ranks = time.monotonic(), [hello.rank for hello in self._hellos.values()]
+        missing = sorted(set(range(1, self._role.world_size)) - set(ranks))
+        for rank in missing:
+            since, refusal = self._refusals.get(rank, (now, ""))
+            if now - since > _PATIENCE_SECS:
+                raise PeerLostError(refusal)
+        if missing:
+            here = self._role.world_size - len(missing)
+            names = [name_of(self._role, rank) for rank in missing]
+            self._waiting.on(_listed(names), f"{here} of {self._role.world_size} are here")
+        return not self._has_rivals(ranks, now) and not missing
+
+    def _has_rivals(self, ranks: list[int], now: float) -> bool:
+        """Whether several processes are one worker, of which one may be about to end."""
+        for rank in {rank for rank in ranks if ranks.count(rank) > 1}:
+            rivals = [c for c, hello in self._hellos.items() if hello.rank == rank]
+            if now - max(self._since[each] for each in rivals) > _PATIENCE_SECS:
+                first, second = (self._hellos[each] for each in rivals[:2])
+                raise ClusterError(
+                    f"Two processes are {second.name}: {first.where}, and {second.where}. "
+                    "Expected every process to have its own index. Check 'task' in TF_CONFIG, and "
+                    "whether a process of an earlier start is still running."
+                )
+            self._waiting.on(name_of(self._role, rank), "two processes say that they are it")
+            return True
+        return False
 
     def fail(self) -> None:
         """Tells all others that this process has failed."""
@@ -95,13 +123,15 @@ class Chief:
                 self._read(key.fileobj)
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
-        keep_alive(connection)
-        connection.setblocking(False)
-        self._buffers[connection] = b""
-        self._selector.register(connection, selectors.EVENT_READ)
-        # Whoever checks an address hears at once whose it is.
-        send(connection, asdict(self._hello) if not self._hello.error else {})
+        with contextlib.suppress(OSError):  # who has left again
+            connection, _ = self._listener.accept()
+            keep_alive(connection)
+            connection.settimeout(CONNECT_SECS)
+            self._buffers[connection] = b""
+            self._selector.register(connection, selectors.EVENT_READ)
+            # Whoever checks an address hears at once whose it is.
+            send(connection, asdict(self._hello) if not self._hello.error else {})
+            connection.setblocking(False)
 
     def _read(self, connection: socket.socket) -> None:
         try:
@@ -125,24 +155,28 @@ class Chief:
             self._forget(connection)
 
     def _receive(self, connection: socket.socket, hello: Hello) -> None:
-        before = next((c for c, each in self._hellos.items() if each.rank == hello.rank), None)
+        if not 0 < hello.rank < self._role.world_size:
+            self._forget(connection)
+            return
+        if not self._is_dismissing and (refusal := _different_cluster(self._hello, hello)):
+            # It may be of an earlier start, and the right one is yet to come.
+            self._answer({"refused": refusal}, [connection])
+            self._forget(connection)
+            self._refusals[hello.rank] = (time.monotonic(), refusal)
+            return
         self._hellos[connection] = hello
+        self._since[connection] = time.monotonic()
         if self._is_dismissing:
             return
         if hello.error:
             raise _Failed(hello)
-        require_same(self._hello, hello)
-        if before is not None:
-            raise ClusterError(
-                f"Two processes are {hello.name}: {self._hellos[before].where}, and {hello.where}. "
-                "Expected every process to have its own index. Check 'task' in TF_CONFIG, and "
-                "whether a process of an earlier start is still running."
-            )
+        _require_same_versions(self._hello, hello)
 
     def _forget(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
         self._buffers.pop(connection)
-        self._hellos.pop(connection, None)
+        for known in (self._hellos, self._since, self._unreached_since):
+            known.pop(connection, None)
         connection.close()
 
     def _answer(self, message: Mapping[str, Any], whom: Iterable[socket.socket]) -> None:
@@ -170,30 +204,27 @@ class Chief:
         if time.monotonic() - self._own_at > _OWN_EVERY_SECS:
             self._own = None
 
-    def _require_reached(self) -> None:
-        """Checks that the addresses of all others lead to them."""
-        end_s = time.monotonic() + _REACH_SECS
-        left = dict(self._hellos)
+    def _are_all_reached(self) -> bool:
+        """Whether the addresses of all others lead to them."""
+        now, asked = time.monotonic(), dict(self._hellos)
         with ThreadPoolExecutor(_CONNECTORS) as pool:
-            while left:
-                reached = list(pool.map(self._reach, left.values()))
-                failed = {
-                    connection: reason
-                    for connection, reason in zip(left, reached, strict=True)
-                    if reason and connection in self._hellos
-                }
-                if failed and time.monotonic() > end_s:
-                    connection, reason = next(iter(failed.items()))
-                    hello = left[connection]
-                    raise ClusterError(
-                        f"{hello.name} is there ({hello.where}), but its address does not lead "
-                        f"from the chief to it: {reason}. Expected an address at which the other "
-                        "workers reach it. Correct its address in the cluster of every task, or "
-                        "open the port in the firewall."
-                    )
-                left = {connection: left[connection] for connection in failed}
-                if failed:
-                    self._turn()
+            reasons = list(pool.map(self._reach, asked.values()))
+        unreached = {c: reason for c, reason in zip(asked, reasons, strict=True) if reason}
+        self._unreached_since = {c: self._unreached_since.get(c, now) for c in unreached}
+        for connection, reason in unreached.items():
+            hello = asked[connection]
+            # A name may take a while to be known, such as that of a new pod.
+            is_final = reason != UNRESOLVED
+            if is_final and now - self._unreached_since[connection] > _PATIENCE_SECS:
+                raise PeerLostError(
+                    f"{hello.name} is there ({hello.where}), but its address does not lead from "
+                    f"the chief to it: {reason}. Expected an address at which the other workers "
+                    "reach it. Correct its address in the cluster of every task, or open the port "
+                    "in the firewall."
+                )
+            self._waiting.on(hello.name, f"the chief cannot reach it: {reason}")
+        self._turn()  # one of them may have left meanwhile
+        return not unreached and asked.keys() == self._hellos.keys()
 
     def _reach(self, hello: Hello) -> str:
         """Why its address does not lead to it; empty if it does."""
@@ -240,14 +271,19 @@ class _Failed(Exception):
         self.hello = hello
 
 
-def require_same(chiefs: Hello, other: Hello) -> None:
+def _different_cluster(chiefs: Hello, other: Hello) -> str:
+    """What is different, for people; empty if nothing is."""
     # A process may know itself by another address than the others do.
-    if _without(chiefs.cluster, chiefs, other) != _without(other.cluster, chiefs, other):
-        raise ClusterError(
-            f"{chiefs.name} and {other.name} were given different clusters. Expected the same "
-            f"addresses on all workers. Received: {json.dumps(chiefs.cluster)} by {chiefs.where}, "
-            f"{json.dumps(other.cluster)} by {other.where}."
-        )
+    if _without(chiefs.cluster, chiefs, other) == _without(other.cluster, chiefs, other):
+        return ""
+    return (
+        f"{chiefs.name} and {other.name} were given different clusters. Expected the same "
+        f"addresses on all workers. Received: {json.dumps(chiefs.cluster)} by {chiefs.where}, "
+        f"{json.dumps(other.cluster)} by {other.where}."
+    )
+
+
+def _require_same_versions(chiefs: Hello, other: Hello) -> None:
     for package, version in chiefs.versions.items():
         if other.versions.get(package) != version:
             raise ClusterError(

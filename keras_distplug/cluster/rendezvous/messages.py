@@ -20,6 +20,7 @@ from keras_distplug.core.errors import PeerLostError
 
 PAUSE_SECS = 0.2
 CONNECT_SECS = 2.0
+UNRESOLVED = "its host name does not resolve"
 MOST_BYTES = 1 << 22
 
 _PROTOCOL = "keras_distplug"
@@ -69,14 +70,23 @@ class TensorFlowWaits(Exception):
 
 
 class Stranger(Exception):
-    """Another program answers."""
+    """Another program answers, or does not.
+
+    Args:
+        what: For people.
+        since: By the monotonic clock; None for now.
+    """
+
+    def __init__(self, what: str, since: float | None = None) -> None:
+        super().__init__(what)
+        self.since = time.monotonic() if since is None else since
 
 
 def ask(address: str) -> Hello | None:
     """Who answers there. Raises OSError if nobody does."""
     with contextlib.closing(connect(address)) as connection:
         try:
-            said = next(messages(connection, time.monotonic() + CONNECT_SECS), None)
+            said = next(receive(connection, time.monotonic() + CONNECT_SECS), None)
         except (TensorFlowWaits, Stranger):
             return None
         return None if said is None else as_hello(said)
@@ -108,7 +118,7 @@ def in_background(act: Callable[[], T]) -> Future[T]:
     return future
 
 
-def messages(
+def receive(
     connection: socket.socket, end_s: float | None = None
 ) -> Iterator[Mapping[str, Any] | None]:
     """What the other end says, until it closes, or it is late; None while it says nothing."""
@@ -159,9 +169,13 @@ def hello_in(line: bytes) -> Hello | None:
 
 def as_hello(message: Mapping[str, Any]) -> Hello | None:
     try:
-        return Hello(**message)
-    except TypeError:
+        hello = Hello(**message)
+    except TypeError:  # that of another version, or no hello
         return None
+    texts = (hello.name, hello.where, hello.token, hello.error)
+    maps = (hello.cluster, hello.versions)
+    is_one = isinstance(hello.rank, int) and all(isinstance(each, dict) for each in maps)
+    return hello if is_one and all(isinstance(each, str) for each in texts) else None
 
 
 def keep_alive(connection: socket.socket) -> None:
@@ -182,14 +196,16 @@ def name_of(role: Role, rank: int) -> str:
 
 def reason_of(error: OSError) -> str:
     if isinstance(error, socket.gaierror):
-        return "its host name does not resolve"
+        return UNRESOLVED
     if isinstance(error, TimeoutError):
         return "no answer"
     return (error.strerror or str(error)).lower()
 
 
-def lost(role: Role, failed: Hello) -> PeerLostError:
+def lost(role: Role, failed: Hello | None) -> PeerLostError:
+    who = f"{failed.name} ({failed.where})" if failed is not None else "another worker"
+    why = failed.error if failed is not None else "see its output"
     return PeerLostError(
-        f"{role.name} cannot train: {failed.name} ({failed.where}) failed before it joined: "
-        f"{failed.error}. Fix that, and start all workers again."
+        f"{role.name} cannot train: {who} failed before it joined: {why}. Fix that, and start all "
+        "workers again."
     )

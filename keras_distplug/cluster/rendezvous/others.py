@@ -18,9 +18,9 @@ from keras_distplug.cluster.rendezvous.messages import (
     as_hello,
     connect_interruptibly,
     lost,
-    messages,
     name_of,
     reason_of,
+    receive,
     send,
 )
 from keras_distplug.cluster.rendezvous.waiting import Waiting
@@ -41,10 +41,10 @@ def attend(role: Role, hello: Hello, listener: socket.socket, waiting: Waiting) 
                     return
                 why = "it closed the connection"
             except OSError as error:
-                why = reason_of(error)
+                why, stranger_since = reason_of(error), None
             except Stranger as error:
                 why = str(error)
-                stranger_since = stranger_since or time.monotonic()
+                stranger_since = stranger_since or error.since
                 if time.monotonic() - stranger_since > _STRANGER_SECS:
                     raise ClusterError(
                         f"{role.name} looks for {chief}, but {why}. Expected the chief there. "
@@ -62,16 +62,16 @@ def _is_started(role: Role, hello: Hello, waiting: Waiting) -> bool:
     since, is_greeted = time.monotonic(), False
     with contextlib.closing(connect_interruptibly(address_of(role, 0))) as connection:
         send(connection, asdict(hello))
-        for message in messages(connection):
+        for message in receive(connection):
             if message is None and is_greeted:
                 waiting.on("the others", f"{name_of(role, 0)} is here")
             elif message is None:
                 if time.monotonic() - since > _STRANGER_SECS:
-                    raise Stranger("whoever listens there does not answer")
+                    raise Stranger("whoever listens there does not answer", since)
             elif "start" in message:
                 return True
             elif "failed" in message:
-                raise lost(role, Hello(**message["failed"]))
+                raise lost(role, as_hello(message["failed"]))
             elif "refused" in message:
                 raise ClusterError(message["refused"])
             elif "late" in message:
