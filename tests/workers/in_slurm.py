@@ -1,0 +1,51 @@
+"""What examples/slurm/train.sbatch starts as examples/train.py, with steps that take their time
+while the file `hold` is in the working folder."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import time
+from pathlib import Path
+
+import keras
+
+import keras_distplug as kd
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--directory", required=True)
+parser.add_argument("--grace-secs", type=float, required=True)
+parser.add_argument("--requeue", action="store_true")
+given = parser.parse_args()
+
+strategy = kd.init()
+
+from support import digits_like as case  # noqa: E402
+
+
+class Hold(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if Path("hold").exists():
+            time.sleep(1.2)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        name = os.environ.get("SLURM_RESTART_COUNT", "0")
+        if epoch >= 1:
+            Path(f"{os.path.basename(given.directory)}-training-{name}").touch()
+
+
+preemption = kd.PreemptionHandler(grace_secs=given.grace_secs, cloud=False, requeue=given.requeue)
+model = kd.distributed_fit(
+    case.build,
+    case.dataset,
+    epochs=30,
+    verbose=0,
+    callbacks=[Hold(), preemption],
+    directory=given.directory,
+    save_freq="5s",
+).model
+digest = hashlib.sha256()
+for variable in [*model.variables, *model.optimizer.variables]:
+    digest.update(variable.numpy().tobytes())
+print(f"{os.path.basename(given.directory)}: sha256 {digest.hexdigest()}", flush=True)
