@@ -114,7 +114,10 @@ def _start_process() -> None:
     if os.environ.get("KERAS_DISTPLUG_JOB"):
         importlib.import_module("keras_distplug.cluster.pulse").begin()
     # Before the first error, and for who is told by the code of this process only.
-    started_by = ("KERAS_DISTPLUG_JOB", "TF_CONFIG", "SLURM_STEP_ID", "CLUSTER_SPEC", "SM_HOSTS")
+    started_by = (
+        *("KERAS_DISTPLUG_JOB", "TF_CONFIG", "SLURM_STEP_ID", "CLUSTER_SPEC", "SM_HOSTS"),
+        "KERAS_DISTPLUG_ADDRESS",
+    )
     if any(os.environ.get(name) for name in started_by):
         importlib.import_module("keras_distplug.cluster.failing").prepare()
     # TensorFlow forms a cluster only before the first tensor exists, and a script that a supervisor

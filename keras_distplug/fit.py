@@ -134,7 +134,7 @@ def distributed_fit(
         validation_steps: As in `Model.fit`.
         validation_batch_size: As in `Model.fit`.
         validation_freq: As in `Model.fit`.
-        strategy: `"auto"` (several workers, by TF_CONFIG, Slurm, Vertex AI or SageMaker ->
+        strategy: `"auto"` (several workers, by TF_CONFIG, Slurm and so on ->
             `"multi_worker"`, with 'ps' tasks `"parameter_server"`, several GPUs -> `"mirrored"`,
             else `"one_device"`; if `init` was given a name, that one), one of these names,
             `"central_storage"`, or a `tf.distribute.Strategy`. Defaults to `"auto"`.

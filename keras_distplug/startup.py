@@ -53,8 +53,9 @@ def init(
         strategy: `"auto"`, `"one_device"`, `"mirrored"`, `"central_storage"` (every device
             computes, the CPU holds the variables), `"multi_worker"` or `"parameter_server"`.
             Defaults to `"auto"`: 'ps' tasks in the cluster -> parameter_server; several workers, by
-            TF_CONFIG, Slurm, Vertex AI or SageMaker -> multi_worker; several GPUs -> mirrored; else
-            one device. Once a name was given, `"auto"` is that one, here and in `distributed_fit`.
+            TF_CONFIG, Slurm, Vertex AI, SageMaker or Kubernetes -> multi_worker; several GPUs ->
+            mirrored; else one device. Once a name was given, `"auto"` is that one, here and in
+            `distributed_fit`.
         heartbeat_timeout_secs: After how many seconds without a heartbeat a worker counts as lost,
             at least 1, the same on all workers. Defaults to KERAS_DISTPLUG_HEARTBEAT_TIMEOUT, which
             `keras-distplug run --heartbeat-timeout` sets, and else to TensorFlow's 10.

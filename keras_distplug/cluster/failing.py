@@ -17,8 +17,13 @@ from keras_distplug.core.supervised import Supervised
 _PROCESS = "KERAS_DISTPLUG_PROCESS"  # that of the task; its own subprocesses are others
 
 
+class _Prepared:
+    pid: int | None = None
+
+
 def prepare() -> None:
     """To be called when the package is imported by a worker of a cluster."""
+    _Prepared.pid = os.getpid()
     os.environ.setdefault(_PROCESS, str(os.getpid()))
     leaving.consult(code_after)
     leaving.prepare()
@@ -32,7 +37,7 @@ def code_after(error: Exception) -> int | None:
         return None
     if role.world_size == 1 or role.name not in role.workers:  # an evaluator
         return None
-    if "tensorflow" in sys.modules:
+    if "tensorflow" in sys.modules and os.getpid() == _Prepared.pid:  # no fork
         from keras_distplug.cluster import peers  # loads TensorFlow
 
         if peers.has_joined():

@@ -111,8 +111,9 @@ def _hear_of_errors() -> None:
         if _Ending.code is None and not is_interactive():
             _Ending.code = _code_after(error)
             if _Ending.code != ExitCode.PEER_LOST and isinstance(error, Exception):
+                # Also those of which the code is known: others are to hear of them.
                 found = [code_of(error) for code_of in _Ending.consulted]
-                _Ending.code = next(filter(None, found), _Ending.code)
+                _Ending.code = _Ending.code or next(filter(None, found), None)
             if _Ending.code is not None:
                 timer = threading.Timer(_LAST_WORDS_S, _exit, [_Ending.code])
                 timer.daemon = True

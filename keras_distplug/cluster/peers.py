@@ -81,6 +81,8 @@ def code_after(error: Exception, role: Role) -> int:
     why = f"{type(error).__name__}: {error}".translate(_PLAIN)[:_CAUSE_CHARS]
     with contextlib.suppress(ConnectionError, TimeoutError):
         service.report(f"keras_distplug lost <{own}, which failed: {why}> by <{own}>")
+    if role.is_chief:
+        time.sleep(_HEARD_S)
     return 1
 
 

@@ -13,6 +13,7 @@ from keras_distplug.core.errors import ConfigurationError
 
 _FIELD = re.compile(r"(JobState|Reason|Restarts|PreemptTime)=(\S+)")
 _ENDED = ("COMPLETING", "CANCELLED")
+_SHOW_TIMEOUT_S = 5.0  # Slurm's KillWait of 30 s is for both
 _TIMEOUT_S = 20.0  # the controller of a busy cluster takes its time
 
 
@@ -58,7 +59,7 @@ class Requeue:
     def ask(self) -> str:
         """Puts the job into the queue, unless it is there already or was canceled; what came of
         it, for people."""
-        done = self._run("show", "job", "-o", self.job)
+        done = self._run("show", "job", "-o", self.job, timeout_s=_SHOW_TIMEOUT_S)
         if not isinstance(done, str) and done.returncode == 0:
             state = dict(_FIELD.findall(done.stdout))
             if int(state.get("Restarts", 0)) > self.restarts:
@@ -82,7 +83,9 @@ class Requeue:
             failure = f"exit code {done.returncode}: {said}"
         return f"`scontrol requeue {self.job}` failed, so start the job again yourself: {failure}"
 
-    def _run(self, *arguments: str) -> subprocess.CompletedProcess[str] | str:
+    def _run(
+        self, *arguments: str, timeout_s: float | None = None
+    ) -> subprocess.CompletedProcess[str] | str:
         """What `scontrol` answers, or why it does not."""
         try:
             return subprocess.run(
@@ -92,7 +95,7 @@ class Requeue:
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
-                timeout=_TIMEOUT_S,
+                timeout=timeout_s or _TIMEOUT_S,
             )
         except subprocess.TimeoutExpired:
             return f"it has not answered within {_TIMEOUT_S:g} s"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -73,6 +74,38 @@ def test_told_to_go() -> None:
     """Who leaves with a code of ours leaves with that one, and nothing can keep it."""
     ended, printed = run(f"{ENDLESS}leaving.with_code(143)\nsys.exit(143)")
     assert (ended, printed) == (143, "last words\n")
+
+
+def test_code_of_what_others_are_told_of() -> None:
+    """An error of ours keeps its code where the others hear of it, too."""
+    env = {"TF_CONFIG": TASK}
+    script = "print('told', error); return 1"
+    begin = f"""
+import atexit
+from keras_distplug.cluster import leaving, rendezvous
+from keras_distplug.core.errors import DataError
+rendezvous.report_failure = lambda *_: None
+def tell(error): {script}
+leaving.consult(tell)
+leaving.prepare()
+"""
+    assert run(f"raise {UNUSABLE}", begin=begin, env=env)[0] == 93
+    ended, printed = run("raise ValueError('another')", begin=begin, env=env)
+    assert (ended, "told another" in printed) == (1, True)
+
+
+@pytest.mark.parametrize(("task", "is_told"), [("worker", True), ("evaluator", False)])
+def test_whose_failure_others_are_told_of(task: str, is_told: bool) -> None:
+    """An evaluator, which nobody waits for, ends no training."""
+    cluster = {"worker": ["a:1", "b:1"], "evaluator": ["c:1"]}
+    env = {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": task, "index": 0}})}
+    begin = """
+import keras_distplug
+from keras_distplug.cluster import rendezvous
+rendezvous.report_failure = lambda role, error: print("told", error)
+"""
+    ended, printed = run("raise ValueError('no data')", begin=begin, env=env)
+    assert (ended, "told ValueError: no data" in printed) == (1, is_told)
 
 
 def test_hook_of_the_script() -> None:

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -240,6 +241,68 @@ def connected(host: str, port: int) -> socket.socket:
             time.sleep(0.01)
 
 
+def test_connected_again() -> None:
+    """A worker whose connection is lost on the way comes back with a second one."""
+    first, worker = roles(2)
+    host, _, port = first.cluster["worker"][0].rpartition(":")
+    hello = messages.Hello.of(worker, VERSIONS)
+
+    def come_twice() -> None:
+        with (
+            connected(host, int(port)) as lost,
+            connected(host, int(port)) as again,
+            ports.listen(worker) as own,
+            others._answering(own, hello),
+        ):
+            for connection in (lost, again):
+                messages.send(connection, dataclasses.asdict(hello))
+            answers = (each for each in messages.receive(again, time.monotonic() + 20) if each)
+            assert any("start" in each for each in answers)
+
+    assert outcomes(meet(first), come_twice) == [None, None]
+
+
+def test_failure_of_a_process_that_is_not_the_worker() -> None:
+    """Such as another program in the same container."""
+    first, worker, last = roles(3)
+
+    def fail_beside() -> None:
+        thread = threading.Thread(target=meet(worker))
+        thread.start()
+        host, _, port = first.cluster["worker"][0].rpartition(":")
+        while messages.ask(worker.cluster["worker"][1]) is None:
+            time.sleep(0.01)
+        hello = messages.Hello.of(worker, VERSIONS, "ValueError: no data")
+        with connected(host, int(port)) as connection:
+            messages.send(connection, dataclasses.asdict(hello))
+            for _ in messages.receive(connection, time.monotonic() + 20):
+                pass  # until it is sent away
+        rendezvous.meet(last, VERSIONS)
+        thread.join(30)
+        assert not thread.is_alive()
+
+    assert outcomes(meet(first), fail_beside) == [None, None]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_chief_that_is_interrupted(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others do not go on waiting."""
+    first, worker, _ = roles(3)
+
+    def interrupt(line: str) -> None:
+        if "2 of 3 are here" in line:
+            raise error
+
+    monkeypatch.setattr(waiting, "announce", interrupt)
+    monkeypatch.setattr(waiting, "_LINE_EVERY_SECS", 0.0)
+    interrupted, other = outcomes(meet(first), meet(worker))
+    assert isinstance(interrupted, error)
+    assert isinstance(other, PeerLostError)
+    assert f"failed before it joined: {error.__name__}" in str(other)
+
+
 def test_same_index_twice() -> None:
     first, worker, _ = roles(3)
     [port] = free_ports(1)
@@ -324,11 +387,15 @@ def test_what_else_comes_to_the_chief() -> None:
     def probe() -> None:
         stranger = dataclasses.asdict(dataclasses.replace(messages.Hello.of(worker, {}), rank=7))
         for said in (
-            *(b"", b"GET /healthz HTTP/1.1\r\n\r\n", b"{}\n", b'{"keras_distplug": 1}\n'),
+            *(*[b""] * 5, b"GET /healthz HTTP/1.1\r\n\r\n", b"{}\n", b'{"keras_distplug": 1}\n'),
             json.dumps({"keras_distplug": 1, **stranger}).encode() + b"\n",
             json.dumps({"keras_distplug": 1, **stranger, "rank": "1"}).encode() + b"\n",
         ):
             with connected(host, int(port)) as connection, contextlib.suppress(ConnectionError):
+                if not said:  # a reset, as some probes do
+                    gone_at_once = struct.pack("ii", 1, 0)
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, gone_at_once)
+                    continue
                 connection.sendall(said)
                 connection.shutdown(socket.SHUT_WR)
                 while connection.recv(1 << 16):
@@ -344,7 +411,7 @@ from keras_distplug.cluster import rendezvous
 from keras_distplug.cluster.rendezvous import chief, waiting
 from keras_distplug.cluster.roles import Role
 waiting._FIRST_LINE_SECS = 0.0
-chief._OWN_EVERY_SECS = chief._FAREWELL_SECS = 0.1
+chief._OWN_EVERY_SECS = chief._FAREWELL_SECS = chief._PATIENCE_SECS = 0.1
 index, *addresses = sys.argv[1:]
 rendezvous.meet(Role("worker", int(index), {"worker": tuple(addresses)}, "TF_CONFIG"), {})
 """

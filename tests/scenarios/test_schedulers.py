@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from support.cluster import ROOT, environment, run_workers
+from support.indexed_job import running
 from support.needed import missing
 from support.slurm import FakeSlurm
 from support.tfjob import FakeOperator
@@ -245,3 +246,46 @@ def test_kubernetes_does_not_repeat_what_would_come_again(
         operator.close()
     assert outcome == "Failed"
     assert [code for _, code in operator.ended] == [93], operator.printed
+
+
+@pytest.fixture
+def jobset() -> dict[str, Any]:
+    if importlib.util.find_spec("yaml") is None:
+        missing("PyYAML", HOW)
+    text = (EXAMPLES / "kubernetes" / "jobset.yaml").read_text()
+    return importlib.import_module("yaml").safe_load(text)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("told", "codes", "retries"),
+    [("TERM", {(0, 143), (1, 143)}, 0), ("KILL", {(0, 201), (1, 137)}, 2)],
+    ids=["SIGTERM", "SIGKILL"],
+)
+def test_jobset(
+    told: str,
+    codes: set[tuple[int, int]],
+    retries: int,
+    checksum: str,
+    jobset: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    """The same for a JobSet, whose pods return under other addresses. Preemption costs no retry."""
+    volumes = {"runs": tmp_path}
+    with running(jobset, sys.executable, EXAMPLES, volumes, tmp_path, []) as job:
+        job.pods[0].wait_for(IN_TRAINING, 300)
+        os.kill(job.pods[1].pid, signal.Signals[f"SIG{told}"])
+        outcome = job.run(400)
+    assert outcome == "Complete", "\n".join(job.printed)
+    assert codes <= set(job.ended)
+    assert job.retries == retries, job.ended
+    assert RESUMED in job.printed[0]
+    assert [CHECKSUM.findall(printed) for printed in job.printed] == [[checksum]] * 2
+
+
+@pytest.mark.cluster
+def test_jobset_that_would_fail_again(jobset: dict[str, Any], tmp_path: Path) -> None:
+    volumes, more = {"runs": tmp_path}, ["--grace-secs", "-1"]
+    with running(jobset, sys.executable, EXAMPLES, volumes, tmp_path, more) as job:
+        assert job.run(200) == "Failed"
+    assert [code for _, code in job.ended] == [93], job.printed

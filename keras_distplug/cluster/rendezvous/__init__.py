@@ -37,7 +37,7 @@ from keras_distplug.cluster.rendezvous.waiting import Waiting, limit_secs
 from keras_distplug.cluster.roles import Role
 from keras_distplug.core.errors import ClusterError
 
-_FAREWELL_SECS = 10.0  # for a failed process to report why
+_FAREWELL_SECS = 5.0  # for a failed process to report why
 
 _met: list[Hello] = []
 

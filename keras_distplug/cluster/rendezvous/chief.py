@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from keras_distplug.cluster.rendezvous.messages import (
@@ -34,7 +34,7 @@ from keras_distplug.cluster.roles import Role
 from keras_distplug.core.errors import ClusterError, PeerLostError
 
 _PATIENCE_SECS = 25.0  # with what may be right soon: an address, or a process of an earlier start
-_FAREWELL_SECS = 10.0  # for those who are not here yet, when one has failed
+_FAREWELL_SECS = 5.0  # for those who are not here yet, when one has failed
 _OWN_EVERY_SECS = 5.0  # the chief looks who answers at its address
 _OF_GRPC = b"PRI * HTTP/2"  # a client's first bytes
 _CONNECTORS = 32
@@ -59,6 +59,7 @@ class Chief:
         self._is_dismissing = False
         self._own: Future[Hello | None] | None = None
         self._own_at = 0.0
+        self._other_since: float | None = None
 
     def gather(self) -> None:
         """Lets all start once they are here and agree."""
@@ -134,6 +135,8 @@ class Chief:
             connection.setblocking(False)
 
     def _read(self, connection: socket.socket) -> None:
+        if connection not in self._buffers:
+            return  # forgotten in this turn
         try:
             received = connection.recv(1 << 16)
         except BlockingIOError:
@@ -142,6 +145,9 @@ class Chief:
             received = b""
         data = self._buffers[connection] + received
         self._buffers[connection] = data
+        if data.startswith(_OF_GRPC) and self._is_dismissing:
+            self._forget(connection)
+            return
         if data.startswith(_OF_GRPC):
             self._answer({"start": True}, self._hellos)
             raise TensorFlowWaits
@@ -155,7 +161,11 @@ class Chief:
             self._forget(connection)
 
     def _receive(self, connection: socket.socket, hello: Hello) -> None:
-        if not 0 < hello.rank < self._role.world_size:
+        same = [c for c, each in self._hellos.items() if each.token == hello.token]
+        for before in same:  # it has connected again
+            self._forget(before)
+        has_other = any(each.rank == hello.rank for each in self._hellos.values())
+        if not 0 < hello.rank < self._role.world_size or (hello.error and has_other):
             self._forget(connection)
             return
         if not self._is_dismissing and (refusal := _different_cluster(self._hello, hello)):
@@ -195,7 +205,11 @@ class Chief:
             return
         # Not every network leads a machine's own address back to it.
         other = None if self._own.exception() else self._own.result()
-        if other is not None and other.token != self._hello.token:
+        if other is None or other.token == self._hello.token:
+            self._other_since = None
+        elif self._other_since is None:  # it may be of an earlier start, and about to end
+            self._other_since = time.monotonic()
+        elif time.monotonic() - self._other_since > _PATIENCE_SECS:
             raise ClusterError(
                 f"{self._hello.name} is this process ({self._hello.where}), but at that address "
                 f"{other.where} answers. Expected every process to have its own address and "
@@ -247,6 +261,12 @@ class Chief:
             is_refused = isinstance(error, ClusterError)
             self._dismiss({"refused" if is_refused else "late": str(error)})
             raise
+        except TensorFlowWaits:
+            raise
+        except BaseException as error:
+            failed = replace(self._hello, error=f"{type(error).__name__}: {error}")
+            self._answer({"failed": asdict(failed)}, self._hellos)
+            raise
 
     @contextlib.contextmanager
     def _closing(self) -> Iterator[None]:
@@ -255,11 +275,13 @@ class Chief:
         finally:
             # The others close first: the end that does is blocked for a while, and this is the port
             # that TensorFlow needs.
+            end_s = time.monotonic() + CONNECT_SECS
             for connection in self._hellos:
                 with contextlib.suppress(OSError):
-                    connection.settimeout(CONNECT_SECS)
-                    while connection.recv(1 << 16):
-                        pass
+                    while (left_s := end_s - time.monotonic()) > 0:
+                        connection.settimeout(left_s)
+                        if not connection.recv(1 << 16):
+                            break
             for connection in self._buffers:
                 connection.close()
             self._selector.close()

@@ -94,7 +94,10 @@ def ask(address: str) -> Hello | None:
 
 def connect(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
-    connection = socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECS)
+    try:
+        connection = socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECS)
+    except UnicodeError:
+        raise socket.gaierror(f"{host} is no host name") from None
     keep_alive(connection)
     return connection
 

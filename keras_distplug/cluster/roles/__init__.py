@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from keras_distplug.cluster.roles import launchers, sagemaker, slurm, vertex
+from keras_distplug.cluster.roles import kubernetes, launchers, sagemaker, slurm, vertex
 from keras_distplug.cluster.roles.role import Role, single_process
 from keras_distplug.cluster.roles.tf_config import from_tf_config
 from keras_distplug.core.supervised import JOB
@@ -21,6 +21,7 @@ VARIABLES = {
     "Slurm": "SLURM_STEP_ID",
     "Vertex AI": "CLUSTER_SPEC",
     "SageMaker": "SM_HOSTS",
+    "Kubernetes": kubernetes.ADDRESS,
 }
 
 
@@ -29,7 +30,8 @@ def from_environment(environ: Mapping[str, str]) -> Role:
 
     `TF_CONFIG` wins when it is set; empty or `{}`, it says "single process". Otherwise the tasks of
     a Slurm step that `srun` started are the workers, or the replicas of Vertex AI's `CLUSTER_SPEC`,
-    or the hosts of SageMaker's `SM_HOSTS`. Otherwise the process is alone.
+    or the hosts of SageMaker's `SM_HOSTS`, or the pods of an indexed Job of Kubernetes whose
+    manifest has KERAS_DISTPLUG_ADDRESS. Otherwise the process is alone.
 
     Args:
         environ: Usually `os.environ`.
@@ -45,6 +47,8 @@ def from_environment(environ: Mapping[str, str]) -> Role:
         return vertex.from_cluster_spec(environ["CLUSTER_SPEC"])
     if sagemaker.is_container(environ):
         return sagemaker.from_hosts(environ)
+    if kubernetes.is_pod(environ):
+        return kubernetes.from_pod(environ)
     return single_process()
 
 

@@ -23,8 +23,8 @@ class Role:
         task_type: `"chief"`, `"worker"`, `"ps"` or `"evaluator"`.
         index: The place among the tasks of this type.
         cluster: For each task type its addresses, `"host:port"`. Empty for a single process.
-        source: Where this was read: `"TF_CONFIG"`, `"Slurm"`, `"Vertex AI"`, `"SageMaker"` or
-            `"single process"`.
+        source: Where this was read: `"TF_CONFIG"`, `"Slurm"`, `"Vertex AI"`, `"SageMaker"`,
+            `"Kubernetes"` or `"single process"`.
     """
 
     task_type: str

@@ -126,7 +126,7 @@ def _check_addresses(cluster: Mapping[str, Sequence[Any]], where: str) -> None:
     for task_type, addresses in cluster.items():
         for index, address in enumerate(addresses):
             here = f"{task_type}[{index}]"
-            if not _is_address(address):
+            if not is_address(address):
                 raise ClusterError(
                     f"{where}: {here} has no valid address. Expected 'host:port' with a port from "
                     f"1 to 65535, and an IPv6 address in brackets, as in '[::1]:2222'. Received: "
@@ -140,7 +140,8 @@ def _check_addresses(cluster: Mapping[str, Sequence[Any]], where: str) -> None:
             owners[address] = here
 
 
-def _is_address(address: Any) -> bool:
+def is_address(address: Any) -> bool:
+    """Whether it is 'host:port' with a valid port."""
     if not isinstance(address, str):
         return False
     host, _, port = address.rpartition(":")

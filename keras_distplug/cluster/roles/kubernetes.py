@@ -1,0 +1,57 @@
+"""The role of a pod of an indexed Job, such as those of a JobSet or a TrainJob.
+
+Kubernetes numbers the pods, and a JobSet gives each of them a host name with that number. The job's
+manifest says how many there are, and how their addresses are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from keras_distplug.cluster.roles.role import Role, shown, single_process
+from keras_distplug.cluster.roles.tf_config import is_address
+from keras_distplug.core.errors import ClusterError
+
+ADDRESS = "KERAS_DISTPLUG_ADDRESS"  # with {index}
+_WORKERS = "KERAS_DISTPLUG_WORKERS"
+_WORKERS_OF_TRAINER = "JAX_NUM_PROCESSES"  # Kubeflow Trainer sets it for `mlPolicy.jax`
+_INDEX = "JOB_COMPLETION_INDEX"  # Kubernetes sets it in indexed Jobs
+_PLACE = "{index}"
+_MOST = 65_536
+
+
+def is_pod(environ: Mapping[str, str]) -> bool:
+    """Whether the manifest says how the workers find each other."""
+    return ADDRESS in environ
+
+
+def from_pod(environ: Mapping[str, str]) -> Role:
+    """All pods of the Job are workers, by their numbers."""
+    name = _WORKERS if _WORKERS in environ else _WORKERS_OF_TRAINER
+    workers, index = _number(environ, name, 1), _number(environ, _INDEX, 0)
+    if workers == 1:
+        return single_process()
+    if index >= workers:
+        raise ClusterError(
+            f"{_INDEX} is {index}, but {name} says that there are {workers} workers. Expected "
+            "the number of workers to be that of the Job's completions and its parallelism."
+        )
+    pattern = environ[ADDRESS]
+    addresses = tuple(pattern.replace(_PLACE, str(number)) for number in range(workers))
+    if _PLACE not in pattern or not all(map(is_address, addresses)):
+        raise ClusterError(
+            f"{ADDRESS} must be 'host:port' with {_PLACE} in it, such as "
+            f"'digits-worker-0-{_PLACE}.digits:2222'. Received: {shown(pattern)}."
+        )
+    return Role("worker", index, {"worker": addresses}, "Kubernetes")
+
+
+def _number(environ: Mapping[str, str], name: str, least: int) -> int:
+    text = environ.get(name, "")
+    if not text.isdecimal() or not least <= int(text[:9]) <= _MOST or len(text) > 9:
+        raise ClusterError(
+            f"{ADDRESS} is set, so {name} must be a number from {least} to {_MOST}. Received: "
+            f"{shown(text) if text else 'nothing'}. Set it in the pods' environment, or unset "
+            f"{ADDRESS} to train in a single process."
+        )
+    return int(text)
