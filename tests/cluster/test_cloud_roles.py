@@ -153,3 +153,53 @@ def test_order() -> None:
     assert from_environment(replica | host).source == "Vertex AI"
     assert from_environment(host).source == "SageMaker"
     assert from_environment(STEP | replica | host | {"TF_CONFIG": ""}) == single_process()
+
+
+POD = {"KERAS_DISTPLUG_ADDRESS": "digits-worker-0-{index}.digits:2222"}
+
+
+@pytest.mark.parametrize("workers", ["KERAS_DISTPLUG_WORKERS", "JAX_NUM_PROCESSES"])
+def test_pod(workers: str) -> None:
+    """The pods of an indexed Job are workers, as many as its manifest or Kubeflow Trainer says."""
+    role = from_environment(POD | {workers: "3", "JOB_COMPLETION_INDEX": "2"})
+    addresses = tuple(f"digits-worker-0-{index}.digits:2222" for index in range(3))
+    assert role == Role("worker", 2, {"worker": addresses}, "Kubernetes")
+    assert from_environment(POD | {workers: "1", "JOB_COMPLETION_INDEX": "0"}) == single_process()
+
+
+def test_pod_has_a_cluster_of_its_own() -> None:
+    """TF_CONFIG, as of a supervisor in the pod, comes first."""
+    environ = POD | {"KERAS_DISTPLUG_WORKERS": "2", "JOB_COMPLETION_INDEX": "0", "TF_CONFIG": "{}"}
+    assert from_environment(environ) == single_process()
+
+
+@pytest.mark.parametrize(
+    ("environ", "complaint"),
+    [
+        ({"JOB_COMPLETION_INDEX": "0"}, "JAX_NUM_PROCESSES must be a number from 1"),
+        ({"KERAS_DISTPLUG_WORKERS": "2"}, "JOB_COMPLETION_INDEX must be a number.*nothing"),
+        ({"KERAS_DISTPLUG_WORKERS": "0", "JOB_COMPLETION_INDEX": "0"}, "WORKERS must be.*'0'"),
+        ({"KERAS_DISTPLUG_WORKERS": "9" * 30, "JOB_COMPLETION_INDEX": "0"}, "WORKERS must be"),
+        ({"KERAS_DISTPLUG_WORKERS": "2", "JOB_COMPLETION_INDEX": "2"}, "there are 2 workers"),
+        (
+            {
+                "KERAS_DISTPLUG_WORKERS": "2",
+                "JOB_COMPLETION_INDEX": "0",
+                "KERAS_DISTPLUG_ADDRESS": "digits:2222",
+            },
+            r"must be 'host:port' with {index} in it.*'digits:2222'",
+        ),
+        (
+            {
+                "KERAS_DISTPLUG_WORKERS": "2",
+                "JOB_COMPLETION_INDEX": "0",
+                "KERAS_DISTPLUG_ADDRESS": "digits-{index}",
+            },
+            "must be 'host:port'",
+        ),
+    ],
+    ids=["workers", "index", "none", "many", "too high", "same", "no port"],
+)
+def test_pod_that_cannot_be(environ: dict[str, str], complaint: str) -> None:
+    with pytest.raises(ClusterError, match=complaint):
+        from_environment(POD | environ)

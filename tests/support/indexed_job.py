@@ -5,6 +5,7 @@ Every pod is a process in a network namespace with its own address, and its repl
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -110,6 +111,26 @@ class IndexedJob:
             *("bash", "-c", f"mount --bind '{self._hosts}' /etc/hosts && exec \"$@\"", "_"),
         ]
         return Watched([*enter, self._python, *command[1:]], env, self._working_folder)
+
+
+def jobset_of(runtime: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
+    """What Kubeflow Trainer makes of a TrainJob and its runtime (by its source, v2.3)."""
+    name, trainer = job["metadata"]["name"], job["spec"]["trainer"]
+    spec = copy.deepcopy(runtime["spec"]["template"]["spec"])
+    [replicated] = spec["replicatedJobs"]
+    pods = replicated["template"]["spec"]
+    pods |= {"completions": trainer["numNodes"], "parallelism": trainer["numNodes"]}
+    [container] = pods["template"]["spec"]["containers"]
+    container |= {"command": trainer["command"], "args": trainer["args"]}
+    # The kubelet reads labels, and then replaces what stands in $(...).
+    known = {each["name"]: name for each in container["env"] if "valueFrom" in each}
+    for each in container["env"]:
+        value = name if each.pop("valueFrom", None) else each["value"]
+        for variable, text in known.items():
+            value = value.replace(f"$({variable})", text)
+        each["value"] = value
+    container["env"].append({"name": "JAX_NUM_PROCESSES", "value": str(trainer["numNodes"])})
+    return {"metadata": {"name": name}, "spec": spec}
 
 
 @contextmanager

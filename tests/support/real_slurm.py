@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import pytest
 from support.cluster import ROOT, environment
+from support.needed import missing
 from support.networks import Machine, hosts
 
 NODES = ("n0", "n1")
@@ -193,9 +193,9 @@ class Slurm:
 def slurm(folder: Path) -> Iterator[Slurm]:
     """Skips the test where its programs are not installed."""
     path = os.environ.get("PATH", os.defpath) + ":/usr/sbin"
-    missing = [program for program in PROGRAMS if shutil.which(program, path=path) is None]
-    if missing:
-        pytest.skip(f"no {', '.join(missing)}: apt install slurm-wlm munge")
+    absent = [program for program in PROGRAMS if shutil.which(program, path=path) is None]
+    if absent:
+        missing(", ".join(absent), "Run apt install slurm-wlm munge.")
     with ExitStack() as stack:
         made = Slurm(folder, stack.enter_context(hosts(3)))
         stack.callback(made.stop)
