@@ -50,6 +50,7 @@ class Jobs:
     def __init__(self, nodes: Slurm, folder: Path) -> None:
         self._nodes = nodes
         self._folder = folder
+        self.submitted: list[str] = []
         (folder / "examples").mkdir()
         shutil.copy(SCRIPT, folder / "examples" / "train.py")
         (folder / "bin").mkdir()
@@ -67,12 +68,16 @@ class Jobs:
 
     def submit(self, *options: str) -> str:
         env = job_environment(self._folder / "bin") | {"RUNS": str(self._folder / "runs")}
-        return self._nodes.submit(SBATCH, *options, cwd=self._folder, env=env)
+        self.submitted.append(self._nodes.submit(SBATCH, *options, cwd=self._folder, env=env))
+        return self.submitted[-1]
 
     def await_training(self, restarts: int = 0, run: str = "digits") -> None:
         """Until this start has trained an epoch."""
         mark = self._folder / f"{run}-training-{restarts}"
         self._nodes.await_(mark.exists, 120, self.printed)
+
+    def end(self) -> None:
+        self._nodes.ask("scancel", "--full", "--signal=KILL", *self.submitted)
 
     def printed(self) -> str:
         return "\n".join(path.read_text() for path in sorted(self._folder.glob("*.out")))
@@ -91,10 +96,21 @@ class Jobs:
 
 @pytest.fixture
 def jobs(nodes: Slurm, tmp_path: Path) -> Iterator[Jobs]:
-    yield Jobs(nodes, tmp_path)
-    nodes.ask("scancel", "--full", "--signal=KILL", "--user=root")
+    found = Jobs(nodes, tmp_path)
+    yield found
+    found.end()
 
 
+@pytest.fixture(scope="module")
+def limited(nodes: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
+    """One that hears nothing before its time limit, which comes while other tests run."""
+    found = Jobs(nodes, tmp_path_factory.mktemp("limited"))
+    found.submit("--time=1", "--signal=CONT@1")
+    yield found
+    found.end()
+
+
+@pytest.mark.usefixtures("limited")
 def test_requeued(nodes: Slurm, jobs: Jobs, checksum: str) -> None:
     """The signal before the time limit, `scontrol requeue`, a killed worker and a lost node: the
     job is back in the queue every time, and ends with the bits of an undisturbed training."""
@@ -143,17 +159,18 @@ def test_canceled(nodes: Slurm, jobs: Jobs, checksum: str) -> None:
     assert jobs.printed().count("resuming at epoch") == 1
 
 
-def test_time_limit(nodes: Slurm, jobs: Jobs, checksum: str) -> None:
-    """A job that hears nothing before its time is over saves in the time that is left to it, and
-    is back in the queue."""
-    job = jobs.submit("--time=1", "--signal=CONT@1")
-    nodes.await_(lambda: nodes.state(job)["Restarts"] == "1", 150, jobs.printed)
-    assert "DUE TO TIME LIMIT" in jobs.printed()
-    assert "SIGTERM to worker-" in jobs.printed()
-    jobs.release()
-    nodes.await_state(job, "COMPLETED", 120, restarts=1)
-    assert CHECKSUM.findall(jobs.printed()) == [("digits", checksum)] * 2
-    assert "resuming at epoch" in jobs.printed()
+def test_time_limit(nodes: Slurm, limited: Jobs, checksum: str) -> None:
+    """A job that hears nothing before its time limit saves in the time that is left to it, and is
+    back in the queue."""
+    [job] = limited.submitted
+    nodes.await_(lambda: int(nodes.state(job)["Restarts"]) > 0, 150, limited.printed)
+    assert "DUE TO TIME LIMIT" in limited.printed()
+    assert "SIGTERM to worker-" in limited.printed()
+    nodes.ask("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+    limited.release()
+    nodes.await_(lambda: nodes.state(job)["JobState"] == "COMPLETED", 120, limited.printed)
+    assert CHECKSUM.findall(limited.printed()) == [("digits", checksum)] * 2
+    assert "resuming at epoch" in limited.printed()
 
 
 def test_array(nodes: Slurm, jobs: Jobs, checksum: str) -> None:

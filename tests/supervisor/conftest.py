@@ -16,11 +16,17 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Supervision]]:
     started: list[Supervision] = []
 
     def start(
-        body: str, *options: str, workers: int = 2, command: tuple[str, ...] = (), **environ: str
+        body: str,
+        *options: str,
+        workers: int = 2,
+        command: tuple[str, ...] = (),
+        prefix: tuple[str, ...] = (),
+        **environ: str,
     ) -> Supervision:
         script = tmp_path / "train.py"
         script.write_text(PRELUDE + body)
-        run = [sys.executable, "-m", "keras_distplug", "run", "--workers", str(workers), *options]
+        run = [*prefix, sys.executable, "-m", "keras_distplug", "run"]
+        run += ["--workers", str(workers), *options]
         run.append("--no-fork-server")  # these workers import no TensorFlow
         process = subprocess.Popen(
             [*run, "--", *(command or (sys.executable, str(script)))],
