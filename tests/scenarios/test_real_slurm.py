@@ -72,12 +72,14 @@ class Jobs:
         return self.submitted[-1]
 
     def await_training(self, restarts: int = 0, run: str = "digits") -> None:
-        """Until this start has trained an epoch."""
+        """Until this start has trained a batch."""
         mark = self._folder / f"{run}-training-{restarts}"
         self._nodes.await_(mark.exists, 120, self.printed)
 
     def end(self) -> None:
-        self._nodes.ask("scancel", "--full", "--signal=KILL", *self.submitted)
+        for job in self.submitted:
+            if self._nodes.state(job)["JobState"] not in ("COMPLETED", "CANCELLED"):
+                self._nodes.ask("scancel", job)
 
     def printed(self) -> str:
         return "\n".join(path.read_text() for path in sorted(self._folder.glob("*.out")))

@@ -26,20 +26,17 @@ from support import digits_like as case  # noqa: E402
 
 class Hold(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
+        start = os.environ.get("SLURM_RESTART_COUNT", "0")
+        Path(f"{os.path.basename(given.directory)}-training-{start}").touch()
         if Path("hold").exists():
-            time.sleep(1.2)
-
-    def on_epoch_begin(self, epoch, logs=None):
-        name = os.environ.get("SLURM_RESTART_COUNT", "0")
-        if epoch >= 1:
-            Path(f"{os.path.basename(given.directory)}-training-{name}").touch()
+            time.sleep(2)
 
 
 preemption = kd.PreemptionHandler(grace_secs=given.grace_secs, cloud=False, requeue=given.requeue)
 model = kd.distributed_fit(
     case.build,
-    case.dataset,
-    epochs=30,
+    lambda: case.dataset().repeat(30),
+    epochs=3,
     verbose=0,
     callbacks=[Hold(), preemption],
     directory=given.directory,
