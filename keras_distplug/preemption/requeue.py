@@ -7,11 +7,13 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Self
 
 from keras_distplug.core.errors import ConfigurationError
 
-_FIELD = re.compile(r"(JobState|Reason|Restarts|PreemptTime)=(\S+)")
+_FIELD = re.compile(r"(?:^|\s)(JobState|Reason|Restarts|PreemptTime|EndTime)=(\S+)")
+_SAME_SECS = 5.0  # a job that Slurm preempts ends then
 _ENDED = ("COMPLETING", "CANCELLED")
 _SHOW_TIMEOUT_S = 5.0  # Slurm's KillWait of 30 s is for both
 _TIMEOUT_S = 20.0  # the controller of a busy cluster takes its time
@@ -61,13 +63,13 @@ class Requeue:
         it, for people."""
         done = self._run("show", "job", "-o", self.job, timeout_s=_SHOW_TIMEOUT_S)
         if not isinstance(done, str) and done.returncode == 0:
-            state = dict(_FIELD.findall(done.stdout))
+            # Behind these fields, and in further lines, are texts of the user's and other jobs.
+            fields = _FIELD.findall(done.stdout.partition("\n")[0])
+            state = dict(reversed(fields))
             if int(state.get("Restarts", 0)) > self.restarts:
                 return f"job {self.job} is in Slurm's queue again"
             # Slurm shows a canceled job as COMPLETING, and so the ones that ended by its own doing.
-            is_slurms = state.get("Reason") == "TimeLimit" or (
-                state.get("PreemptTime", "None") != "None"
-            )
+            is_slurms = state.get("Reason") == "TimeLimit" or _is_preempted(state)
             if state.get("JobState") in _ENDED and not is_slurms:
                 return (
                     f"job {self.job} was canceled, so it is not put into the queue; its next start "
@@ -101,3 +103,14 @@ class Requeue:
             return f"it has not answered within {_TIMEOUT_S:g} s"
         except OSError as error:
             return f"it cannot be started: {error}"
+
+
+def _is_preempted(state: Mapping[str, str]) -> bool:
+    """Whether the job has ended because of a preemption. One may have come before, such as for a
+    job that was suspended."""
+    try:
+        ended = datetime.fromisoformat(state["EndTime"])
+        preempted = datetime.fromisoformat(state["PreemptTime"])
+    except (KeyError, ValueError):
+        return False
+    return abs((ended - preempted).total_seconds()) <= _SAME_SECS

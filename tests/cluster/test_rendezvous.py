@@ -35,16 +35,16 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "_FIRST_LINE_SECS", 0.0)
-    monkeypatch.setattr(chief, "_PATIENCE_SECS", 1.0)
+    monkeypatch.setattr(waiting, "_FAREWELL_SECS", 20.0)
     monkeypatch.setattr(others, "_STRANGER_SECS", 1.0)
     monkeypatch.setattr(ports.listen, "__defaults__", (0.5,))
-    farewell(monkeypatch, 1.0)
 
 
-def farewell(monkeypatch: pytest.MonkeyPatch, secs: float) -> None:
-    """How long who fails waits for those who are not there yet."""
-    for module in (rendezvous, chief):
-        monkeypatch.setattr(module, "_FAREWELL_SECS", secs)
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For those of which somebody never comes."""
+    monkeypatch.setattr(waiting, "_FAREWELL_SECS", 1.0)
+    monkeypatch.setattr(chief, "_PATIENCE_SECS", 1.0)
 
 
 def roles(workers: int) -> list[Role]:
@@ -141,6 +141,7 @@ def test_a_late_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(f"worker-2 ({where}) to start" in line for line in lines)
 
 
+@pytest.mark.usefixtures("_impatient")
 def test_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has waited long enough names the missing one, and the others hear of it."""
     monkeypatch.setenv(waiting.LIMIT, "1.5")
@@ -154,9 +155,8 @@ def test_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_failure_of_another(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_of_another(failing: int) -> None:
     """A process that fails before it joins ends the others, with its error."""
-    farewell(monkeypatch, 20.0)
     all_roles = roles(3)
     acts = [fail(role) if role.rank == failing else meet(role) for role in all_roles]
     errors = outcomes(*acts)
@@ -167,9 +167,8 @@ def test_failure_of_another(failing: int, monkeypatch: pytest.MonkeyPatch) -> No
         assert "failed before it joined: ValueError: no data" in str(error)
 
 
-def test_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_in_use() -> None:
     """The worker that cannot listen says so, and ends the others."""
-    farewell(monkeypatch, 20.0)
     all_roles = roles(3)
     port = int(all_roles[2].cluster["worker"][2].rpartition(":")[2])
     with closing(socket.create_server(("127.0.0.1", port))):
@@ -189,6 +188,7 @@ def test_different_versions() -> None:
         assert "3.14.0" in str(error)
 
 
+@pytest.mark.usefixtures("_impatient")
 def test_different_clusters() -> None:
     """The one with another cluster is refused, and the others end if the right one does not
     come."""
@@ -303,6 +303,7 @@ def test_chief_that_is_interrupted(
     assert f"failed before it joined: {error.__name__}" in str(other)
 
 
+@pytest.mark.usefixtures("_impatient")
 def test_same_index_twice() -> None:
     first, worker, _ = roles(3)
     [port] = free_ports(1)
@@ -319,6 +320,7 @@ def test_own_address_may_differ() -> None:
     assert outcomes(meet(first), meet(at(worker, 1, f"localhost:{port}"))) == [None, None]
 
 
+@pytest.mark.usefixtures("_impatient")
 def test_address_that_leads_nowhere() -> None:
     """A worker that the others cannot reach at its address is named before TensorFlow tries."""
     first, worker = roles(2)
@@ -411,7 +413,7 @@ from keras_distplug.cluster import rendezvous
 from keras_distplug.cluster.rendezvous import chief, waiting
 from keras_distplug.cluster.roles import Role
 waiting._FIRST_LINE_SECS = 0.0
-chief._OWN_EVERY_SECS = chief._FAREWELL_SECS = chief._PATIENCE_SECS = 0.1
+chief._OWN_EVERY_SECS = waiting._FAREWELL_SECS = chief._PATIENCE_SECS = 0.1
 index, *addresses = sys.argv[1:]
 rendezvous.meet(Role("worker", int(index), {"worker": tuple(addresses)}, "TF_CONFIG"), {})
 """

@@ -40,7 +40,8 @@ def test_which_job(env: dict[str, str], job: str, tmp_path: Path) -> None:
         ("JobState=COMPLETING Reason=None Restarts=3", 2, False, "in Slurm's queue again"),
         ("JobState=COMPLETING Reason=TimeLimit Restarts=0", 0, True, "in Slurm's queue again"),
         (
-            "JobState=COMPLETING Reason=None Restarts=0 PreemptTime=2026-11-27T10:36:48",
+            "JobState=COMPLETING Reason=None Restarts=0 EndTime=2026-11-27T10:36:49 "
+            "PreemptTime=2026-11-27T10:36:48",
             0,
             True,
             "in Slurm's queue again",
@@ -51,11 +52,24 @@ def test_which_job(env: dict[str, str], job: str, tmp_path: Path) -> None:
             False,
             "was canceled, so it is not",
         ),
+        (
+            "JobState=COMPLETING Reason=None Restarts=0 EndTime=2026-11-27T11:36:49 "
+            "PreemptTime=2026-11-27T10:36:48",
+            0,
+            False,
+            "was canceled, so it is not",
+        ),
+        (
+            "JobState=COMPLETING Reason=None Restarts=0 Command=train Reason=TimeLimit Restarts=5",
+            0,
+            False,
+            "was canceled, so it is not",
+        ),
         ("of another version", 0, True, "in Slurm's queue again"),
     ],
     ids=[
         *("signal", "scancel", "scancel later", "canceled", "requeued", "time limit"),
-        *("preempted", "not preempted", "unknown"),
+        *("preempted", "not preempted", "preempted before", "text", "unknown"),
     ],
 )
 def test_why_it_ends(shown: str, restarts: int, is_asked: bool, said: str, tmp_path: Path) -> None:

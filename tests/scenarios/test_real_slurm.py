@@ -103,22 +103,14 @@ def jobs(nodes: Slurm, tmp_path: Path) -> Iterator[Jobs]:
     found.end()
 
 
-@pytest.fixture(scope="module")
-def limited(nodes: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
-    """One that hears nothing before its time limit, which comes while other tests run."""
-    found = Jobs(nodes, tmp_path_factory.mktemp("limited"))
-    found.submit("--time=1", "--signal=CONT@1")
-    yield found
-    found.end()
-
-
-@pytest.mark.usefixtures("limited")
 def test_requeued(nodes: Slurm, jobs: Jobs, checksum: str) -> None:
     """The signal before the time limit, `scontrol requeue`, a killed worker and a lost node: the
     job is back in the queue every time, and ends with the bits of an undisturbed training."""
     job = jobs.submit()
     jobs.await_training()
-    nodes.ask("scontrol", "update", f"JobId={job}", "TimeLimit=2")  # USR1 comes before its end
+    # USR1 comes two minutes before, which is now, or soon.
+    hours, minutes, _ = map(int, nodes.state(job)["RunTime"].split(":"))
+    nodes.ask("scontrol", "update", f"JobId={job}", f"TimeLimit={60 * hours + minutes + 2}")
     nodes.await_(lambda: nodes.state(job)["Restarts"] == "1", 60, jobs.printed)
     assert re.search(
         r"SIGUSR1 to worker-\d on \S+: training ends with the checkpoint", jobs.printed()
@@ -161,18 +153,19 @@ def test_canceled(nodes: Slurm, jobs: Jobs, checksum: str) -> None:
     assert jobs.printed().count("resuming at epoch") == 1
 
 
-def test_time_limit(nodes: Slurm, limited: Jobs, checksum: str) -> None:
+def test_time_limit(nodes: Slurm, jobs: Jobs, checksum: str) -> None:
     """A job that hears nothing before its time limit saves in the time that is left to it, and is
     back in the queue."""
-    [job] = limited.submitted
-    nodes.await_(lambda: int(nodes.state(job)["Restarts"]) > 0, 150, limited.printed)
-    assert "DUE TO TIME LIMIT" in limited.printed()
-    assert "SIGTERM to worker-" in limited.printed()
-    nodes.ask("scontrol", "update", f"JobId={job}", "TimeLimit=60")
-    limited.release()
-    nodes.await_(lambda: nodes.state(job)["JobState"] == "COMPLETED", 120, limited.printed)
-    assert CHECKSUM.findall(limited.printed()) == [("digits", checksum)] * 2
-    assert "resuming at epoch" in limited.printed()
+    job = jobs.submit("--time=1", "--signal=CONT@1")
+    nodes.await_(lambda: nodes.state(job)["Restarts"] == "1", 150, jobs.printed)
+    jobs.release()
+    longer = ("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+    nodes.await_(lambda: nodes.tries(*longer), 60, jobs.printed)
+    assert "DUE TO TIME LIMIT" in jobs.printed()
+    assert "SIGTERM to worker-" in jobs.printed()
+    nodes.await_state(job, "COMPLETED", 120, restarts=1)
+    assert CHECKSUM.findall(jobs.printed()) == [("digits", checksum)] * 2
+    assert "resuming at epoch" in jobs.printed()
 
 
 def test_array(nodes: Slurm, jobs: Jobs, checksum: str) -> None:

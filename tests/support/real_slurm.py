@@ -38,7 +38,7 @@ SelectTypeParameters=CR_Core
 SchedulerParameters=bf_interval=1,sched_interval=1
 SlurmdParameters=config_overrides
 SlurmdTimeout=10
-KillWait=10
+KillWait=30
 MinJobAge=600
 ReturnToService=2
 JobRequeue=1
@@ -120,6 +120,12 @@ class Slurm:
             return (found["JobState"], found["Restarts"]) == (state, str(restarts))
 
         self.await_(is_so, secs, lambda: f"{state} with {restarts} restarts: {self.state(job)}")
+
+    def tries(self, *command: str) -> bool:
+        """Whether Slurm does it, which it may refuse for a moment."""
+        command = (*self._inside(self._control), *command)
+        done = subprocess.run(command, env=self._environ(None), capture_output=True, timeout=60)
+        return done.returncode == 0
 
     def ask(
         self, *command: str, cwd: Path | None = None, env: Mapping[str, str] | None = None

@@ -33,11 +33,9 @@ from keras_distplug.cluster.rendezvous.messages import (
     send,
 )
 from keras_distplug.cluster.rendezvous.others import attend
-from keras_distplug.cluster.rendezvous.waiting import Waiting, limit_secs
+from keras_distplug.cluster.rendezvous.waiting import Waiting, farewell_secs, limit_secs
 from keras_distplug.cluster.roles import Role
 from keras_distplug.core.errors import ClusterError
-
-_FAREWELL_SECS = 5.0  # for a failed process to report why
 
 _met: list[Hello] = []
 
@@ -77,14 +75,15 @@ def has_met() -> bool:
 
 
 def report_failure(role: Role, error: str) -> None:
-    """Ends the others that wait for this process, with its error. Takes a few seconds at most.
+    """Ends the others that wait for this process, with its error. Waits for those that are not
+    there yet, but not for long.
 
     Args:
         role: Of this process, which will not join.
         error: For people, one line.
     """
     hello = Hello.of(role, {}, error)
-    end_s = time.monotonic() + _FAREWELL_SECS
+    end_s = time.monotonic() + farewell_secs(role)
     with contextlib.suppress(OSError, ClusterError, TensorFlowWaits, Stranger):
         if not role.is_chief:
             with contextlib.closing(_connect_until(role, end_s)) as chief:
@@ -92,7 +91,7 @@ def report_failure(role: Role, error: str) -> None:
                 next(receive(chief, end_s), None)
             return
         with ports.listen(role, patience_secs=0.0) as listener:
-            waiting = Waiting(role, _FAREWELL_SECS)
+            waiting = Waiting(role, farewell_secs(role))
             Chief(role, hello, listener, waiting).fail()
 
 

@@ -29,12 +29,11 @@ from keras_distplug.cluster.rendezvous.messages import (
     reason_of,
     send,
 )
-from keras_distplug.cluster.rendezvous.waiting import Waiting
+from keras_distplug.cluster.rendezvous.waiting import Waiting, farewell_secs
 from keras_distplug.cluster.roles import Role
 from keras_distplug.core.errors import ClusterError, PeerLostError
 
 _PATIENCE_SECS = 25.0  # with what may be right soon: an address, or a process of an earlier start
-_FAREWELL_SECS = 5.0  # for those who are not here yet, when one has failed
 _OWN_EVERY_SECS = 5.0  # the chief looks who answers at its address
 _OF_GRPC = b"PRI * HTTP/2"  # a client's first bytes
 _CONNECTORS = 32
@@ -103,9 +102,9 @@ class Chief:
             self._dismiss({"failed": asdict(self._hello)})
 
     def _dismiss(self, message: Mapping[str, Any]) -> None:
-        """Tells this to all others, and waits a few seconds for those that are not here yet."""
+        """Tells this to all others, and waits a while for those that are not here yet."""
         self._is_dismissing = True
-        end_s = time.monotonic() + _FAREWELL_SECS
+        end_s = time.monotonic() + farewell_secs(self._role)
         told: dict[socket.socket, int] = {}
         while True:
             new = {c: hello.rank for c, hello in self._hellos.items() if c not in told}

@@ -14,6 +14,8 @@ LIMIT = "KERAS_DISTPLUG_JOIN_TIMEOUT"
 
 _LIMIT_SECS = 3600.0  # TensorFlow's own
 _FIRST_LINE_SECS = 3.0
+# For those who are not there yet, when one has failed. Slurm lets the others of a step go on.
+_FAREWELL_SECS, _FAREWELL_OF_SLURM_SECS = 5.0, 60.0
 _LINE_EVERY_SECS = 60.0
 
 
@@ -56,3 +58,8 @@ def limit_secs() -> float:
             f"the others to start. Received: {given!r}"
         )
     return limit_secs
+
+
+def farewell_secs(role: Role) -> float:
+    """How long a process that has failed waits for others, to report why."""
+    return _FAREWELL_OF_SLURM_SECS if role.source == "Slurm" else _FAREWELL_SECS
