@@ -21,7 +21,7 @@ README, INDEX = ROOT / "README.md", ROOT / "docs" / "index.md"
 # How long it takes, and where a kill meets it.
 VARIABLE = [
     (r"\S*runs/digits", "runs/digits"),
-    (r"- \d+s - \d+ms/step", "- TIME"),
+    (r"- \d+s - \d+[mu]?s/step", "- TIME"),
     (r"step-\d{8}: resuming at epoch \d+/20, (batch \d+, )?step \d+", "CHECKPOINT"),
     (r"(\(attempt 2)(?:; at least \d+ steps [^()]* were lost)?\)", r"\1)"),
     (r"loss: \d\.\d{4}", "LOSS"),

@@ -39,7 +39,7 @@ HOME = "~/tutorial"  # how the page calls its working folder
 
 # Parts of a line that differ between executions, and their placeholders.
 VARIABLE = (
-    (r"\b\d+m?s - \d+m?s/step\b", "<time>"),
+    (r"\b\d+m?s - \d+[mu]?s/step\b", "<time>"),
     (r"\b(?:final )?loss:? \d+\.\d+", "<loss>"),  # compared by `losses`
     (r"step-\d+(: resuming at epoch \d/\d), batch \d+, step \d+", r"<step>\1, batch <n>, step <n>"),
     (r"(\(attempt 2)(?:; [^()]*\blost\b[^()]*)?\)", r"\1)"),  # depends on when it was killed
