@@ -1,4 +1,4 @@
-"""What an error that ends this process has to do with the other workers.
+"""How an error that ends this process relates to the other workers.
 
 An error that no `fit` has explained, such as one while a model is built, may come from the loss of
 another worker. One that is this process's own ends the others: they would notice later, or wait for
@@ -14,7 +14,7 @@ from keras_distplug.cluster import leaving, rendezvous, roles
 from keras_distplug.core.errors import ClusterError
 from keras_distplug.core.supervised import Supervised
 
-_PROCESS = "KERAS_DISTPLUG_PROCESS"  # that of the task; its own subprocesses are others
+_PROCESS = "KERAS_DISTPLUG_PROCESS"  # the worker itself, not its subprocesses
 
 
 class _Prepared:
@@ -22,7 +22,7 @@ class _Prepared:
 
 
 def prepare() -> None:
-    """To be called when the package is imported by a worker of a cluster."""
+    """Prepares a worker of a cluster. Call it when the package is imported."""
     _Prepared.pid = os.getpid()
     os.environ.setdefault(_PROCESS, str(os.getpid()))
     leaving.consult(code_after)
@@ -30,7 +30,7 @@ def prepare() -> None:
 
 
 def code_after(error: Exception) -> int | None:
-    """The exit code of a process that ends with `error`; None leaves it. The others are told."""
+    """Returns the exit code for `error`, or None to keep it, and notifies the other workers."""
     try:
         role = roles.from_environment(os.environ)
     except ClusterError:

@@ -60,8 +60,7 @@ def prepare() -> None:
 
 
 def consult(code_of: Callable[[Exception], int | None]) -> None:
-    """Asks `code_of` for the exit code after errors that this module does not know; None leaves
-    it."""
+    """Asks `code_of` for the exit code after other errors; None keeps Python's."""
     _Ending.consulted.add(code_of)
 
 
@@ -111,7 +110,7 @@ def _hear_of_errors() -> None:
         if _Ending.code is None and not is_interactive():
             _Ending.code = _code_after(error)
             if _Ending.code != ExitCode.PEER_LOST and isinstance(error, Exception):
-                # Also those of which the code is known: others are to hear of them.
+                # Even if the code is known, the other workers must be notified.
                 found = [code_of(error) for code_of in _Ending.consulted]
                 _Ending.code = _Ending.code or next(filter(None, found), None)
             if _Ending.code is not None:

@@ -65,13 +65,13 @@ def _explain(error: Exception, strategy: Any) -> PeerLostError | None:
 
 
 def has_joined() -> bool:
-    """Whether this process is, or was, in a cluster of workers that train together."""
+    """Returns whether this process has joined other workers."""
     return in_cluster()
 
 
 def code_after(error: Exception, role: Role) -> int:
-    """The code of a process that an error ends outside `fit`, `evaluate` and `predict`, such as
-    while a model is built. The others hear of an error that is this process's own."""
+    """Returns the exit code after an error outside `fit`, `evaluate` and `predict`, for example
+    while a model is built. If the error is this worker's own, the other workers are notified."""
     service = ServiceKeyValues()
     if (who := lost(error, role, service)) is not None:
         told = _peer_lost(role, who, "start all workers again", error)

@@ -9,7 +9,7 @@ import time
 from keras_distplug.cluster.roles import Role
 from keras_distplug.core.errors import ClusterError
 
-_PATIENCE_SECS = 15.0  # for the process that was there before, which may be about to end
+_PATIENCE_SECS = 15.0  # a process of an earlier start may be about to exit
 _PAUSE_SECS = 0.2
 _NO_IPV6 = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 

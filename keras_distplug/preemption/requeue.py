@@ -63,7 +63,7 @@ class Requeue:
         it, for people."""
         done = self._run("show", "job", "-o", self.job, timeout_s=_SHOW_TIMEOUT_S)
         if not isinstance(done, str) and done.returncode == 0:
-            # Behind these fields, and in further lines, are texts of the user's and other jobs.
+            # Later fields contain the user's text, and further lines may describe other jobs.
             fields = _FIELD.findall(done.stdout.partition("\n")[0])
             state = dict(reversed(fields))
             if int(state.get("Restarts", 0)) > self.restarts:

@@ -96,7 +96,7 @@ leaving.prepare()
 
 @pytest.mark.parametrize(("task", "is_told"), [("worker", True), ("evaluator", False)])
 def test_whose_failure_others_are_told_of(task: str, is_told: bool) -> None:
-    """An evaluator, which nobody waits for, ends no training."""
+    """The error of an evaluator does not end training."""
     cluster = {"worker": ["a:1", "b:1"], "evaluator": ["c:1"]}
     env = {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": task, "index": 0}})}
     begin = """
@@ -165,7 +165,7 @@ atexit.register(lambda: print("last words"))
 print("stock" if sys.excepthook is sys.__excepthook__ else "ours")
 if sys.excepthook is not sys.__excepthook__:
     from keras_distplug.cluster.rendezvous import waiting
-    waiting._FAREWELL_SECS = waiting._FAREWELL_OF_SLURM_SECS = 0.1  # nobody else is there
+    waiting._FAREWELL_SECS = waiting._FAREWELL_OF_SLURM_SECS = 0.1  # no other worker exists
 """
     ended, printed = run(script, begin=begin, env=env)
     assert ended == code, printed

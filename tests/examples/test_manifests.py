@@ -86,7 +86,7 @@ def test_invalid(harm: Callable[[dict[str, Resource]], Resource]) -> None:
 
 
 def test_jobset() -> None:
-    """Its pods find each other, and have as long to save as the script is told."""
+    """Its pods find each other, and their grace period exceeds that of the script."""
     found = resources()["JobSet"]
     [replicated] = found["spec"]["replicatedJobs"]
     job = replicated["template"]["spec"]

@@ -70,13 +70,13 @@ def meet(role: Role, versions: Mapping[str, str]) -> None:
 
 
 def has_met() -> bool:
-    """Whether this process has called `meet`, which has told the others what there was to tell."""
+    """Returns whether this process has called `meet`, which reports its own errors."""
     return bool(_met)
 
 
 def report_failure(role: Role, error: str) -> None:
-    """Ends the others that wait for this process, with its error. Waits for those that are not
-    there yet, but not for long.
+    """Ends the workers that wait for this process, and shows them its error. Waits briefly for
+    workers that have not started yet.
 
     Args:
         role: Of this process, which will not join.
@@ -106,7 +106,7 @@ def _connect_until(role: Role, end_s: float) -> socket.socket:
 
 
 def await_servers(role: Role) -> None:
-    """Waits until all tasks listen that a chief is served by.
+    """Waits until all workers and parameter servers of a chief listen.
 
     Args:
         role: Of the chief of a cluster with parameter servers.

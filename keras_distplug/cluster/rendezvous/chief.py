@@ -1,4 +1,4 @@
-"""The chief waits for all others, and sees that they fit together."""
+"""The chief waits for all other workers, and checks that they agree."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from keras_distplug.cluster.rendezvous.waiting import Waiting, farewell_secs
 from keras_distplug.cluster.roles import Role
 from keras_distplug.core.errors import ClusterError, PeerLostError
 
-_PATIENCE_SECS = 25.0  # with what may be right soon: an address, or a process of an earlier start
-_OWN_EVERY_SECS = 5.0  # the chief looks who answers at its address
+_PATIENCE_SECS = 25.0  # an address may soon be right, an old process about to exit
+_OWN_EVERY_SECS = 5.0  # how often the chief checks its own address
 _OF_GRPC = b"PRI * HTTP/2"  # a client's first bytes
 _CONNECTORS = 32
 
@@ -61,7 +61,7 @@ class Chief:
         self._other_since: float | None = None
 
     def gather(self) -> None:
-        """Lets all start once they are here and agree."""
+        """Starts all workers once they have connected and agree."""
         with self._closing(), self._failing_together():
             while not self._are_all_here() or not self._are_all_reached():
                 self._turn()
@@ -82,7 +82,7 @@ class Chief:
         return not self._has_rivals(ranks, now) and not missing
 
     def _has_rivals(self, ranks: list[int], now: float) -> bool:
-        """Whether several processes are one worker, of which one may be about to end."""
+        """Returns whether several processes claim the same index; one may be about to exit."""
         for rank in {rank for rank in ranks if ranks.count(rank) > 1}:
             rivals = [c for c, hello in self._hellos.items() if hello.rank == rank]
             if now - max(self._since[each] for each in rivals) > _PATIENCE_SECS:
@@ -97,12 +97,12 @@ class Chief:
         return False
 
     def fail(self) -> None:
-        """Tells all others that this process has failed."""
+        """Reports to all other workers that this process has failed."""
         with self._closing():
             self._dismiss({"failed": asdict(self._hello)})
 
     def _dismiss(self, message: Mapping[str, Any]) -> None:
-        """Tells this to all others, and waits a while for those that are not here yet."""
+        """Sends a message to all other workers, and waits a while for those still to come."""
         self._is_dismissing = True
         end_s = time.monotonic() + farewell_secs(self._role)
         told: dict[socket.socket, int] = {}
@@ -123,13 +123,13 @@ class Chief:
                 self._read(key.fileobj)
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # who has left again
+        with contextlib.suppress(OSError):  # the other end has already closed
             connection, _ = self._listener.accept()
             keep_alive(connection)
             connection.settimeout(CONNECT_SECS)
             self._buffers[connection] = b""
             self._selector.register(connection, selectors.EVENT_READ)
-            # Whoever checks an address hears at once whose it is.
+            # Lets a process that checks an address see whose it is.
             send(connection, asdict(self._hello) if not self._hello.error else {})
             connection.setblocking(False)
 
@@ -168,7 +168,7 @@ class Chief:
             self._forget(connection)
             return
         if not self._is_dismissing and (refusal := _different_cluster(self._hello, hello)):
-            # It may be of an earlier start, and the right one is yet to come.
+            # It may belong to an earlier start, and the right one may still come.
             self._answer({"refused": refusal}, [connection])
             self._forget(connection)
             self._refusals[hello.rank] = (time.monotonic(), refusal)
@@ -196,7 +196,7 @@ class Chief:
                 send(connection, message)
 
     def _require_own_address(self) -> None:
-        """Looks now and then, in the background, whether another process answers there."""
+        """Checks in the background, every few seconds, that no other process answers there."""
         if self._own is None:
             self._own = in_background(lambda: ask(address_of(self._role, 0)))
             self._own_at = time.monotonic()
@@ -206,7 +206,7 @@ class Chief:
         other = None if self._own.exception() else self._own.result()
         if other is None or other.token == self._hello.token:
             self._other_since = None
-        elif self._other_since is None:  # it may be of an earlier start, and about to end
+        elif self._other_since is None:  # an old process may be about to exit
             self._other_since = time.monotonic()
         elif time.monotonic() - self._other_since > _PATIENCE_SECS:
             raise ClusterError(
@@ -218,7 +218,7 @@ class Chief:
             self._own = None
 
     def _are_all_reached(self) -> bool:
-        """Whether the addresses of all others lead to them."""
+        """Returns whether the address of every other worker leads to it."""
         now, asked = time.monotonic(), dict(self._hellos)
         with ThreadPoolExecutor(_CONNECTORS) as pool:
             reasons = list(pool.map(self._reach, asked.values()))
@@ -226,7 +226,7 @@ class Chief:
         self._unreached_since = {c: self._unreached_since.get(c, now) for c in unreached}
         for connection, reason in unreached.items():
             hello = asked[connection]
-            # A name may take a while to be known, such as that of a new pod.
+            # The name of a new pod may take a while to resolve.
             is_final = reason != UNRESOLVED
             if is_final and now - self._unreached_since[connection] > _PATIENCE_SECS:
                 raise PeerLostError(
@@ -240,7 +240,7 @@ class Chief:
         return not unreached and asked.keys() == self._hellos.keys()
 
     def _reach(self, hello: Hello) -> str:
-        """Why its address does not lead to it; empty if it does."""
+        """Returns why its address does not lead to it; an empty string if it does."""
         try:
             found = ask(address_of(self._role, hello.rank))
         except OSError as error:
@@ -272,8 +272,8 @@ class Chief:
         try:
             yield
         finally:
-            # The others close first: the end that does is blocked for a while, and this is the port
-            # that TensorFlow needs.
+            # The workers close first, so that TIME_WAIT is on their side: TensorFlow needs this
+            # port.
             end_s = time.monotonic() + CONNECT_SECS
             for connection in self._hellos:
                 with contextlib.suppress(OSError):
@@ -293,7 +293,7 @@ class _Failed(Exception):
 
 
 def _different_cluster(chiefs: Hello, other: Hello) -> str:
-    """What is different, for people; empty if nothing is."""
+    """Returns the difference as a message; an empty string if there is none."""
     # A process may know itself by another address than the others do.
     if _without(chiefs.cluster, chiefs, other) == _without(other.cluster, chiefs, other):
         return ""

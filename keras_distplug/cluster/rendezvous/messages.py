@@ -1,4 +1,4 @@
-"""What processes that meet say to each other: a line of JSON at a time."""
+"""Messages between workers that meet: one line of JSON each."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Hello:
 
 
 class TensorFlowWaits(Exception):
-    """Another process is in TensorFlow already."""
+    """The other process already runs TensorFlow's server."""
 
 
 class Stranger(Exception):
@@ -83,7 +83,7 @@ class Stranger(Exception):
 
 
 def ask(address: str) -> Hello | None:
-    """Who answers there. Raises OSError if nobody does."""
+    """Returns the process that answers there. Raises OSError if none does."""
     with contextlib.closing(connect(address)) as connection:
         try:
             said = next(receive(connection, time.monotonic() + CONNECT_SECS), None)
@@ -103,12 +103,12 @@ def connect(address: str) -> socket.socket:
 
 
 def connect_interruptibly(address: str) -> socket.socket:
-    """Signals are handled meanwhile, even while a name is looked up."""
+    """Connects; signals are handled even during a name lookup."""
     return in_background(functools.partial(connect, address)).result()
 
 
 def in_background(act: Callable[[], T]) -> Future[T]:
-    """In a thread that nobody waits for at the end of the process."""
+    """Runs `act` in a thread that does not delay the exit of the process."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -124,7 +124,7 @@ def in_background(act: Callable[[], T]) -> Future[T]:
 def receive(
     connection: socket.socket, end_s: float | None = None
 ) -> Iterator[Mapping[str, Any] | None]:
-    """What the other end says, until it closes, or it is late; None while it says nothing."""
+    """Yields messages until the other end closes or `end_s` is over; None while it is silent."""
     data = b""
     connection.settimeout(PAUSE_SECS)
     while end_s is None or time.monotonic() < end_s:

@@ -1,4 +1,4 @@
-"""The others wait at the chief."""
+"""The other workers wait for the chief."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _STRANGER_SECS = 20.0  # for another program at the chief's address
 
 
 def attend(role: Role, hello: Hello, listener: socket.socket, waiting: Waiting) -> None:
-    """Waits at the chief for all others."""
+    """Waits, connected to the chief, until all workers have started."""
     chief = name_of(role, 0)
     stranger_since = None
     with _answering(listener, hello):
@@ -58,7 +58,7 @@ def attend(role: Role, hello: Hello, listener: socket.socket, waiting: Waiting) 
 
 
 def _is_started(role: Role, hello: Hello, waiting: Waiting) -> bool:
-    """Waits for the chief's word, on one connection; False once it is closed."""
+    """Waits for the chief's answer on one connection; False once it is closed."""
     since, is_greeted = time.monotonic(), False
     with contextlib.closing(connect_interruptibly(address_of(role, 0))) as connection:
         send(connection, asdict(hello))

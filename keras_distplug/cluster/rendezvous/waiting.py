@@ -1,4 +1,4 @@
-"""How long a process waits, and what it says meanwhile."""
+"""How long a worker waits, and what it reports meanwhile."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ LIMIT = "KERAS_DISTPLUG_JOIN_TIMEOUT"
 
 _LIMIT_SECS = 3600.0  # TensorFlow's own
 _FIRST_LINE_SECS = 3.0
-# For those who are not there yet, when one has failed. Slurm lets the others of a step go on.
+# For workers that have not started when one has failed. Slurm does not end the rest of a step.
 _FAREWELL_SECS, _FAREWELL_OF_SLURM_SECS = 5.0, 60.0
 _LINE_EVERY_SECS = 60.0
 
 
 @dataclass
 class Waiting:
-    """Reports for whom this process waits, now and then, and ends the wait in time."""
+    """Reports which workers are missing, every minute, and limits the wait."""
 
     role: Role
     limit_secs: float
@@ -29,7 +29,7 @@ class Waiting:
     _next: float = _FIRST_LINE_SECS
 
     def on(self, whom: str, why: str) -> None:
-        """To be called while it waits.
+        """Reports, if it is time to. Call it repeatedly.
 
         Raises:
             PeerLostError: Once the limit is over.
@@ -61,5 +61,5 @@ def limit_secs() -> float:
 
 
 def farewell_secs(role: Role) -> float:
-    """How long a process that has failed waits for others, to report why."""
+    """Returns how long a failed process waits for other workers to report its error."""
     return _FAREWELL_OF_SLURM_SECS if role.source == "Slurm" else _FAREWELL_SECS
