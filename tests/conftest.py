@@ -56,6 +56,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return _group(nodeid)
 
+        def remove_node(self, node: Any) -> str | None:
+            """Its own one hands out again what was completed before a process died, which nobody
+            then completes: the run never ends. It also runs what killed the process again."""
+            units = self.assigned_work.pop(node)
+            left = [(name, test) for name, unit in units.items() for test in unit if not unit[test]]
+            if left:
+                units[left[0][0]][left[0][1]] = True
+            again = {name: unit for name, unit in units.items() if not all(unit.values())}
+            self.workqueue.update(again)
+            for other in self.assigned_work:
+                self._reschedule(other)
+            return left[0][1] if left else None
+
     config.option.loadscopereorder = False
     return ByGroup(config, log)
 

@@ -12,7 +12,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 
 import pytest
@@ -61,8 +60,22 @@ def at(role: Role, index: int, address: str) -> Role:
 
 def outcomes(*acts: Callable[[], None]) -> list[BaseException | None]:
     """How these end, at the same time."""
-    with ThreadPoolExecutor(len(acts)) as pool:
-        return [future.exception(timeout=60) for future in [pool.submit(act) for act in acts]]
+    errors: list[BaseException | None] = [None] * len(acts)
+
+    def note(index: int) -> None:
+        try:
+            acts[index]()
+        except BaseException as error:  # noqa: BLE001 (is returned)
+            errors[index] = error
+
+    # Those that wait for one that has failed must not keep the tests from ending.
+    threads = [threading.Thread(target=note, args=(i,), daemon=True) for i in range(len(acts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads), errors
+    return errors
 
 
 def meet(role: Role, versions: dict[str, str] = VERSIONS) -> Callable[[], None]:
@@ -71,6 +84,20 @@ def meet(role: Role, versions: dict[str, str] = VERSIONS) -> Callable[[], None]:
 
 def fail(role: Role) -> Callable[[], None]:
     return lambda: rendezvous.report_failure(role, "ValueError: no data")
+
+
+def announced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """All lines of those that wait, which they repeat."""
+    lines: list[str] = []
+    monkeypatch.setattr(waiting, "announce", lines.append)
+    monkeypatch.setattr(waiting, "_LINE_EVERY_SECS", 0.0)
+    return lines
+
+
+def await_two(lines: list[str]) -> None:
+    """Until the chief of three knows another worker."""
+    while not any("2 of 3 are here" in line for line in list(lines)):
+        time.sleep(0.01)
 
 
 @contextmanager
@@ -113,9 +140,7 @@ def test_all_start(workers: int) -> None:
 
 def test_a_late_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each that waits says for whom, and where; a host name that does not resolve is said, too."""
-    lines: list[str] = []
-    monkeypatch.setattr(waiting, "announce", lines.append)
-    monkeypatch.setattr(waiting, "_LINE_EVERY_SECS", 0.0)
+    lines = announced(monkeypatch)
     first, worker, last = roles(3)
     nowhere = at(worker, 0, "not-a-host.invalid:2222")
 
@@ -262,16 +287,16 @@ def test_connected_again() -> None:
     assert outcomes(meet(first), come_twice) == [None, None]
 
 
-def test_failure_of_a_process_that_is_not_the_worker() -> None:
+def test_failure_of_a_process_that_is_not_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as another program in the same container."""
     first, worker, last = roles(3)
+    lines = announced(monkeypatch)
 
     def fail_beside() -> None:
-        thread = threading.Thread(target=meet(worker))
+        thread = threading.Thread(target=meet(worker), daemon=True)
         thread.start()
         host, _, port = first.cluster["worker"][0].rpartition(":")
-        while messages.ask(worker.cluster["worker"][1]) is None:
-            time.sleep(0.01)
+        await_two(lines)
         hello = messages.Hello.of(worker, VERSIONS, "ValueError: no data")
         with connected(host, int(port)) as connection:
             messages.send(connection, dataclasses.asdict(hello))
@@ -342,7 +367,8 @@ def test_stranger_at_the_chiefs_address(answer: bytes | None) -> None:
     assert f"looks for worker-0 (the chief, {worker.cluster['worker'][0]})" in str(error)
 
 
-def test_another_worker_at_the_chiefs_address() -> None:
+def test_another_worker_at_the_chiefs_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_FAREWELL_SECS", 5.0)  # the third one never comes
     _, worker, last = roles(3)
     mistaken = at(last, 0, worker.cluster["worker"][1])
     thread = threading.Thread(target=lambda: outcomes(meet(worker)), daemon=True)
@@ -365,15 +391,12 @@ def test_tensorflow_at_the_chiefs_address() -> None:
 
 def test_tensorflow_comes_to_the_chief(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker whose script makes the strategy itself: the others start."""
-    lines: list[str] = []
-    monkeypatch.setattr(waiting, "announce", lines.append)
-    monkeypatch.setattr(waiting, "_LINE_EVERY_SECS", 0.0)
+    lines = announced(monkeypatch)
     first, worker, _ = roles(3)
     host, _, port = first.cluster["worker"][0].rpartition(":")
 
     def knock() -> None:
-        while not any("2 of 3 are here" in line for line in list(lines)):
-            time.sleep(0.01)
+        await_two(lines)
         with socket.create_connection((host, int(port)), 5) as connection:
             connection.sendall(PREFACE)
             connection.recv(1 << 16)
