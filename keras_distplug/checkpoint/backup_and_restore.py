@@ -308,7 +308,7 @@ class BackupAndRestore(RunKeeper):
             resuming_.begin(
                 self.model, self._files, run, self._agreement, self.resuming, self._storage_options
             )
-        exports.remember(self._files, run.name, made, self._state.cursor.step)
+        exports.remember(self._files, run.name, made, self._state.step)
         for logger in self._spared:
             if logger not in self._state.restored:
                 keras_callbacks.empty(logger)
@@ -327,7 +327,7 @@ class BackupAndRestore(RunKeeper):
         self._report(Phase.FITTING)
 
     def _saves_to(self, writer: Writes, cadence: Cadence, max_failed_saves: int | None) -> Saves:
-        step, wait = self._state.cursor.step, self.saving.on_busy == "wait"
+        step, wait = self._state.step, self.saving.on_busy == "wait"
         pace = Pace(cadence, step, time.monotonic(), wait_if_busy=wait)
         return Saves(
             writer,
@@ -355,15 +355,13 @@ class BackupAndRestore(RunKeeper):
             self._report(Phase.TRAINING)
         now_s = time.monotonic()
         seconds = None if self._stepped_s is None else now_s - self._stepped_s
-        with time_spent(Category.SAVE):
-            for saves in self._all_saves():
-                saves.stepped(
-                    self._state.cursor.step,
-                    seconds,
-                    lambda: self._state.take(logs),
-                    is_sound=is_finite(logs),
-                )
-        self._stepped_s = time.monotonic()
+        self._stepped_s = now_s
+        step = self._state.step
+        if looks := [each for each in self._all_saves() if each.stepped(step, seconds)]:
+            with time_spent(Category.SAVE):
+                for saves in looks:
+                    saves.look(step, lambda: self._state.take(logs), is_sound=is_finite(logs))
+            self._stepped_s = time.monotonic()
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         if self._run is None:
@@ -383,7 +381,7 @@ class BackupAndRestore(RunKeeper):
                 for saves in self._all_saves():
                     is_last = last and saves is self._saves
                     saves.epoch_ended(
-                        self._state.cursor.step, lambda: self._state.take(logs), is_last=is_last
+                        self._state.step, lambda: self._state.take(logs), is_last=is_last
                     )
         elif self._role.is_chief:
             announce(
@@ -412,7 +410,7 @@ class BackupAndRestore(RunKeeper):
                 self._finish_saves()
         self._agreement.barrier("finished")
         self._report(Phase.COMPLETED)
-        report(Finished(self._state.cursor.step, self._epochs, bool(self.model.stop_training)))
+        report(Finished(self._state.step, self._epochs, bool(self.model.stop_training)))
         if self._local is not None:
             self._local.delete_sessions()
         if self.delete_checkpoint:
@@ -427,7 +425,7 @@ class BackupAndRestore(RunKeeper):
     def save_before_leaving(
         self, logs: Mapping[str, Any] | None, left_s: float | None
     ) -> int | None:
-        step, is_sound = self._state.cursor.step, is_finite(logs)
+        step, is_sound = self._state.step, is_finite(logs)
         with time_spent(Category.SAVE):
             return save_all_before(
                 reversed(self._all_saves()),

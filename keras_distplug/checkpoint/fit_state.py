@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +28,7 @@ from keras_distplug.checkpoint import (
 )
 from keras_distplug.checkpoint.candidates import Found
 from keras_distplug.checkpoint.lost_logs import LostLogs
+from keras_distplug.checkpoint.new_weights import NewWeights
 from keras_distplug.checkpoint.progress_line import shown
 from keras_distplug.checkpoint.settings import RESUMING, Resuming
 from keras_distplug.cluster.channel import Channel
@@ -68,7 +68,7 @@ class FitState:
         *,
         keeps_copies: bool = False,
     ) -> None:
-        self.cursor = Cursor(epoch=0, batch=0, step=0)
+        self._epoch = self._batch = self.step = 0  # of the cursor, which is not made every step
         self.restored: list[keras.callbacks.Callback] = []  # those that got a state
         self._model = model
         self._others = others
@@ -100,7 +100,7 @@ class FitState:
         self._arrays: Mapping[str, np.ndarray] = {}
         self._enter_epoch: Callable[[], None] | None = None
         self._leave_epoch: Callable[[], None] | None = None
-        self._weights: Mapping[int, keras.Variable] | None = None  # at the last trace of the step
+        self._new_weights = NewWeights(model, is_chief=role.is_chief)
         self._lost_logs = LostLogs(is_chief=role.is_chief)
         self._lost_states: set[str] = set()  # names already reported
         for line in self._callbacks.unsound() if role.is_chief else ():
@@ -110,28 +110,23 @@ class FitState:
     def _on_step_known(self, step: str, stage: touched.Stage) -> None:
         if step == "train_step" and stage is touched.Stage.TRACED:
             self._compilation.note_trace()
-            self._report_new_weights()
+            self._new_weights.report()
         self._outside.on_step_known(stage)
 
-    def _report_new_weights(self) -> None:
-        """Reports weights that the model did not have when its step was traced first."""
-        weights = {id(each): each for each in self._model.weights}
-        new = [] if self._weights is None else weights.keys() - self._weights.keys()
-        self._weights = weights
-        if new and self._role.is_chief:
-            paths = sorted(weights[each].path for each in new)
-            announce(
-                f"{len(paths)} weights were added to the model during training, `{paths[0]}` among "
-                "them: a restart of this script cannot resume from the checkpoints that follow. "
-                "Add them before `fit`"
-            )
-
     # Counting
+
+    @property
+    def cursor(self) -> Cursor:
+        return Cursor(self._epoch, self._batch, self.step)
+
+    @cursor.setter
+    def cursor(self, cursor: Cursor) -> None:
+        self._epoch, self._batch, self.step = cursor.epoch, cursor.batch, cursor.step
 
     def on_epoch_begin(self, epoch: int) -> None:
         models.start_at_epoch(self._model, None)
         if self._enter_epoch is None:
-            self.cursor = Cursor(epoch=epoch, batch=0, step=self.cursor.step)
+            self._epoch, self._batch = epoch, 0
         else:
             self._enter_epoch()
             self._enter_epoch = None
@@ -141,9 +136,8 @@ class FitState:
     def on_train_batch_end(self, first: int, trained: int) -> None:
         """To be called with the number of the first of the batches that were trained at once, and
         how many these were."""
-        self.cursor = Cursor(
-            epoch=self.cursor.epoch, batch=first + trained, step=self.cursor.step + trained
-        )
+        self._batch = first + trained
+        self.step += trained
         if self._progress is not None:
             self._progress.trained(trained)
 
@@ -174,7 +168,7 @@ class FitState:
             self._validation.note_read()
 
     def on_epoch_end(self, epoch: int) -> None:
-        self.cursor = Cursor(epoch=epoch + 1, batch=0, step=self.cursor.step)
+        self._epoch, self._batch = epoch + 1, 0
         if self._leave_epoch is not None:
             replica_values.reset_unbuilt(self._model)
             self._leave_epoch()
@@ -197,7 +191,7 @@ class FitState:
         self._lost_logs.report({**history.history, **(logs or {})})
         callbacks, arrays = self._callbacks.capture()
         self._report_lost_states()
-        in_epoch = bool(self.cursor.batch)
+        in_epoch = bool(self._batch)
         own = own_states.capture(
             self._model,
             self._agreement,
@@ -330,7 +324,7 @@ class FitState:
             if there.step <= self._own_rate_until:
                 models.set_learning_rate(self._model, self._rate)
             self._restore_own(in_epoch=bool(there.batch))
-            if there.epoch != self.cursor.epoch or not there.batch:
+            if there.epoch != self._epoch or not there.batch:
                 self._model.reset_metrics()
         return damage
 
@@ -417,7 +411,7 @@ class FitState:
             and any(c.is_rate for c in self._changes)
         ):
             models.set_learning_rate(self._model, self._rate)
-            self._own_rate_until, rate = self.cursor.step, None
+            self._own_rate_until, rate = self.step, None
         for line in changed_settings.lines(self._changes, rate, ends=ends):
             if self._role.is_chief:
                 announce(line)
@@ -436,7 +430,7 @@ class FitState:
         batches = math.inf if manifest.stop_training else manifest.cursor.batch
         batch = place_of.seek(place, batches)
         if batch != batches:
-            self.cursor = dataclasses.replace(self.cursor, batch=int(batch))
+            self._batch = int(batch)
         before, now = place["batch_size"], place_of.data.source.batch_size
         if before != now and batch != math.inf and self._role.is_chief:
             announce(

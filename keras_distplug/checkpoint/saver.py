@@ -85,12 +85,19 @@ class Saver:
         self._thread = threading.Thread(target=run, name="keras_distplug-save", daemon=True)
         self._thread.start()
 
+    @property
+    def has_news(self) -> bool:
+        """Whether `ended` has something to give."""
+        return not self._ended.empty() or (self._thread is not None and self._is_late())
+
+    def _is_late(self) -> bool:
+        return self.is_busy and time.monotonic() - self._told_s > self._timeout_s
+
     def ended(self) -> list[Saved]:
         """The saves that have ended and were not given before, and one that takes too long."""
         found = [self._ended.get() for _ in range(self._ended.qsize())]
-        now_s = time.monotonic()
-        if self.is_busy and now_s - self._told_s > self._timeout_s:
-            self._told_s = now_s
+        if self._is_late():
+            self._told_s = now_s = time.monotonic()
             seconds = now_s - self._begun_s
             found.append(Saved(self.step, seconds, self._hangs(seconds)))
         return found

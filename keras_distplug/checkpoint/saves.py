@@ -82,14 +82,26 @@ class Saves:
         self._bytes = 0  # of the newest
         self._failures: list[Exception] = []  # in a row
 
-    def stepped(
-        self, step: int, seconds: float | None, state: Callable[[], TrainState], *, is_sound: bool
-    ) -> None:
-        """Saves if that is due at the end of a step.
+    def stepped(self, step: int, seconds: float | None) -> bool:
+        """Notes the end of a step, and returns whether `look` has something to do. It is called
+        every step, and so does as little as it can.
 
         Args:
             step: Steps since the run began.
             seconds: What the last step took; None if it was no usual one.
+        """
+        if seconds is not None:
+            self._pace.stepped(seconds, is_saving=self._saver.is_busy)
+        return self._is_due(step) or self._saver.has_news
+
+    def _is_due(self, step: int) -> bool:
+        return self._next_look is not None and step >= self._next_look
+
+    def look(self, step: int, state: Callable[[], TrainState], *, is_sound: bool) -> None:
+        """Reports the saves that have ended, and saves if that is due at the end of a step.
+
+        Args:
+            step: Steps since the run began.
             state: Makes the state to save.
             is_sound: False if the state is not worth saving, for a loss that is not finite.
 
@@ -98,9 +110,7 @@ class Saves:
             FencedError: If another process has taken the directory over.
         """
         self._look_after_ended()
-        if seconds is not None:
-            self._pace.stepped(seconds, is_saving=self._saver.is_busy)
-        if self._next_look is None or step < self._next_look:
+        if not self._is_due(step):
             return
         plan = self._agree(
             lambda: (
@@ -114,7 +124,7 @@ class Saves:
             self.save(state)
 
     def epoch_ended(self, step: int, state: Callable[[], TrainState], *, is_last: bool) -> None:
-        """As `stepped`, at the end of an epoch."""
+        """As `look`, at the end of an epoch."""
         self._look_after_ended()
         plan = self._agree(
             lambda: self._pace.at_epoch_end(
@@ -155,7 +165,7 @@ class Saves:
             step: Steps since the run began.
             state: Makes the state to save.
             left_s: How much time there is. None for as long as it takes.
-            is_sound: As in `stepped`.
+            is_sound: As in `look`.
         """
         end_s = None if left_s is None else time.monotonic() + left_s
         failed = self._wait_until(end_s)

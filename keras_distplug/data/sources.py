@@ -57,8 +57,9 @@ class Arrays(Source):
         )
         self._seed = seed
         self._class_weight = class_weight
-        self._pass = pipeline.from_numbers(self._make_pass, 3)
-        self.whole = self._pass(0, 0, 0)
+        self._pass = pipeline.from_numbers(self._make_pass, 2)
+        self._pass_behind = pipeline.from_numbers(self._make_pass, 3)
+        self.whole = self._pass(0, 0)
 
     @property
     def num_batches(self) -> int:
@@ -67,17 +68,20 @@ class Arrays(Source):
     def batches(
         self, passed: int, start: int, behind: int = 0, read: int | None = None
     ) -> tf.data.Dataset:
-        return self._pass(passed, start, behind)
+        return self._pass_behind(passed, start, behind) if behind else self._pass(passed, start)
 
-    def _make_pass(self, passed: tf.Tensor, start: tf.Tensor, behind: tf.Tensor) -> tf.data.Dataset:
+    def _make_pass(
+        self, passed: tf.Tensor, start: tf.Tensor, behind: tf.Tensor | None = None
+    ) -> tf.data.Dataset:
         def gathered(rows: tf.Tensor) -> Any:
             if self._seed is not None:
                 halves = [self._seed % 2**32, self._seed // 2**32 % 2**32]
                 rows = self._permuted(rows, [tf.constant(halves, tf.int64), [passed]])
             return self._gathered(rows)
 
-        rows = tf.data.Dataset.range(behind + start * self.batch_size, self._samples)
-        return self._in_batches(rows, gathered)
+        first = start * self.batch_size + (0 if behind is None else behind)
+        rows = tf.data.Dataset.range(first, self._samples)
+        return self._in_batches(rows, gathered, from_start=behind is None)
 
     def as_dataset(self) -> tf.data.Dataset:
         """Returns the batches as a dataset for transformations, which draws its own order in every
@@ -88,10 +92,12 @@ class Arrays(Source):
         return self._in_batches(rows, self._gathered)
 
     def _in_batches(
-        self, rows: tf.data.Dataset, gathered: Callable[[tf.Tensor], Any]
+        self, rows: tf.data.Dataset, gathered: Callable[[tf.Tensor], Any], from_start: bool = True
     ) -> tf.data.Dataset:
         """The batches of the samples that `gathered` returns for their numbers."""
-        dataset = rows.batch(self.batch_size).map(
+        # Batches of a known size, as in plain Keras, make faster steps.
+        are_full = from_start and self._samples % self.batch_size == 0
+        dataset = rows.batch(self.batch_size, drop_remainder=are_full).map(
             gathered, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
         )
         dataset = readers.class_weighted(dataset, self._class_weight)

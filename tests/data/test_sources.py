@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.tf, pytest.mark.timeout(240)]
 import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
 from data import inputs  # noqa: E402
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter  # noqa: E402
 
 from keras_distplug.backend.tensorflow.input import pipeline  # noqa: E402
 from keras_distplug.backend.tensorflow.input.earlier_passes import made_from  # noqa: E402
@@ -468,3 +469,15 @@ def test_orders_of_plain_tf_data(name: str) -> None:
         same.append(found == [[part.tobytes() for part in batch] for batch in batches])
         iter(data), iter(plain)
     assert all(same) != bool(source.reordered)
+
+
+@pytest.mark.parametrize("samples", [12, 13])
+def test_sizes_of_batches(samples: int) -> None:
+    """Arrays have batches of a known size where plain Keras' have it, for the same step; and lose
+    no sample where a pass goes on in the middle of a batch."""
+    x, y = np.arange(samples), np.ones(samples, "float32")
+    source = sources.Arrays((x, y), 4, seed=3)
+    adapter = ArrayDataAdapter(x, y, batch_size=4, shuffle=True)
+    assert source.whole.element_spec == adapter.get_tf_dataset().element_spec
+    left = [len(ids) for ids, _ in source.batches(0, 1, behind=2)]
+    assert left == ([4, 2] if samples == 12 else [4, 3])
