@@ -2,12 +2,13 @@
 
     python benchmarks/inputs.py [--rounds 5] [--part PART] [--kind INPUT] [--json FILE]
 
-Every measurement is a process. Plain Keras and `BackupAndRestore` take turns. Three parts:
+Plain Keras and `BackupAndRestore` take turns: in one process for every input in the part `step`, in
+a process for every measurement elsewhere. Three parts:
 
 - resume: from the start of `fit` to the end of its first step, in a new run and in one that resumes
   at batch 9,000 of 10,000, and what it takes to read the 9,000 batches without a model;
 - step: time per step of 1 ms, and to the end of the first one, with and without the callback, which
-  saves nothing meanwhile;
+  saves nothing meanwhile, and the difference within each pair;
 - memory: the peak resident memory of a process that trains one epoch on 512 MB of float32, as an
   array, as an `np.memmap`, and in `tf.data.Dataset.from_tensor_slices`.
 
@@ -157,9 +158,17 @@ def resumed(kind: str, directory: str) -> dict[str, float]:
     return found
 
 
-def steps(kind: str, directory: str) -> dict[str, float]:
-    """Per step; a directory of "" is plain Keras."""
-    return fit(inputs(kind)(), STEPS, [backup(directory, "epoch")] if directory else [])
+def steps(kind: str, directory: str, rounds: int) -> dict[str, list[float]]:
+    """Seconds of plain Keras and of ours, one for each round."""
+    make = inputs(kind)
+    found: dict[str, list[float]] = {}
+    for number in range(rounds + 1):
+        for how in ("plain", "ours") if number % 2 else ("ours", "plain"):
+            callbacks = [backup(f"{directory}/{number}", "epoch")] if how == "ours" else []
+            for name, value in fit(make(), STEPS, callbacks).items():
+                if number:  # the first one warms up
+                    found.setdefault(f"{how}_{name}", []).append(value)
+    return found
 
 
 def memory(held: str, directory: str) -> dict[str, float]:
@@ -183,19 +192,21 @@ def memory(held: str, directory: str) -> dict[str, float]:
     return {"peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
 
 
-PARTS = {each.__name__: each for each in (to_resume, resumed, steps, memory)}
+PARTS: dict[str, Callable[..., dict[str, Any]]] = {
+    each.__name__: each for each in (to_resume, resumed, steps, memory)
+}
 
 
-def measured(part: Callable[..., dict[str, float]], kind: str, directory: str) -> dict[str, float]:
+def measured(part: Callable[..., dict[str, Any]], *given: Any) -> dict[str, Any]:
     """What `part` returns in a process of its own."""
-    command = [sys.executable, __file__, "--child", part.__name__, kind, directory]
+    command = [sys.executable, __file__, "--child", part.__name__, json.dumps(given)]
     environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
     done = subprocess.run(
         command, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -216,19 +227,26 @@ def measure_resume(rounds: int, kinds: list[str]) -> dict[str, Any]:
     return {kind: {name: spread(v) for name, v in each.items()} for kind, each in taken.items()}
 
 
-def measure_pairs(
-    part: Callable[..., dict[str, float]], names: tuple[str, ...], rounds: int, kinds: list[str]
-) -> dict[str, Any]:
-    """Plain Keras and ours, in turns."""
-    taken: dict[str, dict[str, list[float]]] = {kind: {} for kind in kinds}
+def measure_steps(rounds: int, kinds: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kind in kinds:
+        with tempfile.TemporaryDirectory() as folder:
+            taken = measured(steps, kind, folder, rounds)
+        pairs = zip(taken["ours_step_s"], taken["plain_step_s"], strict=True)
+        taken["more_s"] = [ours - plain for ours, plain in pairs]
+        found[kind] = {name: spread(values) for name, values in taken.items()}
+    return found
+
+
+def measure_memory(rounds: int) -> dict[str, Any]:
+    taken: dict[str, dict[str, list[float]]] = {held: {} for held in HELD}
     for number in range(rounds):
-        for kind in kinds:
+        for held in HELD:
             for how in ("plain", "ours") if number % 2 else ("ours", "plain"):
                 with tempfile.TemporaryDirectory() as folder:
-                    found = measured(part, kind, folder if how == "ours" else "")
-                for name in names:
-                    taken[kind].setdefault(f"{how}_{name}", []).append(found[name])
-    return {kind: {name: spread(v) for name, v in each.items()} for kind, each in taken.items()}
+                    found = measured(memory, held, folder if how == "ours" else "")
+                taken[held].setdefault(how, []).append(found["peak_mb"])
+    return {held: {how: spread(v) for how, v in each.items()} for held, each in taken.items()}
 
 
 def main() -> None:
@@ -236,11 +254,11 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--part", choices=("resume", "step", "memory"), help="only this one")
     options.add_argument("--kind", choices=KINDS, help="only this input")
-    options.add_argument("--child", nargs=3, help="a measurement, in this process")
+    options.add_argument("--child", nargs=2, help="a measurement, in this process")
     arguments = options.parse_args()
     if arguments.child:
-        part, kind, directory = arguments.child
-        print(json.dumps(PARTS[part](kind, directory)), flush=True)
+        part, given = arguments.child
+        print(json.dumps(PARTS[part](*json.loads(given))), flush=True)
         if part == steps.__name__:  # plain Keras may abort at exit while it reads a generator
             os._exit(0)
         return
@@ -259,20 +277,26 @@ def main() -> None:
             table.add_row(kind, *(told(each[name]) for name in names))
         show(table)
     if "step" in parts:
-        names = ("step_s", "first_s")
-        found["step"] = measure_pairs(steps, names, arguments.rounds, kinds)
-        table = Table("input", "us per step, plain", "ours", "s to the first step, plain", "ours")
+        found["step"] = measure_steps(arguments.rounds, kinds)
+        table = Table(
+            "input",
+            "us per step, plain",
+            "ours",
+            "difference",
+            "s to the first step, plain",
+            "ours",
+        )
         for kind, each in found["step"].items():
-            cells = [told(each[f"{how}_step_s"], ".0f", 1e6) for how in ("plain", "ours")]
+            names = ("plain_step_s", "ours_step_s", "more_s")
+            cells = [told(each[name], ".0f", 1e6) for name in names]
             cells += [told(each[f"{how}_first_s"]) for how in ("plain", "ours")]
             table.add_row(kind, *cells)
         show(table)
     if "memory" in parts:
-        found["memory"] = measure_pairs(memory, ("peak_mb",), arguments.rounds, HELD)
+        found["memory"] = measure_memory(arguments.rounds)
         table = Table("512 MB of float32 as", "peak MB, plain", "ours")
-        for kind, each in found["memory"].items():
-            cells = [told(each[f"{how}_peak_mb"], ".0f") for how in ("plain", "ours")]
-            table.add_row(kind, *cells)
+        for held, each in found["memory"].items():
+            table.add_row(held, *(told(each[how], ".0f") for how in ("plain", "ours")))
         show(table)
     report(arguments, found)
 

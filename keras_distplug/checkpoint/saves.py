@@ -92,10 +92,7 @@ class Saves:
         """
         if seconds is not None:
             self._pace.stepped(seconds, is_saving=self._saver.is_busy)
-        return self._is_due(step) or self._saver.has_news
-
-    def _is_due(self, step: int) -> bool:
-        return self._next_look is not None and step >= self._next_look
+        return (self._next_look is not None and step >= self._next_look) or self._saver.has_news
 
     def look(self, step: int, state: Callable[[], TrainState], *, is_sound: bool) -> None:
         """Reports the saves that have ended, and saves if that is due at the end of a step.
@@ -110,7 +107,7 @@ class Saves:
             FencedError: If another process has taken the directory over.
         """
         self._look_after_ended()
-        if not self._is_due(step):
+        if self._next_look is None or step < self._next_look:
             return
         plan = self._agree(
             lambda: (

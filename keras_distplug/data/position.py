@@ -134,7 +134,7 @@ class Positioned(readers.LateDistributedDataset):
         self._fetches_ahead = fetches_ahead
         self.passes = 0
         self.read = 0  # passes of which a batch was read
-        self._is_read = False  # whether the last one is among these
+        self.is_read = False  # whether the last one is among these
         self.is_scheduled = False  # once it is used: whether workers read it, and nobody here does
         self._start = self._behind = 0
         self._given: Sequence[Any] = ()  # values of variables for the next iterator
@@ -186,10 +186,10 @@ class Positioned(readers.LateDistributedDataset):
 
     def note_read(self) -> None:
         """To be called once a batch of the last pass was read; again makes no difference."""
-        if not self._is_read:
+        if not self.is_read:
             self.source.note_read(self.read)
             self.read += 1
-            self._is_read = True
+            self.is_read = True
 
     def note_looked(self) -> None:
         self.source.note_looked(self.passes, self.read)
@@ -197,7 +197,7 @@ class Positioned(readers.LateDistributedDataset):
     @property
     def read_before(self) -> int:
         """As `read`, of the passes before the last one."""
-        return self.read - self._is_read
+        return self.read - self.is_read
 
     def begin_at(
         self,
@@ -228,7 +228,7 @@ class Positioned(readers.LateDistributedDataset):
             )
         self.passes, self._start, self._behind = passed, start, behind
         self._given = variables
-        self.read, self._is_read = passed if read is None else read, False
+        self.read, self.is_read = passed if read is None else read, False
 
     def __iter__(self) -> Iterator[Any]:
         if self.is_scheduled:
@@ -242,9 +242,9 @@ class Positioned(readers.LateDistributedDataset):
         now = [each.read() for each in self.source.variables]
         self._begun_with = given if given and in_pass else now
         dataset = self.source.batches(self.passes, self._start, self._behind, self.read)
-        self._is_read = False
+        self.is_read = False
         if is_over:
-            self.read, self._is_read = self.read + 1, True
+            self.read, self.is_read = self.read + 1, True
         else:
             self.source.note_made(self.passes)
             if in_pass:

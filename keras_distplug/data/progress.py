@@ -46,6 +46,9 @@ class Progress:
 
     def trained(self, batches: int) -> None:
         """To be called behind each step."""
+        if self.data.passes == self._passes and self.data.is_read:
+            self._read += batches
+            return
         read, self._behind = self._place_in_pass()
         self._read = read + batches
         self.data.note_read()

@@ -52,6 +52,22 @@ def test_arrays() -> None:
     assert {name for name in told if swapped[name] != told[name]} == {CONTENTS, ORDER}
 
 
+@pytest.mark.parametrize("width", [0, 1, 3, 64, 500])
+def test_rows(width: int) -> None:
+    """Rows of any length: each counts, and so does every byte of it."""
+    x = np.random.default_rng(2).integers(0, 256, (64, width)).astype("uint8")
+    told = contents.of_arrays((x,))
+    reordered = contents.of_arrays((x[BACKWARDS],))
+    assert contents.of_arrays((np.asfortranarray(x),)) == told
+    assert reordered[CONTENTS] == told[CONTENTS]
+    assert (reordered[ORDER] != told[ORDER]) == bool(width)
+    assert contents.of_arrays((x[:-1],)) != told
+    for place in range(width):
+        other = x.copy()
+        other[9, place] ^= 1
+        assert contents.of_arrays((other,))[CONTENTS] != told[CONTENTS]
+
+
 def test_large_arrays() -> None:
     """Rows spread evenly over them are compared."""
     told = contents.of_arrays((LARGE,))
