@@ -61,13 +61,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             then completes: the run never ends. It also runs what killed the process again."""
             units = self.assigned_work.pop(node)
             left = [(name, test) for name, unit in units.items() for test in unit if not unit[test]]
-            if left:
-                units[left[0][0]][left[0][1]] = True
+            if not left:
+                return None
+            units[left[0][0]][left[0][1]] = True
             again = {name: unit for name, unit in units.items() if not all(unit.values())}
             self.workqueue.update(again)
             for other in self.assigned_work:
-                self._reschedule(other)
-            return left[0][1] if left else None
+                if other in self.registered_collections:  # else it asks once it has collected
+                    self._reschedule(other)
+            return left[0][1]
 
     config.option.loadscopereorder = False
     return ByGroup(config, log)

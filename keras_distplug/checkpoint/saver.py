@@ -57,7 +57,8 @@ class Saver:
 
     @property
     def is_busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        thread = self._thread  # another thread may set it to None
+        return thread is not None and thread.is_alive()
 
     def start(self, step: int, save: Callable[[], None]) -> None:
         """Begins a save. There must be none under way.
@@ -113,9 +114,9 @@ class Saver:
         Raises:
             SaveError: If it takes longer.
         """
-        if self._thread is not None:
-            self._thread.join(self._timeout_s if timeout_s is None else timeout_s)
-            if self._thread.is_alive():
+        if (thread := self._thread) is not None:
+            thread.join(self._timeout_s if timeout_s is None else timeout_s)
+            if thread.is_alive():
                 raise self._hangs(time.monotonic() - self._begun_s)
 
     def _hangs(self, seconds: float) -> SaveError:
