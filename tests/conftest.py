@@ -9,6 +9,7 @@ from functools import cache
 from importlib import metadata
 from typing import Any
 
+import hypothesis
 import pytest
 from support.stages import ALL_STAGES, STAGES, stage_of
 
@@ -83,6 +84,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help=f"which tests to run: {', '.join(STAGES)} or all, several separated by commas "
         "(default: %(default)s); a test that is named (file.py::test) always runs",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The same examples in every run, so that only a change makes a test fail; others with
+    `--stage all`."""
+    hypothesis.settings.register_profile("same examples", derandomize=True)
+    if config.getoption("--stage") != "all":
+        hypothesis.settings.load_profile("same examples")
 
 
 def _deselect_other_stages(config: pytest.Config, items: list[pytest.Item]) -> None:

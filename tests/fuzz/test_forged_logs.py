@@ -82,7 +82,8 @@ def test_pages(of_worker: Any, of_supervisor: Any) -> None:
     # Of a run without a window there is no more than when something was told.
     if shown["area"]["shares"]:
         length_s = shown["end"] - shown["begin"]
-        assert abs(sum(shown["secs"].values()) - length_s) < 1e-3 * max(1.0, abs(shown["end"]))
+        most = max(1.0, abs(shown["begin"]), abs(shown["end"]))
+        assert abs(sum(shown["secs"].values()) - length_s) < 1e-3 * most
     else:
         assert sum(shown["secs"].values()) == 0
     goodput_totals.attempts(fits, supervised)
