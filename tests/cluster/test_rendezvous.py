@@ -266,9 +266,12 @@ def connected(host: str, port: int) -> socket.socket:
             time.sleep(0.01)
 
 
-def test_connected_again() -> None:
-    """A worker whose connection is lost on the way comes back with a second one."""
-    first, worker = roles(2)
+@pytest.mark.parametrize("is_late", [False, True])
+def test_connected_again(is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker whose connection is lost on the way comes back with a second one, even if what it
+    sent on the first one arrives later."""
+    first, worker, last = roles(3)
+    lines = announced(monkeypatch)
     host, _, port = first.cluster["worker"][0].rpartition(":")
     hello = messages.Hello.of(worker, VERSIONS)
 
@@ -279,8 +282,10 @@ def test_connected_again() -> None:
             ports.listen(worker) as own,
             others._answering(own, hello),
         ):
-            for connection in (lost, again):
+            for connection in reversed((lost, again)) if is_late else (lost, again):
                 messages.send(connection, dataclasses.asdict(hello))
+                await_two(lines)
+            threading.Thread(target=meet(last), daemon=True).start()
             answers = (each for each in messages.receive(again, time.monotonic() + 20) if each)
             assert any("start" in each for each in answers)
 

@@ -160,9 +160,13 @@ class Chief:
             self._forget(connection)
 
     def _receive(self, connection: socket.socket, hello: Hello) -> None:
+        accepted = list(self._buffers)
         same = [c for c, each in self._hellos.items() if each.token == hello.token]
-        for before in same:  # it has connected again
-            self._forget(before)
+        *lost, newest = sorted((*same, connection), key=accepted.index)  # it has connected again
+        for each in lost:
+            self._forget(each)
+        if newest is not connection:
+            return
         has_other = any(each.rank == hello.rank for each in self._hellos.values())
         if not 0 < hello.rank < self._role.world_size or (hello.error and has_other):
             self._forget(connection)

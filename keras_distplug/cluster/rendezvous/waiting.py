@@ -26,7 +26,7 @@ class Waiting:
     role: Role
     limit_secs: float
     _since: float = field(default_factory=time.monotonic)
-    _next: float = _FIRST_LINE_SECS
+    _next: float = field(default_factory=lambda: _FIRST_LINE_SECS)
 
     def on(self, whom: str, why: str) -> None:
         """Reports, if it is time to. Call it repeatedly.
