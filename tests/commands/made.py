@@ -72,7 +72,7 @@ def listing(directory: str) -> list[str]:
 
 
 def _shard(checkpoint: Path) -> Path:
-    return next(checkpoint.rglob("*.safetensors"))
+    return min(checkpoint.rglob("*.safetensors"))  # a StopIteration would end an epoch
 
 
 def _flip(checkpoint: Path) -> None:

@@ -537,7 +537,8 @@ def test_failed_export(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     no file."""
     expected = small.state(fit(tmp_path / "expected"))
     directory, out = tmp_path / "runs", tmp_path / "a.keras"
-    backup = kd.BackupAndRestore(directory, save_freq=2, delete_checkpoint=False, keep_last=9)
+    arguments = {"delete_checkpoint": False, "keep_last": 9, "on_busy": "wait"}
+    backup = kd.BackupAndRestore(directory, save_freq=2, **arguments)
     model = small.model()
     failed = []
 
