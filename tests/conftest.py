@@ -58,8 +58,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return _group(nodeid)
 
         def remove_node(self, node: Any) -> str | None:
-            """Its own one hands out again what was completed before a process died, which nobody
-            then completes: the run never ends. It also runs what killed the process again."""
+            """Reschedules only unfinished tests of a process that died, without the one that killed
+            it. Upstream also reschedules finished groups, and then waits for them forever."""
             units = self.assigned_work.pop(node)
             left = [(name, test) for name, unit in units.items() for test in unit if not unit[test]]
             if not left:
@@ -68,7 +68,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             again = {name: unit for name, unit in units.items() if not all(unit.values())}
             self.workqueue.update(again)
             for other in self.assigned_work:
-                if other in self.registered_collections:  # else it asks once it has collected
+                if other in self.registered_collections:  # others follow after collection
                     self._reschedule(other)
             return left[0][1]
 
@@ -87,8 +87,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The same examples in every run, so that only a change makes a test fail; others with
-    `--stage all`."""
+    """Makes Hypothesis draw the same examples in every run, except with `--stage all`, so that a
+    test fails only if something has changed."""
     hypothesis.settings.register_profile("same examples", derandomize=True)
     if config.getoption("--stage") != "all":
         hypothesis.settings.load_profile("same examples")

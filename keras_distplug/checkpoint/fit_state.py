@@ -68,7 +68,7 @@ class FitState:
         *,
         keeps_copies: bool = False,
     ) -> None:
-        self._epoch = self._batch = self.step = 0  # of the cursor, which is not made every step
+        self._epoch = self._batch = self.step = 0  # parts of `cursor`
         self.restored: list[keras.callbacks.Callback] = []  # those that got a state
         self._model = model
         self._others = others

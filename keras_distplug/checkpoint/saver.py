@@ -98,7 +98,7 @@ class Saver:
         """The saves that have ended and were not given before, and one that takes too long."""
         found = [self._ended.get() for _ in range(self._ended.qsize())]
         if not self.is_busy:
-            self._thread = None  # which makes the steps until the next save cheaper
+            self._thread = None  # makes the check after every step cheaper
         if self._is_late():
             self._told_s = now_s = time.monotonic()
             seconds = now_s - self._begun_s

@@ -83,8 +83,8 @@ class Saves:
         self._failures: list[Exception] = []  # in a row
 
     def stepped(self, step: int, seconds: float | None) -> bool:
-        """Notes the end of a step, and returns whether `look` has something to do. It is called
-        every step, and so does as little as it can.
+        """Notes the end of a step, and returns whether `look` has something to do. Runs after every
+        step, so it must be cheap.
 
         Args:
             step: Steps since the run began.

@@ -210,7 +210,7 @@ def _sum_of(column: Any) -> bytes:
 
 
 def _of_rows(length: int, columns: Sequence[Any], *, is_whole: bool) -> np.ndarray:
-    """Hashes of all rows across the columns, or of some that are spread evenly over them."""
+    """Returns hashes of all rows across the columns, or of a sample spread evenly over them."""
     places = None
     if not is_whole:
         row_bytes = max(1, sum(map(_bytes_of, columns)) // length)
@@ -244,8 +244,8 @@ def _hash_rows(array: np.ndarray) -> np.ndarray:
 
 
 def _mixed(words: np.ndarray) -> np.ndarray:
-    """One number for each row of these: with many short rows faster than a hash for each. The
-    steps are those of MurmurHash3's finalizer."""
+    """Returns one hash per row, for all rows at once: faster than a call per row if there are many
+    short ones. Mixes as the finalizer of MurmurHash3 does."""
     found = np.full(len(words), words.shape[1], np.uint64)
     for column in words.T:
         found = (found ^ column) * np.uint64(0xFF51AFD7ED558CCD)

@@ -68,7 +68,7 @@ def outcomes(*acts: Callable[[], None]) -> list[BaseException | None]:
         except BaseException as error:  # noqa: BLE001 (is returned)
             errors[index] = error
 
-    # Those that wait for one that has failed must not keep the tests from ending.
+    # Daemons: one that waits for a failed worker must not block the end of the test run.
     threads = [threading.Thread(target=note, args=(i,), daemon=True) for i in range(len(acts))]
     for thread in threads:
         thread.start()
@@ -87,7 +87,7 @@ def fail(role: Role) -> Callable[[], None]:
 
 
 def announced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """All lines of those that wait, which they repeat."""
+    """Collects the lines that waiting workers print, and has them repeat each."""
     lines: list[str] = []
     monkeypatch.setattr(waiting, "announce", lines.append)
     monkeypatch.setattr(waiting, "_LINE_EVERY_SECS", 0.0)
@@ -95,7 +95,7 @@ def announced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def await_two(lines: list[str]) -> None:
-    """Until the chief of three knows another worker."""
+    """Returns once the chief of three workers knows another one."""
     while not any("2 of 3 are here" in line for line in list(lines)):
         time.sleep(0.01)
 

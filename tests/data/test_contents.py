@@ -54,7 +54,7 @@ def test_arrays() -> None:
 
 @pytest.mark.parametrize("width", [0, 1, 3, 64, 500])
 def test_rows(width: int) -> None:
-    """Rows of any length: each counts, and so does every byte of it."""
+    """Every byte of every row matters, whatever the length of the rows."""
     x = np.random.default_rng(2).integers(0, 256, (64, width)).astype("uint8")
     told = contents.of_arrays((x,))
     reordered = contents.of_arrays((x[BACKWARDS],))

@@ -473,8 +473,8 @@ def test_orders_of_plain_tf_data(name: str) -> None:
 
 @pytest.mark.parametrize("samples", [12, 13])
 def test_sizes_of_batches(samples: int) -> None:
-    """Arrays have batches of a known size where plain Keras' have it, for the same step; and lose
-    no sample where a pass goes on in the middle of a batch."""
+    """The static batch size is that of plain Keras, for equally fast steps. No sample is lost when
+    a pass resumes in the middle of a batch."""
     x, y = np.arange(samples), np.ones(samples, "float32")
     source = sources.Arrays((x, y), 4, seed=3)
     adapter = ArrayDataAdapter(x, y, batch_size=4, shuffle=True)

@@ -303,7 +303,7 @@ def write(files: Files, step: int, owned: ownership.Ownership) -> CheckpointStor
 
 
 def written(folder: Path) -> set[Path]:
-    """All but what a heartbeat is still writing."""
+    """Returns all files except the temporary ones of a heartbeat."""
     return {path for path in folder.rglob("*") if path.suffix != ".tmp"}
 
 
