@@ -186,6 +186,8 @@ def run(job: Job, environ: Mapping[str, str], open_log: OpenLog | None = None) -
                 next_ = decide(history, job.budgets)
             if isinstance(next_, End):
                 log.note(Ended(next_.code, next_.why), len(history) - 1)
+                if next_.code == 0 and not _is_untrained(history[-1].outcome):
+                    _tell_own_supervisor(environ)
                 for line in closing_report(history, next_, time.monotonic() - begun):
                     output.note(line)
                 return next_.code
@@ -309,6 +311,16 @@ class _Reporter:
         self._log.note(events.Again(next_.pause_secs, next_.slots), self._number)
 
 
+def _is_untrained(outcome: Outcome) -> bool:
+    return any(exit_.cause is Cause.UNTRAINED for exit_ in outcome.exits)
+
+
+def _tell_own_supervisor(environ: Mapping[str, str]) -> None:
+    """This job may be the one worker of another (several would be refused): it is complete."""
+    if (contract := Supervised.from_env(environ)) is not None:
+        contract.report("worker-0", Phase.COMPLETED)
+
+
 def closing_report(history: Sequence[Attempt], end: End, elapsed_secs: float) -> list[str]:
     """The last lines of a job: what happened, the earliest cause first."""
     last = history[-1].outcome
@@ -316,7 +328,7 @@ def closing_report(history: Sequence[Attempt], end: End, elapsed_secs: float) ->
         return [f"{end.why}: {'; '.join(str(exit_) for exit_ in last.exits)}"]
     failure = last.first_failure
     if failure is None:
-        if any(exit_.cause is Cause.UNTRAINED for exit_ in last.exits):
+        if _is_untrained(last):
             return [
                 f"{counted(len(history[-1].slots), 'worker')} ended with exit code 0 after "
                 f"{elapsed_secs:.1f} s, without a `fit` that has callbacks of keras_distplug: the "

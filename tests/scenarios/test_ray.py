@@ -1,41 +1,46 @@
-"""Ray Train on this machine: two workers, one of which is killed."""
+"""Ray Train on this machine: two workers, one of which is killed; and nodes that come and go."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.cluster import ROOT, environment, run_workers
 from support.needed import missing
+from support.processes import naming
+from support.trained_samples import Attempt, assert_close, trained
 from support.watched import Watched
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 EXAMPLE = ROOT / "examples" / "ray_train.py"
-WITHOUT_RAY = ROOT / "tests" / "workers" / "of_ray.py"
+WORKERS = ROOT / "tests" / "workers"
+TWO = Attempt(2)
 TIMEOUT_S = 500
 
 State = dict[str, bytes]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> State:
-    """The end of the same two workers without Ray, which is to change nothing."""
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The folder in which the same two workers have trained without Ray, which changes nothing."""
     if importlib.util.find_spec("ray") is None:
         missing("Ray", "Run pip install 'keras-distplug[ray]'.")
-    home = tmp_path_factory.mktemp("undisturbed")
-    ended = run_workers([str(WITHOUT_RAY), str(home)], 2, timeout_s=TIMEOUT_S)
-    assert [each.returncode for each in ended] == [0, 0], ended[0].output
-    first, second = states(home)
-    assert first == second
-    return first
+
+    def undisturbed(script: str, *arguments: str) -> Path:
+        home = tmp_path_factory.mktemp("undisturbed")
+        command = [str(WORKERS / script), str(home), *arguments]
+        ended = run_workers(command, 2, timeout_s=TIMEOUT_S)
+        assert [each.returncode for each in ended] == [0, 0], ended[0].output
+        return home
+
+    return undisturbed
 
 
 @pytest.fixture
@@ -45,17 +50,22 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def train(home: Path, folder: Path, *options: str) -> str:
-    """What the example has printed, which leaves no process behind."""
-    env = environment({"RAY_TMPDIR": str(folder), "RAY_USAGE_STATS_ENABLED": "0"})
-    command = [sys.executable, str(EXAMPLE), "--directory", str(home), *options]
-    example = Watched(command, env, home)
+def train(home: Path, folder: Path, *command: str) -> str:
+    """What the driver has printed, which leaves no process behind."""
+    # The last one: how long Ray waits for a node that it believes to be there.
+    options = {
+        "RAY_TMPDIR": str(folder),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20",
+    }
+    driver = Watched([sys.executable, *command], environment(options), home)
     try:
-        code = example.code(TIMEOUT_S)
+        code = driver.code(TIMEOUT_S)
     finally:
-        example.kill()
-    assert code == 0, example.output
-    return example.output
+        driver.kill()
+    assert code == 0, driver.output
+    assert naming(folder) == []
+    return driver.output
 
 
 def states(home: Path) -> list[State]:
@@ -64,29 +74,48 @@ def states(home: Path) -> list[State]:
     return [{name: each[name].tobytes() for name in each.files} for each in found]
 
 
-def processes_of(folder: Path) -> list[str]:
-    """The command lines that name it."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = path.read_bytes()
-        except OSError:
-            continue  # gone
-        if os.fsencode(folder) in line:
-            found.append(line.replace(b"\0", b" ").decode(errors="replace"))
-    return found
-
-
 @pytest.mark.parametrize("kill", ["SIGKILL", pytest.param("SIGTERM", marks=pytest.mark.soak)])
-def test_ray(kill: str, undisturbed: State, folder: Path, tmp_path: Path) -> None:
+def test_ray(kill: str, undisturbed: Callable[..., Path], folder: Path, tmp_path: Path) -> None:
     """A worker dies in mid-epoch, or is told to go: Ray starts all of them again, in new processes,
     and they end with the bits of an undisturbed training."""
-    printed = train(tmp_path, folder, "--kill", kill)
+    expected = states(undisturbed("of_ray.py"))
+    printed = train(tmp_path, folder, str(EXAMPLE), "--directory", str(tmp_path), "--kill", kill)
     killed = (tmp_path / "killed").read_text()
     starts = re.findall(r"pid=(\d+)\) world_rank=1,", printed)
     assert len(starts) == 2, printed
     assert killed == starts[0] != starts[1]
     assert re.search(r"resuming at epoch 3/6, batch \d+, step", printed), printed
     assert ("has ended with the checkpoint of step" in printed) == (kill == "SIGTERM")
-    assert states(tmp_path) == [undisturbed] * 2
-    assert processes_of(folder) == []
+    assert states(tmp_path) == expected == [expected[0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "attempts"),
+    [("replaced", [TWO, TWO]), ("elastic", [TWO, Attempt(1), TWO])],
+    ids=["replaced", "elastic"],
+)
+def test_nodes(
+    kind: str,
+    attempts: list[Attempt],
+    undisturbed: Callable[..., Path],
+    folder: Path,
+    tmp_path: Path,
+) -> None:
+    """A node is lost in mid-epoch. Another one takes its place, and the end has the same bits; or
+    one worker goes on alone until a node is gained: every batch has the samples it would have had,
+    in their order, and the end is the same but for rounding."""
+    home = undisturbed("samples.py", "tf.data")
+    printed = train(tmp_path, folder, str(WORKERS / "ray_nodes.py"), str(tmp_path), kind)
+    kills = (tmp_path / "kills").read_text().split()
+    assert kills == ["1:1:3", "0:2:3"][: len(attempts) - 1], printed
+    sizes = re.findall(r"Started training worker group of size (\d)", printed)
+    assert sizes == [str(attempt.workers) for attempt in attempts], printed
+
+    assert trained(tmp_path, attempts) == trained(home, [TWO])
+    expected = dict(np.load(home / "outcome-0.npz"))
+    for worker in range(2):
+        outcome = dict(np.load(tmp_path / f"outcome-{worker}.npz"))
+        assert_close(outcome, expected)
+        if kind == "replaced":
+            for name, array in expected.items():
+                assert outcome[name].tobytes() == array.tobytes(), name

@@ -28,17 +28,6 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         yield made
 
 
-@pytest.fixture(scope="module")
-def checksum(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of weights and optimizer after an undisturbed training by two workers."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    command = [str(SCRIPT), "--directory", str(folder / "runs"), "--grace-secs", "120"]
-    ended = run_workers(command, 2, cwd=folder, timeout_s=200)
-    assert [each.returncode for each in ended] == [0, 0], ended[0].output
-    [found] = {sha for each in ended for _, sha in CHECKSUM.findall(each.output)}
-    return found
-
-
 class Jobs:
     """A folder from which jobs are submitted.
 
@@ -103,38 +92,24 @@ def jobs(nodes: Slurm, tmp_path: Path) -> Iterator[Jobs]:
     found.end()
 
 
-def test_requeued(nodes: Slurm, jobs: Jobs, checksum: str) -> None:
-    """The signal before the time limit, `scontrol requeue`, a killed worker and a lost node: the
-    job is back in the queue every time, and ends with the bits of an undisturbed training."""
-    job = jobs.submit()
-    jobs.await_training()
-    # USR1 comes two minutes before, which is now, or soon.
-    hours, minutes, _ = map(int, nodes.state(job)["RunTime"].split(":"))
-    nodes.ask("scontrol", "update", f"JobId={job}", f"TimeLimit={60 * hours + minutes + 2}")
-    nodes.await_(lambda: nodes.state(job)["Restarts"] == "1", 60, jobs.printed)
-    assert re.search(
-        r"SIGUSR1 to worker-\d on \S+: training ends with the checkpoint", jobs.printed()
-    )
+@pytest.fixture(scope="module")
+def limited(nodes: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
+    """A job that hears nothing before its time limit, whose minute passes while others train."""
+    found = Jobs(nodes, tmp_path_factory.mktemp("limited"))
+    found.submit("--time=1", "--signal=CONT@1")
+    yield found
+    found.end()
 
-    nodes.ask("scontrol", "update", f"JobId={job}", "TimeLimit=60")
-    jobs.await_training(1)
-    nodes.ask("scontrol", "requeue", job)
-    nodes.await_(lambda: nodes.state(job)["Restarts"] == "2", 60, jobs.printed)
 
-    jobs.await_training(2)
-    [worker, *_] = jobs.workers()
-    os.kill(worker, signal.SIGKILL)
-    nodes.await_(lambda: nodes.state(job)["Restarts"] == "3", 60, jobs.printed)
-
-    jobs.await_training(3)
-    nodes.drop_node("n1")
-    nodes.await_(lambda: nodes.state(job)["Restarts"] == "4", 120, jobs.printed)
-    nodes.raise_node("n1")
-
-    jobs.release()
-    nodes.await_state(job, "COMPLETED", 200, restarts=4)
-    assert CHECKSUM.findall(jobs.printed()) == [("digits", checksum)] * 2, jobs.printed()
-    assert jobs.printed().count("resuming at epoch") == 4
+@pytest.fixture(scope="module")
+def checksum(limited: Jobs, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of weights and optimizer after an undisturbed training by two workers."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    command = [str(SCRIPT), "--directory", str(folder / "runs"), "--grace-secs", "120"]
+    ended = run_workers(command, 2, cwd=folder, timeout_s=200)
+    assert [each.returncode for each in ended] == [0, 0], ended[0].output
+    [found] = {sha for each in ended for _, sha in CHECKSUM.findall(each.output)}
+    return found
 
 
 def test_canceled(nodes: Slurm, jobs: Jobs, checksum: str) -> None:
@@ -153,21 +128,6 @@ def test_canceled(nodes: Slurm, jobs: Jobs, checksum: str) -> None:
     assert jobs.printed().count("resuming at epoch") == 1
 
 
-def test_time_limit(nodes: Slurm, jobs: Jobs, checksum: str) -> None:
-    """A job that hears nothing before its time limit saves in the time that is left to it, and is
-    back in the queue."""
-    job = jobs.submit("--time=1", "--signal=CONT@1")
-    nodes.await_(lambda: nodes.state(job)["Restarts"] == "1", 150, jobs.printed)
-    jobs.release()
-    longer = ("scontrol", "update", f"JobId={job}", "TimeLimit=60")
-    nodes.await_(lambda: nodes.tries(*longer), 60, jobs.printed)
-    assert "DUE TO TIME LIMIT" in jobs.printed()
-    assert "SIGTERM to worker-" in jobs.printed()
-    nodes.await_state(job, "COMPLETED", 120, restarts=1)
-    assert CHECKSUM.findall(jobs.printed()) == [("digits", checksum)] * 2
-    assert "resuming at epoch" in jobs.printed()
-
-
 def test_array(nodes: Slurm, jobs: Jobs, checksum: str) -> None:
     """Every task has its own run. One that loses a worker is back in the queue, and only that."""
     array = jobs.submit("--array=0-1")
@@ -182,6 +142,51 @@ def test_array(nodes: Slurm, jobs: Jobs, checksum: str) -> None:
         nodes.await_state(f"{array}_{task}", "COMPLETED", 200, restarts=restarts)
     expected = {(f"digits-{task}", checksum) for task in range(2)}
     assert set(CHECKSUM.findall(jobs.printed())) == expected, jobs.printed()
+
+
+def test_time_limit(nodes: Slurm, limited: Jobs, checksum: str) -> None:
+    """A job that hears nothing before its time limit saves in the time that is left to it, and is
+    back in the queue."""
+    [job] = limited.submitted
+    nodes.await_(lambda: nodes.state(job)["Restarts"] != "0", 150, limited.printed)
+    limited.release()
+    longer = ("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+    nodes.await_(lambda: nodes.tries(*longer), 60, limited.printed)
+    nodes.await_(lambda: nodes.state(job)["JobState"] == "COMPLETED", 120, limited.printed)
+    assert "DUE TO TIME LIMIT" in limited.printed()
+    assert "SIGTERM to worker-" in limited.printed()
+    assert CHECKSUM.findall(limited.printed()) == [("digits", checksum)] * 2
+    restarts = int(nodes.state(job)["Restarts"])
+    assert limited.printed().count("resuming at epoch") == restarts
+
+
+def test_requeued(nodes: Slurm, jobs: Jobs, checksum: str) -> None:
+    """The signal before the time limit, `scontrol requeue`, and a lost node: the job is back in the
+    queue every time, and ends with the bits of an undisturbed training."""
+    job = jobs.submit()
+    jobs.await_training()
+    # USR1 comes two minutes before, which is now, or soon.
+    hours, minutes, _ = map(int, nodes.state(job)["RunTime"].split(":"))
+    nodes.ask("scontrol", "update", f"JobId={job}", f"TimeLimit={60 * hours + minutes + 2}")
+    nodes.await_(lambda: nodes.state(job)["Restarts"] == "1", 60, jobs.printed)
+    assert re.search(
+        r"SIGUSR1 to worker-\d on \S+: training ends with the checkpoint", jobs.printed()
+    )
+
+    nodes.ask("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+    jobs.await_training(1)
+    nodes.ask("scontrol", "requeue", job)
+    nodes.await_(lambda: nodes.state(job)["Restarts"] == "2", 60, jobs.printed)
+
+    jobs.await_training(2)
+    nodes.drop_node("n1")
+    nodes.await_(lambda: nodes.state(job)["Restarts"] == "3", 120, jobs.printed)
+    nodes.raise_node("n1")
+
+    jobs.release()
+    nodes.await_state(job, "COMPLETED", 200, restarts=3)
+    assert CHECKSUM.findall(jobs.printed()) == [("digits", checksum)] * 2, jobs.printed()
+    assert jobs.printed().count("resuming at epoch") == 3
 
 
 def of_job(pid: int) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -122,3 +125,44 @@ complete()
     code, printed = job.finish()
     assert code == 0, printed
     assert [mark[0] for mark in sorted(job.marks())] == ["0", "0", "1", "1"]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["outer", "inner", *(pytest.param(f, marks=pytest.mark.ci) for f in ("worker", "SIGTERM", ""))],
+)
+def test_nested(start: Start, fault: str, tmp_path: Path) -> None:
+    """A supervisor under another one: whichever process is killed, nothing of it is left, and the
+    job is started again by the supervisor above, or ends with the outermost."""
+    job = start(
+        f"""
+train()
+mark(f"{{os.getpid()}} {{os.getppid()}}")
+await_marks(" ", 2)
+if {fault!r} and not Path(__file__).with_name("killed").exists():
+    sleep()
+complete()
+""",
+        workers=1,
+        command=(
+            *(sys.executable, "-m", "keras_distplug", "run", "--workers", "2"),
+            *("--no-fork-server", "--", sys.executable, str(tmp_path / "train.py")),
+        ),
+    )
+    await_until(lambda: len(job.marks()) >= 2, "both workers are marked")
+    (first, inner), (second, _) = (map(int, mark.split()) for mark in job.marks()[:2])
+    (tmp_path / "killed").touch()
+    if fault == "SIGTERM":
+        job.process.terminate()
+    elif fault:
+        os.kill({"outer": job.process.pid, "inner": inner, "worker": first}[fault], signal.SIGKILL)
+    if fault == "outer":
+        await_until(lambda: all(map(is_dead, (first, second, inner))), "nothing is left")
+        return
+    code, printed = job.finish()
+    assert code == (143 if fault == "SIGTERM" else 0), printed
+    assert all(map(is_dead, (first, second, inner)))
+    if fault != "SIGTERM":
+        inners, outers = int(fault == "worker"), int(fault == "inner")
+        assert re.search(rf"2 workers completed .* {inners} restarts?\n", printed), printed
+        assert re.search(rf"1 worker completed .* {outers} restarts?\n", printed), printed

@@ -188,3 +188,16 @@ def _server(settings: tuple[tuple[str, str], ...]) -> Server:
     server.look()
     assert server.is_ready, f"the fork server is not ready after {_READY_SECS:g} s"
     return server
+
+
+def naming(path: Path) -> list[str]:
+    """The command lines of processes that contain it."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = each.read_bytes()
+        except OSError:
+            continue  # gone
+        if os.fsencode(path) in line:
+            found.append(line.replace(b"\0", b" ").decode(errors="replace"))
+    return found

@@ -1,10 +1,11 @@
 """Trains, and notes which samples each replica trains on in each step; may be killed.
 
-    python samples.py FOLDER DATA [WORKER:EPOCH:BATCH]
+    python samples.py FOLDER DATA [WORKER:EPOCH:BATCH ...]
 
-DATA: arrays, tf.data or PyDataset. Behind that batch, counted from 0, this worker is killed by
-SIGKILL, which is noted in FOLDER/kills. An attempt is what follows a kill. A step is noted in
-FOLDER/samples-<attempt>-<worker>, a line for each replica: the step, the replica, and the samples.
+DATA: arrays, tf.data or PyDataset. After that batch, counted from 0, this worker is killed by
+SIGKILL, or does what the global `end` does; FOLDER/kills names each. An attempt is what follows a
+kill; each has its own. Lines of FOLDER/samples-<attempt>-<worker> are one replica's share of a
+step: the step, the replica, and the samples.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 from pathlib import Path
 
 folder, kind, kill = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+end = globals().get("end", lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
@@ -56,10 +58,10 @@ class Kill(keras.callbacks.Callback):
         self.epoch = epoch
 
     def on_train_batch_end(self, batch, logs=None):
-        if f"{worker}:{self.epoch}:{batch}" in kill:
+        if [f"{worker}:{self.epoch}:{batch}"] == kill[attempt : attempt + 1]:
             with open(kills, "a") as file:
-                file.write(f"{kill[0]}\n")
-            os.kill(os.getpid(), signal.SIGKILL)
+                file.write(f"{kill[attempt]}\n")
+            end()
 
 
 class Batches(keras.utils.PyDataset):
