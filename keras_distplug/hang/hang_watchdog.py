@@ -11,8 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import keras
 
@@ -47,14 +46,20 @@ _STACKS_S = 10.0  # whose lines are read from files
 _CLOSING_S = 5.0
 
 
-@dataclass(frozen=True)
-class _Moment:
-    """When training has got on, and what it does since."""
+class _Moment(NamedTuple):
+    """When training has got on, and what it does since. One is made in every hook."""
 
     number: int
     stage: Stage
-    where: str
+    doing: str  # "in batch {} of", or without a batch
+    batch: int
+    epoch: int
     at_s: float
+
+    @property
+    def where(self) -> str:
+        of_epoch = f" epoch {self.epoch + 1}" if self.number else ""
+        return self.doing.format(self.batch + 1) + of_epoch
 
 
 class HangWatchdog(Watchdog):
@@ -150,7 +155,9 @@ class HangWatchdog(Watchdog):
         self._fit = callback_list.Calling.now()
         self._epoch = 0
         self._is_first = self._is_first_test = True
-        self._moment = _Moment(0, Stage.FIRST_STEP, "before the first batch", time.monotonic())
+        self._moment = _Moment(
+            0, Stage.FIRST_STEP, "before the first batch", 0, 0, time.monotonic()
+        )
         self._stood = (self._moment, 0.0)
         self._ending = threading.Lock()
         self._over = threading.Event()
@@ -172,11 +179,11 @@ class HangWatchdog(Watchdog):
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         stage = Stage.FIRST_STEP if self._is_first else Stage.STEP
-        self._got_on(stage, f"in batch {batch + 1} of")
+        self._got_on(stage, "in batch {} of", batch)
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         self._is_first = False
-        self._got_on(Stage.BETWEEN, f"behind batch {batch + 1} of")
+        self._got_on(Stage.BETWEEN, "behind batch {} of", batch)
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         self._got_on(Stage.BETWEEN, "before the validation of")
@@ -184,11 +191,11 @@ class HangWatchdog(Watchdog):
     def on_test_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         first = self._is_first_test
         stage = Stage.FIRST_VALIDATION_STEP if first else Stage.VALIDATION_STEP
-        self._got_on(stage, f"in batch {batch + 1} of the validation of")
+        self._got_on(stage, "in batch {} of the validation of", batch)
 
     def on_test_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         self._is_first_test = False
-        self._got_on(Stage.BETWEEN, f"behind batch {batch + 1} of the validation of")
+        self._got_on(Stage.BETWEEN, "behind batch {} of the validation of", batch)
 
     def on_test_end(self, logs: Mapping[str, Any] | None = None) -> None:
         self._got_on(Stage.BETWEEN, "behind the validation of")
@@ -223,13 +230,12 @@ class HangWatchdog(Watchdog):
             return Inquiry(self._role.name, self._report)
         return InquiryTogether(self._agreement.session("watch"), self._report, self._end)
 
-    def _got_on(self, stage: Stage, where: str) -> None:
+    def _got_on(self, stage: Stage, doing: str, batch: int = 0) -> None:
         if not self._undo:
             return  # `evaluate` has been given these callbacks, too
         before, now_s = self._moment, time.monotonic()
         self._patience.took(before.stage, now_s - before.at_s)
-        where = f"{where} epoch {self._epoch + 1}"
-        self._moment = _Moment(before.number + 1, stage, where, now_s)
+        self._moment = _Moment(before.number + 1, stage, doing, batch, self._epoch, now_s)
         self._say(self._patience.limit_s(stage))
 
     def _report(self) -> Report:

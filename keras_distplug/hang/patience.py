@@ -8,7 +8,7 @@ from collections.abc import Mapping
 _TIMES_THE_LONGEST = 5
 
 
-class Stage(enum.Enum):
+class Stage(enum.StrEnum):
     """Which part of training it is."""
 
     FIRST_STEP = "first step"  # with all that comes before it: taking up, tracing
@@ -40,15 +40,17 @@ class Patience:
     """
 
     def __init__(self, limits_s: Mapping[Stage, float]) -> None:
-        self._limits_s = dict(limits_s)
+        self._given_s = dict(limits_s)
         self._longest_s = dict.fromkeys(Stage, 0.0)
+        self._limits_s = {**_FLOORS_S, **limits_s}
 
     def took(self, stage: Stage, seconds: float) -> None:
+        if seconds <= self._longest_s[stage]:
+            return
         for each in {stage, _LIKE.get(stage, stage)}:
-            self._longest_s[each] = max(self._longest_s[each], seconds)
+            self._longest_s[each] = longest_s = max(self._longest_s[each], seconds)
+            if each not in self._given_s:
+                self._limits_s[each] = max(_FLOORS_S[each], _TIMES_THE_LONGEST * longest_s)
 
     def limit_s(self, stage: Stage) -> float:
-        given = self._limits_s.get(stage)
-        if given is not None:
-            return given
-        return max(_FLOORS_S[stage], _TIMES_THE_LONGEST * self._longest_s[stage])
+        return self._limits_s[stage]

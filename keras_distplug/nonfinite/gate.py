@@ -100,6 +100,8 @@ class NaNGate(StepInstrument):
 
     def faults(self) -> list[Fault]:
         """Those of this process's replicas since the last call."""
+        if not self._faults:
+            return []
         found, self._faults = self._faults, []
         return found
 

@@ -79,6 +79,8 @@ class Incidents:
 
     def look_after(self) -> None:
         """Says what has become of those that were written."""
+        if not self._writing:  # in every step
+            return
         for name, future in [each for each in self._writing if each[1].done()]:
             self._writing.remove((name, future))
             if (error := future.exception()) is not None:

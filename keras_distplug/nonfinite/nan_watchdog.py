@@ -193,12 +193,11 @@ class NaNWatchdog(Watchdog):
         self._batch = batch
         self._executions.begin()
         self._updates: int | None = None
-        if self._on_workers is not None:
+        if self._on_workers is not None or self.model.steps_per_execution == 1:
             return
         optimizer = self.model.optimizer
         # A `LossScaleOptimizer` does not count what it leaves out itself.
-        counts = not isinstance(optimizer, keras.optimizers.LossScaleOptimizer | None)
-        if counts and self.model.steps_per_execution > 1:
+        if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer | None):
             self._updates = int(optimizer.iterations.numpy())
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -210,7 +209,8 @@ class NaNWatchdog(Watchdog):
         if self._is_new:
             self._say_what_is_not_seen()
         self._incidents.look_after()
-        steps = self._of_steps(self._gate.faults())
+        faults = self._gate.faults()
+        steps = self._of_steps(faults) if faults else []
         if not steps:
             self._in_a_row, self._has_trained = 0, True
             return

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 import keras
 
@@ -22,9 +23,11 @@ from keras_distplug.core.errors import AgreementError
 from keras_distplug.core.log import announce
 from keras_distplug.step.instrumentation import StepInstrumentation
 from keras_distplug.step.step_reports import ReplicaReport, StepReport, as_text, from_text
-from keras_distplug.step.stopwatch import Lap, Sync, listen
+from keras_distplug.step.stopwatch import Lap, Stopwatch, Sync, listen
 
 _STATM = "/proc/self/statm"
+_AT_ONCE = 1024  # steps, of `noted_times.KEPT`
+_SAME_S = 0.001  # between two clocks
 
 
 class OwnWindows:
@@ -47,12 +50,14 @@ class OwnWindows:
         fingerprints: bool = False,
     ) -> None:
         self._model = model
+        self._stopwatch = StepInstrumentation.of(model).shared(Stopwatch)
         self._heard = listen(model, syncs=syncs, readings=readings, fingerprints=fingerprints)
         self.role: Role = agreement.role_under(model.distribute_strategy)
         self.where = f"{self.role.name} on {socket.gethostname()}"
         self.seen = 0  # steps of this window
         self._step = 0
         self._before: int | None = None
+        self._is_scheduled = is_scheduled(model.distribute_strategy)
         self._hears = False
 
     @property
@@ -65,7 +70,7 @@ class OwnWindows:
         optimizer = self._model.optimizer
         if optimizer is None:
             return self._step
-        if not is_scheduled(self._model.distribute_strategy):
+        if not self._is_scheduled:
             return int(optimizer.iterations.numpy())
         return (self._before or 0) + self._step
 
@@ -78,13 +83,16 @@ class OwnWindows:
         self.close()
         self._steps_s: list[float] = []
         self._waits = _Waits()
+        self._begins: list[float] = []  # of the last steps, whose times are still in the graph
         self._replicas_here = replicas_here(self._model.distribute_strategy)
         self._traces = self._heard.traces
         self._begins_s = 0.0
+        self._is_in_graph = self._stopwatch.is_in_graph
         self._begun_s: float | None = None  # not of the very first step, which is traced
         self._is_first = True
         self.seen = self._step = 0
         self._before = None
+        self._heard.collect()
         self._heard.laps.clear()
         self._heard.syncs.clear()
         self._hears = self.role.world_size > 1
@@ -95,7 +103,7 @@ class OwnWindows:
         self._begun_s = None
 
     def begin_step(self) -> None:
-        if self._before is None and is_scheduled(self._model.distribute_strategy):
+        if self._is_scheduled and self._before is None:
             self._before = int(self._model.optimizer.iterations.numpy())
         now_s = time.perf_counter()
         self._begins_s = now_s
@@ -109,17 +117,20 @@ class OwnWindows:
             self._steps_s.append(now_s - self._begun_s)
         if self._is_first:  # what was waited for in it was not waited for in a step that counts
             self._waits = _Waits()
+            self._heard.collect()
             self._heard.syncs.clear()
         elif not self._hears:
             self._note_wait()
         self._begun_s, self._is_first, self._traces = now_s, False, self._heard.traces
-        self.seen += self._model.steps_per_execution
-        self._step += self._model.steps_per_execution
+        steps: int = self._model.steps_per_execution
+        self.seen += steps
+        self._step += steps
 
     def end_window(self) -> StepReport | None:
         """What there is by now; None if there was nothing but a first step."""
         if not self.seen or not self._steps_s:
             return None
+        self._look_at_graph()
         laps = [self._heard.laps.popleft() for _ in range(len(self._heard.laps))]
         syncs = [self._heard.syncs.popleft() for _ in range(len(self._heard.syncs))]
         waits, self._waits = self._waits, _Waits()
@@ -151,7 +162,13 @@ class OwnWindows:
 
     def _note_wait(self) -> None:
         """In one process data are fetched within the call: up to the first replica's begin."""
-        if self._heard.traces != self._traces:
+        is_traced = self._heard.traces != self._traces
+        if self._is_in_graph:
+            self._begins.append(math.nan if is_traced else self._begins_s)
+            if len(self._begins) >= _AT_ONCE:
+                self._look_at_graph()
+            return
+        if is_traced:
             return
         laps = self._heard.laps
         here = min(self._replicas_here, len(laps))
@@ -163,6 +180,22 @@ class OwnWindows:
             self._waits.is_known = False
         else:
             self._waits.add(begun_s - self._begins_s)
+
+    def _look_at_graph(self) -> None:
+        """The same of steps whose times the graph has noted."""
+        self._heard.collect()
+        begins, self._begins = self._begins, []
+        if not begins:
+            return
+        laps = [*islice(reversed(self._heard.laps), len(begins))][::-1]
+        waits_s = [lap.begun_s - begin_s for lap, begin_s in zip(laps, begins, strict=False)]
+        is_one_each = len(laps) == len(begins) and self._model.steps_per_execution == 1
+        # A clock that was set while these were noted is none.
+        if not is_one_each or any(wait_s < -_SAME_S for wait_s in waits_s):
+            self._waits.is_known = False
+        for wait_s in waits_s:
+            if not math.isnan(wait_s):
+                self._waits.add(max(0.0, wait_s))
 
 
 class _Waits:

@@ -16,12 +16,13 @@ import xxhash
 
 from keras_distplug.backend.tensorflow.replicas import gates, share
 from keras_distplug.backend.tensorflow.replicas.gates import dense
-from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled
+from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled, replicas_here
+from keras_distplug.step import noted_times
 from keras_distplug.step.instrumentation import StepInstrument, StepInstrumentation
 from keras_distplug.step.replica_step import ReplicaStep, scales_loss, size_of
 
 _KEPT = 10_000  # of what nobody takes
-_BEGUN, _COMPUTED = "begun", "computed"
+_BEGUN, _COMPUTED, _SUMMED = "begun", "computed", "summed"
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Heard:
     laps: deque[Lap] = field(default_factory=lambda: deque(maxlen=_KEPT))
     syncs: deque[Sync] = field(default_factory=lambda: deque(maxlen=_KEPT))
     traces: int = 0
+    collect: Callable[[], None] = lambda: None  # brings what the graph has noted by now
 
 
 @dataclass(frozen=True)
@@ -121,24 +123,50 @@ def listen(
 class Stopwatch(StepInstrument):
     """Takes times within a step.
 
-    TensorFlow's own clock will not do: operations with a state wait for each other across the
-    replicas of a process. A function of Python's without one is called when its inputs are there,
-    and must give something that is needed, or it is left out.
+    The only replica of a process has TensorFlow's clock. Of several that will not do: operations
+    with a state wait for each other across the replicas of a process. There a function of Python's
+    without a state is called when its inputs are there, and must give something that is needed, or
+    it is left out. So it is where a `Reading` or a fingerprint is wanted.
     """
 
     def __init__(self, model: keras.Model) -> None:
         self._listeners: list[Heard] = []
         self._wanted = _Wanted()
+        strategy = model.distribute_strategy
+        is_alone = not is_scheduled(strategy) and replicas_here(strategy) == 1
+        self._noted = noted_times.NotedTimes() if is_alone else None
+        self._replica = 0
 
     def forget_listeners(self) -> None:
         self._listeners, self._wanted = [], _Wanted()
+        if self._noted is not None:
+            self._noted.take()
 
     def listen(self, wanted: _Wanted) -> Heard:
         """From now on."""
-        heard = Heard()
+        heard = Heard(collect=self._collect)
         self._listeners.append(heard)
         self._wanted |= wanted
         return heard
+
+    @property
+    def is_in_graph(self) -> bool:
+        """Whether times come with `Heard.collect` only."""
+        is_plain = not (self._wanted.readings or self._wanted.fingerprints)
+        return self._noted is not None and is_plain
+
+    def _collect(self) -> None:
+        if self._noted is None:
+            return
+        to_perf_counter = time.perf_counter() - time.time()
+        for begun_s, computed_s, summed_s in self._noted.take().tolist():
+            lap = Lap(self._replica, begun_s + to_perf_counter, computed_s - begun_s)
+            for heard in self._listeners:
+                heard.laps.append(lap)
+            if not math.isnan(summed_s):
+                sync = Sync(self._replica, summed_s - computed_s)
+                for heard in self._listeners:
+                    heard.syncs.append(sync)
 
     # The hooks of an instrument
 
@@ -148,8 +176,15 @@ class Stopwatch(StepInstrument):
     def before(self, step: ReplicaStep, batch: Any) -> Any:
         if step.is_compiled:
             return batch
-        batch, step.notes[_BEGUN] = self.begun(batch)
-        return batch
+        if not self.is_in_graph:
+            batch, step.notes[_BEGUN] = self.begun(batch)
+            return batch
+        self._note_trace()
+        self._replica = int(tf.get_static_value(step.replica))
+        tensors = _tensors_of(batch)
+        step.notes[_BEGUN] = begun = noted_times.now(tensors, tensors[0])
+        with tf.control_dependencies([begun]):
+            return tf.nest.map_structure(_identity, batch, expand_composites=True)
 
     def after_gradients(
         self, step: ReplicaStep, optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any]
@@ -157,7 +192,11 @@ class Stopwatch(StepInstrument):
         begun = step.notes.get(_BEGUN)
         if begun is None or not gates.is_here(begun):
             return gradients
-        del step.notes[_BEGUN]  # the first optimizer's gradients are the ones
+        if self.is_in_graph:
+            if _COMPUTED not in step.notes:  # the first optimizer's gradients are the ones
+                gradients, step.notes[_COMPUTED] = _when_there(gradients)
+            return gradients
+        del step.notes[_BEGUN]
         reading = self._reading(step, optimizer, gradients) if self._wanted.readings else ()
         fingerprinted = step.plain_data() if self._wanted.fingerprints else ()
         gradients, computed = self.computed(begun, gradients, reading, fingerprinted)
@@ -168,10 +207,22 @@ class Stopwatch(StepInstrument):
     def after_sum(
         self, step: ReplicaStep, optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any]
     ) -> Sequence[Any]:
+        if self.is_in_graph:
+            is_wanted = self._wanted.syncs and step.is_one_of_several
+            if is_wanted and _COMPUTED in step.notes and _SUMMED not in step.notes:
+                gradients, step.notes[_SUMMED] = _when_there(gradients)
+            return gradients
         computed = step.notes.pop((_COMPUTED, id(optimizer)), None)
         if computed is None or not gates.is_here(computed):
             return gradients
         return self.summed(computed, gradients)
+
+    def after(self, step: ReplicaStep, logs: Any) -> None:
+        if self._noted is None or not self.is_in_graph or _COMPUTED not in step.notes:
+            return
+        noted = [step.notes[name] for name in (_BEGUN, _COMPUTED, _SUMMED) if name in step.notes]
+        if all(map(gates.is_here, noted)):
+            self._noted.note(*noted)
 
     # How
 
@@ -193,14 +244,16 @@ class Stopwatch(StepInstrument):
 
     def begun(self, data: Any) -> tuple[Any, tf.Tensor]:
         """`data`, not before the time that is given beside it."""
-        if tf.inside_function():
-            for heard in self._listeners:
-                heard.traces += 1
-        flat = tf.nest.flatten(data, expand_composites=True)
-        tensors = [each for each in flat if isinstance(each, tf.Tensor)]
+        self._note_trace()
+        tensors = _tensors_of(data)
         begun = _called(_now, tensors, _part_of(tensors[0]))
         with tf.control_dependencies([begun]):
             return tf.nest.map_structure(_identity, data, expand_composites=True), begun
+
+    def _note_trace(self) -> None:
+        if tf.inside_function():
+            for heard in self._listeners:
+                heard.traces += 1
 
     def computed(
         self,
@@ -270,6 +323,11 @@ def fingerprint_of(arrays: Sequence[Any]) -> str:
     return digest
 
 
+def _tensors_of(data: Any) -> list[tf.Tensor]:
+    flat = tf.nest.flatten(data, expand_composites=True)
+    return [each for each in flat if isinstance(each, tf.Tensor)]
+
+
 def _number() -> Any:
     return tf.distribute.get_replica_context().replica_id_in_sync_group
 
@@ -278,12 +336,26 @@ def _behind(
     note: Callable[..., np.ndarray], gradients: Sequence[Any], *arguments: Any
 ) -> tuple[list[Any], tf.Tensor]:
     """Has `note` called with a part of a gradient and `arguments` when all gradients are there."""
-    present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-    place = min(present, key=lambda i: size_of(gradients[i]))
+    present, place = _smallest_of(gradients)
     every = [dense(gradients[i]) for i in present]
     noted = _called(note, every, _part_of(dense(gradients[place])), *arguments)
     waiting = _only_behind(noted, gradients[place])
     return [*gradients[:place], waiting, *gradients[place + 1 :]], noted
+
+
+def _smallest_of(gradients: Sequence[Any]) -> tuple[list[int], int]:
+    """The places of gradients, and of the smallest one."""
+    present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+    return present, min(present, key=lambda i: size_of(gradients[i]))
+
+
+def _when_there(gradients: Sequence[Any]) -> tuple[list[Any], tf.Tensor]:
+    """The same gradients, of which one waits for the time at which all are computed; and that."""
+    present, place = _smallest_of(gradients)
+    there = noted_times.now([dense(gradients[i]) for i in present], dense(gradients[place]))
+    with tf.control_dependencies([there]):
+        waiting = tf.nest.map_structure(_identity, gradients[place], expand_composites=True)
+    return [*gradients[:place], waiting, *gradients[place + 1 :]], there
 
 
 def _only_behind(stamp: tf.Tensor, gradient: Any) -> Any:

@@ -53,7 +53,12 @@ class Watches(keras.callbacks.Callback):
     def set_model(self, model):
         super().set_model(model)
         trainer.adapt(model)
-        self.laps = listen(model).laps
+        self._heard = listen(model)
+
+    @property
+    def laps(self):
+        self._heard.collect()
+        return self._heard.laps
 
 
 def strategy_of(name: str) -> tf.distribute.Strategy:
