@@ -9,7 +9,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import pairwise
 
 import keras
 
@@ -27,7 +27,7 @@ from keras_distplug.step.stopwatch import Lap, Stopwatch, Sync, listen
 
 _STATM = "/proc/self/statm"
 _AT_ONCE = 1024  # steps, of `noted_times.KEPT`
-_SAME_S = 0.001  # between two clocks
+_SAME_S = 0.001  # by two clocks
 
 
 class OwnWindows:
@@ -83,7 +83,8 @@ class OwnWindows:
         self.close()
         self._steps_s: list[float] = []
         self._waits = _Waits()
-        self._begins: list[float] = []  # of the last steps, whose times are still in the graph
+        self._begins: list[float] = []  # of steps whose times are still in the graph
+        self._in_graph = 0  # how many these are
         self._replicas_here = replicas_here(self._model.distribute_strategy)
         self._traces = self._heard.traces
         self._begins_s = 0.0
@@ -125,6 +126,10 @@ class OwnWindows:
         steps: int = self._model.steps_per_execution
         self.seen += steps
         self._step += steps
+        if self._is_in_graph:
+            self._in_graph += steps
+            if self._in_graph >= _AT_ONCE:
+                self._look_at_graph()
 
     def end_window(self) -> StepReport | None:
         """What there is by now; None if there was nothing but a first step."""
@@ -163,10 +168,8 @@ class OwnWindows:
     def _note_wait(self) -> None:
         """In one process data are fetched within the call: up to the first replica's begin."""
         is_traced = self._heard.traces != self._traces
-        if self._is_in_graph:
+        if self._is_in_graph and self._model.steps_per_execution == 1:
             self._begins.append(math.nan if is_traced else self._begins_s)
-            if len(self._begins) >= _AT_ONCE:
-                self._look_at_graph()
             return
         if is_traced:
             return
@@ -184,18 +187,22 @@ class OwnWindows:
     def _look_at_graph(self) -> None:
         """The same of steps whose times the graph has noted."""
         self._heard.collect()
+        self._in_graph = 0
         begins, self._begins = self._begins, []
-        if not begins:
-            return
-        laps = [*islice(reversed(self._heard.laps), len(begins))][::-1]
-        waits_s = [lap.begun_s - begin_s for lap, begin_s in zip(laps, begins, strict=False)]
-        is_one_each = len(laps) == len(begins) and self._model.steps_per_execution == 1
-        # A clock that was set while these were noted is none.
-        if not is_one_each or any(wait_s < -_SAME_S for wait_s in waits_s):
-            self._waits.is_known = False
-        for wait_s in waits_s:
-            if not math.isnan(wait_s):
-                self._waits.add(max(0.0, wait_s))
+        laps = list(self._heard.laps)
+        place = max(0, len(laps) - len(begins))
+        while place and begins and laps[place - 1].begun_s >= begins[0] - _SAME_S:
+            place -= 1  # some steps were taken by a callback
+        for begin_s, next_s in pairwise([*begins, math.inf]):
+            while place < len(laps) and laps[place].begun_s < begin_s - _SAME_S:
+                place += 1
+            if math.isnan(begin_s):
+                continue
+            if place == len(laps) or laps[place].begun_s > next_s:
+                self._waits.is_known = False  # its time is lost
+                return
+            self._waits.add(max(0.0, laps[place].begun_s - begin_s))
+            place += 1
 
 
 class _Waits:

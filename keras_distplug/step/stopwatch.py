@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 import xxhash
 
+from keras_distplug.backend.tensorflow.input.pipeline import is_op_determinism_on
 from keras_distplug.backend.tensorflow.replicas import gates, share
 from keras_distplug.backend.tensorflow.replicas.gates import dense
 from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled, replicas_here
@@ -153,17 +154,17 @@ class Stopwatch(StepInstrument):
     def is_in_graph(self) -> bool:
         """Whether times come with `Heard.collect` only."""
         is_plain = not (self._wanted.readings or self._wanted.fingerprints)
-        return self._noted is not None and is_plain
+        # TensorFlow's clock refuses where operations are to be deterministic.
+        return self._noted is not None and is_plain and not is_op_determinism_on()
 
     def _collect(self) -> None:
         if self._noted is None:
             return
-        to_perf_counter = time.perf_counter() - time.time()
         for begun_s, computed_s, summed_s in self._noted.take().tolist():
-            lap = Lap(self._replica, begun_s + to_perf_counter, computed_s - begun_s)
+            lap = Lap(self._replica, begun_s, computed_s - begun_s)
             for heard in self._listeners:
                 heard.laps.append(lap)
-            if not math.isnan(summed_s):
+            if summed_s != noted_times.NOT_NOTED:
                 sync = Sync(self._replica, summed_s - computed_s)
                 for heard in self._listeners:
                     heard.syncs.append(sync)
@@ -171,7 +172,7 @@ class Stopwatch(StepInstrument):
     # The hooks of an instrument
 
     def signature(self) -> Hashable:
-        return self._wanted
+        return self._wanted, self.is_in_graph
 
     def before(self, step: ReplicaStep, batch: Any) -> Any:
         if step.is_compiled:

@@ -14,13 +14,13 @@ import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 from support import small  # noqa: E402
+from tensorflow.python.framework import config  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.backend.tensorflow import trainer  # noqa: E402
-from keras_distplug.step.stopwatch import (  # noqa: E402
-    Lap,
-    listen,
-)
+from keras_distplug.step import noted_times  # noqa: E402
+from keras_distplug.step.step_windows import OwnWindows  # noqa: E402
+from keras_distplug.step.stopwatch import Lap, listen  # noqa: E402
 
 STRATEGIES = ("one", "mirrored", "central")
 BATCHES = 6
@@ -191,6 +191,86 @@ def test_several_listeners() -> None:
     made.fit(data(), verbose=0, callbacks=[one, other])
     assert list(one.laps) == list(other.laps)
     assert len(one.laps) == BATCHES
+
+
+def test_no_python_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only replica of a process notes times without a call of Python's."""
+
+    def refuse(*given: Any, **named: Any) -> None:
+        raise AssertionError("tf.numpy_function")
+
+    monkeypatch.setattr(tf, "numpy_function", refuse)
+    assert len(laps_of(model())) == BATCHES
+    with pytest.raises(AssertionError, match=r"tf\.numpy_function"):
+        laps_of(model("mirrored"))
+
+
+def test_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorFlow's clock refuses then, also in a second `fit` of a model that is traced."""
+    made = model()
+    assert len(laps_of(made)) == BATCHES
+    tf.config.experimental.enable_op_determinism()
+    try:
+        assert len(laps_of(made)) == BATCHES
+    finally:
+        config.disable_op_determinism()
+
+
+def test_check_numerics() -> None:
+    """Times are no NaN, which somebody may be looking for."""
+    tf.debugging.enable_check_numerics()
+    try:
+        assert len(laps_of(model())) == BATCHES
+    finally:
+        tf.debugging.disable_check_numerics()
+
+
+def test_clock_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was noted by then is not known."""
+    watches = Watches()
+    model().fit(data(), verbose=0, callbacks=[watches])
+    set_back_s = noted_times._offset_s() + 5
+    monkeypatch.setattr(noted_times, "_offset_s", lambda: set_back_s)
+    assert list(watches.laps) == []
+
+
+class Windows(keras.callbacks.Callback):
+    """A window of all steps, of which one is behind another one that a callback takes."""
+
+    def set_model(self, model):
+        super().set_model(model)
+        self.windows = OwnWindows(trainer.adapt(model))
+
+    def on_train_begin(self, logs=None):
+        self.windows.begin()
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.windows.begin_step()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.windows.end_step()
+        if batch == 2:
+            self.model.train_on_batch(np.ones((8, 4), "float32"), np.ones((8, 1), "float32"))
+
+    def on_train_end(self, logs=None):
+        self.report = self.windows.end_window()
+
+
+def test_step_of_a_callback() -> None:
+    """Each wait is that of its own step."""
+    made, windows = model("one", Sleeps(0)), Windows()
+    made.fit(data(), verbose=0, callbacks=[windows])
+    assert windows.report.input_total_s is not None
+    assert windows.report.input_total_s < SLOW_S
+    assert windows.report.replicas[0].compute_s >= SLOW_S
+
+
+def test_fit_within_a_scope() -> None:
+    """There, the variables that keep the times are not the strategy's."""
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+        made = model()
+        assert len(laps_of(made)) == BATCHES
+        assert len(laps_of(made)) == BATCHES
 
 
 def test_compiled_by_xla() -> None:

@@ -181,10 +181,15 @@ class Assigned:
 
     def keep_if(self, condition: tf.Tensor) -> None:
         """Puts the values back where `condition` is false."""
-        for own, before in self._before.values():
-            if not is_here(before):
-                continue
-            own.assign(tf.where(condition, own.read_value(), before))
+        kept = [(own, before) for own, before in self._before.values() if is_here(before)]
+
+        def put_back() -> None:
+            for own, before in kept:
+                own.assign(before)
+
+        # Where all is well, a condition costs less than assignments.
+        if kept:
+            tf.cond(condition, lambda: None, put_back)
 
 
 def is_here(tensor: tf.Tensor) -> bool:
