@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from keras_distplug.core.printable import printable
+
 _PIPE_WIDTH = 10_000  # nobody looks at the edge of a file
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
@@ -27,7 +29,11 @@ def say(*lines: str) -> None:
     """Prints lines as they are, however long."""
     printed = console()
     for line in lines:
-        printed.print(Text(line), soft_wrap=True)
+        printed.print(_text(line), soft_wrap=True)
+
+
+def _text(line: str) -> Text:
+    return Text(printable(line))
 
 
 def say_json(document: Mapping[str, Any]) -> None:
@@ -47,7 +53,7 @@ def say_table(
         right: The columns of numbers.
     """
     table = Table(
-        title=Text(title) if title else None,
+        title=_text(title) if title else None,
         title_justify="left",
         box=None,
         pad_edge=False,
@@ -55,9 +61,9 @@ def say_table(
     )
     for column in columns:
         side = "right" if column in right else "left"
-        table.add_column(Text(column), justify=side, overflow="fold")  # type: ignore[arg-type]
+        table.add_column(_text(column), justify=side, overflow="fold")  # type: ignore[arg-type]
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*map(_text, row))
     console().print(table)
 
 

@@ -23,7 +23,8 @@ class Finding:
     Args:
         run: Its run.
         name: Its name.
-        state: As in `Seen`, and `"whole"` instead of `"committed"`.
+        state: As in `Seen`; instead of `"committed"`, `"whole"` where every byte was read, and
+            otherwise `"sizes match"`.
         bytes: How many were looked at; 0 for what has no arrays.
         reason: What is wrong.
     """
@@ -45,8 +46,9 @@ def run(parsed: argparse.Namespace) -> int:
         if not parsed.json:
             tables.say(_line(each))
     checkpoints = [each for each in found if each.name.partition("-")[0] in survey.KINDS]
-    damaged = [each for each in found if each.state not in ("whole", *_NO_DAMAGE)]
-    whole = [each for each in checkpoints if each.state == "whole"]
+    sound = "whole" if parsed.deep else "sizes match"
+    damaged = [each for each in found if each.state not in (sound, *_NO_DAMAGE)]
+    whole = [each for each in checkpoints if each.state == sound]
     if parsed.json:
         tables.say_json(
             {
@@ -58,7 +60,8 @@ def run(parsed: argparse.Namespace) -> int:
             }
         )
     elif whole or damaged:
-        tables.say(f"{len(whole)} whole, {len(damaged)} damaged or unreadable")
+        what = "whole" if parsed.deep else "of the right size (--deep reads their bytes, too)"
+        tables.say(f"{len(whole)} {what}, {len(damaged)} damaged or unreadable")
     if not whole and not damaged:
         what = "no checkpoint" if parsed.step is None else f"no checkpoint {parsed.step!r}"
         raise NoCheckpointError(f"{files.where()} holds {what} to verify.")
@@ -75,7 +78,8 @@ def _findings(
                 name, "MODEL.json", partial(architecture.require_whole, files, name)
             )
         for seen in survey.checkpoints_of(files, name, depth, step):
-            state = "whole" if seen.state == "committed" else seen.state
+            sound = "whole" if depth is Depth.BYTES else "sizes match"
+            state = sound if seen.state == "committed" else seen.state
             yield Finding(name, seen.name, state, seen.bytes, _reason(seen))
 
 

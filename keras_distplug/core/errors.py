@@ -25,9 +25,15 @@ Each message says what was received, what was expected and what to do next.
 
 from __future__ import annotations
 
+from keras_distplug.core.printable import printable
+
 
 class DistplugError(Exception):
     """Base of all errors of keras_distplug."""
+
+    def __str__(self) -> str:
+        # It may quote a file that anybody has written.
+        return printable(super().__str__())
 
 
 class ConfigurationError(DistplugError, ValueError):

@@ -6,16 +6,18 @@ import functools
 import logging
 import sys
 
+from keras_distplug.core.printable import printable
+
 
 def announce(message: str) -> None:
     """Says `message` on standard output, or wherever the user sent the logger `keras_distplug`."""
-    _logger().info(message)
+    _logger().info(printable(message))
 
 
 @functools.cache
 def advise(message: str) -> None:
     """Says `message` once, by the logger `keras_distplug.advice`, which can be silenced alone."""
-    _logger().getChild("advice").info(message)
+    _logger().getChild("advice").info(printable(message))
 
 
 def is_heard() -> bool:

@@ -10,10 +10,12 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import re
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +35,9 @@ FOLDER = "log"
 _VERSION = re.compile(r"(?P<stem>.+)\.(?P<part>\d{4,})-(?P<version>\d{6,})")
 _KEPT_BYTES = 2**20  # of what cannot be written
 _AGAIN_SECS = 5.0  # after a failure
+_NO_FILE = (errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.EFBIG)
+_MOST_BYTES, _AT_ONCE_BYTES = 2**30, 2**23  # of a file
+_LEAST_AGAIN_SECS = 0.1  # also where somebody waits
 _LAST_SECS = 10.0
 _BEAT_SECS = 60.0  # without a line
 _LOOKS = 5  # for the newer name of a file that is not there any more
@@ -139,6 +144,8 @@ class Log:
                     self._waiting_bytes += sum(len(each.text) for each in lines)
                     self._dropped += dropped
                     self._drop_some()
+                    # Not even who is in a hurry gets it written by asking without a pause.
+                    self._changed.wait_for(lambda: self._is_closed, _LEAST_AGAIN_SECS)
             finally:
                 with self._changed:
                     self._is_writing = False
@@ -336,6 +343,11 @@ class Reader:
                     changed.add(key[0])
             except FileNotFoundError:  # a newer one has just taken its place
                 is_whole = False
+            except OSError as error:
+                if error.errno not in _NO_FILE:
+                    raise
+                where = self._files.where(f"{self._folder}/{name}")
+                warnings.warn(f"{where} is left out of the log: {error.strerror}", stacklevel=2)
             else:
                 self._known[key] = file
         return [key for key, _ in listed], is_whole
@@ -353,14 +365,24 @@ class _File:
         """Whether there was something new."""
         if self._read_bytes and _VERSION.fullmatch(self.name.removesuffix(SUFFIX)):
             return False  # in a store no file grows: what is new has another name
-        buffer = bytearray(max(0, files.size(path) - self._read_bytes))
-        filled = files.read_into(path, self._read_bytes, memoryview(buffer)) if buffer else 0
-        # A line may be under way.
-        whole = buffer.rfind(b"\n", 0, filled) + 1
-        self._read_bytes += whole
-        found = [from_line(line) for line in bytes(buffer[:whole]).splitlines()]
-        self.entries += [entry for entry in found if entry is not None]
-        return bool(whole)
+        size = files.size(path)
+        if size - self._read_bytes > _MOST_BYTES:
+            raise OSError(errno.EFBIG, f"it has {size} bytes", path)
+        has_new = False
+        while self._read_bytes < size:
+            buffer = bytearray(min(size - self._read_bytes, _AT_ONCE_BYTES))
+            filled = files.read_into(path, self._read_bytes, memoryview(buffer))
+            # A line may be under way, but none is that long.
+            whole = buffer.rfind(b"\n", 0, filled) + 1
+            if not whole and filled == _AT_ONCE_BYTES:
+                whole = filled
+            if not whole:
+                break
+            self._read_bytes += whole
+            found = [from_line(line) for line in bytes(buffer[:whole]).splitlines()]
+            self.entries += [entry for entry in found if entry is not None]
+            has_new = True
+        return has_new
 
 
 def read(files: Files, run: str) -> tuple[list[Fit], list[Entry]]:

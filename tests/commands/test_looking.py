@@ -293,11 +293,13 @@ def test_verify_whole(directory: str, ask: Ask, say: Say) -> None:
         code, told = ask("verify", directory, *deep)
         assert (code, told["whole"], told["damaged"]) == (0, 3, 0)
         assert told["deep"] == bool(deep)
+        sound = "whole" if deep else "sizes match"
         assert [(each["name"], each["state"]) for each in told["findings"]] == [
-            ("step-00000004", "whole"), ("step-00000006", "cut off"), ("step-00000008", "whole"),
-            ("final-00000008", "whole"),
+            ("step-00000004", sound), ("step-00000006", "cut off"), ("step-00000008", sound),
+            ("final-00000008", sound),
         ]  # fmt: skip
-    assert "3 whole, 0 damaged" in say("verify", directory)[1]
+    assert "3 of the right size" in say("verify", directory)[1]
+    assert "3 whole, 0 damaged" in say("verify", directory, "--deep")[1]
 
 
 @pytest.mark.parametrize("harm", made.HARM)
@@ -311,7 +313,7 @@ def test_verify_damage(harm: str, tmp_path: Path, ask: Ask, say: Say) -> None:
         is_seen = is_seen_by_size or bool(deep)
         assert (code, told["damaged"], told["whole"]) == ((1, 1, 1) if is_seen else (0, 0, 2))
         first = told["findings"][0]
-        assert first["state"] == ("damaged" if is_seen else "whole")
+        assert first["state"] == ("damaged" if is_seen else "sizes match")
         assert not is_seen or re.search(reason, first["reason"])
     code, printed = say("verify", tmp_path, "--deep")
     assert code == 1

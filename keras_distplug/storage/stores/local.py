@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
@@ -19,6 +21,8 @@ from keras_distplug.storage.files import Files, Traits, local_path
 _BUFFER_BYTES = 2**18  # for small parts; larger ones pass it by
 _FLUSH_BYTES = 16 * 2**20
 _FLUSH_THREAD = "keras_distplug-flush"
+_MOST_BYTES = 2**30  # of what is no part of a checkpoint's arrays
+_NO_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -72,10 +76,15 @@ class LocalFiles:
         sync_folder(target.parent)
 
     def read(self, path: str) -> bytes:
-        return (self._root / path).read_bytes()
+        with _open_regular(self._root / path) as file:
+            count = os.fstat(file.fileno()).st_size
+            if count > _MOST_BYTES:
+                told = f"it has {count} bytes, and is read whole up to {_MOST_BYTES}"
+                raise OSError(errno.EFBIG, told, str(self._root / path))
+            return file.read()
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
-        with open(self._root / path, "rb", buffering=0) as file:
+        with _open_regular(self._root / path) as file:
             file.seek(offset)
             filled = 0
             while filled < len(buffer) and (count := file.readinto(buffer[filled:])):
@@ -83,17 +92,23 @@ class LocalFiles:
         return filled
 
     def size(self, path: str) -> int:
-        return (self._root / path).stat().st_size
+        found = (self._root / path).stat()
+        _require_regular(found.st_mode, self._root / path)
+        return found.st_size
 
     def names(self, folder: str = "") -> list[str]:
         try:
             return sorted(os.listdir(self._root / folder))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+        except OSError as error:
+            if error.errno in _NO_FOLDER:
+                return []
+            raise
 
     def delete(self, path: str) -> None:
         target = self._root / path
-        if target.is_dir():
+        if target.parent != self._root and target.parent.is_symlink():
+            return  # what a link leads to is another's; the link itself may go
+        if target.is_dir() and not target.is_symlink():
             _delete_folder(target)
         else:
             target.unlink(missing_ok=True)
@@ -127,6 +142,30 @@ def open_local(url: str, storage_options: Mapping[str, Any]) -> Files:
             "file, or a link to nothing. Give another folder."
         )
     return LocalFiles(root)
+
+
+def _open_regular(path: Path) -> io.FileIO:
+    """Opens a file to read it, but no FIFO, which might have nobody who writes, and no device."""
+    _require_regular(path.stat().st_mode, path)
+    file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+    try:
+        _require_regular(os.fstat(file.fileno()).st_mode, path)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _require_regular(mode: int, path: Path) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, f"it is {_kind(mode)}, and no regular file", str(path))
+
+
+def _kind(mode: int) -> str:
+    named = {stat.S_ISFIFO: "a FIFO", stat.S_ISSOCK: "a socket"}
+    return next((name for is_it, name in named.items() if is_it(mode)), "a device")
 
 
 def _write(file: BinaryIO, parts: Iterable[bytes | memoryview]) -> None:
