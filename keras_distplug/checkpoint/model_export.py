@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import tensorflow as tf
 
 from keras_distplug.backend.tensorflow.runtime import models
 from keras_distplug.checkpoint import capture
+from keras_distplug.checkpoint.trusted_config import require_trusted
 from keras_distplug.core.errors import ConfigurationError, ModelError, OtherRunError
 from keras_distplug.storage.manifest import Manifest, first_difference
 
@@ -124,6 +126,7 @@ def _rebuilt(architecture: Mapping[str, Any], manifest: Manifest) -> keras.Model
     # Without `build_config`, with which Keras gives other names than a first call.
     config = {name: value for name, value in architecture.items() if name != "build_config"}
     try:
+        require_trusted(config, sum(math.prod(each.shape) for each in manifest.variables))
         model = models.deserialize(config)
         capture.build(model, manifest.how_built)
         capture.build_optimizers(model, manifest.how_built)
@@ -132,7 +135,7 @@ def _rebuilt(architecture: Mapping[str, Any], manifest: Manifest) -> keras.Model
         raise ModelError(
             f"The model of the run could not be made anew: {error} Classes and functions of your "
             "own register themselves by @keras.saving.register_keras_serializable() in a module "
-            "that is imported before (--import MODULE of the command); lambdas are never loaded. "
+            "that is imported before (--import MODULE of the command); Lambda layers are not made. "
             f"{_INSTEAD}"
         ) from error
     if models.optimizer_targets(model) != manifest.how_built["optimizers"]:

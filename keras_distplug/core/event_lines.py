@@ -13,6 +13,7 @@ from typing import Any
 from keras_distplug.core.events import VERSION, Entry, Event, OfReplica, Window, name_of
 from keras_distplug.core.hints import require_types
 
+_YEAR_9999, _MOST_MEASURED = 253_402_300_799, 1e15
 _HUGE = re.compile(rb"\d{200}")  # which no float can hold the sum of some of
 
 
@@ -34,7 +35,7 @@ def from_line(line: bytes) -> Entry | None:
     try:
         if _HUGE.search(line):
             return None
-        said = json.loads(line)
+        said = json.loads(line, parse_constant=_refuse, parse_float=_number)
         kind = Event.kinds[said["event"]]
         if said["v"] > VERSION:
             return None
@@ -45,11 +46,35 @@ def from_line(line: bytes) -> Entry | None:
         require_types(event)
         entry = Entry(said["at"], said["source"], event, said["job"], said["attempt"])
         require_types(entry)
-        if not math.isfinite(entry.at):
+        if not 0 <= entry.at <= _YEAR_9999 or not all(map(_is_likely, said.items())):
             return None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return entry
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is no number of JSON's")
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is too large")
+    return value
+
+
+def _is_likely(said: tuple[str, Any]) -> bool:
+    """False for times and sizes that nobody has measured, with which sums would be infinite."""
+    name, value = said
+    if isinstance(value, Mapping):
+        return all(
+            _is_likely((name if name == "secs" else key, each)) for key, each in value.items()
+        )
+    if isinstance(value, list):
+        return all(_is_likely((name, each)) for each in value)
+    is_measured = name == "secs" or name.endswith(("_secs", "_s", "_bytes"))
+    return not (is_measured and isinstance(value, int | float)) or abs(value) <= _MOST_MEASURED
 
 
 def _of_replica(said: Mapping[str, Any]) -> OfReplica:
