@@ -288,10 +288,15 @@ class Reader:
     Args:
         files: The directory.
         run: The name of the run's folder in it.
+        on_no_file: Called with what is in the place of a file and is none, which is left out then.
+            Defaults to `None`, with which `read` fails.
     """
 
-    def __init__(self, files: Files, run: str) -> None:
+    def __init__(
+        self, files: Files, run: str, on_no_file: Callable[[str], None] | None = None
+    ) -> None:
         self._files = files
+        self._on_no_file = on_no_file
         self._folder = f"{run}/{FOLDER}" if run else FOLDER
         self._known: dict[tuple[str, int], _File] = {}
         self._fits: dict[str, Fit] = {}
@@ -344,10 +349,10 @@ class Reader:
             except FileNotFoundError:  # a newer one has just taken its place
                 is_whole = False
             except OSError as error:
-                if error.errno not in _NO_FILE:
+                if self._on_no_file is None or error.errno not in _NO_FILE:
                     raise
                 where = self._files.where(f"{self._folder}/{name}")
-                warnings.warn(f"{where} is left out of the log: {error.strerror}", stacklevel=2)
+                self._on_no_file(f"{where} is left out of the log: {error.strerror}")
             else:
                 self._known[key] = file
         return [key for key, _ in listed], is_whole
@@ -386,8 +391,8 @@ class _File:
 
 
 def read(files: Files, run: str) -> tuple[list[Fit], list[Entry]]:
-    """As `Reader.read`, once."""
-    return Reader(files, run).read()
+    """As `Reader.read`, once; what is no file is warned of."""
+    return Reader(files, run, lambda told: warnings.warn(told, stacklevel=2)).read()
 
 
 def newest(names: list[str]) -> dict[tuple[str, int], str]:

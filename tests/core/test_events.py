@@ -85,10 +85,15 @@ def test_passed_over(line: bytes) -> None:
 
 
 def test_number_that_no_float_holds() -> None:
-    """Whoever adds it to another one would fail; one of some digits less is taken."""
+    """A line with one is none, and with a time or a size that nobody has measured."""
     line = to_line(Entry(1.0, "worker-0", events.Hung("waits")))
-    assert from_line(line.replace(b"1.0", b"1" + b"0" * 400)) is None
-    assert from_line(line.replace(b"1.0", b"1" + b"0" * 100)) is not None
+    for number in (b"1" + b"0" * 400, b"1" + b"0" * 100, b"1e17", b"-1.0", b"NaN", b"1e999"):
+        assert from_line(line.replace(b"1.0", number)) is None
+    assert from_line(line.replace(b"1.0", b"1" + b"0" * 11)) is not None
+    window = to_line(Entry(1.0, "worker-0", events.Window(4, 4, 0, {"step": 2.5})))
+    assert from_line(window) is not None
+    for number in (b"Infinity", b"1e16", b"1e308"):
+        assert from_line(window.replace(b"2.5", number)) is None
 
 
 def test_field_of_tomorrow() -> None:
