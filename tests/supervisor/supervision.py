@@ -86,6 +86,15 @@ def is_dead(pid: int) -> bool:
         return True
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether SIGSTOP has come to all threads of a process."""
+    states = [
+        path.read_text().rpartition(")")[2].split()[0]
+        for path in Path(f"/proc/{pid}/task").glob("*/stat")
+    ]
+    return set(states) == {"T"}
+
+
 @dataclass
 class Supervision:
     """A `keras-distplug run` in a folder of its own."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from supervision import Supervision, await_until, is_dead
+from supervision import Supervision, await_until, is_dead, is_stopped
 
 from keras_distplug.core.event_lines import from_line
 from keras_distplug.runlog.summary import summary
@@ -586,6 +586,7 @@ complete()
     await_until(lambda: len(job.marks()) == 4, "all have begun")
     pids = {name: int(pid) for name, pid in (mark.split() for mark in job.marks())}
     job.process.send_signal(signal.SIGSTOP)  # it then sees both at once
+    await_until(lambda: is_stopped(job.process.pid), "the supervisor is stopped")
     with (job.folder / "marks").open("a") as marks:
         marks.write("told\n")
     await_until(lambda: is_dead(pids["ps-0"]) and is_dead(pids["chief-0"]), "both are dead")
