@@ -1,7 +1,7 @@
-"""What of a model's config is made: what is of Keras, and what the user has imported.
+"""Checks model configs: Keras' own classes, and classes that the user has imported, are allowed.
 
-A config lies in a folder that others may write to. Keras' `safe_mode` refuses lambdas, but not all
-functions that a config can name, nor paths, and not in every version that is supported.
+Other people may be able to write to the folder of a config. Keras' `safe_mode` refuses lambdas, but
+neither all functions that a config can name nor paths, and not in every supported version.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PARTS = (
 )
 _OF_KERAS = re.compile(rf"keras(\.src)?(\.({_PARTS})(\.\w+)*)?")
 _FUNCTIONS_IN = ("activations", "constraints", "initializers", "losses", "metrics", "regularizers")
-# They run code that a config holds, or read files.
+# These can run code from the config, or read files.
 _NEVER = (
     *("Lambda", "TFSMLayer", "TorchModuleWrapper", "JaxLayer", "FlaxLayer"),
     *("__lambda__", "__typespec__"),
@@ -45,23 +45,23 @@ _BASES: tuple[type, ...] = (
 
 
 def require_trusted(config: Any, elements: int) -> None:
-    """Checks a config before anything of it is made.
+    """Checks a config before any object is built from it.
 
     Args:
         config: As `keras.saving.serialize_keras_object` gives it, from JSON.
-        elements: How many values the arrays have that it is made for.
+        elements: Total number of values in the arrays of the checkpoint.
 
     Raises:
-        ModelError: If it names what is not made, or is too large for the arrays.
+        ModelError: If an entry is not allowed, or too large for the arrays.
     """
     _look_at(config, "model", elements, 0)
 
 
 def _look_at(config: Any, where: str, elements: int, depth: int) -> None:
     if depth > _MOST_DEEP:
-        raise ModelError(f"Its config is nested more than {_MOST_DEEP} deep.")
+        raise ModelError(f"The model description is nested more than {_MOST_DEEP} deep.")
     if isinstance(config, Mapping):
-        # As Keras tells an object from a dictionary.
+        # Keras uses the same rule to distinguish objects from dictionaries.
         if {"class_name", "config"} <= config.keys() and not _is_looked_into(config, where):
             return
         for key, value in config.items():
@@ -73,42 +73,42 @@ def _look_at(config: Any, where: str, elements: int, depth: int) -> None:
 
 
 def _is_looked_into(config: Mapping[str, Any], where: str) -> bool:
-    """Whether there may be more in it; raises unless it is trusted."""
+    """Returns whether the object can contain others. Raises if it is not allowed."""
     name, module = config["class_name"], config.get("module")
     registered, inner = config.get("registered_name"), config.get("config")
     if not isinstance(name, str) or not (module is None or isinstance(module, str)):
-        _refuse(where, f"a class {name!r} of the module {module!r}, which are no names")
+        _refuse(where, f"class {name!r} of module {module!r}: expected two strings")
     if name in _DATA:
         return False
     if name in _NEVER:
-        _refuse(where, f"of the class {name}, which runs code or reads files")
+        _refuse(where, f"class {name} can run code or read files")
     if name in _NESTED or _is_registered(registered):
         return True
     if name == "function":
         if not _is_registered(inner) and not (
             module == "builtins" and _is_of_keras(inner, _FUNCTIONS_IN, callable)
         ):
-            _refuse(where, f"the function {inner!r} of {module!r}")
+            _refuse(where, f"function {inner!r} of module {module!r}")
         return False
     if _is_registered(name):
         return True
     if not name.isidentifier() or not _is_class(module, name):
-        _refuse(where, f"the class {name!r} of {module!r}")
+        _refuse(where, f"class {name!r} of module {module!r}")
     return True
 
 
 def _check_argument(key: str, value: Any, where: str, elements: int) -> None:
     if key in _PATHS and isinstance(value, str):
-        _refuse(f"{where}/{key}", f"the path of a file, {value!r}")
+        _refuse(f"{where}/{key}", f"path to a file, {value!r}")
     if key in _SIZES and isinstance(value, int) and value > elements:
         _refuse(
             f"{where}/{key}",
-            f"{value}, although all arrays of the checkpoint together have {elements} values",
+            f"{value}, but all arrays of the checkpoint contain only {elements} values",
         )
 
 
 def _refuse(where: str, what: str) -> None:
-    raise ModelError(f"{where} of its config is {what}, and is not made.")
+    raise ModelError(f"Entry {where} of the model description is not allowed: {what}.")
 
 
 def _is_registered(name: Any) -> bool:
@@ -122,11 +122,11 @@ def _is_of_keras(name: Any, parts: Sequence[str], kind: Callable[[Any], bool]) -
 
 
 def _is_class(module: str | None, name: str) -> bool:
-    """Whether it is one of Keras' classes, or one for models in a module that is imported."""
+    """Returns whether this is a class of Keras, or a model part from an imported module."""
     if module is None:
         return _is_of_keras(name, _PARTS.split("|"), lambda each: isinstance(each, type))
     found = getattr(sys.modules.get(module), name, None)
     if module.partition(".")[0] == "keras":
-        # Keras knows by itself what it has not imported yet, or does not have.
+        # Keras itself reports classes that it does not have.
         return bool(_OF_KERAS.fullmatch(module)) and (found is None or isinstance(found, type))
     return isinstance(found, type) and issubclass(found, _BASES)

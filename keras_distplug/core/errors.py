@@ -32,7 +32,7 @@ class DistplugError(Exception):
     """Base of all errors of keras_distplug."""
 
     def __str__(self) -> str:
-        # It may quote a file that anybody has written.
+        # The message may quote a file from an untrusted folder.
         return printable(super().__str__())
 
 

@@ -65,7 +65,7 @@ def _number(text: str) -> float:
 
 
 def _is_likely(said: tuple[str, Any]) -> bool:
-    """False for times and sizes that nobody has measured, with which sums would be infinite."""
+    """Returns False for impossible times and sizes, whose sums could overflow."""
     name, value = said
     if isinstance(value, Mapping):
         return all(

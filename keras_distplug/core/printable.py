@@ -1,4 +1,4 @@
-"""Text that others have written, as a terminal may show it."""
+"""Escapes untrusted text for terminals."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud8
 
 
 def printable(text: str) -> str:
-    """`text` with escapes for what controls a terminal, or is no character.
+    """Returns `text` with control characters and lone surrogates escaped.
 
-    Lines and tabs stay.
+    Keeps newlines and tabs.
     """
     return _UNSAFE.sub(_escaped, text)
 

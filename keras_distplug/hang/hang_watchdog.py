@@ -47,7 +47,7 @@ _CLOSING_S = 5.0
 
 
 class _Moment(NamedTuple):
-    """When training has got on, and what it does since. One is made in every hook."""
+    """The last progress of training. Created in every hook, so it must be cheap."""
 
     number: int
     stage: Stage

@@ -37,7 +37,7 @@ _KEPT_BYTES = 2**20  # of what cannot be written
 _AGAIN_SECS = 5.0  # after a failure
 _NO_FILE = (errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.EFBIG)
 _MOST_BYTES, _AT_ONCE_BYTES = 2**30, 2**23  # of a file
-_LEAST_AGAIN_SECS = 0.1  # also where somebody waits
+_LEAST_AGAIN_SECS = 0.1  # also while `flush` waits
 _LAST_SECS = 10.0
 _BEAT_SECS = 60.0  # without a line
 _LOOKS = 5  # for the newer name of a file that is not there any more
@@ -144,7 +144,7 @@ class Log:
                     self._waiting_bytes += sum(len(each.text) for each in lines)
                     self._dropped += dropped
                     self._drop_some()
-                    # Not even who is in a hurry gets it written by asking without a pause.
+                    # Also while `flush` waits: retrying without a pause would not help.
                     self._changed.wait_for(lambda: self._is_closed, _LEAST_AGAIN_SECS)
             finally:
                 with self._changed:
@@ -288,15 +288,15 @@ class Reader:
     Args:
         files: The directory.
         run: The name of the run's folder in it.
-        on_no_file: Called with what is in the place of a file and is none, which is left out then.
-            Defaults to `None`, with which `read` fails.
+        on_skipped: Called with a message about an entry that is not a regular file, which is then
+            skipped. Defaults to `None`: `read` raises the error.
     """
 
     def __init__(
-        self, files: Files, run: str, on_no_file: Callable[[str], None] | None = None
+        self, files: Files, run: str, on_skipped: Callable[[str], None] | None = None
     ) -> None:
         self._files = files
-        self._on_no_file = on_no_file
+        self._on_skipped = on_skipped
         self._folder = f"{run}/{FOLDER}" if run else FOLDER
         self._known: dict[tuple[str, int], _File] = {}
         self._fits: dict[str, Fit] = {}
@@ -349,10 +349,10 @@ class Reader:
             except FileNotFoundError:  # a newer one has just taken its place
                 is_whole = False
             except OSError as error:
-                if self._on_no_file is None or error.errno not in _NO_FILE:
+                if self._on_skipped is None or error.errno not in _NO_FILE:
                     raise
                 where = self._files.where(f"{self._folder}/{name}")
-                self._on_no_file(f"{where} is left out of the log: {error.strerror}")
+                self._on_skipped(f"{where} is skipped: {error.strerror}")
             else:
                 self._known[key] = file
         return [key for key, _ in listed], is_whole
@@ -377,7 +377,7 @@ class _File:
         while self._read_bytes < size:
             buffer = bytearray(min(size - self._read_bytes, _AT_ONCE_BYTES))
             filled = files.read_into(path, self._read_bytes, memoryview(buffer))
-            # A line may be under way, but none is that long.
+            # The last line may be incomplete, but no line is that long.
             whole = buffer.rfind(b"\n", 0, filled) + 1
             if not whole and filled == _AT_ONCE_BYTES:
                 whole = filled
@@ -391,7 +391,7 @@ class _File:
 
 
 def read(files: Files, run: str) -> tuple[list[Fit], list[Entry]]:
-    """As `Reader.read`, once; what is no file is warned of."""
+    """Reads the log once. Warns about entries that are not regular files, and skips them."""
     return Reader(files, run, lambda told: warnings.warn(told, stacklevel=2)).read()
 
 

@@ -1,4 +1,4 @@
-"""Times that the only replica of a process notes in the graph, which calls no Python for them."""
+"""Timestamps of a step, recorded in the graph without calling Python."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from keras_distplug.backend.tensorflow.replicas.touched import leave_out
 
-KEPT = 4096  # steps whose times nobody takes
-NOT_NOTED = -1.0  # no NaN, which `tf.debugging.enable_check_numerics` would take for a fault
+KEPT = 4096  # steps between two calls of `take`
+NOT_NOTED = -1.0  # not NaN, which `tf.debugging.enable_check_numerics` would report
 _SAME_S = 0.001
 _AT_ONCE_S, _TRIES = 0.00005, 5
 
@@ -26,7 +26,7 @@ class NotedTimes:
 
     def __init__(self) -> None:
         if tf.distribute.has_strategy():
-            # A scope, which is that of a thread, would make these variables the strategy's.
+            # In a strategy's scope, which is per thread, these would be distributed variables.
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(self._make).result()
         else:
@@ -40,19 +40,19 @@ class NotedTimes:
             self._times = leave_out(tf.Variable(times, trainable=False))
 
     def note(self, *times: tf.Tensor) -> None:
-        """Up to three of a step that is being traced, by `now`."""
+        """Records up to three times from `now`, in the step that is being traced."""
         missing = tf.constant(NOT_NOTED, tf.float64)
         with tf.device("CPU:0"):
             row = tf.stack([*times, *[missing] * (3 - len(times))])
-            # Where the data have ended, there is none.
+            # Not computed if the data has ended.
             with tf.control_dependencies([row]):
                 count = self._count.read_value()
                 self._times.scatter_nd_update([[count % KEPT]], [row])
                 self._count.assign(count + 1)
 
     def take(self) -> np.ndarray:
-        """Rows of three for the steps since the last call, by `time.perf_counter`; none where the
-        clock was set since."""
+        """Returns a row of three times per step since the last call, by `time.perf_counter`; no
+        rows if the system clock was changed meanwhile."""
         count = int(self._count.numpy())
         new = min(count - self._taken, KEPT)
         self._taken = count
@@ -64,8 +64,11 @@ class NotedTimes:
 
 
 def now(after: Sequence[tf.Tensor], last: tf.Tensor) -> tf.Tensor:
-    """The time at which `after` are computed, and `last`, of which a part comes to the CPU: of what
-    is on a GPU it is only known that its kernel was started."""
+    """Returns the time at which all of `after`, and `last`, are computed.
+
+    One value of `last` is copied to the CPU: on a GPU, a control dependency alone only waits until
+    the kernel has been launched.
+    """
     with tf.control_dependencies(after):
         part = tf.reshape(last, [-1])[:1]
         with tf.device("CPU:0"), tf.control_dependencies([tf.identity(part)]):
@@ -73,7 +76,8 @@ def now(after: Sequence[tf.Tensor], last: tf.Tensor) -> tf.Tensor:
 
 
 def _offset_s() -> float:
-    """From `time.time` to `time.perf_counter`, which are not read at once where others compute."""
+    """Returns `time.perf_counter() - time.time()`. Retries, because the process may be descheduled
+    between the two reads."""
     tries = []
     for _ in range(_TRIES):
         begun_s, now_s, ended_s = time.perf_counter(), time.time(), time.perf_counter()

@@ -83,8 +83,8 @@ class OwnWindows:
         self.close()
         self._steps_s: list[float] = []
         self._waits = _Waits()
-        self._begins: list[float] = []  # of steps whose times are still in the graph
-        self._in_graph = 0  # how many these are
+        self._begins: list[float] = []  # start times of steps not yet matched with the graph's
+        self._in_graph = 0  # number of steps since then
         self._replicas_here = replicas_here(self._model.distribute_strategy)
         self._traces = self._heard.traces
         self._begins_s = 0.0
@@ -185,14 +185,14 @@ class OwnWindows:
             self._waits.add(begun_s - self._begins_s)
 
     def _look_at_graph(self) -> None:
-        """The same of steps whose times the graph has noted."""
+        """Adds the waits of steps whose times were recorded in the graph."""
         self._heard.collect()
         self._in_graph = 0
         begins, self._begins = self._begins, []
         laps = list(self._heard.laps)
         place = max(0, len(laps) - len(begins))
         while place and begins and laps[place - 1].begun_s >= begins[0] - _SAME_S:
-            place -= 1  # some steps were taken by a callback
+            place -= 1  # a callback ran additional steps
         for begin_s, next_s in pairwise([*begins, math.inf]):
             while place < len(laps) and laps[place].begun_s < begin_s - _SAME_S:
                 place += 1

@@ -81,7 +81,7 @@ class Heard:
     laps: deque[Lap] = field(default_factory=lambda: deque(maxlen=_KEPT))
     syncs: deque[Sync] = field(default_factory=lambda: deque(maxlen=_KEPT))
     traces: int = 0
-    collect: Callable[[], None] = lambda: None  # brings what the graph has noted by now
+    collect: Callable[[], None] = lambda: None  # fetches the times recorded in the graph
 
 
 @dataclass(frozen=True)
@@ -152,9 +152,9 @@ class Stopwatch(StepInstrument):
 
     @property
     def is_in_graph(self) -> bool:
-        """Whether times come with `Heard.collect` only."""
+        """Whether times are recorded in the graph, and fetched by `Heard.collect`."""
         is_plain = not (self._wanted.readings or self._wanted.fingerprints)
-        # TensorFlow's clock refuses where operations are to be deterministic.
+        # `tf.timestamp` raises an error if op determinism is enabled.
         return self._noted is not None and is_plain and not is_op_determinism_on()
 
     def _collect(self) -> None:
@@ -345,13 +345,13 @@ def _behind(
 
 
 def _smallest_of(gradients: Sequence[Any]) -> tuple[list[int], int]:
-    """The places of gradients, and of the smallest one."""
+    """Returns the indices of all gradients, and of the smallest one."""
     present = [i for i, gradient in enumerate(gradients) if gradient is not None]
     return present, min(present, key=lambda i: size_of(gradients[i]))
 
 
 def _when_there(gradients: Sequence[Any]) -> tuple[list[Any], tf.Tensor]:
-    """The same gradients, of which one waits for the time at which all are computed; and that."""
+    """Returns the gradients, one of which waits for the timestamp, and the timestamp."""
     present, place = _smallest_of(gradients)
     there = noted_times.now([dense(gradients[i]) for i in present], dense(gradients[place]))
     with tf.control_dependencies([there]):

@@ -316,7 +316,7 @@ def _is_untrained(outcome: Outcome) -> bool:
 
 
 def _tell_own_supervisor(environ: Mapping[str, str]) -> None:
-    """This job may be the one worker of another (several would be refused): it is complete."""
+    """Reports completion if this job is the single worker of another supervisor."""
     if (contract := Supervised.from_env(environ)) is not None:
         contract.report("worker-0", Phase.COMPLETED)
 

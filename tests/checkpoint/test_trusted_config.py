@@ -1,4 +1,4 @@
-"""What of a model's config is made, and what is refused before anything is."""
+"""Which entries of a model config are accepted, and which are refused before anything is built."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def config_of(*hidden: Any, **compiled: Any) -> dict[str, Any]:
 
 
 def test_models_of_keras() -> None:
-    """What Keras tells of its own classes, functions and operations is made."""
+    """Configs of Keras' own classes, functions and operations are accepted."""
     first = keras.Input((8, 8, 1))
     x = layers.Conv2D(4, 3, activation=keras.activations.gelu, kernel_regularizer="l2")(first)
     x = layers.BatchNormalization(dtype="float32")(keras.ops.relu(x) + 1.0)
@@ -63,7 +63,7 @@ class Imported(layers.Layer):
 
 
 def test_what_the_user_has() -> None:
-    """So is what is registered, or a class for models in a module that is imported."""
+    """Registered objects and classes of imported modules are accepted: nothing is raised."""
     require_trusted(config_of(Scaled(), loss=own_loss, metrics=[own_loss]), 100)
     require_trusted(config_of(Imported()), 100)
 

@@ -1,4 +1,4 @@
-"""Files that are none, and text that a terminal obeys: what anybody may put into a folder."""
+"""Untrusted folders: entries that are not regular files, links, and control characters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from keras_distplug.storage.files import open_files
 from keras_distplug.storage.retention import Retention
 from keras_distplug.storage.store import CheckpointStore
 
-pytestmark = pytest.mark.timeout(60)  # what hangs does so for good
+pytestmark = pytest.mark.timeout(60)
 
 Say = Callable[..., tuple[int, str]]
 
@@ -49,7 +49,7 @@ COMMANDS = (
 
 
 def put(kind: str, path: Path) -> None:
-    """Something of this kind in the place of a file."""
+    """Replaces a file by an entry of this kind."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
         shutil.rmtree(path)
@@ -73,11 +73,11 @@ def put(kind: str, path: Path) -> None:
         path.symlink_to(path.name)
 
 
-@pytest.mark.filterwarnings("ignore:.*left out of the log")
+@pytest.mark.filterwarnings("ignore:.*is skipped")
 @pytest.mark.parametrize("kind", ["FIFO", "socket", "folder", "1 TB", "device", "loop"])
 def test_no_file(kind: str, tmp_path: Path, say: Say) -> None:
-    """Every command ends, with an exit code of its own, whatever is in the place of a file; and
-    what is beside it stays."""
+    """Every command finishes with one of its exit codes, whatever replaces a file, and the newest
+    checkpoint stays intact."""
     for number, place in enumerate(PLACES):
         directory = tmp_path / str(number)
         made.run(directory, made.state(4), made.state(8), made.state(12))
@@ -93,8 +93,7 @@ def test_no_file(kind: str, tmp_path: Path, say: Say) -> None:
 
 
 def test_owner(tmp_path: Path) -> None:
-    """A FIFO in the place of an owner's record is one that says nothing, and whose owner gives no
-    sign of life."""
+    """A FIFO in place of an owner's record counts as an owner without a heartbeat."""
     files = open_files(tmp_path)
     made.run(tmp_path, made.state(4))
     put("FIFO", tmp_path / ownership.FOLDER / "0001.json")
@@ -106,14 +105,14 @@ def test_owner(tmp_path: Path) -> None:
 
 
 def linked(directory: Path, elsewhere: Path, name: str) -> dict[str, bytes]:
-    """Has a link in the place of a checkpoint; what it leads to."""
+    """Replaces a checkpoint by a link. Returns the contents of the target."""
     shutil.move(directory / RUN / name, elsewhere)
     (directory / RUN / name).symlink_to(elsewhere)
     return made.contents(elsewhere)
 
 
 def test_linked_checkpoint_is_pruned(tmp_path: Path, say: Say) -> None:
-    """The link goes, and what it leads to stays."""
+    """`prune` deletes the link and keeps its target."""
     directory = tmp_path / "runs"
     made.run(directory, *(made.state(step) for step in (4, 8, 12)))
     before = linked(directory, tmp_path / "elsewhere", "step-00000004")
@@ -124,7 +123,7 @@ def test_linked_checkpoint_is_pruned(tmp_path: Path, say: Say) -> None:
 
 
 def test_linked_checkpoint_is_outdated(tmp_path: Path) -> None:
-    """The same of what training deletes."""
+    """Retention deletes the link and keeps its target."""
     directory = tmp_path / "runs"
     made.run(directory, *(made.state(step) for step in (4, 8, 12)))
     before = linked(directory, tmp_path / "elsewhere", "step-00000004")
@@ -134,7 +133,7 @@ def test_linked_checkpoint_is_outdated(tmp_path: Path) -> None:
 
 
 def test_terminal(tmp_path: Path, say: Say) -> None:
-    """No escape sequence of a file comes to the terminal, in a table, a line or an error."""
+    """Escape sequences from files never reach the terminal: tables, lines, errors."""
     made.run(tmp_path, made.state(4, metrics={"\x1b[2Jloss\x9b": 1.0}))
     record = tmp_path / RUN / "RUN.json"
     record.write_text(record.read_text().replace("{", '{"\x1b]0;title\x07": 1,', 1))
@@ -146,7 +145,7 @@ def test_terminal(tmp_path: Path, say: Say) -> None:
 
 
 class Failing:
-    """A store that is out of order."""
+    """A sink that always fails."""
 
     every_secs = 0.0
 
@@ -162,7 +161,7 @@ class Failing:
 
 
 def test_pause_between_tries() -> None:
-    """Who waits for a log to be written does not make it try without a pause."""
+    """`flush` does not make the log retry without a pause."""
     sink = Failing()
     log = log_files.Log(sink, lambda error: None, lambda lines: None, lambda: None)
     log.append(b"{}\n")

@@ -21,7 +21,7 @@ from keras_distplug.storage.files import Files, Traits, local_path
 _BUFFER_BYTES = 2**18  # for small parts; larger ones pass it by
 _FLUSH_BYTES = 16 * 2**20
 _FLUSH_THREAD = "keras_distplug-flush"
-_MOST_BYTES = 2**30  # of what is no part of a checkpoint's arrays
+_MOST_BYTES = 2**30  # for files that are read as a whole
 _NO_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -79,7 +79,7 @@ class LocalFiles:
         with _open_regular(self._root / path) as file:
             count = os.fstat(file.fileno()).st_size
             if count > _MOST_BYTES:
-                told = f"it has {count} bytes, and is read whole up to {_MOST_BYTES}"
+                told = f"it has {count} bytes, expected at most {_MOST_BYTES}"
                 raise OSError(errno.EFBIG, told, str(self._root / path))
             return file.read()
 
@@ -107,7 +107,7 @@ class LocalFiles:
     def delete(self, path: str) -> None:
         target = self._root / path
         if target.parent != self._root and target.parent.is_symlink():
-            return  # what a link leads to is another's; the link itself may go
+            return  # only the link itself is deleted, never its target's files
         if target.is_dir() and not target.is_symlink():
             _delete_folder(target)
         else:
@@ -145,7 +145,7 @@ def open_local(url: str, storage_options: Mapping[str, Any]) -> Files:
 
 
 def _open_regular(path: Path) -> io.FileIO:
-    """Opens a file to read it, but no FIFO, which might have nobody who writes, and no device."""
+    """Opens a regular file for reading. FIFOs, which could block, and devices are refused."""
     _require_regular(path.stat().st_mode, path)
     file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
     try:
@@ -160,7 +160,7 @@ def _require_regular(mode: int, path: Path) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, f"it is {_kind(mode)}, and no regular file", str(path))
+        raise OSError(errno.EINVAL, f"it is {_kind(mode)}, not a regular file", str(path))
 
 
 def _kind(mode: int) -> str:
