@@ -46,7 +46,10 @@ class RunKeeper(Watchdog, abc.ABC):
 
     @abc.abstractmethod
     def keep_file(self, name: str, parts: Iterable[bytes | memoryview]) -> str:
-        """Makes a file beside the runs, and says where it is. From any thread.
+        """Creates a file beside the runs that only its owner can read. From any thread.
+
+        Returns:
+            Where it is.
 
         Raises:
             OSError: If that fails.

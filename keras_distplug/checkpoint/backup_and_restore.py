@@ -50,7 +50,7 @@ from keras_distplug.step.executions import Executions
 from keras_distplug.storage import runs
 from keras_distplug.storage.commit import Team, Writer
 from keras_distplug.storage.export_file import Export, Format
-from keras_distplug.storage.files import open_files
+from keras_distplug.storage.files import create_private, open_files
 from keras_distplug.storage.retention import Retention
 from keras_distplug.storage.store import CheckpointStore
 
@@ -442,7 +442,7 @@ class BackupAndRestore(RunKeeper):
         return resuming_.roll_back(self._state, self._candidates())
 
     def keep_file(self, name: str, parts: Iterable[bytes | memoryview]) -> str:
-        self._files.create(name, parts)
+        create_private(self._files, name, parts)
         return self._files.where(name)
 
     @property

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from keras_distplug.commands import tables
+from keras_distplug.core.errors import DistplugError
 from keras_distplug.core.ledger import Category
 from keras_distplug.runlog import goodput_totals, log_files
 from keras_distplug.storage.files import Files, open_files
@@ -33,19 +34,28 @@ _WAITS: Mapping[str, str] = {
 
 def run(parsed: argparse.Namespace) -> int:
     files = open_files(parsed.directory, parsed.storage_options)
-    told = [_document(files, name) for name in log_files.runs(files, parsed.run)]
+    told = [_document_or_error(files, name) for name in log_files.runs(files, parsed.run)]
     if parsed.json:
         tables.say_json({"directory": files.where(), "runs": told})
-        return 0
-    for each in told:
-        if each is not told[0]:
-            tables.say("")
-        _print(each)
-    return 0
+    else:
+        for each in told:
+            if each is not told[0]:
+                tables.say("")
+            _print(each)
+    return 1 if any("error" in each for each in told) else 0
+
+
+def _document_or_error(files: Files, run: str) -> dict[str, Any]:
+    """What is known of a run, or why nothing is: it does not hide the others."""
+    try:
+        return _document(files, run)
+    except (DistplugError, OSError) as error:
+        return {"name": run, "error": str(error)}
 
 
 def _document(files: Files, run: str) -> dict[str, Any]:
-    fits, supervised = log_files.read(files, run)
+    notes: list[str] = []
+    fits, supervised = log_files.read(files, run, notes.append)
     chiefs = goodput_totals.chiefs(fits)
     spans = goodput_totals.spans(chiefs, supervised)
     begin, end = (spans[0].begin, spans[-1].end) if spans else (0.0, 0.0)
@@ -56,6 +66,7 @@ def _document(files: Files, run: str) -> dict[str, Any]:
     }
     return {
         "name": run,
+        "notes": notes,
         "begins_at": begin if spans else None,
         "ends_at": end or None,
         "step": max((span.step for span in spans), default=0),
@@ -73,6 +84,10 @@ def _document(files: Files, run: str) -> dict[str, Any]:
 
 
 def _print(told: Mapping[str, Any]) -> None:
+    if "error" in told:
+        tables.say(f"{told['name'] or 'log'}: cannot be read: {told['error']}")
+        return
+    tables.say(*told["notes"])
     if told["goodput"] is None:
         tables.say(f"{told['name'] or 'log'}: no time is known yet")
         return

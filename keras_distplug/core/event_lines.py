@@ -31,26 +31,58 @@ def to_line(entry: Entry) -> bytes:
 
 
 def from_line(line: bytes) -> Entry | None:
-    """The inverse of `to_line`; None for what was cut off, or is not known here."""
+    """The inverse of `to_line`; None for an event that only other versions know.
+
+    Raises:
+        ValueError: If it is no such line, with the reason.
+    """
+    said: dict[str, Any] = {}
     try:
         if _HUGE.search(line):
-            return None
+            raise ValueError("a number has 200 digits or more")
         said = json.loads(line, parse_constant=_refuse, parse_float=_number)
-        kind = Event.kinds[said["event"]]
-        if said["v"] > VERSION:
+        if not isinstance(said, dict):
+            raise ValueError("it is no object")
+        return _entry(said)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(said, dict) and type(version := said.get("v")) is int and version > VERSION:
             return None
-        values = _known(kind, said)
-        if kind is Window:
-            values["replicas"] = tuple(map(_of_replica, said.get("replicas", ())))
-        event = kind(**values)
-        require_types(event)
-        entry = Entry(said["at"], said["source"], event, said["job"], said["attempt"])
-        require_types(entry)
-        if not 0 <= entry.at <= _YEAR_9999 or not all(map(_is_likely, said.items())):
-            return None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ValueError(_reason(error)) from None
+
+
+def _entry(said: Mapping[str, Any]) -> Entry | None:
+    require_types(_Said(said["v"], said["event"]))
+    kind = Event.kinds.get(said["event"])
+    if kind is None:
         return None
+    values = _known(kind, said)
+    if kind is Window:
+        values["replicas"] = tuple(map(_of_replica, said.get("replicas", ())))
+    event = kind(**values)
+    require_types(event)
+    entry = Entry(said["at"], said["source"], event, said.get("job"), said.get("attempt"))
+    require_types(entry)
+    if not 0 <= entry.at <= _YEAR_9999:
+        raise ValueError(f"`at` is no time: {entry.at:g}")
+    if strange := [name for name, value in said.items() if not _is_likely((name, value))]:
+        raise ValueError(f"`{strange[0]}` has an impossible value")
     return entry
+
+
+@dataclasses.dataclass(frozen=True)
+class _Said:
+    v: int
+    event: str
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"there is no field {error}"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+        return "it is no JSON"
+    return str(error)
 
 
 def _refuse(constant: str) -> float:

@@ -7,8 +7,9 @@ of the event's class. The event's name is that of its class, in lower case, with
     {"v": 1, "at": 1795461633.2, "event": "saved", "source": "worker-0", "job": null,
      "attempt": null, "step": 42, "secs": 0.31, "is_local": false}
 
-Who reads these passes over events that it does not know, and over fields. A number that is not
-finite is null. A field that is added is no new version; one that goes, or means something else, is.
+Readers ignore events and fields that they do not know. A field with a default may be missing, and
+so may `job` and `attempt`. A number that is not finite is null. A new field needs a default and no
+new version; a field that is removed or changes its meaning needs a new version.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ class Restored(Event):
     epoch: int
     batch: int
     checkpoint: str
-    is_local: bool
-    secs: float
+    is_local: bool = False
+    secs: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -156,9 +157,9 @@ class Saved(Event):
 
     step: int
     secs: float
-    is_local: bool
-    stall_secs: float
-    checkpoint_bytes: int
+    is_local: bool = False
+    stall_secs: float = 0.0
+    checkpoint_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -173,9 +174,9 @@ class SaveFailed(Event):
     """
 
     step: int
-    in_a_row: int
-    is_local: bool
-    why: str
+    in_a_row: int = 1
+    is_local: bool = False
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ class Quarantined(Event):
     """A checkpoint was found damaged, and set aside."""
 
     checkpoint: str
-    why: str
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -198,9 +199,9 @@ class Preempted(Event):
     """
 
     what: str
-    where: str
-    is_user: bool
-    step: int | None
+    where: str = ""
+    is_user: bool = False
+    step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -211,8 +212,8 @@ class SlowReplica(Event):
         cause: `"compute"`, `"input"` or `"network"`.
         rank: Of its worker.
         where: Its name, and its machine.
-        replica: Its number; None where it is the worker's.
         own_s: What it takes.
+        replica: Its number; None where it is the worker's.
         others_s: What the others take; None if there are none to compare with.
         is_over: Whether it takes as long as others again.
         what: For people.
@@ -221,11 +222,11 @@ class SlowReplica(Event):
     cause: str
     rank: int
     where: str
-    replica: int | None
     own_s: float
-    others_s: float | None
-    is_over: bool
-    what: str
+    replica: int | None = None
+    others_s: float | None = None
+    is_over: bool = False
+    what: str = ""
 
 
 @dataclass(frozen=True)
@@ -246,15 +247,15 @@ class UpdateLeftOut(Event):
     """
 
     epoch: int
-    batch: int | None
-    in_a_row: int
-    replicas: tuple[int, ...]
-    where: tuple[str, ...]
-    variable: str | None
-    origin: str | None
-    is_transient: bool
-    score: float | None
-    what: str
+    batch: int | None = None
+    in_a_row: int = 1
+    replicas: tuple[int, ...] = ()
+    where: tuple[str, ...] = ()
+    variable: str | None = None
+    origin: str | None = None
+    is_transient: bool = False
+    score: float | None = None
+    what: str = ""
 
 
 @dataclass(frozen=True)
@@ -268,8 +269,8 @@ class RolledBack(Event):
     """
 
     to_step: int
-    times: int
-    why: str
+    times: int = 1
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -287,10 +288,10 @@ class Diverged(Event):
 
     step: int
     variable: str
-    variables: int
-    replicas: tuple[int, ...]
-    where: tuple[str, ...]
-    what: str
+    variables: int = 1
+    replicas: tuple[int, ...] = ()
+    where: tuple[str, ...] = ()
+    what: str = ""
 
 
 @dataclass(frozen=True)
@@ -338,7 +339,7 @@ class Finished(Event):
 
     step: int
     epochs: int
-    stopped_early: bool
+    stopped_early: bool = False
 
 
 # Of a supervisor
@@ -355,7 +356,7 @@ class Started(Event):
     """
 
     workers: tuple[str, ...]
-    slots: tuple[int, ...]
+    slots: tuple[int, ...] = ()
     forked: tuple[str, ...] = ()
 
 
@@ -387,7 +388,7 @@ class Failed(Event):
     worker: str
     cause: str
     exit_code: int
-    what: str
+    what: str = ""
 
 
 @dataclass(frozen=True)
@@ -407,9 +408,9 @@ class StartedAgain(Event):
     worker: str
     cause: str
     exit_code: int
-    times: int
-    pause_secs: float
-    what: str
+    times: int = 1
+    pause_secs: float = 0.0
+    what: str = ""
 
 
 @dataclass(frozen=True)
@@ -421,8 +422,8 @@ class Again(Event):
         slots: Those of the workers.
     """
 
-    pause_secs: float
-    slots: tuple[int, ...]
+    pause_secs: float = 0.0
+    slots: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -430,7 +431,7 @@ class Ended(Event):
     """The job is over."""
 
     exit_code: int
-    why: str
+    why: str = ""
 
 
 # As lines

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
 Check = Callable[[Any], bool]
+_LARGEST_FLOAT = int(sys.float_info.max)
 
 
 def require_types(instance: Any) -> None:
     """Raises `TypeError`, which names the field, where a dataclass holds what its hints exclude.
 
     Known are `Any`, classes, unions, `Mapping[str, T]`, `list[T]` and `tuple[T, ...]`. Where a
-    `float` is expected an `int` will do, as JSON has it; a `bool` is neither.
+    `float` is expected an `int` will do, as JSON has it, if a float can hold it; a `bool` is
+    neither.
     """
     for name, hint, plain, check in _checks(instance.__class__):
         value = getattr(instance, name)
@@ -44,9 +47,7 @@ def _plain(hint: Any) -> frozenset[type]:
     """Types whose values will do, whatever they are."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return frozenset[type]().union(*map(_plain, typing.get_args(hint)))
-    if hint is float:
-        return frozenset({float, int})
-    return frozenset({hint} if hint in (int, str, bool, types.NoneType) else ())
+    return frozenset({hint} if hint in (int, str, bool, float, types.NoneType) else ())
 
 
 def _check(hint: Any) -> Check:
@@ -66,6 +67,10 @@ def _check(hint: Any) -> Check:
             isinstance(value, dict)
             and all(type(key) is str for key in value)
             and all(map(inner, value.values()))
+        )
+    if hint is float:
+        return lambda value: (
+            type(value) is float or (type(value) is int and abs(value) <= _LARGEST_FLOAT)
         )
     if plain := _plain(hint):
         return lambda value: type(value) in plain

@@ -8,19 +8,23 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError
+from keras_distplug.core.hints import require_types
 from keras_distplug.nonfinite import batches
 from keras_distplug.storage import codec, layout
 from keras_distplug.storage.files import Files
 from keras_distplug.storage.manifest import VariableSpec
+from keras_distplug.storage.sealed import ChangedError, digest_of
 
 FOLDER = "incidents"
+_DIGEST = "sha256"
 _NAME = re.compile(r"\d{8}T\d{6}Z-.*\.safetensors")
 
 
@@ -44,6 +48,11 @@ class Incident:
     told: str
     created_utc: str
 
+    def __post_init__(self) -> None:
+        if min(self.epoch, self.batch, self.replica) < 0:
+            raise ValueError(f"Expected numbers of at least 0. Received: {self}")
+        self.name  # noqa: B018 (raises if the time is none)
+
     @property
     def name(self) -> str:
         """That of its file."""
@@ -65,13 +74,22 @@ def encode(incident: Incident, batch: Any) -> Iterator[memoryview]:
     """
     structure, arrays = batches.taken_apart(batch)
     variables = codec.specs_of(arrays)
+    pieces = codec.share(variables, 0, 1)
     metadata = {
         "format": "keras_distplug incident",
         "incident": json.dumps(asdict(incident)),
         "structure": json.dumps(structure),
         "arrays": json.dumps([(each.key, each.shape, each.dtype) for each in variables]),
     }
-    return codec.encode(codec.share(variables, 0, 1), arrays, metadata)
+    _, *data = codec.encode(pieces, arrays)
+    return codec.encode(pieces, arrays, {**metadata, _DIGEST: _digest(metadata, data)})
+
+
+def _digest(metadata: Mapping[str, Any], data: Iterable[bytes | memoryview]) -> str:
+    hashed = xxhash.xxh3_128()
+    for part in data:
+        hashed.update(part)
+    return digest_of({**metadata, "data": hashed.hexdigest()})
 
 
 def names(files: Files) -> list[str]:
@@ -88,7 +106,7 @@ def read(files: Files, name: str | None = None) -> tuple[Incident, Any]:
 
     Raises:
         NoCheckpointError: If there is none.
-        CorruptCheckpointError: If its file is no such file.
+        CorruptCheckpointError: If its file is no such file, or was changed.
         CheckpointError: If it cannot be read.
     """
     there = names(files)
@@ -105,21 +123,32 @@ def read(files: Files, name: str | None = None) -> tuple[Incident, Any]:
         raise CheckpointError(f"{files.where(path)} cannot be read: {error}.") from error
     try:
         return _decoded(data)
-    except (ValueError, KeyError, TypeError) as error:
+    except ChangedError as error:
+        raise CorruptCheckpointError(
+            f"{files.where(path)} was changed after it was written."
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(
             f"{files.where(path)} is no file of an incident: {error!r}."
         ) from error
 
 
-def _decoded(data: bytes) -> tuple[Incident, Any]:
-    begin = 8 + int.from_bytes(data[:8], "little")
-    entries = json.loads(data[8:begin])
-    metadata = entries["__metadata__"]
-    arrays = {}
+def _decoded(file: bytes) -> tuple[Incident, Any]:
+    begin = 8 + int.from_bytes(file[:8], "little")
+    metadata, data = json.loads(file[8:begin])["__metadata__"], memoryview(file)[begin:]
+    # Earlier releases wrote none.
+    digest = metadata.pop(_DIGEST, None)
+    if digest is not None and digest != _digest(metadata, [data]):
+        raise ChangedError
+    incident = Incident(**json.loads(metadata["incident"]))
+    require_types(incident)
+    arrays, offset = {}, 0
     for key, shape, dtype in json.loads(metadata["arrays"]):
-        low, high = entries[key]["data_offsets"]
         spec = VariableSpec(key, tuple(shape), dtype)
-        flat = np.frombuffer(data[begin + low : begin + high], np.dtype(spec.dtype))
-        arrays[key] = flat.reshape(spec.shape)
-    batch = batches.put_together(json.loads(metadata["structure"]), arrays)
-    return Incident(**json.loads(metadata["incident"])), batch
+        require_types(spec)
+        end = offset + codec.bytes_of([spec])
+        arrays[key] = np.frombuffer(data[offset:end], np.dtype(dtype)).reshape(spec.shape)
+        offset = end
+    if offset != len(data):
+        raise ValueError(f"arrays of {offset} bytes, in a file with {len(data)}")
+    return incident, batches.put_together(json.loads(metadata["structure"]), arrays)

@@ -33,8 +33,8 @@ def html(title: str, runs: Sequence[Mapping[str, Any]], now: float) -> str:
 
     Args:
         title: Of it.
-        runs: Each as from `runlog.summary.summary`; or, of one that cannot be shown, its `name` and
-            the `error`.
+        runs: Each as from `runlog.summary.summary`, with `notes` about what was skipped; or, of
+            one that cannot be shown, its `name` and the `error`.
         now: Seconds since 1970, of which ages are told.
     """
     # Nothing in a string may end the element that it stands in.

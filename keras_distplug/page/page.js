@@ -326,7 +326,7 @@ function details(run) {
   } else if (!run.area) {
     made.append(element("p", {}, "It is being read."));
   } else {
-    made.append(headline(run));
+    made.append(headline(run), ...(run.notes || []).map((note) => element("p", { class: "problem" }, note)));
     if (run.attempts.length) {
       made.append(area(run), attempts(run), heat(run), ranking(run), checkpoints(run), incidents(run));
     }

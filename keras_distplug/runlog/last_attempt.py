@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass
 
@@ -76,5 +77,8 @@ def _entries(files: Files, path: str) -> list[Entry]:
     begin = max(0, size - _LAST_BYTES)
     buffer = bytearray(size - begin)
     filled = files.read_into(path, begin, memoryview(buffer)) if buffer else 0
-    found = map(from_line, bytes(buffer[:filled]).splitlines())  # none for a line that is cut
+    found = []
+    for line in bytes(buffer[:filled]).splitlines():
+        with contextlib.suppress(ValueError):  # the first and the last one may be cut
+            found.append(from_line(line))
     return [entry for entry in found if entry is not None]

@@ -15,7 +15,6 @@ import functools
 import os
 import re
 import threading
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -261,12 +260,21 @@ def find(
         ConfigurationError: If `url` names no folder.
     """
     files = open_files(url)
-    yield from ((files, folder) for folder in _with_log(files, "", _LEVELS, on_failure))
+    yield from ((files, folder) for folder in _with_log(files, "", _LEVELS, on_failure, set()))
 
 
 def _with_log(
-    files: Files, folder: str, levels: int, on_failure: Callable[[str, CheckpointError], None]
+    files: Files,
+    folder: str,
+    levels: int,
+    on_failure: Callable[[str, CheckpointError], None],
+    seen: set[str],
 ) -> Iterator[str]:
+    # Links may lead to a folder several times, or back to where they are.
+    real = os.path.realpath(files.where(folder)) if files.traits.is_near else folder
+    if real in seen:
+        return
+    seen.add(real)
     path = f"{folder}/" if folder else ""
     try:
         names = layout.names(files, folder)
@@ -279,7 +287,7 @@ def _with_log(
     if levels and layout.RECORD not in names:  # a run's other folders are checkpoints
         for name in names:
             if name != FOLDER and not name.startswith("."):
-                yield from _with_log(files, f"{path}{name}", levels - 1, on_failure)
+                yield from _with_log(files, f"{path}{name}", levels - 1, on_failure, seen)
 
 
 class Reader:
@@ -288,8 +296,9 @@ class Reader:
     Args:
         files: The directory.
         run: The name of the run's folder in it.
-        on_skipped: Called with a message about an entry that is not a regular file, which is then
-            skipped. Defaults to `None`: `read` raises the error.
+        on_skipped: Called with a message about lines, and entries that are not regular files, that
+            are skipped. Defaults to `None`: lines are skipped silently, and `read` raises the error
+            of an entry.
     """
 
     def __init__(
@@ -344,8 +353,10 @@ class Reader:
             if file is None or file.name != name:
                 file = _File(name)
             try:
-                if file.read_on(self._files, f"{self._folder}/{name}"):
+                if file.read_on(self._files, path := f"{self._folder}/{name}"):
                     changed.add(key[0])
+                if self._on_skipped is not None and (skipped := file.take_skipped()):
+                    self._on_skipped(f"{self._files.where(path)}, {skipped}")
             except FileNotFoundError:  # a newer one has just taken its place
                 is_whole = False
             except OSError as error:
@@ -364,7 +375,8 @@ class _File:
     def __init__(self, name: str) -> None:
         self.name = name
         self.entries: list[Entry] = []
-        self._read_bytes = 0
+        self._read_bytes = self._lines = self._skipped = 0
+        self._first_skipped = ""
 
     def read_on(self, files: Files, path: str) -> bool:
         """Whether there was something new."""
@@ -384,15 +396,36 @@ class _File:
             if not whole:
                 break
             self._read_bytes += whole
-            found = [from_line(line) for line in bytes(buffer[:whole]).splitlines()]
-            self.entries += [entry for entry in found if entry is not None]
+            for line in bytes(buffer[:whole]).removesuffix(b"\n").split(b"\n"):
+                self._take(line)
             has_new = True
         return has_new
 
+    def _take(self, line: bytes) -> None:
+        self._lines += 1
+        try:
+            entry = from_line(line)
+        except ValueError as error:
+            if not self._skipped:
+                self._first_skipped = f"line {self._lines} is skipped: {error}"
+            self._skipped += 1
+        else:
+            if entry is not None:
+                self.entries.append(entry)
 
-def read(files: Files, run: str) -> tuple[list[Fit], list[Entry]]:
-    """Reads the log once. Warns about entries that are not regular files, and skips them."""
-    return Reader(files, run, lambda told: warnings.warn(told, stacklevel=2)).read()
+    def take_skipped(self) -> str:
+        """Describes the lines that were skipped since the last call; empty if there were none."""
+        others, self._skipped = self._skipped - 1, 0
+        if others < 0:
+            return ""
+        return f"{self._first_skipped}; {others} more" if others else self._first_skipped
+
+
+def read(
+    files: Files, run: str, on_skipped: Callable[[str], None] | None = None
+) -> tuple[list[Fit], list[Entry]]:
+    """Reads the log once, as `Reader` does."""
+    return Reader(files, run, on_skipped).read()
 
 
 def newest(names: list[str]) -> dict[tuple[str, int], str]:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from keras_distplug.core.errors import ConfigurationError
 
@@ -29,6 +29,13 @@ class Traits:
     file_bytes: int
     at_once: int
     is_near: bool
+
+
+class LinkError(OSError):
+    """A link leads out of the folder that it may lead to places in."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
 
 
 class Files(Protocol):
@@ -99,6 +106,21 @@ class Files(Protocol):
     def where(self, path: str = "") -> str:
         """How to name `path` to a person; by its URL, unless it is a path of this machine."""
         ...
+
+
+@runtime_checkable
+class HasOwners(Protocol):
+    """Files whose owner can keep others from reading them."""
+
+    def create_private(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
+        """Does what `Files.create` does; only the owner can read the file."""
+        ...
+
+
+def create_private(files: Files, path: str, parts: Iterable[bytes | memoryview]) -> None:
+    """Creates a file that only its owner can read, where the store has owners."""
+    create = files.create_private if isinstance(files, HasOwners) else files.create
+    create(path, parts)
 
 
 Opener = Callable[[str, Mapping[str, Any]], Files]

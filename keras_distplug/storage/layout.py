@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from keras_distplug.core.errors import CheckpointError
-from keras_distplug.storage.files import Files
+from keras_distplug.storage.files import Files, LinkError
 
 Kind = Literal["step", "final"]
 
@@ -88,6 +88,13 @@ def shard_file(attempt: str, rank: int, number: int) -> str:
     return f"{attempt}/rank-{rank}-{number}.safetensors"
 
 
+def run_folder_of(path: str) -> str | None:
+    """The folder of the run that `path` belongs to; None for what is beside runs."""
+    parts = path.split("/")
+    runs = [place for place, part in enumerate(parts) if _RUN.fullmatch(part)]
+    return "/".join(parts[: runs[-1] + 1]) if runs else None
+
+
 def names(files: Files, folder: str = "") -> list[str]:
     """What stands in `folder`.
 
@@ -98,9 +105,15 @@ def names(files: Files, folder: str = "") -> list[str]:
         return files.names(folder)
     except OSError as error:
         raise CheckpointError(
-            f"{files.where(folder)} cannot be listed: {error}. Check the storage and its "
-            "permissions, then start the script again."
+            f"{files.where(folder)} cannot be listed: {error}. {remedy(error)}"
         ) from error
+
+
+def remedy(error: OSError) -> str:
+    """What to do about a file that cannot be read."""
+    if isinstance(error, LinkError):
+        return "Replace the link by what it leads to: links out of a run's folder are not followed."
+    return "Check the storage and its permissions, then start the script again."
 
 
 def now() -> str:

@@ -13,6 +13,7 @@ from keras_distplug.core.state import Completion, Cursor
 from keras_distplug.storage.sealed import ChangedError, seal, unseal
 
 SCHEMA_VERSION = 4
+_MOST = 2**63
 
 _FILE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*/)*[A-Za-z0-9][A-Za-z0-9._-]*")
 # `adam_2/sequential_1_dense_3_kernel_momentum`: optimizers put the whole path into one name.
@@ -34,8 +35,8 @@ class VariableSpec:
     dtype: str
 
     def __post_init__(self) -> None:
-        if any(size < 0 for size in self.shape):
-            raise ValueError(f"Expected sizes of at least 0. Received: {self}")
+        if not all(0 <= size < _MOST for size in self.shape):
+            raise ValueError(f"Expected sizes of at least 0 and below 2**63. Received: {self}")
 
     def __str__(self) -> str:
         return f"{self.key} {list(self.shape)} {self.dtype}"
@@ -58,8 +59,8 @@ class Shard:
     def __post_init__(self) -> None:
         if not _FILE.fullmatch(self.file):
             raise ValueError(f"Expected a path below the manifest. Received: {self.file!r}")
-        if self.bytes < 0:
-            raise ValueError(f"Expected a size of at least 0 bytes. Received: {self.bytes}")
+        if not 0 <= self.bytes < _MOST:
+            raise ValueError(f"Expected a size of 0 to 2**63 - 1 bytes. Received: {self.bytes}")
 
 
 @dataclass(frozen=True)

@@ -157,8 +157,11 @@ def looked_at(files: Files, run: str) -> dict[int, Looked] | None:
     found: dict[int, Looked] = {}
     committed = 0
     for place in sorted(layout.places(files, run), key=_age, reverse=True):
-        names = layout.names(files, store.path(place.name))
         seen = Looked("cut off" if committed else "unfinished", False)
+        try:
+            names = layout.names(files, store.path(place.name))
+        except CheckpointError:
+            seen, names = Looked("unreadable", False), []
         if layout.DAMAGED in names:
             seen = Looked("damaged", False)
         elif layout.MANIFEST in names:
@@ -214,7 +217,13 @@ def checkpoints_of(
         CheckpointError: If the run cannot be listed.
     """
     places = sorted(layout.places(files, run), key=_age)
-    inside = {place: layout.names(files, f"{run}/{place.name}") for place in places}
+    inside: dict[Place, list[str]] = {}
+    unreadable: dict[Place, str] = {}
+    for place in places:
+        try:
+            inside[place] = layout.names(files, f"{run}/{place.name}")
+        except CheckpointError as error:  # which hides no others
+            inside[place], unreadable[place] = [], str(error)
     newest: dict[str, Place] = {}
     for place, names in inside.items():
         if layout.MANIFEST in names and layout.DAMAGED not in names:
@@ -225,6 +234,8 @@ def checkpoints_of(
             continue
         if layout.MANIFEST in names or layout.DAMAGED in names:
             seen = _committed(files, store, place, names, depth)
+        elif place in unreadable:
+            seen = Seen(place, "unreadable", 0, reason=unreadable[place])
         else:
             is_old = place.kind in newest and place < newest[place.kind]
             size = _size(files, store.path(place.name), names)

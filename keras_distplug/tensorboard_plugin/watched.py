@@ -19,6 +19,7 @@ from keras_distplug.storage.files import Files
 from keras_distplug.storage.survey import Looked
 
 _LOOK_SECS = 30.0  # between looks at what the log does not tell of
+_MOST_NOTES = 20
 _LOOK_SHARE = 0.1  # of the time in which nothing came: a run of last week does not change any more
 
 
@@ -78,7 +79,8 @@ class Watched:
         self.label = label
         self._files = files
         self._path = path
-        self._reader = Reader(files, path)
+        self._notes: dict[str, None] = {}  # of what is skipped
+        self._reader = Reader(files, path, lambda note: self._notes.setdefault(note))
         self._known: _Known | None = None
         self._headline: dict[str, Any] | None = None
         self._details: Answer | None = None
@@ -98,7 +100,8 @@ class Watched:
         with self._updating:
             known = self._update(now)
             if self._details is None:
-                self._details = answer(self._made(summary, known))
+                notes = list(self._notes)[-_MOST_NOTES:]
+                self._details = answer({**self._made(summary, known), "notes": notes})
             return self._details
 
     # How
@@ -107,8 +110,11 @@ class Watched:
         return what(self.label, known.fits, known.supervised, known.at, known.checkpoints)
 
     def _update(self, now: float) -> _Known:
+        noted = len(self._notes)
         fits, supervised = self._reader.read()
         known = self._known
+        if len(self._notes) > noted:
+            self._details = None
         # A reader gives what it gave, while nothing is new.
         is_same = known is not None and (known.fits, known.supervised) == (fits, supervised)
         if known is not None and is_same and not known.is_due(now):

@@ -12,7 +12,10 @@ import pytest
 from commands import made
 from storage.checkpoints import RUN
 
+from keras_distplug.core import events
 from keras_distplug.core.errors import CheckpointError
+from keras_distplug.core.event_lines import to_line
+from keras_distplug.core.events import Entry
 from keras_distplug.core.printable import printable
 from keras_distplug.runlog import log_files
 from keras_distplug.storage import ownership
@@ -111,25 +114,107 @@ def linked(directory: Path, elsewhere: Path, name: str) -> dict[str, bytes]:
     return made.contents(elsewhere)
 
 
-def test_linked_checkpoint_is_pruned(tmp_path: Path, say: Say) -> None:
-    """`prune` deletes the link and keeps its target."""
-    directory = tmp_path / "runs"
+@pytest.mark.parametrize("place", ["elsewhere", f"runs/{RUN}/kept"])
+def test_linked_checkpoint_is_pruned(place: str, tmp_path: Path, say: Say) -> None:
+    """`prune` keeps the target of a link. A link out of the run stays as well."""
+    directory, target = tmp_path / "runs", tmp_path / place
     made.run(directory, *(made.state(step) for step in (4, 8, 12)))
-    before = linked(directory, tmp_path / "elsewhere", "step-00000004")
+    before = linked(directory, target, "step-00000004")
     code, printed = say("prune", directory, "--keep-last", "1")
     assert code == 0, printed
-    assert made.contents(tmp_path / "elsewhere") == before
-    assert sorted(each.name for each in (directory / RUN).glob("step-*")) == ["step-00000012"]
+    assert made.contents(target) == before
+    assert names_of(directory) == (
+        ["step-00000004", "step-00000012"] if place == "elsewhere" else ["step-00000012"]
+    )
 
 
-def test_linked_checkpoint_is_outdated(tmp_path: Path) -> None:
-    """Retention deletes the link and keeps its target."""
-    directory = tmp_path / "runs"
+@pytest.mark.parametrize("place", ["elsewhere", f"runs/{RUN}/kept"])
+def test_linked_checkpoint_is_outdated(place: str, tmp_path: Path) -> None:
+    """Retention keeps the target of a link. A link out of the run stays as well."""
+    directory, target = tmp_path / "runs", tmp_path / place
     made.run(directory, *(made.state(step) for step in (4, 8, 12)))
-    before = linked(directory, tmp_path / "elsewhere", "step-00000004")
+    before = linked(directory, target, "step-00000004")
     CheckpointStore(open_files(directory), RUN, Retention(keep_last=1)).clean("step")
-    assert made.contents(tmp_path / "elsewhere") == before
-    assert sorted(each.name for each in (directory / RUN).glob("step-*")) == ["step-00000012"]
+    assert made.contents(target) == before
+    assert names_of(directory) == (
+        ["step-00000004", "step-00000012"] if place == "elsewhere" else ["step-00000012"]
+    )
+
+
+def names_of(directory: Path) -> list[str]:
+    """The checkpoints of a run, without those that are links to nothing."""
+    return sorted(each.name for each in (directory / RUN).glob("step-*"))
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        f"{RUN}/RUN.json",
+        f"{RUN}/step-00000008",
+        f"{RUN}/step-00000008/MANIFEST.json",
+        f"{RUN}/step-00000008/DAMAGED.json",
+        f"{RUN}/log",
+        f"{RUN}/log/20250101T000000Z-worker-0-aaaaaaaa.jsonl",
+    ],
+)
+def test_link_out_of_the_run(place: str, tmp_path: Path, say: Say) -> None:
+    """Readers do not follow a link out of the run's folder: they name it, and show the rest."""
+    directory, elsewhere = tmp_path / "runs", tmp_path / "elsewhere"
+    logged_run(directory)
+    logged_run(elsewhere, note="SECRET")
+    (elsewhere / RUN / "step-00000008" / "DAMAGED.json").write_text('{"reason": "SECRET"}')
+    path = directory / place
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    path.symlink_to(elsewhere / place)
+    told = []
+    for command, *options in COMMANDS:
+        out = ["-o", tmp_path / "report.html"] if command == "report" else []
+        code, printed = say(command, directory, *options, *out)
+        assert code in (0, 1), (command, printed)
+        assert "SECRET" not in printed
+        told.append(printed)
+        if command in ("ls", "verify"):
+            assert "step-00000012" in printed
+    assert "SECRET" not in (tmp_path / "report.html").read_text()
+    assert any(f"outside of {directory / RUN}" in printed for printed in told)
+    assert made.contents(elsewhere)
+
+
+def logged_run(directory: Path, note: str = "it is slow") -> None:
+    """A run with three checkpoints and a log."""
+    made.run(directory, *(made.state(step) for step in (4, 8, 12)))
+    began = events.Began("s", 0, 1, 1, "host", 1, "Strategy", 3, 0)
+    window = events.Window(4, 4, 0, {"step": 2.5})
+    lines = [began, window, events.Hung(note)]
+    log = directory / RUN / "log" / "20250101T000000Z-worker-0-aaaaaaaa.jsonl"
+    log.parent.mkdir()
+    entries = [Entry(1.7e9 + 5 * at, "worker-0", event) for at, event in enumerate(lines)]
+    log.write_bytes(b"".join(map(to_line, entries)))
+
+
+def test_links_to_runs(tmp_path: Path, say: Say) -> None:
+    """The directory, a run and a folder of experiments may be links: people move runs."""
+    logged_run(tmp_path / "disk")
+    (tmp_path / "all").mkdir()
+    (tmp_path / "runs").symlink_to(tmp_path / "disk")
+    (tmp_path / "all" / RUN).symlink_to(tmp_path / "disk" / RUN)
+    for directory in (tmp_path / "runs", tmp_path / "all"):
+        for command in ("ls", "verify", "goodput"):
+            code, printed = say(command, directory)
+            assert code == 0, printed
+    (tmp_path / "all" / "experiment").symlink_to(tmp_path / "disk")
+    (tmp_path / "all" / "loop").symlink_to(tmp_path / "all")
+    found = [path for _, path in log_files.find(str(tmp_path / "all"), lambda *_: None)]
+    assert found == ["experiment/run-0001"], "once, though three links lead there"
+
+
+def test_link_out_of_the_run_is_not_resumed(tmp_path: Path) -> None:
+    """A training that would have to follow one says what to do."""
+    directory = tmp_path / "runs"
+    made.run(directory, made.state(4), made.state(8))
+    linked(directory, tmp_path / "elsewhere", "step-00000008")
+    with pytest.raises(CheckpointError, match=r"step-00000008 .*Replace the link by what it"):
+        CheckpointStore(open_files(directory), RUN).newest("step")
 
 
 def test_terminal(tmp_path: Path, say: Say) -> None:

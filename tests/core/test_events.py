@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from typing import Any
 
 import pytest
@@ -66,34 +67,84 @@ def test_not_finite() -> None:
     assert found.event == events.EpochEnded(0, 4, {"loss": None, "mae": None})
 
 
+def told(**fields: Any) -> bytes:
+    """A line of an event `hung`, with other fields."""
+    line = {"v": 1, "at": 1.0, "event": "hung", "source": "a", "job": None, "attempt": None}
+    return json.dumps({**line, **fields}).encode()
+
+
 @pytest.mark.parametrize(
     "line",
-    [
-        b"",
-        b'{"v": 1, "at": 1.0, "event": "sav',
-        b"[1]",
-        b'{"v": 1, "at": 1.0, "event": "of_tomorrow", "source": "a", "job": null, "attempt": null}',
-        b'{"v": 2, "at": 1.0, "event": "hung", "source": "a", "job": null, "attempt": null, '
-        b'"what": "b"}',
-        b'{"v": 1, "at": 1.0, "event": "hung", "source": "a", "job": null, "attempt": null}',
-    ],
-    ids=["empty", "torn", "no object", "unknown event", "later version", "without a field"],
+    [told(event="of_tomorrow"), told(v=2, event="of_tomorrow"), told(v=2, source=5), told(v=2)],
+    ids=["unknown event", "of a later version", "changed field", "removed field"],
 )
 def test_passed_over(line: bytes) -> None:
-    """What cannot be understood is none."""
+    """What only another version understands is no fault of the line."""
     assert from_line(line) is None
 
 
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"", "it is no JSON"),
+        (b'{"v": 1, "at": 1.0, "event": "sav', "it is no JSON"),
+        (b"\xff\xfe", "it is no JSON"),
+        (b"[1]", "it is no object"),
+        (b"[" * 100_000, "it is nested too deeply"),
+        (told(), "'what'"),
+        (b"{}", "no field 'v'"),
+        (told(what="b", at="now"), "`at` to be float"),
+        (told(what="b", event=["hung"]), "`event` to be str"),
+        (told(what="b", at=-1.0), "`at` is no time"),
+        (told(what="b", v=None), "`v` to be int"),
+        (told(what="b", at=math.nan), "NaN"),
+        (told(what=5), "`what` to be str"),
+    ],
+)
+def test_refused(line: bytes, reason: str) -> None:
+    """A line that no version has written is refused with the reason."""
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        from_line(line)
+
+
+def test_later_version_that_fits() -> None:
+    """A line of a later version is read as far as it fits."""
+    assert from_line(told(v=2, what="b")) == Entry(1.0, "a", events.Hung("b"))
+
+
+def test_without_optional_fields() -> None:
+    """The line in the module's docstring is read, and so is one with the required fields only."""
+    example = re.search(r'\{"v": 1.*?\}', events.__doc__ or "", re.DOTALL)
+    assert example is not None
+    found = from_line(example[0].replace("\n", " ").encode())
+    assert found is not None
+    assert found.event == events.Saved(42, 0.31)
+    for kind in Event.kinds.values():
+        required = [each for each in dataclasses.fields(kind) if _is_required(each)]
+        event = kind(**{each.name: SAMPLES[str(each.type)] for each in required})
+        line = json.loads(to_line(Entry(1.0, "a", event)))
+        names = ["v", "at", "event", "source", *(each.name for each in required)]
+        assert from_line(json.dumps({name: line[name] for name in names}).encode()) == Entry(
+            1.0, "a", event
+        )
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is field.default_factory is dataclasses.MISSING
+
+
 def test_number_that_no_float_holds() -> None:
-    """A line with one is none, and with a time or a size that nobody has measured."""
+    """A line with one is refused, and with a time or a size that nobody has measured."""
     line = to_line(Entry(1.0, "worker-0", events.Hung("waits")))
     for number in (b"1" + b"0" * 400, b"1" + b"0" * 100, b"1e17", b"-1.0", b"NaN", b"1e999"):
-        assert from_line(line.replace(b"1.0", number)) is None
+        with pytest.raises(ValueError, match=r"digits|is no time|no number|too large"):
+            from_line(line.replace(b"1.0", number))
     assert from_line(line.replace(b"1.0", b"1" + b"0" * 11)) is not None
     window = to_line(Entry(1.0, "worker-0", events.Window(4, 4, 0, {"step": 2.5})))
     assert from_line(window) is not None
     for number in (b"Infinity", b"1e16", b"1e308"):
-        assert from_line(window.replace(b"2.5", number)) is None
+        with pytest.raises(ValueError, match=r"no number|impossible value"):
+            from_line(window.replace(b"2.5", number))
 
 
 def test_field_of_tomorrow() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
+import os
+import stat
 import uuid
 from pathlib import Path
 from typing import Any
@@ -11,11 +15,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from fuzz.mutations import places_in
 
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError
 from keras_distplug.nonfinite import incident_files
 from keras_distplug.nonfinite.incident_files import Incident
-from keras_distplug.storage.files import Files, open_files
+from keras_distplug.storage.files import Files, create_private, open_files
 
 RNG = np.random.default_rng(0)
 BATCH = RNG.normal(size=(2, 3))
@@ -108,8 +113,83 @@ def test_damaged(files: Files, length: int) -> None:
     made = incident()
     whole = b"".join(incident_files.encode(made, np.arange(4)))
     files.create(made.path, [whole[:length]])
-    with pytest.raises(CorruptCheckpointError, match=f"{made.name} is no file of an incident"):
+    what = "was changed" if length < 0 else "is no file of an incident"
+    with pytest.raises(CorruptCheckpointError, match=f"{made.name} {what}"):
         incident_files.read(files)
+
+
+@pytest.mark.parametrize("place", [300, -1])
+def test_changed(files: Files, place: int) -> None:
+    """A changed bit of the description or of the batch is noticed."""
+    made = incident()
+    whole = bytearray(b"".join(incident_files.encode(made, np.arange(4))))
+    whole[place] ^= 1
+    files.create(made.path, [whole])
+    with pytest.raises(CorruptCheckpointError, match=f"{made.name} (was changed|is no file)"):
+        incident_files.read(files)
+
+
+def test_without_a_digest(files: Files) -> None:
+    """Files of earlier releases, which have none, are read."""
+    made = incident()
+    [head, *data] = incident_files.encode(made, BATCH)
+    header = json.loads(bytes(head[8:]))
+    del header["__metadata__"]["sha256"]
+    text = json.dumps(header).encode()
+    files.create(made.path, [len(text).to_bytes(8, "little"), text, *data])
+    read, batch = incident_files.read(files)
+    assert read == made
+    assert bits(batch) == bits(BATCH)
+
+
+NASTY = (math.nan, 10**400, -1, None, True, "", "\ud800", [], {}, [[]], {"a": 1}, "x" * 10**6)
+
+
+@pytest.mark.parametrize("part", ["incident", "structure", "arrays"])
+def test_forged(files: Files, part: str) -> None:
+    """A file with a right digest that says impossible things is refused, or read as it is."""
+    made = incident()
+    [head, *data] = incident_files.encode(made, (BATCH, np.arange(2)))
+    metadata = json.loads(bytes(head[8:]))["__metadata__"]
+    whole = json.loads(metadata[part])
+    refused = 0
+    for place in list(places_in(whole)):
+        for value in (*NASTY, "deep"):
+            text = json.dumps(replaced(whole, place, value))
+            forged = {**metadata, part: text.replace('"deep"', "[" * 5000 + "]" * 5000)}
+            del forged["sha256"]
+            forged["sha256"] = incident_files._digest(forged, data)
+            header = json.dumps({"__metadata__": forged}).encode()
+            files.delete(made.path)
+            files.create(made.path, [len(header).to_bytes(8, "little"), header, *data])
+            try:
+                incident_files.read(files)
+            except CorruptCheckpointError:
+                refused += 1
+    assert refused > 20
+
+
+def replaced(whole: Any, place: tuple[Any, ...], value: Any) -> Any:
+    holder = {"it": copy.deepcopy(whole)}
+    *way, last = ("it", *place)
+    parent: Any = holder
+    for key in way:
+        parent = parent[key]
+    parent[last] = value
+    return holder["it"]
+
+
+def test_private(tmp_path: Path) -> None:
+    """Only the owner can read a batch, whatever the umask."""
+    before = os.umask(0)
+    try:
+        files = open_files(tmp_path)
+        made = incident()
+        create_private(files, made.path, incident_files.encode(made, BATCH))
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / made.path).stat().st_mode) == 0o600
+    assert incident_files.read(files)[0] == made
 
 
 def test_not_read(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:

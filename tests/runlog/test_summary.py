@@ -152,7 +152,7 @@ def test_incidents(shown: dict[str, Any]) -> None:
 def slow(
     replica: int | None, cause: str = "compute", *, is_over: bool = False
 ) -> events.SlowReplica:
-    return events.SlowReplica(cause, 0, "worker-0", replica, 0.2, 0.1, is_over, f"{cause} slow")
+    return events.SlowReplica(cause, 0, "worker-0", 0.2, replica, 0.1, is_over, f"{cause} slow")
 
 
 def window(

@@ -73,7 +73,7 @@ def _fit(
                 entry(
                     told[-1].at,
                     events.SlowReplica(
-                        "compute", SLOW, "worker-2", SLOW, 0.14, 0.07, False, "slow"
+                        "compute", SLOW, "worker-2", 0.14, SLOW, 0.07, False, "slow"
                     ),
                 ),
             ]

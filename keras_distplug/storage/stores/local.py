@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import io
 import os
 import shutil
@@ -16,7 +17,8 @@ from typing import Any, BinaryIO
 
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.threads import in_daemon
-from keras_distplug.storage.files import Files, Traits, local_path
+from keras_distplug.storage import layout
+from keras_distplug.storage.files import Files, LinkError, Traits, local_path
 
 _BUFFER_BYTES = 2**18  # for small parts; larger ones pass it by
 _FLUSH_BYTES = 16 * 2**20
@@ -42,18 +44,25 @@ class LocalFiles:
         with self._named_afterwards(path) as file:
             _write(file, parts)
 
+    def create_private(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
+        with self._named_afterwards(path, mode=0o600) as file:
+            _write(file, parts)
+
     def put(self, source: Path, path: str, *, overwrite: bool) -> None:
         with self._named_afterwards(path, overwrite=overwrite) as file, source.open("rb") as data:
             shutil.copyfileobj(data, file, _FLUSH_BYTES)
 
     @contextlib.contextmanager
-    def _named_afterwards(self, path: str, *, overwrite: bool = False) -> Iterator[BinaryIO]:
+    def _named_afterwards(
+        self, path: str, *, overwrite: bool = False, mode: int = 0o666
+    ) -> Iterator[BinaryIO]:
         target = self._root / path
         _make_folder(target.parent)
         # A name that starts with a dot is no checkpoint's: a crash may leave it behind.
         temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
         try:
-            with open(temporary, "xb", buffering=_BUFFER_BYTES) as file:
+            opener = functools.partial(os.open, mode=mode)
+            with open(temporary, "xb", buffering=_BUFFER_BYTES, opener=opener) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -76,7 +85,7 @@ class LocalFiles:
         sync_folder(target.parent)
 
     def read(self, path: str) -> bytes:
-        with _open_regular(self._root / path) as file:
+        with _open_regular(self._inside(path)) as file:
             count = os.fstat(file.fileno()).st_size
             if count > _MOST_BYTES:
                 told = f"it has {count} bytes, expected at most {_MOST_BYTES}"
@@ -84,7 +93,7 @@ class LocalFiles:
             return file.read()
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
-        with _open_regular(self._root / path) as file:
+        with _open_regular(self._inside(path)) as file:
             file.seek(offset)
             filled = 0
             while filled < len(buffer) and (count := file.readinto(buffer[filled:])):
@@ -92,13 +101,15 @@ class LocalFiles:
         return filled
 
     def size(self, path: str) -> int:
-        found = (self._root / path).stat()
+        found = self._inside(path).stat()
         _require_regular(found.st_mode, self._root / path)
         return found.st_size
 
     def names(self, folder: str = "") -> list[str]:
         try:
-            return sorted(os.listdir(self._root / folder))
+            # A folder with runs may be a link to anywhere.
+            is_in_run = layout.run_folder_of(folder) is not None
+            return sorted(os.listdir(self._inside(folder) if is_in_run else self._root / folder))
         except OSError as error:
             if error.errno in _NO_FOLDER:
                 return []
@@ -121,6 +132,23 @@ class LocalFiles:
 
     def where(self, path: str = "") -> str:
         return str(self._root / path)
+
+    def _inside(self, path: str) -> Path:
+        """The full path. Raises if a link in it leads out of the run's folder; of a file beside
+        runs, out of the folder that holds them."""
+        full = self._root / path
+        run = layout.run_folder_of(path)
+        holder = "/".join(path.split("/")[:-2]) if run is None else run
+        top = place = self._root / holder
+        for part in full.relative_to(top).parts:
+            place /= part
+            if place.is_symlink():
+                found, home = Path(os.path.realpath(full)), Path(os.path.realpath(top))
+                if not found.is_relative_to(home):
+                    told = f"it leads to {found}, outside of {top}"
+                    raise LinkError(errno.EINVAL, told, str(full))
+                break
+        return full
 
 
 def open_local(url: str, storage_options: Mapping[str, Any]) -> Files:

@@ -47,6 +47,8 @@ class Store(Protocol):
 
     def create(self, fs: Any, path: str, body: RequestBody) -> None: ...
 
+    def create_private(self, fs: Any, path: str, body: RequestBody) -> None: ...
+
     def put(self, fs: Any, source: str, path: str, overwrite: bool) -> None: ...
 
     def read(self, fs: Any, path: str, start: int, end: int) -> bytes: ...
@@ -115,9 +117,20 @@ class RemoteFiles:
         return self._store.traits
 
     def create(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
+        self._create(self._store.create, path, parts)
+
+    def create_private(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
+        self._create(self._store.create_private, path, parts)
+
+    def _create(
+        self,
+        create: Callable[[Any, str, RequestBody], None],
+        path: str,
+        parts: Iterable[bytes | memoryview],
+    ) -> None:
         body = RequestBody(parts)
         try:
-            self._ask(path, lambda fs, full: self._store.create(fs, full, body))
+            self._ask(path, lambda fs, full: create(fs, full, body))
         except FileNotFoundError as error:
             text = f"{self.where()}: there is no such bucket or folder, or no right to make it"
             raise FileNotFoundError(errno.ENOENT, text) from error

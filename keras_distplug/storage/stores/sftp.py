@@ -37,6 +37,12 @@ class Sftp:
         with self._named_afterwards(fs, path, overwrite=False) as temporary:
             fs.ftp.putfo(body, temporary, file_size=len(body), confirm=True)
 
+    def create_private(self, fs: Any, path: str, body: RequestBody) -> None:
+        with self._named_afterwards(fs, path, overwrite=False) as temporary:
+            fs.ftp.open(temporary, "wx").close()
+            fs.ftp.chmod(temporary, 0o600)
+            fs.ftp.putfo(body, temporary, file_size=len(body), confirm=True)
+
     def put(self, fs: Any, source: str, path: str, overwrite: bool) -> None:
         with self._named_afterwards(fs, path, overwrite) as temporary:
             fs.ftp.put(source, temporary, confirm=True)
