@@ -393,7 +393,7 @@ def _owner(files: Files, number: int) -> tuple[Process | None, str]:
         found.pop(_DIRECTORY, None)
         owner = Process(**found)
         require_types(owner)
-    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
         return None, ""
     return owner, token
 
@@ -402,7 +402,7 @@ def _was_copied(files: Files, number: int) -> bool:
     """Whether the owner has the directory elsewhere, or under another name."""
     try:
         where = json.loads(files.read(f"{FOLDER}/{number:04d}.json")).get(_DIRECTORY)
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return False
     return where is not None and where != files.where()
 

@@ -272,7 +272,7 @@ def _committed(
 def _told_damage(files: Files, path: str) -> str:
     try:
         return str(json.loads(files.read(path))["reason"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return f"{files.where(path)} says that it is, but not why: {error!r}"
 
 
