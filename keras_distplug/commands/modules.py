@@ -4,9 +4,30 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
+from keras_distplug.checkpoint import trusted_config
 from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.storage.manifest import Manifest
+
+
+def load_for(model: Mapping[str, Any], manifest: Manifest, modules: Collection[str]) -> None:
+    """Imports what a model needs, unless its description cannot be trusted.
+
+    Args:
+        model: The description of the model.
+        manifest: That of its checkpoint.
+        modules: The user's.
+
+    Raises:
+        ModelError: If the description is refused. Neither TensorFlow nor `modules` are imported
+            then.
+        ConfigurationError: As `load` does.
+        UnsupportedVersionError: As `load` does.
+    """
+    trusted_config.require_trusted_before_imports(model, manifest, modules)
+    load(modules)
 
 
 def load(modules: Iterable[str]) -> None:
