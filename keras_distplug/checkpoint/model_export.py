@@ -27,6 +27,7 @@ from keras_distplug.storage.manifest import Manifest, first_difference
 Values = Callable[..., Iterable[tuple[str, Any]]]  # of `capture.allocate`
 
 _SHARED = "shared_object_id"
+_VALUES_OF_METRICS = 2**28  # at most, and of other variables that are in no checkpoint
 
 
 def architecture_of(model: keras.Model) -> Mapping[str, Any] | None:
@@ -126,11 +127,13 @@ def save_through(model: keras.Model, manifest: Manifest, values: Values, path: P
 def _rebuilt(architecture: Mapping[str, Any], manifest: Manifest) -> keras.Model:
     # Without `build_config`, with which Keras gives other names than a first call.
     config = {name: value for name, value in architecture.items() if name != "build_config"}
+    elements = elements_of(manifest)
     try:
-        require_trusted(architecture, elements_of(manifest), ImportedNames())
-        model = models.deserialize(config)
-        capture.build(model, manifest.how_built)
-        capture.build_optimizers(model, manifest.how_built)
+        require_trusted(architecture, elements, ImportedNames())
+        with models.variables_limited(2 * elements + _VALUES_OF_METRICS):
+            model = models.deserialize(config)
+            capture.build(model, manifest.how_built)
+            capture.build_optimizers(model, manifest.how_built)
         model.built = True  # Keras itself knows that after a first call only
     except Exception as error:
         raise not_rebuilt(error) from error

@@ -64,7 +64,7 @@ _ENORMOUS = 2**200  # products stay small enough to be computed quickly
 _LIMITS_OF_KERAS = {
     **dict.fromkeys(("ngrams", "num_thresholds", "num_mel_bins", "fft_length"), 10**6),
     "num_oov_indices": 10**7,
-    "num_classes": 2**15,  # a metric has a matrix of n * n
+    "num_classes": 2**14,  # a metric has a matrix of n * n
     **dict.fromkeys(
         (
             *("n", "size", "padding", "cropping", "pool_size", "kernel_size", "strides"),

@@ -9,24 +9,27 @@ from typing import Any
 
 from keras_distplug.checkpoint import trusted_config
 from keras_distplug.core.errors import ConfigurationError
-from keras_distplug.storage.manifest import Manifest
+from keras_distplug.storage.store import Stored
 
 
-def load_for(model: Mapping[str, Any], manifest: Manifest, modules: Collection[str]) -> None:
+def load_for(model: Mapping[str, Any], stored: Stored, modules: Collection[str]) -> None:
     """Imports what a model needs, unless its description cannot be trusted.
 
     Args:
         model: The description of the model.
-        manifest: That of its checkpoint.
+        stored: The checkpoint that it is for.
         modules: The user's.
 
     Raises:
+        CorruptCheckpointError: If the checkpoint's files are not those of its manifest, by whose
+            variables the description is checked.
         ModelError: If the description is refused. Neither TensorFlow nor `modules` are imported
             then.
         ConfigurationError: As `load` does.
         UnsupportedVersionError: As `load` does.
     """
-    trusted_config.require_trusted_before_imports(model, manifest, modules)
+    stored.require_files()
+    trusted_config.require_trusted_before_imports(model, stored.manifest, modules)
     load(modules)
 
 

@@ -21,6 +21,7 @@ from keras_distplug.nonfinite.incident_files import Incident
 from keras_distplug.storage import architecture
 from keras_distplug.storage.architecture import Architecture
 from keras_distplug.storage.files import open_files
+from keras_distplug.storage.sealed import seal, unseal
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -100,6 +101,19 @@ def test_refused_before_modules_are_imported(kind: str, tmp_path: Path) -> None:
     command = ("export", directory, tmp_path / "out.keras", "--import", "own_code")
     refused(*command, folder=tmp_path)
     assert not (tmp_path / "imported").exists()
+
+
+def test_manifest_of_larger_arrays(tmp_path: Path, say: Say) -> None:
+    """A manifest that gives its variables larger shapes than its files have room for is refused,
+    and so does not vouch for a large model."""
+    directory = run_with(tmp_path / "runs", FORGED["many units"])
+    path = directory / RUN / "step-00000004" / "MANIFEST.json"
+    body = unseal(path.read_text())
+    body["variables"][0]["shape"] = [10**9]
+    path.write_text(seal(body))
+    code, printed = say("export", directory, tmp_path / "out.keras")
+    assert code == 1
+    assert "is said to hold variables of 4000" in printed
 
 
 def test_no_mark_of_a_safe_file(tmp_path: Path, say: Say) -> None:
