@@ -177,9 +177,8 @@ def test_private_names_stay_in_the_backend(path: Path) -> None:
 def test_who_may_load_what(path: Path) -> None:
     """What runs beside a training loads no TensorFlow; remote stores alone load fsspec."""
     place = path.relative_to(PACKAGE)
-    light = bool({"roles", "notices"} & set(place.parts))
-    makes_models = place.name in ("export.py", "modules.py", "replay.py")
-    if light or (room(name_of(path)) in WITHOUT_TENSORFLOW and not makes_models):
+    light = bool({"roles", "notices", "trusted_config.py", "keras_files.py"} & set(place.parts))
+    if light or room(name_of(path)) in WITHOUT_TENSORFLOW:
         assert not loaded_with(name_of(path)) & {"tensorflow", "keras"}
     loaded = {name.partition(".")[0] for name in imports(path)}
     if room(name_of(path)) == "core":

@@ -68,6 +68,7 @@ def export(
             model_export.save_through(model, stored.manifest, stored.values, path)
         else:
             made = architecture.recall(files, run, stored.manifest.cursor.step)
+            stored.require_files()
             model_export.save_rebuilt(made.model, stored.manifest, stored.values, path)
 
     done = export_file.export(files, run, asked, save)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,17 +14,20 @@ import tensorflow as tf
 
 from keras_distplug.backend.tensorflow.runtime import models
 from keras_distplug.checkpoint import capture
-from keras_distplug.checkpoint.trusted_config import require_trusted
-from keras_distplug.core.errors import ConfigurationError, ModelError, OtherRunError
+from keras_distplug.checkpoint.imported_names import ImportedNames
+from keras_distplug.checkpoint.trusted_config import (
+    EXPORT_INSTEAD,
+    elements_of,
+    not_rebuilt,
+    require_trusted,
+)
+from keras_distplug.core.errors import ConfigurationError, OtherRunError
 from keras_distplug.storage.manifest import Manifest, first_difference
 
 Values = Callable[..., Iterable[tuple[str, Any]]]  # of `capture.allocate`
 
 _SHARED = "shared_object_id"
-_INSTEAD = (
-    "Call `callback.export(path)` of the BackupAndRestore in the training script, or export to a "
-    ".safetensors file."
-)
+_VALUES_OF_METRICS = 2**28  # at most, and of other variables that are in no checkpoint
 
 
 def architecture_of(model: keras.Model) -> Mapping[str, Any] | None:
@@ -125,23 +127,20 @@ def save_through(model: keras.Model, manifest: Manifest, values: Values, path: P
 def _rebuilt(architecture: Mapping[str, Any], manifest: Manifest) -> keras.Model:
     # Without `build_config`, with which Keras gives other names than a first call.
     config = {name: value for name, value in architecture.items() if name != "build_config"}
+    elements = elements_of(manifest)
     try:
-        require_trusted(config, sum(math.prod(each.shape) for each in manifest.variables))
-        model = models.deserialize(config)
-        capture.build(model, manifest.how_built)
-        capture.build_optimizers(model, manifest.how_built)
+        require_trusted(architecture, elements, ImportedNames())
+        with models.variables_limited(2 * elements + _VALUES_OF_METRICS):
+            model = models.deserialize(config)
+            capture.build(model, manifest.how_built)
+            capture.build_optimizers(model, manifest.how_built)
         model.built = True  # Keras itself knows that after a first call only
     except Exception as error:
-        raise ModelError(
-            f"The model of the run could not be made anew: {error} Classes and functions of your "
-            "own register themselves by @keras.saving.register_keras_serializable() in a module "
-            "that is imported before (--import MODULE of the command); Lambda layers are not made. "
-            f"{_INSTEAD}"
-        ) from error
+        raise not_rebuilt(error) from error
     if models.optimizer_targets(model) != manifest.how_built["optimizers"]:
         raise OtherRunError(
             "The optimizer of the model that was made anew trains other variables than that of the "
-            f"checkpoint. {_INSTEAD}"
+            f"checkpoint. {EXPORT_INSTEAD}"
         )
     return model
 
@@ -151,7 +150,8 @@ def _fill(model: keras.Model, manifest: Manifest, values: Values, *, by_path: bo
     difference = first_difference(stored, capture.specs_of(model), by_path=by_path)
     if difference is not None:
         raise OtherRunError(
-            f"The checkpoint does not fit the model. The first difference: {difference}. {_INSTEAD}"
+            "The checkpoint does not fit the model. The first difference: "
+            f"{difference}. {EXPORT_INSTEAD}"
         )
     keys = [spec.key for spec in stored]
     capture.restore(model, keys, _of_model(values(capture.allocate), set(keys)))

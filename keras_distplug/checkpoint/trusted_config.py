@@ -2,131 +2,314 @@
 
 Other people may be able to write to the folder of a config. Keras' `safe_mode` refuses lambdas, but
 neither all functions that a config can name nor paths, and not in every supported version.
+
+This file does not import Keras, so that commands can refuse a config before they do.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-import keras
-
+from keras_distplug.backend.tensorflow.runtime import keras_files
+from keras_distplug.backend.tensorflow.runtime.keras_files import KerasFiles, Kind
 from keras_distplug.core.errors import ModelError
+from keras_distplug.core.printable import printable
+from keras_distplug.storage.manifest import Manifest
 
-_PARTS = (
-    "activations|constraints|dtype_policies|initializers|layers|losses|metrics|models|ops|"
-    "optimizers|quantizers|random|regularizers"
+EXPORT_INSTEAD = (
+    "Call `callback.export(path)` of the BackupAndRestore in the training script, or export to a "
+    ".safetensors file."
 )
-_OF_KERAS = re.compile(rf"keras(\.src)?(\.({_PARTS})(\.\w+)*)?")
-_FUNCTIONS_IN = ("activations", "constraints", "initializers", "losses", "metrics", "regularizers")
+
+PARTS = (
+    *("activations", "applications", "constraints", "distillation", "dtype_policies"),
+    *("initializers", "layers", "losses", "metrics", "models", "ops", "optimizers"),
+    *("quantizers", "random", "regularizers"),
+)
+FUNCTIONS_IN = ("activations", "constraints", "initializers", "losses", "metrics", "regularizers")
+# Directly in `keras`; others there, such as `Function`, are in no config.
+TOP_LEVEL = (
+    *("DTypePolicy", "FloatDTypePolicy", "InputSpec", "Initializer", "Layer", "Loss", "Metric"),
+    *("Model", "Optimizer", "Quantizer", "Regularizer", "Sequential"),
+)
+_IN_PARTS = re.compile(rf"keras(\.src)?\.({'|'.join(PARTS)})(\.\w+)*")
 # These can run code from the config, or read files.
 _NEVER = (
     *("Lambda", "TFSMLayer", "TorchModuleWrapper", "JaxLayer", "FlaxLayer"),
     *("__lambda__", "__typespec__"),
 )
-_DATA = ("__tensor__", "__numpy__", "__bytes__", "__ellipsis__", "__complex__")
-_NESTED = ("__tuple__", "__slice__", "__keras_tensor__", "__set__")
-_PATHS = ("vocabulary", "filepath")
-_SIZES = ("units", "filters", "input_dim", "output_dim", "key_dim", "value_dim", "num_heads")
-_MOST_DEEP = 100
-_BASES: tuple[type, ...] = (
-    keras.Layer,
-    keras.Loss,
-    keras.Metric,
-    keras.Optimizer,
-    keras.DTypePolicy,
-    keras.initializers.Initializer,
-    keras.regularizers.Regularizer,
-    keras.constraints.Constraint,
-    keras.optimizers.schedules.LearningRateSchedule,
+_NOT_IN_CONFIGS = ("Function", "Node", "SymbolicArguments", "deserialize", "get", "serialize")
+_ARRAYS = ("__tensor__", "__numpy__")
+_PLAIN = (
+    *("__bytes__", "__complex__", "__ellipsis__", "__keras_tensor__", "__set__", "__slice__"),
+    "__tuple__",
 )
+_DTYPE = re.compile(r"bool|string|object|(u?int|b?float|complex)\d{1,3}(_e\dm\d[a-z0-9]{0,9})?")
+_PATHS = ("vocabulary", "filepath")
+# Sizes of weights, in Keras' classes and in the user's.
+_SIZES = ("units", "filters", "input_dim", "output_dim", "key_dim", "value_dim", "num_heads")
+_SIZES_OF_KERAS = (
+    *("depth_multiplier", "head_dim", "lora_rank", "num_key_value_heads", "num_query_heads"),
+    *_SIZES,
+)
+# A sample of more values, 32 GB of float32, is nothing that was trained.
+_MOST_VALUES = 2**33
+_ENORMOUS = 2**200  # products stay small enough to be computed quickly
+# What Keras makes of these is in no array of a checkpoint.
+_LIMITS_OF_KERAS = {
+    **dict.fromkeys(("ngrams", "num_thresholds", "num_mel_bins", "fft_length"), 10**6),
+    "num_oov_indices": 10**7,
+    "num_classes": 2**14,  # a metric has a matrix of n * n
+    **dict.fromkeys(
+        (
+            *("n", "size", "padding", "cropping", "pool_size", "kernel_size", "strides"),
+            *("dilation_rate", "height", "width", "num_tokens", "max_tokens", "repeats"),
+            *("output_sequence_length", "sequence_length", "output_padding", "output_size"),
+            *("frame_length", "sequence_stride", "pad_width", "num"),
+        ),
+        _MOST_VALUES,
+    ),
+}
+_MOST_DEEP = 100
 
 
-def require_trusted(config: Any, elements: int) -> None:
+class Names(Protocol):
+    """What the names in a config stand for."""
+
+    def kind(self, module: str, name: str) -> Kind | None:
+        """Returns the kind of an object of Keras; None if there is none, or another kind."""
+
+    def is_registered(self, name: str) -> bool:
+        """Returns whether the user has registered a class or function by this name."""
+
+    def is_imported(self, module: str, name: str) -> bool:
+        """Returns whether this is a model part that an imported module of the user's defines."""
+
+
+@dataclass(frozen=True)
+class NamesBeforeImports:
+    """Names before any module is imported that defines them.
+
+    Args:
+        files: Those of Keras.
+        may_be_users: Whether any other name may turn out to be the user's.
+    """
+
+    files: KerasFiles
+    may_be_users: bool
+
+    def kind(self, module: str, name: str) -> Kind | None:
+        return self.files.kind(module, name)
+
+    def is_registered(self, name: str) -> bool:
+        return self.may_be_users
+
+    def is_imported(self, module: str, name: str) -> bool:
+        return self.may_be_users
+
+
+def require_trusted(config: Any, elements: int, names: Names) -> None:
     """Checks a config before any object is built from it.
 
     Args:
         config: As `keras.saving.serialize_keras_object` gives it, from JSON.
         elements: Total number of values in the arrays of the checkpoint.
+        names: Looks up the names in it.
 
     Raises:
         ModelError: If an entry is not allowed, or too large for the arrays.
     """
-    _look_at(config, "model", elements, 0)
+    _Check(elements, names).look_at(config, "model", 0)
 
 
-def _look_at(config: Any, where: str, elements: int, depth: int) -> None:
-    if depth > _MOST_DEEP:
-        raise ModelError(f"The model description is nested more than {_MOST_DEEP} deep.")
-    if isinstance(config, Mapping):
+def require_trusted_before_imports(
+    config: Any, manifest: Manifest, modules: Collection[str]
+) -> None:
+    """Refuses a config before Keras is imported, if that can be known then.
+
+    `save_rebuilt` checks it again, when the user's modules are imported.
+
+    Args:
+        config: The config of a model.
+        manifest: The checkpoint's.
+        modules: Modules of the user that will be imported.
+
+    Raises:
+        ModelError: The one that `save_rebuilt` would raise.
+    """
+    files = keras_files.find()
+    if files is None:
+        return
+    names = NamesBeforeImports(files, bool(modules) or "keras" in sys.modules)
+    try:
+        require_trusted(config, elements_of(manifest), names)
+    except ModelError as error:
+        raise not_rebuilt(error) from error
+
+
+def elements_of(manifest: Manifest) -> int:
+    """Returns the total number of values in the arrays of a checkpoint."""
+    return sum(math.prod(each.shape) for each in manifest.variables)
+
+
+def not_rebuilt(error: Exception) -> ModelError:
+    """Returns the error for a model that cannot be made, with advice."""
+    return ModelError(
+        f"The model of the run could not be made anew: {error} Classes and functions of your "
+        "own register themselves by @keras.saving.register_keras_serializable() in a module "
+        "that is imported before (--import MODULE of the command); Lambda layers are not made. "
+        f"{EXPORT_INSTEAD}"
+    )
+
+
+@dataclass(frozen=True)
+class _Check:
+    elements: int
+    names: Names
+
+    def look_at(self, config: Any, where: str, depth: int, of: str | None = None) -> None:
+        """Checks an entry and those in it.
+
+        Args:
+            config: The entry.
+            where: Its path.
+            depth: Its depth.
+            of: The name of the class of Keras whose arguments these are; None for other entries.
+        """
+        if depth > _MOST_DEEP:
+            raise ModelError(f"The model description is nested more than {_MOST_DEEP} deep.")
+        arguments_of = None
         # Keras uses the same rule to distinguish objects from dictionaries.
-        if {"class_name", "config"} <= config.keys() and not _is_looked_into(config, where):
-            return
-        for key, value in config.items():
-            _check_argument(str(key), value, where, elements)
-            _look_at(value, f"{where}/{key}", elements, depth + 1)
-    elif isinstance(config, Sequence) and not isinstance(config, str):
-        for number, value in enumerate(config):
-            _look_at(value, f"{where}/{number}", elements, depth + 1)
+        if isinstance(config, Mapping) and {"class_name", "config"} <= config.keys():
+            self._require_allowed(config, where)
+            if self._is_class_of_keras(config.get("module"), config["class_name"]):
+                arguments_of = config["class_name"]
+        for key, value in _parts(config):
+            place = f"{where}/{_shown_key(key)}"
+            self.look_at(value, place, depth + 1, arguments_of if key == "config" else None)
+            if isinstance(key, str):
+                self._require_argument(key, value, place, of)
 
+    def _require_allowed(self, config: Mapping[str, Any], where: str) -> None:
+        """Raises if the object itself, without those in it, is not allowed."""
+        name, module = config["class_name"], config.get("module")
+        registered, inner = config.get("registered_name", name), config["config"]
+        if not isinstance(name, str) or not isinstance(module, str | None):
+            _refuse(where, f"class {_shown(name)} of module {_shown(module)}: expected two strings")
+        if not isinstance(registered, str | None):
+            _refuse(where, f"registered name {_shown(registered)}: expected a string")
+        if name in _NEVER:
+            _refuse(where, f"class {name} can run code or read files")
+        if name in _ARRAYS:
+            _require_plain(inner, where)
+        # Keras looks up functions by `config` only, whatever their registered name is.
+        elif name == "function":
+            if not self._is_function(module, inner):
+                _refuse(where, f"function {_shown(inner)} of module {_shown(module)}")
+        elif name not in _PLAIN and not self._is_class(module, name, registered):
+            _refuse(where, f"class {_shown(name)} of module {_shown(module)}")
 
-def _is_looked_into(config: Mapping[str, Any], where: str) -> bool:
-    """Returns whether the object can contain others. Raises if it is not allowed."""
-    name, module = config["class_name"], config.get("module")
-    registered, inner = config.get("registered_name"), config.get("config")
-    if not isinstance(name, str) or not (module is None or isinstance(module, str)):
-        _refuse(where, f"class {name!r} of module {module!r}: expected two strings")
-    if name in _DATA:
-        return False
-    if name in _NEVER:
-        _refuse(where, f"class {name} can run code or read files")
-    if name in _NESTED or _is_registered(registered):
-        return True
-    if name == "function":
-        if not _is_registered(inner) and not (
-            module == "builtins" and _is_of_keras(inner, _FUNCTIONS_IN, callable)
+    def _is_function(self, module: str | None, name: Any) -> bool:
+        if not isinstance(name, str):
+            return False
+        if self.names.is_registered(name):
+            return True
+        kinds = (self._kind(f"keras.{part}", name) for part in FUNCTIONS_IN)
+        return module == "builtins" and "function" in kinds
+
+    def _is_class(self, module: str | None, name: str, registered: str | None) -> bool:
+        if registered is not None and self.names.is_registered(registered):
+            return True
+        if module is not None and module.partition(".")[0] != "keras":
+            return name.isidentifier() and self.names.is_imported(module, name)
+        return self._is_class_of_keras(module, name)
+
+    def _is_class_of_keras(self, module: str | None, name: str) -> bool:
+        if module == "keras":
+            return name in TOP_LEVEL and self._kind(module, name) == "class"
+        if module is None:
+            return any(self._kind(f"keras.{part}", name) == "class" for part in PARTS)
+        return bool(_IN_PARTS.fullmatch(module)) and self._kind(module, name) == "class"
+
+    def _kind(self, module: str, name: str) -> Kind | None:
+        if not name.isidentifier() or name in _NOT_IN_CONFIGS:
+            return None
+        return self.names.kind(module, name)
+
+    def _require_argument(self, key: str, value: Any, where: str, of: str | None) -> None:
+        if key in _PATHS and isinstance(value, str):
+            _refuse(where, f"path to a file, {_shown(value)}")
+        if key in (_SIZES if of is None else _SIZES_OF_KERAS) or (
+            key == "kernel_size" and of is not None and "Conv" in of
         ):
-            _refuse(where, f"function {inner!r} of module {module!r}")
-        return False
-    if _is_registered(name):
-        return True
-    if not name.isidentifier() or not _is_class(module, name):
-        _refuse(where, f"class {name!r} of module {module!r}")
-    return True
+            self._require_size(value, where, at_least=-math.inf if of is None else 0)
+        limit = _MOST_VALUES if key.endswith("shape") else None
+        if of is not None:
+            limit = _LIMITS_OF_KERAS.get(key, limit)
+        if limit is not None and not all(size <= limit for size in _totals(value)):
+            _refuse(where, f"{_shown(value)}, which is more than {limit}")
+
+    def _require_size(self, value: Any, where: str, at_least: float) -> None:
+        # Every comparison with NaN is false.
+        if not all(size <= self.elements for size in _totals(value)):
+            _refuse(
+                where,
+                f"{_shown(value)}, but all arrays of the checkpoint contain only {self.elements} "
+                "values",
+            )
+        if isinstance(value, int | float) and value < at_least:
+            _refuse(where, f"{_shown(value)}, which is negative")
 
 
-def _check_argument(key: str, value: Any, where: str, elements: int) -> None:
-    if key in _PATHS and isinstance(value, str):
-        _refuse(f"{where}/{key}", f"path to a file, {value!r}")
-    if key in _SIZES and isinstance(value, int) and value > elements:
-        _refuse(
-            f"{where}/{key}",
-            f"{value}, but all arrays of the checkpoint contain only {elements} values",
-        )
+def _parts(config: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(config, Mapping):
+        yield from config.items()
+    elif isinstance(config, Sequence) and not isinstance(config, str):
+        yield from enumerate(config)
+
+
+def _totals(sizes: Any) -> Iterator[int | float]:
+    """Yields a number, or for each list in a nested list the product of its numbers."""
+    if isinstance(sizes, int | float):
+        yield abs(sizes)
+    elif isinstance(sizes, Sequence) and not isinstance(sizes, str):
+        total = 1
+        for each in sizes:
+            if isinstance(each, float) and not each.is_integer():
+                yield abs(each)  # such as NaN
+            elif isinstance(each, int | float):
+                total = min(total * max(1, abs(int(each))), _ENORMOUS)
+            else:
+                yield from _totals(each)
+        yield total
+
+
+def _require_plain(inner: Any, where: str) -> None:
+    # A type such as NumPy's `U100000000` makes a large array of a short list.
+    dtype = inner.get("dtype") if isinstance(inner, Mapping) else None
+    if not isinstance(dtype, str) or not _DTYPE.fullmatch(dtype):
+        _refuse(where, f"data of type {_shown(dtype)}")
 
 
 def _refuse(where: str, what: str) -> None:
     raise ModelError(f"Entry {where} of the model description is not allowed: {what}.")
 
 
-def _is_registered(name: Any) -> bool:
-    return isinstance(name, str) and keras.saving.get_registered_object(name) is not None
+def _shown_key(key: Any) -> str:
+    return _cut(printable(str(key)))
 
 
-def _is_of_keras(name: Any, parts: Sequence[str], kind: Callable[[Any], bool]) -> bool:
-    if not isinstance(name, str) or not name.isidentifier():
-        return False
-    return any(kind(getattr(getattr(keras, part, None), name, None)) for part in parts)
+def _shown(value: Any) -> str:
+    # Python refuses to print the largest integers.
+    if isinstance(value, int) and abs(value) > 10**100:
+        return f"a number of {value.bit_length()} bits"
+    return _cut(repr(value))
 
 
-def _is_class(module: str | None, name: str) -> bool:
-    """Returns whether this is a class of Keras, or a model part from an imported module."""
-    if module is None:
-        return _is_of_keras(name, _PARTS.split("|"), lambda each: isinstance(each, type))
-    found = getattr(sys.modules.get(module), name, None)
-    if module.partition(".")[0] == "keras":
-        # Keras itself reports classes that it does not have.
-        return bool(_OF_KERAS.fullmatch(module)) and (found is None or isinstance(found, type))
-    return isinstance(found, type) and issubclass(found, _BASES)
+def _cut(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}..."

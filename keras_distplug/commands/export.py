@@ -30,7 +30,7 @@ def run(parsed: argparse.Namespace) -> int:
 
     def save(run: str, stored: Stored, path: Path) -> None:
         made = architecture.recall(files, run, stored.manifest.cursor.step)
-        modules.load(parsed.modules)
+        modules.load_for(made.model, stored, parsed.modules)
 
         from keras_distplug.checkpoint.model_export import save_rebuilt
 

@@ -21,7 +21,7 @@ def run(parsed: argparse.Namespace) -> int:
     chosen = survey.choose(files, seen, _step_before(seen, incident, parsed.step))
     stored = CheckpointStore(files, seen.name).read(chosen.name)
     made = architecture.recall(files, seen.name, stored.manifest.cursor.step)
-    modules.load(parsed.modules)
+    modules.load_for(made.model, stored, parsed.modules)
 
     from keras_distplug.checkpoint.model_export import rebuilt
     from keras_distplug.nonfinite.diagnosis import diagnose

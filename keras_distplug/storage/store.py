@@ -38,11 +38,14 @@ class Stored:
             `Allocate` makes, by default NumPy's, and counts what was read with a `Meter`, if it is
             given one. What came out counts once it has ended, for it verifies while it reads, and
             raises as `CheckpointStore.verify` does.
+        require_files: Raises so, without reading them, unless the files have the sizes that the
+            manifest gives, and room for its variables.
     """
 
     name: str
     manifest: Manifest
     values: Callable[..., Iterator[tuple[str, Any]]]
+    require_files: Callable[[], None]
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
@@ -110,7 +113,12 @@ class CheckpointStore:
             CheckpointError: If that cannot be read.
         """
         manifest = self._manifest(name)
-        return Stored(name, manifest, functools.partial(self._values, name, manifest))
+        return Stored(
+            name,
+            manifest,
+            values=functools.partial(self._values, name, manifest),
+            require_files=functools.partial(self._require_files, name, manifest),
+        )
 
     def verify(self, name: str, deep: bool = True) -> None:
         """Reads the checkpoint in the folder `name`, and nothing more.
@@ -287,16 +295,9 @@ class CheckpointStore:
         # next: that is faster than new memory, and one copy of a model's state is enough.
         room = codec.Room(manifest.variables, allocate, self.where(name))
         # Memory is made by what the manifest says, so it has to be true before.
-        self._require_sizes(name, manifest.shards)
-        wanted = codec.bytes_of(manifest.variables)
-        there = sum(shard.bytes for shard in manifest.shards)
-        if wanted > there:
-            raise CorruptCheckpointError(
-                f"{self.where(name)} is said to hold variables of {wanted} bytes, in files of "
-                f"{there} bytes."
-            )
+        self._require_files(name, manifest)
         meter = meter or Meter()
-        meter.begin(there)
+        meter.begin(sum(shard.bytes for shard in manifest.shards))
         for shard in manifest.shards:
             read_into = functools.partial(self._read_into, name, shard.file)
             where = self.where(name, shard.file)
@@ -316,6 +317,16 @@ class CheckpointStore:
             raise CorruptCheckpointError(
                 f"{self.where(name, shard.file)} has changed since it was written: XXH3 is "
                 f"{parts.xxh3_128}, {shard.xxh3_128} was committed."
+            )
+
+    def _require_files(self, name: str, manifest: Manifest) -> None:
+        self._require_sizes(name, manifest.shards)
+        wanted = codec.bytes_of(manifest.variables)
+        there = sum(shard.bytes for shard in manifest.shards)
+        if wanted > there:
+            raise CorruptCheckpointError(
+                f"{self.where(name)} is said to hold variables of {wanted} bytes, in files of "
+                f"{there} bytes."
             )
 
     def _require_sizes(self, name: str, shards: Iterable[Shard]) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import json
+import sys
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,39 +16,87 @@ pytest.importorskip("tensorflow")
 pytestmark = [pytest.mark.tf, pytest.mark.timeout(120)]
 
 import keras  # noqa: E402
+from checkpoint import honest_models  # noqa: E402
+from checkpoint.forged_configs import (  # noqa: E402
+    ELEMENTS,
+    FORGED,
+    FORGED_NAMES,
+    function,
+    layer,
+    made,
+)
 from keras import layers  # noqa: E402
+from keras.src import api_export  # noqa: E402
 
+from keras_distplug.backend.tensorflow.runtime import keras_files  # noqa: E402
+from keras_distplug.backend.tensorflow.runtime.keras_files import KerasFiles, Kind  # noqa: E402
+from keras_distplug.checkpoint import trusted_config  # noqa: E402
+from keras_distplug.checkpoint.imported_names import ImportedNames  # noqa: E402
 from keras_distplug.checkpoint.model_export import architecture_of  # noqa: E402
-from keras_distplug.checkpoint.trusted_config import require_trusted  # noqa: E402
+from keras_distplug.checkpoint.trusted_config import (  # noqa: E402
+    PARTS,
+    Names,
+    NamesBeforeImports,
+    require_trusted,
+)
 from keras_distplug.core.errors import ModelError  # noqa: E402
+
+_FOUND = keras_files.find()
+assert _FOUND is not None
+FILES: KerasFiles = _FOUND
+NAMES: dict[str, Names] = {
+    "imported": ImportedNames(),
+    "before imports": NamesBeforeImports(FILES, may_be_users=False),
+    "before imports of the user's": NamesBeforeImports(FILES, may_be_users=True),
+}
 
 
 def config_of(*hidden: Any, **compiled: Any) -> dict[str, Any]:
     model = keras.Sequential([keras.Input((4,)), *hidden, layers.Dense(2)])
     model.compile(**{"optimizer": "adam", "loss": "mse", **compiled})
+    return description_of(model)
+
+
+def description_of(model: keras.Model) -> dict[str, Any]:
     told = architecture_of(model)
     assert told is not None
     return json.loads(json.dumps(told))
 
 
-def test_models_of_keras() -> None:
-    """Configs of Keras' own classes, functions and operations are accepted."""
-    first = keras.Input((8, 8, 1))
-    x = layers.Conv2D(4, 3, activation=keras.activations.gelu, kernel_regularizer="l2")(first)
-    x = layers.BatchNormalization(dtype="float32")(keras.ops.relu(x) + 1.0)
-    x = layers.Bidirectional(layers.LSTM(4))(layers.Reshape((6, 24))(x))
-    x = layers.Dense(4, kernel_initializer=keras.initializers.Orthogonal(1), name="d")(x)
-    x = keras.ops.concatenate([x, layers.Dense(4, kernel_constraint="max_norm")(x)])
-    model = keras.Model(first, layers.Activation(keras.ops.sigmoid)(x))
-    rate = keras.optimizers.schedules.CosineDecay(0.1, 10)
-    model.compile(
-        keras.optimizers.Adam(rate),
-        keras.losses.mean_squared_error,
-        metrics=["mae", keras.metrics.AUC(), keras.metrics.mean_absolute_error],
+# What is accepted
+
+
+def elements_in(model: keras.Model) -> int:
+    return model.count_params() + sum(
+        v.value.shape.num_elements() for v in model.optimizer.variables
     )
-    told = json.loads(json.dumps(architecture_of(model)))
-    require_trusted(told, model.count_params())
-    assert keras.saving.deserialize_keras_object(told).count_params() == model.count_params()
+
+
+@pytest.mark.parametrize("name", honest_models.MODELS)
+def test_models_of_keras(name: str) -> None:
+    """Configs of Keras' own classes, functions and operations are accepted."""
+    model = honest_models.MODELS[name]()
+    told = description_of(model)
+    for names in NAMES.values():
+        require_trusted(told, elements_in(model), names)
+    rebuilt = keras.saving.deserialize_keras_object(told)
+    assert rebuilt.count_params() == model.count_params()
+
+
+def test_honest_models_cover_keras() -> None:
+    """The models above contain most layers, losses, metrics and the like."""
+    seen = json.dumps([description_of(make()) for make in honest_models.MODELS.values()])
+    for part, least in honest_models.SHARES.items():
+        public = sys.modules[f"keras.{part}"]
+        wanted = [
+            name
+            for name, each in vars(public).items()
+            if isinstance(each, type) and hasattr(each, "get_config")
+            and api_export.get_name_from_symbol(each) == f"keras.{part}.{name}"
+        ]  # fmt: skip
+        found = [name for name in wanted if f'"class_name": "{name}"' in seen]
+        missing = sorted({*wanted} - {*found})
+        assert len(found) >= least * len(wanted), f"{part}: {missing}"
 
 
 @keras.saving.register_keras_serializable("own")
@@ -62,84 +115,92 @@ class Imported(layers.Layer):
         return x
 
 
-def test_what_the_user_has() -> None:
-    """Registered objects and classes of imported modules are accepted: nothing is raised."""
-    require_trusted(config_of(Scaled(), loss=own_loss, metrics=[own_loss]), 100)
-    require_trusted(config_of(Imported()), 100)
-
-
-def function(module: str, name: str) -> dict[str, Any]:
-    return {
-        "module": module, "class_name": "function", "config": name, "registered_name": "function"
-    }  # fmt: skip
-
-
-def made(module: str | None, name: str, **config: Any) -> dict[str, Any]:
-    return {"module": module, "class_name": name, "config": config, "registered_name": None}
-
-
-FORGED = {
-    "Lambda": made("keras.layers", "Lambda", function=function("builtins", "relu")),
-    "Lambda of keras.src": made("keras.src.layers.core.lambda_layer", "Lambda"),
-    "lambda": {"class_name": "__lambda__", "config": {"code": "4wEA"}},
-    "TypeSpec": {"class_name": "__typespec__", "config": []},
-    "TFSMLayer": made("keras.layers", "TFSMLayer", filepath="/tmp/model"),
-    "torch": made("keras.layers", "TorchModuleWrapper"),
-    "jax": made("keras.layers", "JaxLayer", call_fn="x"),
-    **{
-        f"{module}.{name} as {place}": made("keras.layers", "Activation", activation=each)
-        for module, name in [
-            ("keras.utils", "get_file"),
-            ("builtins", "get_file"),
-            ("builtins", "exec"),
-            ("builtins", "print"),
-            ("keras.saving", "load_model"),
-            ("keras.config", "enable_unsafe_deserialization"),
-            ("keras.visualization", "plot_image_gallery"),
-            ("keras.ops", "cond"),
-            ("keras.src.ops.core", "cond"),
-            ("os", "system"),
-            ("subprocess", "call"),
-            ("tensorflow", "print"),
-            ("numpy", "load"),
-        ]
-        for place, each in [("function", function(module, name)), ("class", made(module, name))]
-        if (place, module) != ("class", "keras.src.ops.core")
-    },
-    "a class of another module": made("subprocess", "Popen", args=["true"]),
-    "a class that is no layer": made("pathlib", "Path"),
-    "a module that is not imported": made("antigravity", "Layer"),
-    "dots in a name": made("keras", "utils.get_file", origin="file:///etc/passwd"),
-    "dots in a class": made("keras.layers", "..utils.get_file"),
-    "keras.utils": made("keras.utils", "FeatureSpace"),
-    "no module": made(None, "get_file"),
-    "numbers for names": {"module": 1, "class_name": 2, "config": {}},
-    "a list for a name": {"module": "keras.layers", "class_name": ["Dense"], "config": {}},
-    "a vocabulary in a file": made("keras.layers", "StringLookup", vocabulary="/etc/passwd"),
-    "many units": made("keras.layers", "Dense", units=100_000_000),
-    "a large embedding": made("keras.layers", "Embedding", input_dim=10**12, output_dim=1),
-    "many filters": made("keras.layers", "Conv2D", filters=10**9, kernel_size=3),
+USERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "registered": lambda: config_of(Scaled(), loss=own_loss, metrics=[own_loss]),
+    "imported": lambda: config_of(Imported()),
 }
 
 
-@pytest.mark.parametrize("name", FORGED)
-@pytest.mark.parametrize("place", ["layer", "loss", "inside"])
-def test_forged(name: str, place: str) -> None:
-    """Refused by us, and with the place: as a layer, as the loss, and in another layer."""
-    told = config_of(layers.Dense(3))
+@pytest.mark.parametrize("kind", USERS)
+def test_what_the_user_has(kind: str) -> None:
+    """Registered objects and classes of imported modules are accepted, and before the imports left
+    to the check after them; they are refused if nothing is imported."""
+    told = USERS[kind]()
+    require_trusted(told, ELEMENTS, NAMES["imported"])
+    require_trusted(told, ELEMENTS, NAMES["before imports of the user's"])
+    with pytest.raises(ModelError, match=r"class '(Scaled|Imported)' of module "):
+        require_trusted(told, ELEMENTS, NAMES["before imports"])
+
+
+# What is refused
+
+
+def forged_in(place: str, entry: Any, told: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """A config with an entry, and the entry's path."""
+    told = copy.deepcopy(told)
     if place == "layer":
-        told["config"]["layers"][1] = FORGED[name]
-        where = "model/config/layers/1"
-    elif place == "loss":
-        told["compile_config"]["loss"] = FORGED[name]
-        where = "model/compile_config/loss"
-    else:
-        told["config"]["layers"][1]["config"]["kernel_initializer"] = {
-            "class_name": "__tuple__", "config": [FORGED[name]]
-        }  # fmt: skip
-        where = "model/config/layers/1/config/kernel_initializer/config/0"
+        told["config"]["layers"][1] = entry
+        return told, "model/config/layers/1"
+    if place == "loss":
+        told["compile_config"]["loss"] = entry
+        return told, "model/compile_config/loss"
+    told["config"]["layers"][1]["config"]["kernel_initializer"] = {
+        "class_name": "__tuple__", "config": [entry]
+    }  # fmt: skip
+    return told, "model/config/layers/1/config/kernel_initializer/config/0"
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, Any]:
+    return config_of(layers.Dense(3))
+
+
+@pytest.mark.parametrize("name", [*FORGED, *FORGED_NAMES])
+def test_forged(name: str, told: dict[str, Any]) -> None:
+    """Refused in the same words before and after imports, and with the place: as a layer, as the
+    loss, and in another layer. What cannot be the user's is refused whatever will be imported."""
+    entry = FORGED[name] if name in FORGED else FORGED_NAMES[name]
+    for place in ("layer", "loss", "inside"):
+        changed, where = forged_in(place, entry, told)
+        said = set()
+        for kind, names in NAMES.items():
+            if kind == "before imports of the user's" and name not in FORGED:
+                continue
+            with pytest.raises(ModelError) as caught:
+                require_trusted(changed, ELEMENTS, names)
+            said.add(str(caught.value))
+        assert len(said) == 1
+        words = said.pop()
+        assert where in words or "nested more than 100 deep" in words
+        assert len(words) < 1000
+
+
+def test_number_of_kinds() -> None:
+    distinct = [entry for entry in FORGED.values() if list(FORGED.values()).count(entry) == 1]
+    assert len(distinct) >= 60
+
+
+def test_module_and_function_behind_a_registered_name(told: dict[str, Any]) -> None:
+    """Keras looks up a function by its name only, so a registered name does not make it the
+    user's."""
+    hidden = function("builtins", "exec", "own>Scaled")
+    changed, where = forged_in("loss", hidden, told)
+    with pytest.raises(ModelError, match=f"{where} .*function 'exec' of module 'builtins'"):
+        require_trusted(changed, ELEMENTS, NAMES["imported"])
+
+
+def test_class_of_a_module_that_is_no_part_of_a_model(told: dict[str, Any]) -> None:
+    """Of an imported module, only layers, losses and the like are accepted."""
+    changed, where = forged_in("layer", made(__name__, "KerasFiles"), told)
     with pytest.raises(ModelError, match=where):
-        require_trusted(told, elements=100)
+        require_trusted(changed, ELEMENTS, NAMES["imported"])
+
+
+def test_message(told: dict[str, Any]) -> None:
+    """Control characters of an entry's path are escaped."""
+    told = {**told, "\x1b[2J": layer("Lambda")}
+    with pytest.raises(ModelError, match=r"model/\\x1b\[2J of"):
+        require_trusted(told, ELEMENTS, NAMES["imported"])
 
 
 def test_deep() -> None:
@@ -147,4 +208,84 @@ def test_deep() -> None:
     for _ in range(10_000):
         config = [config]
     with pytest.raises(ModelError, match="nested more than 100 deep"):
-        require_trusted(config, elements=1)
+        require_trusted(config, 1, NAMES["imported"])
+
+
+# What the files of Keras say
+
+
+def _kind_of(found: Any) -> Kind | None:
+    if isinstance(found, type):
+        return "class"
+    return "function" if inspect.isfunction(found) else None
+
+
+def _public_modules() -> list[ModuleType]:
+    deeper = ("optimizers.schedules", "ops.numpy", "ops.nn", "ops.image", "ops.linalg")
+    known = {f"keras.{part}" for part in (*PARTS, *deeper)}
+    return [keras, *(module for name, module in sys.modules.items() if name in known)]
+
+
+def _names_in(module: str) -> set[str]:
+    """All names that a file of Keras defines or imports."""
+    file = keras_files._file_of(FILES.folder, module)
+    assert file is not None
+    return {*keras_files._definitions(file), *keras_files._imports(file)}
+
+
+def test_public_names() -> None:
+    """The files give every public name and its kind, as the imported Keras does. Fails if a release
+    of Keras is laid out in another way."""
+    compared = 0
+    for module in _public_modules():
+        names = {*dir(module), *_names_in(module.__name__)}
+        for name in names:
+            expected = _kind_of(getattr(module, name, None))
+            assert FILES.kind(module.__name__, name) == expected, (module.__name__, name)
+            assert ImportedNames().kind(module.__name__, name) == expected
+            compared += expected is not None
+    assert compared > 1000
+
+
+def test_private_names() -> None:
+    """The files of `keras.src` have the classes and functions that they define, and no others."""
+    compared = 0
+    for module, loaded in list(sys.modules.items()):
+        if not module.startswith(tuple(f"keras.src.{part}." for part in PARTS)):
+            continue
+        for name in {*dir(loaded), *_names_in(module)}:
+            found = getattr(loaded, name, None)
+            is_defined = getattr(found, "__module__", None) == module
+            expected = _kind_of(found) if is_defined else None
+            assert FILES.kind(module, name) == expected, (module, name)
+            assert ImportedNames().kind(module, name) == expected
+            compared += expected is not None
+    assert compared > 1000
+
+
+def test_names_in_configs() -> None:
+    """Every class of Keras is accepted under the name that its serialization has, except those that
+    are in no model."""
+    refused = set()
+    for module, loaded in list(sys.modules.items()):
+        if not module.startswith(tuple(f"keras.src.{part}." for part in PARTS)):
+            continue
+        for name, found in list(vars(loaded).items()):
+            if getattr(found, "__module__", None) != module or not hasattr(found, "get_config"):
+                continue
+            public = api_export.get_name_from_symbol(found) or f"{module}.{name}"
+            entry = made(*public.rsplit(".", 1))
+            try:
+                require_trusted(entry, ELEMENTS, NAMES["before imports"])
+            except ModelError:
+                refused.add(name)
+    never = {"Lambda", "TFSMLayer", "TorchModuleWrapper", "JaxLayer", "FlaxLayer"}
+    assert refused <= never | {"Function", "Operation", "FeatureSpace"}
+
+
+def test_unknown_layout(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If Keras is laid out in another way, or is not there, nothing is refused before imports."""
+    monkeypatch.setattr(keras_files, "_EXAMPLES", (("keras.layers", "NoSuchLayer", "class"),))
+    assert keras_files.find() is None
+    forged: Any = layer("Lambda")
+    trusted_config.require_trusted_before_imports(forged, None, ())  # type: ignore[arg-type]

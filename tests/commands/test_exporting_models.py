@@ -399,6 +399,22 @@ def test_damaged_model_file(tmp_path: Path, say: Say) -> None:
     assert (tmp_path / RUN / "MODEL-2.json").exists()
 
 
+def test_weights_that_follow_from_an_input(trained: tuple[Path, keras.Model]) -> None:
+    """Weights larger than the checkpoint are refused before memory is allocated, also if their size
+    is not in the model's description."""
+    files = open_files(trained[0])
+    stored = CheckpointStore(files, RUN).read("final-00000008")
+    model = json.loads(json.dumps(architecture.recall(files, RUN, 8).model))
+    for each in model["config"]["layers"]:
+        each.pop("build_config", None)
+        if each["class_name"] == "InputLayer":
+            each["config"]["batch_shape"] = [None, 2**28]
+    tracked = keras.Variable._validate_shape
+    with pytest.raises(ModelError, match="is too large: all arrays of the checkpoint contain"):
+        model_export.save_rebuilt(model, stored.manifest, stored.values, Path("a.keras"))
+    assert keras.Variable._validate_shape is tracked
+
+
 def test_another_model_in_the_file(tmp_path: Path) -> None:
     """A model that does not fit the checkpoint is refused by the first difference."""
     fit(tmp_path, model=wide("tanh"))

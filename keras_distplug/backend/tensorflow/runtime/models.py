@@ -5,6 +5,7 @@ Keras 3.10 to 3.15.
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -22,7 +23,10 @@ from keras.src.saving.serialization_lib import ObjectSharingScope
 
 from keras_distplug.backend.tensorflow.runtime.embedding_tables import parts_of, wholes
 from keras_distplug.backend.tensorflow.runtime.frames import callers
+from keras_distplug.backend.tensorflow.runtime.patching import Upstream
+from keras_distplug.core.errors import ModelError
 
+_UPSTREAM = Upstream(keras="3.10 to 3.15")
 _GLOBAL_SEED_GENERATOR = "global_seed_generator"
 
 Target = int | str  # what an optimizer trains: a position in `model.weights`, or a name
@@ -63,6 +67,32 @@ def deserialize(config: Mapping[str, Any]) -> keras.Model:
     """The inverse of `serialize`. No lambda is loaded."""
     with ObjectSharingScope():
         return keras.saving.deserialize_keras_object(dict(config), safe_mode=True)
+
+
+@contextmanager
+def variables_limited(most: int) -> Iterator[None]:
+    """Raises a `ModelError` inside before memory is allocated for variables of more values.
+
+    Sizes of weights follow from those of the inputs, so a config does not show all of them.
+
+    Args:
+        most: Total number of values in the variables made inside.
+    """
+    validate, total = keras.Variable._validate_shape, 0
+
+    def require_room(variable: keras.Variable, shape: Any) -> Any:
+        nonlocal total
+        shape = validate(variable, shape)
+        total += math.prod(shape)
+        if total > most:
+            raise ModelError(
+                f"Variable {variable.path} of shape {list(shape)} is too large: all arrays of the "
+                "checkpoint contain fewer values."
+            )
+        return shape
+
+    with _UPSTREAM.patched(keras.Variable, "_validate_shape", require_room):
+        yield
 
 
 def seed_generators_of(model: keras.Model) -> list[keras.random.SeedGenerator]:
