@@ -308,3 +308,20 @@ def test_save_of_a_step_that_failed(url: str) -> None:
     for step in (3, 4):
         saving.save(state(step))
     assert intact(url) == [3, 4]
+
+
+def test_failed_saves(url: str) -> None:
+    """A save that fails looks at no checkpoint that the process knows, however many there are."""
+    watched = WatchedFiles(open_files(url))
+    saving = Checkpoints(watched, keep_last=20)
+    for step in range(1, 21):
+        saving.save(state(step))
+    watched.fail("create", "MANIFEST.json", OSError(errno.EIO, "broken"))
+    watched.calls.clear()
+    with pytest.raises(SaveError):
+        saving.save(state(21))
+    assert watched.fired == 1
+    listed = [path for method, path in watched.calls if method == "names"]
+    assert set(listed) == {RUN, f"{RUN}/{name(21)}"}
+    assert len(listed) == 4
+    assert intact(url) == [*range(1, 21)]
