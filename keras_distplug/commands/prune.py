@@ -18,7 +18,7 @@ def run(parsed: argparse.Namespace) -> int:
     files = open_files(parsed.directory, parsed.storage_options)
     told: list[dict[str, Any]] = []
     for name in survey.run_names(files, parsed.run):
-        seen = survey.look_at(files, name, Depth.SIZES)
+        seen = pruning.checked(files, survey.look_at(files, name, Depth.SIZES), retention)
         going = pruning.outdated(seen, retention, damaged=parsed.damaged)
         if not parsed.dry_run:
             pruning.prune(files, name, going)

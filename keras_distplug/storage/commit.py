@@ -161,6 +161,7 @@ class Writer:
             self._publish_owned(
                 self._store.path(name, layout.MANIFEST), _verified(manifest).encode()
             )
+            self._store.note_committed(name, manifest)
         except FencedError:
             raise  # what is there is another process's now
         except Exception:

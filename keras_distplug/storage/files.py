@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
-from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.core.errors import CheckpointError, ConfigurationError
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 
@@ -121,6 +121,52 @@ def create_private(files: Files, path: str, parts: Iterable[bytes | memoryview])
     """Creates a file that only its owner can read, where the store has owners."""
     create = files.create_private if isinstance(files, HasOwners) else files.create
     create(path, parts)
+
+
+class ObjectFiles(Files, Protocol):
+    """`Files` of an object store, which does more with one request. Optional for a store."""
+
+    def names_below(self, folder: str) -> list[str]:
+        """The paths, from `folder`, of all files below it; empty if there is no such folder. Later
+        calls of `size` for these files need no request."""
+        ...
+
+    def delete_file(self, path: str) -> None:
+        """As `delete`, of what is known to be a file."""
+        ...
+
+
+def is_object_store(files: Files) -> TypeGuard[ObjectFiles]:
+    """Whether `files` have the methods of `ObjectFiles`."""
+    # By the class: test doubles and wrappers may answer to any name.
+    kind = type(files)
+    return all(callable(getattr(kind, name, None)) for name in ("names_below", "delete_file"))
+
+
+def list_recursively(files: Files, folder: str) -> list[str] | None:
+    """Returns the paths of all files below `folder`, or None if that takes more than one request.
+
+    Raises:
+        CheckpointError: If it cannot be listed.
+    """
+    if not is_object_store(files):
+        return None
+    try:
+        return files.names_below(folder)
+    except OSError as error:
+        raise unlistable(files, folder, error) from error
+
+
+def unlistable(files: Files, folder: str, error: OSError) -> CheckpointError:
+    """The error of a folder that cannot be listed."""
+    return CheckpointError(f"{files.where(folder)} cannot be listed: {error}. {remedy(error)}")
+
+
+def remedy(error: OSError) -> str:
+    """What to do about a file or folder that cannot be read."""
+    if isinstance(error, LinkError):
+        return "Replace the link by what it leads to: links out of a run's folder are not followed."
+    return "Check the storage and its permissions, then start the script again."
 
 
 Opener = Callable[[str, Mapping[str, Any]], Files]

@@ -30,8 +30,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from keras_distplug.core.errors import CheckpointError
-from keras_distplug.storage.files import Files, LinkError
+from keras_distplug.storage.files import Files, unlistable
 
 Kind = Literal["step", "final"]
 
@@ -64,12 +63,17 @@ def runs(files: Files) -> list[tuple[int, str]]:
 
 def places(files: Files, run: str) -> list[Place]:
     """Where checkpoints stand or are being written, the oldest first."""
-    found = (_CHECKPOINT.fullmatch(name) for name in names(files, run))
-    return sorted(
-        Place(int(match[2]), int(match[3] or 1), "step" if match[1] == "step" else "final")
-        for match in found
-        if match
-    )
+    found = map(place_of, names(files, run))
+    return sorted(place for place in found if place is not None)
+
+
+def place_of(name: str) -> Place | None:
+    """The inverse of `Place.name`; None if it is the name of something else."""
+    match = _CHECKPOINT.fullmatch(name)
+    if match is None:
+        return None
+    kind: Kind = "step" if match[1] == "step" else "final"
+    return Place(int(match[2]), int(match[3] or 1), kind)
 
 
 def models(files: Files, run: str) -> list[tuple[int, str]]:
@@ -104,16 +108,7 @@ def names(files: Files, folder: str = "") -> list[str]:
     try:
         return files.names(folder)
     except OSError as error:
-        raise CheckpointError(
-            f"{files.where(folder)} cannot be listed: {error}. {remedy(error)}"
-        ) from error
-
-
-def remedy(error: OSError) -> str:
-    """What to do about a file that cannot be read."""
-    if isinstance(error, LinkError):
-        return "Replace the link by what it leads to: links out of a run's folder are not followed."
-    return "Check the storage and its permissions, then start the script again."
+        raise unlistable(files, folder, error) from error
 
 
 def now() -> str:

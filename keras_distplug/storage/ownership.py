@@ -35,7 +35,7 @@ from keras_distplug.core.hints import require_types
 from keras_distplug.core.process import Process, is_alive, this_process
 from keras_distplug.core.threads import before_threads_end, within
 from keras_distplug.storage import layout
-from keras_distplug.storage.files import Files
+from keras_distplug.storage.files import Files, remedy
 
 FOLDER = ".owner"
 _DIRECTORY = "directory"  # in a claim: where its owner has it
@@ -366,8 +366,7 @@ def _beat_in(files: Files, name: str, names: list[str]) -> bytes:
         return b""
     except OSError as error:
         raise CheckpointError(
-            f"{files.where(f'{FOLDER}/{name}')} cannot be read: {error}. Check the storage and its "
-            "permissions, then start the script again."
+            f"{files.where(f'{FOLDER}/{name}')} cannot be read: {error}. {remedy(error)}"
         ) from error
 
 

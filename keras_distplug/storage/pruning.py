@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from keras_distplug.core.errors import CorruptCheckpointError
@@ -34,7 +34,7 @@ def outdated(run: SeenRun, retention: Retention, *, damaged: bool = False) -> li
     for a training may be writing that, and never this one itself.
 
     Args:
-        run: The run, whose files' sizes were looked at.
+        run: The run, from `checked`.
         retention: What stays of each kind.
         damaged: Whether damaged checkpoints may go. Unreadable ones never do.
     """
@@ -44,9 +44,7 @@ def outdated(run: SeenRun, retention: Retention, *, damaged: bool = False) -> li
         if not committed:
             continue
         newest = committed[-1]
-        expired = retention.expired(
-            [Kept(each.name, each.place.step, each.whole.metrics) for each in committed]
-        )
+        expired = _expired(committed, retention)
         for each in run.checkpoints:
             if each.place.kind != kind or not each.place < newest.place:
                 continue
@@ -57,6 +55,47 @@ def outdated(run: SeenRun, retention: Retention, *, damaged: bool = False) -> li
             elif each.state == "damaged" and damaged:
                 found.append(Outdated(each, "damaged", newest))
     return found
+
+
+def checked(files: Files, run: SeenRun, retention: Retention) -> SeenRun:
+    """Returns the run after a closer look at what stays in place of what goes: where reading is
+    cheap, all bytes of the checkpoint before the newest are verified if `retention` keeps it as one
+    of the last. A damaged one is returned as such, so that an older one stays instead.
+
+    `prune` verifies the newest itself. Further ones that stay are not verified.
+
+    Args:
+        files: The directory.
+        run: The run, whose files' sizes were looked at.
+        retention: What stays of each kind.
+
+    Raises:
+        CheckpointError: If something cannot be read.
+    """
+    if not files.traits.is_near or retention.keep_last < 2:
+        return run
+    store = CheckpointStore(files, run.name)
+    for kind in KINDS:
+        while _expired(committed := run.committed(kind), retention):
+            before_newest = committed[-2]
+            try:
+                store.verify(before_newest.name)
+                break
+            except CorruptCheckpointError as error:
+                damaged = replace(before_newest, state="damaged", reason=str(error))
+            run = replace(
+                run,
+                checkpoints=tuple(
+                    damaged if each is before_newest else each for each in run.checkpoints
+                ),
+            )
+    return run
+
+
+def _expired(committed: Sequence[Seen], retention: Retention) -> tuple[str, ...]:
+    return retention.expired(
+        [Kept(each.name, each.place.step, each.whole.metrics) for each in committed]
+    )
 
 
 def prune(files: Files, run: str, going: Sequence[Outdated]) -> None:

@@ -7,7 +7,7 @@ import functools
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,8 @@ from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError
 from keras_distplug.core.events import Quarantined
 from keras_distplug.core.reporting import report
 from keras_distplug.storage import codec, layout
-from keras_distplug.storage.files import Files
+from keras_distplug.storage.files import Files, is_object_store, remedy
+from keras_distplug.storage.inventory import Inventory, is_whole
 from keras_distplug.storage.layout import Kind, Place
 from keras_distplug.storage.manifest import Manifest, Shard
 from keras_distplug.storage.memory import Allocate
@@ -69,6 +70,8 @@ class CheckpointStore:
         self._retention = retention or Retention()
         self._metrics: dict[str, Mapping[str, float]] = {}  # of manifests that were read
         self._aside: set[str] = set()
+        self._inventory = Inventory(files, run_name)
+        self._reused: set[str] = set()  # folders in which earlier attempts may have left something
 
     # Reading
 
@@ -139,10 +142,13 @@ class CheckpointStore:
             for shard in shards:
                 for _ in self._checked(name, shard, self._parts(name, shard)):
                     pass
+        if deep or not self._files.traits.is_near:
+            self._inventory.verified[name] = shards
 
     def set_aside(self, name: str, error: CorruptCheckpointError) -> None:
         """Leaves the checkpoint in the folder `name` as it is, marks it and warns of it."""
         self._aside.add(name)
+        self._inventory.note_damaged(name)
         report(Quarantined(self.where(name), str(error)))
         warnings.warn(f"The checkpoint {self.where(name)} is set aside: {error}", stacklevel=3)
         note = {"reason": str(error), "found_utc": layout.now()}
@@ -166,37 +172,104 @@ class CheckpointStore:
 
     # Deleting
 
+    def note_committed(self, name: str, manifest: Manifest) -> None:
+        """Notes a checkpoint that this process has just committed, so that `clean` need not look at
+        it."""
+        inside = None if name in self._reused else {manifest.nonce, layout.MANIFEST}
+        self._inventory.note_committed(name, inside)
+        self._metrics[name] = manifest.metrics
+
     def clean(self, kind: Kind) -> None:
         """Deletes checkpoints of `kind` that need not stay, and what cut-off saves have left.
 
-        Nothing is deleted before the newest one has been verified; from a distant store only its
-        manifest is read back for that, and the sizes of its files.
+        Nothing is deleted before those that stay have been verified: the newest one each time, and,
+        if `keep_last` is more than 1, the one before it once per process. From a distant store only
+        their manifests are read back for that, and the sizes of their files. Further ones that stay
+        are not verified, so that a save costs the same however many there are. One that turns out
+        to be damaged, or gone, does not count among those that stay: an older one stays instead.
 
         Raises:
-            CorruptCheckpointError: If that fails; it is set aside, and nothing is deleted.
+            CorruptCheckpointError: If the newest is damaged; it is set aside, and nothing is
+                deleted.
             CheckpointError: If something cannot be read or deleted.
         """
-        places = {place.name: place for place in self._places(kind)}
-        names = [name for name in places if not self.has(name, layout.DAMAGED)]
-        committed = self.committed(kind)
-        newest = committed[-1]
-        old = self._retention.expired([self._kept(places[name]) for name in committed])
-        cut_off = [name for name in names[: names.index(newest)] if name not in committed]
-        if not old and not cut_off:
-            return
-        try:
-            self.verify(newest, deep=self._files.traits.is_near)
-        except CorruptCheckpointError as error:
-            self.set_aside(newest, error)
-            raise
+        places = [place for place in self._inventory.current() if place.kind == kind]
+        verified = None
+        while True:
+            inside = self._inventory.inside(place.name for place in places)
+            whole = [place for place in places if is_whole(inside[place.name])]
+            old = self._old(whole)
+            if old is None:
+                continue
+            cut_off = [
+                place.name
+                for place in places
+                if whole and place < whole[-1] and not self._inventory.remembers(place.name)
+            ]
+            if not old and not cut_off:
+                return
+            newest, guard = whole[-1].name, whole[-self._retention.keep_last :][-2:][0].name
+            if newest != verified:
+                self._verify_newest(newest)
+                verified = newest
+            if self._still_stands(guard):
+                break
+            places = [place for place in places if place.name != guard]
         for name in (*old, *cut_off):
+            self._delete_outdated(name, is_cut_off=name in cut_off)
+
+    def _old(self, whole: Sequence[Place]) -> Sequence[str] | None:
+        """Returns the names of those that may go; None if one was found damaged, so that this must
+        be asked again."""
+        kept = []
+        for place in whole:
+            try:
+                kept.append(self._kept(place))
+            except CorruptCheckpointError as error:
+                self.set_aside(place.name, error)
+                return None
+        return self._retention.expired(kept)
+
+    def _verify_newest(self, name: str) -> None:
+        try:
+            self.verify(name, deep=self._files.traits.is_near)
+        except CorruptCheckpointError as error:
+            self.set_aside(name, error)
+            raise
+
+    def _still_stands(self, name: str) -> bool:
+        """Whether a checkpoint that stays is intact, as far as `clean` says; a damaged one is set
+        aside. Its folder is looked at each time: another process may have marked or deleted it."""
+        if not is_whole(self._inventory.look_again(name)):
+            return False
+        try:
+            if (shards := self._inventory.verified.get(name)) is None:
+                self.verify(name, deep=self._files.traits.is_near)
+            elif self._files.traits.is_near or is_object_store(self._files):
+                self._require_known_sizes(name, shards)
+        except CorruptCheckpointError as error:
+            self.set_aside(name, error)
+            return False
+        return True
+
+    def _delete_outdated(self, name: str, *, is_cut_off: bool) -> None:
+        """Deletes a checkpoint, or what is left of one, unless it is not what it was taken for."""
+        inside = self._inventory.look_again(name)
+        if layout.DAMAGED in inside or (is_cut_off and layout.MANIFEST in inside):
+            return
+        if layout.MANIFEST in inside:
             # Without its manifest the rest does not count, should this be cut off.
             self.delete(name, layout.MANIFEST)
-            self.delete(name)
+        self.delete(name)
 
     def clear_other_attempts(self, name: str, attempt: str) -> None:
         """Deletes what other attempts to write the committed checkpoint `name` have left."""
-        for file in layout.names(self._files, self.path(name)):
+        if name in self._reused:
+            self._reused.discard(name)
+            self._clear_but(name, attempt, layout.names(self._files, self.path(name)))
+
+    def _clear_but(self, name: str, attempt: str, inside: Iterable[str]) -> None:
+        for file in inside:
             if file not in (attempt, layout.MANIFEST, layout.DAMAGED):
                 self.delete(name, file)
 
@@ -207,25 +280,32 @@ class CheckpointStore:
         Raises:
             CheckpointError: As `clean` does.
         """
+        names = [place.name for place in self._inventory.refresh() if place.kind == kind]
         is_committed = False
-        for name in self._names(kind):
-            # A manifest that is there all the same may be that of the save that is thought to have
-            # failed.
-            inside = layout.names(self._files, self.path(name))
+        for name, inside in self._inventory.inside(names).items():
             if layout.DAMAGED in inside:
                 continue
+            # A manifest that is there all the same may be that of the save that is thought to have
+            # failed.
             if layout.MANIFEST in inside:
-                self.clear_other_attempts(name, self._manifest(name).nonce)
+                if len(inside) > 2:
+                    self._clear_but(name, self._manifest(name).nonce, inside)
                 is_committed = True
             else:
-                self.delete(name)
+                self._delete_outdated(name, is_cut_off=True)
+                self._reused.add(name)  # a request that was given up may still arrive
         if is_committed:
             self.clean(kind)
 
     def delete(self, name: str, file: str = "") -> None:
         path = self.path(name, file)
+        if not file:
+            self._inventory.forget(name)
         try:
-            self._files.delete(path)
+            if file == layout.MANIFEST and is_object_store(self._files):
+                self._files.delete_file(path)
+            else:
+                self._files.delete(path)
         except OSError as error:
             raise CheckpointError(
                 f"{self._files.where(path)} could not be deleted: {error}. Delete it by hand."
@@ -241,14 +321,15 @@ class CheckpointStore:
 
     def new_place(self, kind: Kind, step: int) -> Place:
         """Where a checkpoint that is newer than all of its step goes."""
-        same = [place for place in self._places(kind) if place.step == step]
+        places = self._inventory.refresh()
+        same = [place for place in places if (place.kind, place.step) == (kind, step)]
         if not same:
             return Place(step, 1, kind)
         last = same[-1]
-        is_free = not self.has(last.name, layout.DAMAGED) and not self.has(
-            last.name, layout.MANIFEST
-        )
-        return last if is_free else Place(step, last.number + 1, kind)
+        if self._inventory.inside([last.name])[last.name] & {layout.MANIFEST, layout.DAMAGED}:
+            return Place(step, last.number + 1, kind)
+        self._reused.add(last.name)
+        return last
 
     def path(self, name: str, file: str = "") -> str:
         return "/".join(filter(None, (self._run, name, file)))
@@ -336,6 +417,10 @@ class CheckpointStore:
             # then.
             for folder in sorted({shard.file.rpartition("/")[0] for shard in shards}):
                 layout.names(self._files, self.path(name, folder))
+        self._require_known_sizes(name, shards)
+
+    def _require_known_sizes(self, name: str, shards: Iterable[Shard]) -> None:
+        """As `_require_sizes`, without a request for those that a store has listed."""
         for shard in shards:
             with self._reading(name, shard.file):
                 size = self._files.size(self.path(name, shard.file))
@@ -366,6 +451,5 @@ class CheckpointStore:
             raise CorruptCheckpointError(f"{self.where(name, file)} is missing.") from error
         except OSError as error:
             raise CheckpointError(
-                f"{self.where(name, file)} cannot be read: {error}. Check the storage and its "
-                "permissions, then start the script again."
+                f"{self.where(name, file)} cannot be read: {error}. {remedy(error)}"
             ) from error

@@ -18,7 +18,7 @@ from keras_distplug.core.errors import (
     NoCheckpointError,
 )
 from keras_distplug.storage import layout, runs
-from keras_distplug.storage.files import Files
+from keras_distplug.storage.files import Files, remedy
 from keras_distplug.storage.layout import Kind, Place
 from keras_distplug.storage.manifest import Manifest
 from keras_distplug.storage.retention import Kept, Mode, rated
@@ -290,7 +290,7 @@ def _file_size(files: Files, path: str) -> int:
         return 0
     except OSError as error:
         raise CheckpointError(
-            f"{files.where(path)} cannot be read: {error}. Check the storage and its permissions."
+            f"{files.where(path)} cannot be read: {error}. {remedy(error)}"
         ) from error
 
 

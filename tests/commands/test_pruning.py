@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -150,6 +151,43 @@ def test_newest_is_verified(tmp_path: Path, say: Say) -> None:
     assert code == 1
     assert "Nothing was deleted" in printed
     assert "has changed since it was written" in printed
+    assert made.contents(tmp_path) == before
+
+
+def test_one_before_the_newest_is_verified(tmp_path: Path, ask: Ask) -> None:
+    """If a bit has fallen over in the checkpoint before the newest, an older one stays in its
+    place; a dry run says the same. The damaged one goes only when asked."""
+    store = made.run(tmp_path, *(made.state(step) for step in (4, 8, 12, 16)))
+    store.save(made.final(16))
+    made.HARM["flipped"][0](tmp_path / RUN / "step-00000012")
+    before = made.contents(tmp_path)
+    expected = {"step-00000004": "old"}
+    assert gone(ask("prune", tmp_path, "--keep-last", "2", "--dry-run")[1]) == expected
+    assert made.contents(tmp_path) == before
+    assert gone(ask("prune", tmp_path, "--keep-last", "2")[1]) == expected
+    for name in ("step-00000008", "step-00000016", "final-00000016"):
+        store.verify(name)
+    told = ask("prune", tmp_path, "--keep-last", "2", "--damaged")[1]
+    assert gone(told) == {"step-00000012": "damaged"}
+
+
+def test_one_before_the_newest_cannot_be_read(
+    tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If that cannot be read, nothing is deleted."""
+    made.run(tmp_path, *(made.state(step) for step in (4, 8, 12)))
+    stock, refused = LocalFiles.read_into, []
+
+    def read_into(self: Any, path: str, offset: int, buffer: memoryview) -> int:
+        if "step-00000008" in path:
+            refused.append(path)
+            raise PermissionError(errno.EACCES, "no")
+        return stock(self, path, offset, buffer)
+
+    monkeypatch.setattr(LocalFiles, "read_into", read_into)
+    before = made.contents(tmp_path)
+    code, _ = ask("prune", tmp_path, "--keep-last", "2")
+    assert (code, bool(refused)) == (1, True)
     assert made.contents(tmp_path) == before
 
 

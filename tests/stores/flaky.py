@@ -49,6 +49,7 @@ class Proxy:
     Attributes:
         port: Where it listens.
         harmed: How many requests were harmed.
+        requests: Method and path of all requests.
         stop: Ends it, once it serves.
     """
 
@@ -58,6 +59,7 @@ class Proxy:
         self._chance = random.Random(0)
         self.port = 0
         self.harmed = 0
+        self.requests: list[tuple[str, str]] = []
         self.stop: Callable[[], object]
         self._stopped: asyncio.Event
         self._mended: asyncio.Event
@@ -103,6 +105,7 @@ class Proxy:
             head = (await client.readuntil(b"\r\n\r\n")).decode("latin1").split("\r\n")
             method, path, _ = head[0].split(" ", 2)
             headers = dict(line.lower().split(": ", 1) for line in head[1:] if ": " in line)
+            self.requests.append((method, path))
             rule = self._rule_for(method, path)
             if headers.pop("expect", "") == "100-continue":
                 answer.write(b"HTTP/1.1 100 Continue\r\n\r\n")

@@ -10,12 +10,13 @@ from stores.conftest import STORES, Started
 from stores.servers import Place
 
 from keras_distplug.storage.contract import check_store
-from keras_distplug.storage.files import Files, open_files
+from keras_distplug.storage.files import Files, is_object_store, open_files
 from keras_distplug.storage.stores.remote import RemoteFiles
 
 pytestmark = [pytest.mark.stores, pytest.mark.timeout(300)]
 
 COPYING = ("local", "memory", "moto", "ceph", "gcs")
+OBJECT_STORES = ("memory", "moto", "ceph", "azurite", "gcs")
 CANNOT = {
     # The emulator of Google's overwrites what should only be created.
     "gcs": ("create_replaces_nothing", "one_writer_wins", "put_replaces_if_asked"),
@@ -46,6 +47,42 @@ def test_listed_sizes(place: Place) -> None:
     if isinstance(reader, RemoteFiles):
         assert reader._sizes == {"a/one": len(OLD), "a/two": len(NEW)}
     assert (reader.size("a/one"), reader.size("a/two")) == (len(OLD), len(NEW))
+
+
+@pytest.mark.parametrize("place", OBJECT_STORES, indirect=True)
+def test_below(files: Files, place: Place) -> None:
+    """Object stores list all files below a folder with their sizes, and no other ones, and see what
+    another process does."""
+    assert is_object_store(files)
+    for path, content in (("a/one", OLD), ("a/b/c/two", NEW), ("ab/three", NEW), ("d", OLD)):
+        files.create(path, [content])
+    assert files.names_below("a") == ["b/c/two", "one"]
+    assert files._sizes == {"a/one": len(OLD), "a/b/c/two": len(NEW)}  # type: ignore[attr-defined]
+    other = open_files(place.url, place.options)
+    assert is_object_store(other)
+    other.delete_file("a/one")
+    other.create("a/b/four", [OLD])
+    assert files.names_below("a") == ["b/c/two", "b/four"]
+    assert files.names_below("nothing") == []
+    with pytest.raises(FileNotFoundError):
+        files.size("a/one")
+
+
+@pytest.mark.parametrize("place", OBJECT_STORES, indirect=True)
+def test_delete_file(files: Files) -> None:
+    """A file is deleted, no other one with it, and one that is not there is no error."""
+    assert is_object_store(files)
+    for path in ("a/b", "a/bc", "a/c/b"):
+        files.create(path, [OLD])
+    for _ in range(2):
+        files.delete_file("a/b")
+    assert files.names_below("") == ["a/bc", "a/c/b"]
+
+
+@pytest.mark.parametrize("place", sorted(STORES.keys() - set(OBJECT_STORES)), indirect=True)
+def test_no_object_store(files: Files) -> None:
+    """The other stores list folder by folder."""
+    assert not is_object_store(files)
 
 
 @pytest.mark.parametrize("place", COPYING, indirect=True)

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import functools
 import os
+import posixpath
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -112,6 +113,35 @@ class AzureStore(ObjectStore):
         return fs, path
 
 
+class RemoteObjects(RemoteFiles):
+    """Files in an object store, which lists all files below a folder with one request per page."""
+
+    def names_below(self, folder: str) -> list[str]:
+        def below(fs: Any, full: str) -> dict[str, int]:
+            try:
+                found = fs.find(full, detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return {}
+            # Stores name a file with or without the bucket's slash in front.
+            paths = ((path.lstrip("/"), info) for path, info in found.items())
+            start = full.lstrip("/") + "/"
+            return {
+                path.removeprefix(start): int(info["size"])
+                for path, info in paths
+                if path.startswith(start) and info["type"] == "file" and info["size"] is not None
+            }
+
+        sizes = self._ask_again(folder, below)
+        self._forget_sizes(folder)
+        self._sizes |= {posixpath.join(folder, path): size for path, size in sizes.items()}
+        return sorted(sizes)
+
+    def delete_file(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._ask_again(path, lambda fs, full: fs.rm_file(full))
+        self._forget_sizes(path)
+
+
 class MemoryStore(ObjectStore):
     """The memory of this process. fsspec looks for a file and makes it in two steps, and its
     `put_file` shows one while it is written."""
@@ -126,11 +156,11 @@ class MemoryStore(ObjectStore):
             fs.pipe_file(path, data, mode="overwrite" if overwrite else "create")
 
 
-open_memory: Opener = functools.partial(RemoteFiles, MemoryStore())
+open_memory: Opener = functools.partial(RemoteObjects, MemoryStore())
 open_s3: Opener = functools.partial(
-    RemoteFiles,
+    RemoteObjects,
     # The checksum of a request is there anyway; signing what it holds takes as long as sending it.
     S3Store({"config_kwargs": {"s3": {"payload_signing_enabled": False}}}),
 )
-open_gcs: Opener = functools.partial(RemoteFiles, ObjectStore())
-open_azure: Opener = functools.partial(RemoteFiles, AzureStore(copies=False))
+open_gcs: Opener = functools.partial(RemoteObjects, ObjectStore())
+open_azure: Opener = functools.partial(RemoteObjects, AzureStore(copies=False))

@@ -199,6 +199,9 @@ class RemoteFiles:
     def delete(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._ask_again(path, self._store.delete)
+        self._forget_sizes(path)
+
+    def _forget_sizes(self, path: str) -> None:
         for known in [each for each in self._sizes if f"{each}/".startswith(f"{path}/")]:
             self._sizes.pop(known, None)
 

@@ -1,0 +1,327 @@
+"""Nothing intact is deleted because something next to it is damaged, gone or unreadable."""
+
+from __future__ import annotations
+
+import errno
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import stamina
+from checkpoints import RUN, Checkpoints
+from watched import WatchedFiles
+
+from keras_distplug.core.errors import CheckpointError, SaveError
+from keras_distplug.core.state import Cursor, TrainState
+from keras_distplug.storage.files import Files, open_files
+from keras_distplug.storage.stores.local import LocalFiles
+from keras_distplug.storage.stores.object_store import MemoryStore, RemoteObjects
+
+Damage = Callable[[Files, str], None]
+
+
+def state(step: int, **changes: Any) -> TrainState:
+    return TrainState(Cursor(0, 0, step), {"a": np.full(9, step, np.float32)}, **changes)
+
+
+def name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+@pytest.fixture(autouse=True)
+def no_retries() -> Iterator[None]:
+    stamina.set_testing(True, attempts=1)
+    yield
+    stamina.set_testing(False)
+
+
+@pytest.fixture(params=["disk", "store"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A folder on a disk, and one in an object store."""
+    return str(tmp_path / "root") if request.param == "disk" else f"memory://{uuid.uuid4().hex}"
+
+
+def there(url: str) -> list[int]:
+    """The steps of all checkpoints."""
+    return [int(each.rpartition("-")[2]) for each in open_files(url).names(RUN)]
+
+
+def intact(url: str) -> list[int]:
+    """The steps of those that can be read, by a process that knows nothing."""
+    found = []
+    for step in there(url):
+        try:
+            Checkpoints(open_files(url)).verify(name(step))
+        except CheckpointError:
+            continue
+        found.append(step)
+    return found
+
+
+# Damage
+
+
+def shard(files: Files, checkpoint: str) -> str:
+    folder = f"{RUN}/{checkpoint}"
+    [attempt] = [each for each in files.names(folder) if "." not in each]
+    [file] = files.names(f"{folder}/{attempt}")
+    return f"{folder}/{attempt}/{file}"
+
+
+def replace(files: Files, path: str, change: Callable[[bytes], bytes]) -> None:
+    content = change(files.read(path))
+    files.delete(path)
+    files.create(path, [content])
+
+
+def flip(files: Files, checkpoint: str) -> None:
+    replace(files, shard(files, checkpoint), lambda data: data[:-1] + bytes([data[-1] ^ 1]))
+
+
+def cut(files: Files, checkpoint: str) -> None:
+    replace(files, shard(files, checkpoint), lambda data: data[:-1])
+
+
+def lose(files: Files, checkpoint: str) -> None:
+    files.delete(shard(files, checkpoint))
+
+
+def change_manifest(files: Files, checkpoint: str) -> None:
+    replace(
+        files, f"{RUN}/{checkpoint}/MANIFEST.json", lambda data: data.replace(b'"step"', b'"stop"')
+    )
+
+
+DAMAGES = {"flipped": flip, "cut": cut, "lost": lose, "manifest": change_manifest}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize("restarted", [False, True])
+def test_damaged_before_the_newest(url: str, damage: Damage, restarted: bool) -> None:
+    """If the checkpoint before the newest turns out to be damaged, it is set aside, and an intact
+    older one stays in its place; over a network, its bytes are not read for that."""
+    saving = Checkpoints(open_files(url))
+    for step in (1, 2):
+        saving.save(state(step))
+    damage(open_files(url), name(2))
+    if restarted:
+        saving = Checkpoints(open_files(url))
+    if damage is flip and url.startswith("memory:"):
+        saving.save(state(3))
+        assert there(url) == [2, 3]
+        return
+    with pytest.warns(UserWarning, match=rf"{name(2)} is set aside") as warned:
+        saving.save(state(3))
+    assert len(warned) == 1
+    assert "DAMAGED.json" in open_files(url).names(f"{RUN}/{name(2)}")
+    assert (there(url), intact(url)) == ([1, 2, 3], [1, 3])
+    saving.save(state(4))
+    assert (there(url), intact(url)) == ([2, 3, 4], [3, 4])
+
+
+@pytest.mark.parametrize("damage", [cut, lose])
+def test_damaged_after_it_was_verified(url: str, damage: Damage) -> None:
+    """A checkpoint that was the newest, and verified, is looked at again before others go."""
+    saving = Checkpoints(open_files(url))
+    for step in (1, 2, 3):
+        saving.save(state(step))
+    assert there(url) == [2, 3]
+    damage(open_files(url), name(3))
+    with pytest.warns(UserWarning, match=rf"{name(3)} is set aside"):
+        saving.save(state(4))
+    assert intact(url) == [2, 4]
+
+
+@pytest.mark.parametrize("keep_last", [2, 5])
+def test_several_damaged(url: str, keep_last: int) -> None:
+    """One damaged checkpoint after the other is set aside, until the two newest are intact."""
+    saving = Checkpoints(open_files(url), keep_last=keep_last)
+    for step in range(1, keep_last + 1):
+        saving.save(state(step))
+    for step in (keep_last, keep_last - 1):
+        lose(open_files(url), name(step))
+    with pytest.warns(UserWarning, match="is set aside"):
+        saving.save(state(9))
+    assert intact(url)[-1] == 9
+    assert intact(url) == [*range(1, keep_last - 1), 9]
+
+
+def test_marked_by_another_process(url: str) -> None:
+    """A checkpoint that another process has found damaged does not count among those that stay."""
+    saving = Checkpoints(open_files(url))
+    for step in (1, 2, 3):
+        saving.save(state(step))
+    open_files(url).create(f"{RUN}/{name(3)}/DAMAGED.json", [b"{}"])
+    saving.save(state(4))
+    assert there(url) == [2, 3, 4]
+    saving.save(state(5))
+    assert there(url) == [3, 4, 5]
+
+
+def test_old_one_marked_by_another_process(url: str) -> None:
+    """Nor is it deleted when it gets old."""
+    saving = Checkpoints(open_files(url), keep_last=1)
+    saving.save(state(1))
+    open_files(url).create(f"{RUN}/{name(1)}/DAMAGED.json", [b"{}"])
+    for step in (2, 3):
+        saving.save(state(step))
+    assert there(url) == [1, 3]
+
+
+@pytest.mark.parametrize("keep_last", [2, 3])
+def test_deleted_by_another_process(url: str, keep_last: int) -> None:
+    """A checkpoint that was deleted by hand does not count among those that stay."""
+    saving = Checkpoints(open_files(url), keep_last=keep_last)
+    for step in range(1, 5):
+        saving.save(state(step))
+    open_files(url).delete(f"{RUN}/{name(4)}")
+    saving.save(state(5))
+    assert there(url) == [*range(5 - keep_last, 4), 5]
+
+
+def test_deleted_during_a_save(url: str) -> None:
+    """Nor does one that is deleted while the next one is written."""
+    files = open_files(url)
+    saving = Checkpoints(files)
+    for step in (1, 2, 3):
+        saving.save(state(step))
+    create, deleted = files.create, []
+
+    def delete_meanwhile(path: str, parts: Iterable[bytes | memoryview]) -> None:
+        create(path, parts)
+        deleted.append(path)
+        open_files(url).delete(f"{RUN}/{name(3)}")
+
+    files.create = delete_meanwhile  # type: ignore[method-assign]
+    saving.save(state(4))
+    assert deleted
+    assert (there(url), intact(url)) == ([2, 4], [2, 4])
+
+
+def test_unreadable_before_the_newest(url: str) -> None:
+    """While the checkpoint before the newest cannot be read, nothing is deleted, or set aside."""
+    for step in (1, 2):
+        Checkpoints(open_files(url)).save(state(step))
+    watched = WatchedFiles(open_files(url))
+    saving = Checkpoints(watched)
+    watched.fail("read", name(2), OSError(errno.EIO, "broken"))
+    with pytest.warns(UserWarning, match="were not deleted: .*broken") as warned:
+        saving.save(state(3))
+    assert watched.fired == len(warned) == 1
+    assert intact(url) == [1, 2, 3]
+    watched.mend()
+    saving.save(state(4))
+    assert intact(url) == [3, 4]
+
+
+def test_unreadable_list_of_the_one_before(url: str) -> None:
+    """The same if its folder cannot be listed."""
+    watched = WatchedFiles(open_files(url))
+    saving = Checkpoints(watched)
+    for step in (1, 2, 3):
+        saving.save(state(step))
+    watched.fail("names", f"{RUN}/{name(3)}", OSError(errno.EIO, "broken"))
+    with pytest.warns(UserWarning, match="were not deleted: .*broken"):
+        saving.save(state(4))
+    assert watched.fired == 1
+    assert intact(url) == [2, 3, 4]
+
+
+def test_damaged_manifest_of_a_best_one(url: str) -> None:
+    """A checkpoint whose metric can no longer be read is set aside; saves continue."""
+    rules = {"keep_best": ("loss", "min", 1)}
+    saving = Checkpoints(open_files(url), keep_last=1, **rules)
+    for step, loss in ((1, 0.1), (2, 0.5)):
+        saving.save(state(step, metrics={"loss": loss}))
+    change_manifest(open_files(url), name(1))
+    with pytest.warns(UserWarning, match=rf"{name(1)} is set aside"):
+        Checkpoints(open_files(url), keep_last=1, **rules).save(state(3, metrics={"loss": 0.7}))
+    assert intact(url) == [2, 3]
+
+
+class Forgets(RemoteObjects):
+    """An object store whose listings of all files miss a checkpoint."""
+
+    missed = 0
+
+    def names_below(self, folder: str) -> list[str]:
+        found = [each for each in super().names_below(folder) if not each.startswith(name(1))]
+        self.missed += len(super().names_below(folder)) - len(found)
+        return found
+
+
+def test_listing_that_misses_a_checkpoint() -> None:
+    """What one listing lacks is not taken for what is left of a cut-off save: its folder is looked
+    at before it is deleted."""
+    url = f"memory://{uuid.uuid4().hex}"
+    for step in (1, 2):
+        Checkpoints(open_files(url)).save(state(step))
+    files = Forgets(MemoryStore(), url, {})
+    Checkpoints(files, keep_last=9).save(state(3))
+    assert files.missed
+    assert intact(url) == [1, 2, 3]
+
+
+class Counted(LocalFiles):
+    """Counts how often each file is read."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.reads: Counter[str] = Counter()
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
+        self.reads[path.split("/")[1]] += not offset
+        return super().read_into(path, offset, buffer)
+
+
+def test_read_once(tmp_path: Path) -> None:
+    """A process reads the bytes of a checkpoint once, as the newest, or as the one before that of
+    another process; those further back are not read."""
+    for step in (1, 2, 3):
+        Checkpoints(tmp_path, keep_last=3).save(state(step))
+    files = Counted(tmp_path)
+    saving = Checkpoints(files, keep_last=3)
+    for step in (4, 5, 6):
+        saving.save(state(step))
+    assert files.reads == {name(3): 1, name(4): 1, name(5): 1, name(6): 1}
+
+
+def test_save_of_a_step_that_failed(url: str) -> None:
+    """A step whose save has failed is saved again, whole, and nothing of the failure is left."""
+    watched = WatchedFiles(open_files(url))
+    saving = Checkpoints(watched)
+    saving.save(state(1))
+    watched.fail("create", "MANIFEST.json", OSError(errno.EIO, "broken"))
+    watched.fail("delete", name(2), OSError(errno.EIO, "broken"))
+    with pytest.warns(UserWarning, match="is left of a checkpoint"), pytest.raises(SaveError):
+        saving.save(state(2))
+    watched.mend()
+    assert watched.fired == 2
+    assert there(url) == [1, 2]
+    saving.save(state(2))
+    assert intact(url) == [1, 2]
+    assert shard(open_files(url), name(2))  # of one attempt
+    for step in (3, 4):
+        saving.save(state(step))
+    assert intact(url) == [3, 4]
+
+
+def test_failed_saves(url: str) -> None:
+    """A save that fails looks at no checkpoint that the process knows, however many there are."""
+    watched = WatchedFiles(open_files(url))
+    saving = Checkpoints(watched, keep_last=20)
+    for step in range(1, 21):
+        saving.save(state(step))
+    watched.fail("create", "MANIFEST.json", OSError(errno.EIO, "broken"))
+    watched.calls.clear()
+    with pytest.raises(SaveError):
+        saving.save(state(21))
+    assert watched.fired == 1
+    listed = [path for method, path in watched.calls if method == "names"]
+    assert set(listed) == {RUN, f"{RUN}/{name(21)}"}
+    assert len(listed) <= 5
+    assert intact(url) == [*range(1, 21)]
