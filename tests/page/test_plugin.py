@@ -267,13 +267,33 @@ def test_run_that_cannot_be_read(tmp_path: Path) -> None:
     """It is shown with what is wrong with it, and the others as they are."""
     for run in ("run-0001", "run-0002", "run-0003"):
         put(tmp_path, run)
-    (tmp_path / "run-0002" / "log" / "worker-9.jsonl").mkdir()
+    log = tmp_path / "run-0002" / "log"
+    log.rename(tmp_path / "elsewhere")
+    log.symlink_to(tmp_path / "elsewhere")
     asked = plugin(logdir=str(tmp_path), logdir_spec="")
     for _ in range(2):
         first, second, third = shown(asked)
         assert first["state"] == third["state"] == "finished"
         assert second["name"] == "run-0002"
-        assert second["error"].startswith("IsADirectoryError: ")
+        assert "outside of" in second["error"]
+
+
+def test_file_that_cannot_be_read(tmp_path: Path) -> None:
+    """What is skipped of a run is named, once, beside what is read of it."""
+    put(tmp_path, "run-0001")
+    log = tmp_path / "run-0001" / "log"
+    (log / "worker-9.jsonl").mkdir()
+    asked = plugin(logdir=str(tmp_path), logdir_spec="")
+    for _ in range(2):
+        shown_one = details(asked, "run-0001")
+        assert shown_one["state"] == "finished"
+        [note] = shown_one["notes"]
+        assert note.startswith(f"{log / 'worker-9.jsonl'} is skipped: ")
+    with (log / "0.jsonl").open("ab") as lines:
+        lines.write(b'{"v": 1}\n')
+    number = len((log / "0.jsonl").read_bytes().splitlines())
+    [*_, note] = details(asked, "run-0001")["notes"]
+    assert note == f"{log / '0.jsonl'}, line {number} is skipped: there is no field 'event'"
 
 
 @pytest.mark.parametrize(
