@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from pathlib import Path
 from typing import Protocol
 
 from keras_distplug.storage.files import Files
@@ -59,23 +58,26 @@ class Appended:
 
     every_secs = 0.0
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, files: LocalFiles, name: str) -> None:
+        self._files = files
+        self._name = name
         self._file: int | None = None
         self._bytes = 0  # that count
         self._is_torn = False
 
     def write(self, lines: bytes) -> None:
         if self._file is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            path = self._files.inside(self._name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
             self._bytes = os.fstat(self._file).st_size
         if self._is_torn:
             self._mend(self._file)
         self._is_torn = True
         if (taken := os.write(self._file, lines)) < len(lines):
             self._mend(self._file)
-            raise OSError(f"{self._path} took {taken} of {len(lines)} bytes only")
+            where = self._files.where(self._name)
+            raise OSError(f"{where} took {taken} of {len(lines)} bytes only")
         self._is_torn = False
         self._bytes += len(lines)
 
@@ -125,5 +127,5 @@ class Uploaded:
 def sink_for(files: Files, stem: str) -> Sink:
     """Where the file `stem` goes, from the folder of `files`."""
     if isinstance(files, LocalFiles):
-        return Appended(Path(files.where(f"{stem}{SUFFIX}")))
+        return Appended(files, f"{stem}{SUFFIX}")
     return Uploaded(files, stem)

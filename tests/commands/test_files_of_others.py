@@ -18,8 +18,9 @@ from keras_distplug.core.event_lines import to_line
 from keras_distplug.core.events import Entry
 from keras_distplug.core.printable import printable
 from keras_distplug.runlog import log_files
+from keras_distplug.runlog.sinks import sink_for
 from keras_distplug.storage import ownership
-from keras_distplug.storage.files import open_files
+from keras_distplug.storage.files import LinkError, create_private, open_files
 from keras_distplug.storage.retention import Retention
 from keras_distplug.storage.store import CheckpointStore
 
@@ -215,6 +216,28 @@ def test_link_out_of_the_run_is_not_resumed(tmp_path: Path) -> None:
     linked(directory, tmp_path / "elsewhere", "step-00000008")
     with pytest.raises(CheckpointError, match=r"step-00000008 .*Replace the link by what it"):
         CheckpointStore(open_files(directory), RUN).newest("step")
+
+
+@pytest.mark.parametrize(
+    "place", [f"{RUN}/log", f"{RUN}/step-00000012", "incidents", ownership.FOLDER]
+)
+def test_nothing_is_written_through_a_link(place: str, tmp_path: Path) -> None:
+    """A training creates no file outside of its folder, wherever links lead."""
+    directory, elsewhere = tmp_path / "runs", tmp_path / "elsewhere"
+    made.run(directory, made.state(4))
+    elsewhere.mkdir()
+    (directory / place).symlink_to(elsewhere)
+    files = open_files(directory)
+    for create in (
+        lambda: files.create(f"{place}/0001.json", [b"x"]),
+        lambda: create_private(files, f"{place}/0001.json", [b"x"]),
+        lambda: files.put(directory / RUN / "RUN.json", f"{place}/0001.json", overwrite=True),
+        lambda: files.copy(f"{RUN}/RUN.json", f"{place}/0001.json"),
+        lambda: sink_for(files, f"{place}/worker").write(b"x"),
+    ):
+        with pytest.raises(LinkError, match="outside of"):
+            create()
+    assert not list(elsewhere.iterdir())
 
 
 def test_terminal(tmp_path: Path, say: Say) -> None:

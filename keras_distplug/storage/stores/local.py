@@ -56,7 +56,7 @@ class LocalFiles:
     def _named_afterwards(
         self, path: str, *, overwrite: bool = False, mode: int = 0o666
     ) -> Iterator[BinaryIO]:
-        target = self._root / path
+        target = self.inside(path)
         _make_folder(target.parent)
         # A name that starts with a dot is no checkpoint's: a crash may leave it behind.
         temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
@@ -79,13 +79,13 @@ class LocalFiles:
             raise
 
     def copy(self, source: str, path: str) -> None:
-        target = self._root / path
+        target = self.inside(path)
         _make_folder(target.parent)
-        os.link(self._root / source, target)  # no file is ever changed
+        os.link(self.inside(source), target)  # no file is ever changed
         sync_folder(target.parent)
 
     def read(self, path: str) -> bytes:
-        with _open_regular(self._inside(path)) as file:
+        with _open_regular(self.inside(path)) as file:
             count = os.fstat(file.fileno()).st_size
             if count > _MOST_BYTES:
                 told = f"it has {count} bytes, expected at most {_MOST_BYTES}"
@@ -93,7 +93,7 @@ class LocalFiles:
             return file.read()
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
-        with _open_regular(self._inside(path)) as file:
+        with _open_regular(self.inside(path)) as file:
             file.seek(offset)
             filled = 0
             while filled < len(buffer) and (count := file.readinto(buffer[filled:])):
@@ -101,7 +101,7 @@ class LocalFiles:
         return filled
 
     def size(self, path: str) -> int:
-        found = self._inside(path).stat()
+        found = self.inside(path).stat()
         _require_regular(found.st_mode, self._root / path)
         return found.st_size
 
@@ -109,7 +109,7 @@ class LocalFiles:
         try:
             # A folder with runs may be a link to anywhere.
             is_in_run = layout.run_folder_of(folder) is not None
-            return sorted(os.listdir(self._inside(folder) if is_in_run else self._root / folder))
+            return sorted(os.listdir(self.inside(folder) if is_in_run else self._root / folder))
         except OSError as error:
             if error.errno in _NO_FOLDER:
                 return []
@@ -133,9 +133,13 @@ class LocalFiles:
     def where(self, path: str = "") -> str:
         return str(self._root / path)
 
-    def _inside(self, path: str) -> Path:
-        """The full path. Raises if a link in it leads out of the run's folder; of a file beside
-        runs, out of the folder that holds them."""
+    def inside(self, path: str) -> Path:
+        """Returns the full path.
+
+        Raises:
+            LinkError: If a link in it leads out of the run's folder; of a file beside runs, out of
+                the folder that holds them.
+        """
         full = self._root / path
         run = layout.run_folder_of(path)
         holder = "/".join(path.split("/")[:-2]) if run is None else run
