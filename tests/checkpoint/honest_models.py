@@ -181,8 +181,7 @@ def noisy() -> keras.Model:
 
 def images() -> keras.Model:
     wide = {"value_range": (0, 255)}
-    return _chain(
-        (32, 32, 3),
+    parts = [
         layers.Resizing(24, 24), layers.CenterCrop(20, 20), layers.RandomCrop(16, 16),
         layers.RandomFlip(seed=1), layers.RandomRotation(0.1), layers.RandomZoom(0.1),
         layers.RandomTranslation(0.1, 0.1), layers.RandomContrast(0.1, value_range=(0, 255)),
@@ -196,9 +195,11 @@ def images() -> keras.Model:
         layers.RandomErasing(), layers.AutoContrast(**wide),
         layers.Solarization(**wide), *(each() for each in _there("RandomElasticTransform")),
         layers.AugMix(**wide), layers.RandAugment(**wide),
-        layers.Pipeline([layers.Equalization(**wide), layers.Rescaling(1 / 255)]),
-        layers.Flatten(), layers.Dense(1),
-    )  # fmt: skip
+        layers.Equalization(**wide),
+    ]  # fmt: skip
+    # Some of them give back the symbolic tensor that they get, from which Keras makes no model.
+    apart = [layers.Pipeline([part, layers.Rescaling(1.0)]) for part in parts]
+    return _chain((32, 32, 3), *apart, layers.Flatten(), layers.Dense(1))
 
 
 def tables() -> keras.Model:
