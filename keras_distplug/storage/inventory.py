@@ -41,6 +41,11 @@ class Inventory:
             self.forget(name)
         return self._places
 
+    def distrust(self) -> None:
+        """Makes `inside` look at all intact checkpoints again, which after a failed save may hold
+        leftovers of other attempts."""
+        self._inside = {k: names for k, names in self._inside.items() if not is_whole(names)}
+
     def current(self) -> list[Place]:
         """Returns the listing of the save that was just committed, or else lists again."""
         places = self._places if self._is_current else self.refresh()

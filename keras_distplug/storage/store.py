@@ -281,6 +281,7 @@ class CheckpointStore:
             CheckpointError: As `clean` does.
         """
         names = [place.name for place in self._inventory.refresh() if place.kind == kind]
+        self._inventory.distrust()
         is_committed = False
         for name, inside in self._inventory.inside(names).items():
             if layout.DAMAGED in inside:
