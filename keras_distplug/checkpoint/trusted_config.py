@@ -51,11 +51,10 @@ _PLAIN = (
 )
 _DTYPE = re.compile(r"bool|string|object|(u?int|b?float|complex)\d{1,3}(_e\dm\d[a-z0-9]{0,9})?")
 _PATHS = ("vocabulary", "filepath")
-# Sizes of weights, in Keras' classes and in the user's.
-_SIZES = ("units", "filters", "input_dim", "output_dim", "key_dim", "value_dim", "num_heads")
-_SIZES_OF_KERAS = (
+# Sizes of weights, in Keras' classes.
+_SIZES = (
+    *("units", "filters", "input_dim", "output_dim", "key_dim", "value_dim", "num_heads"),
     *("depth_multiplier", "head_dim", "lora_rank", "num_key_value_heads", "num_query_heads"),
-    *_SIZES,
 )
 # A sample of more values, 32 GB of float32, is nothing that was trained.
 _MOST_VALUES = 2**33
@@ -244,17 +243,16 @@ class _Check:
     def _require_argument(self, key: str, value: Any, where: str, of: str | None) -> None:
         if key in _PATHS and isinstance(value, str):
             _refuse(where, f"path to a file, {_shown(value)}")
-        if key in (_SIZES if of is None else _SIZES_OF_KERAS) or (
-            key == "kernel_size" and of is not None and "Conv" in of
-        ):
-            self._require_size(value, where, at_least=-math.inf if of is None else 0)
+        # Others may use these words as they like, such as for the names of outputs.
+        if of is not None and (key in _SIZES or (key == "kernel_size" and "Conv" in of)):
+            self._require_size(value, where)
         limit = _MOST_VALUES if key.endswith("shape") else None
         if of is not None:
             limit = _LIMITS_OF_KERAS.get(key, limit)
         if limit is not None and not all(size <= limit for size in _totals(value)):
             _refuse(where, f"{_shown(value)}, which is more than {limit}")
 
-    def _require_size(self, value: Any, where: str, at_least: float) -> None:
+    def _require_size(self, value: Any, where: str) -> None:
         # Every comparison with NaN is false.
         if not all(size <= self.elements for size in _totals(value)):
             _refuse(
@@ -262,7 +260,7 @@ class _Check:
                 f"{_shown(value)}, but all arrays of the checkpoint contain only {self.elements} "
                 "values",
             )
-        if isinstance(value, int | float) and value < at_least:
+        if isinstance(value, int | float) and value < 0:
             _refuse(where, f"{_shown(value)}, which is negative")
 
 

@@ -24,6 +24,8 @@ def run(parsed: argparse.Namespace) -> int:
             pruning.prune(files, name, going)
         if not parsed.json:
             tables.say(*(_line(name, each, parsed.dry_run) for each in going))
+            unreadable = [each for each in seen.checkpoints if each.state == "unreadable"]
+            tables.say(*(f"{name}/{each.name}: stays, {each.reason}" for each in unreadable))
         told += [_as_json(name, each) for each in going]
     freed = sum(each["bytes"] for each in told)
     if parsed.json:

@@ -14,6 +14,7 @@ from keras_distplug.core.events import VERSION, Entry, Event, OfReplica, Window,
 from keras_distplug.core.hints import require_types
 
 _YEAR_9999, _MOST_MEASURED = 253_402_300_799, 1e15
+_MOST_TOLD = 200  # characters of what is wrong with a line
 _HUGE = re.compile(rb"\d{200}")  # which no float can hold the sum of some of
 
 
@@ -82,7 +83,8 @@ def _reason(error: Exception) -> str:
         return "it is nested too deeply"
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
         return "it is no JSON"
-    return str(error)
+    told = str(error)
+    return told if len(told) <= _MOST_TOLD else f"{told[:_MOST_TOLD]}..."
 
 
 def _refuse(constant: str) -> float:

@@ -81,15 +81,16 @@ def encode(incident: Incident, batch: Any) -> Iterator[memoryview]:
         "structure": json.dumps(structure),
         "arrays": json.dumps([(each.key, each.shape, each.dtype) for each in variables]),
     }
-    _, *data = codec.encode(pieces, arrays)
-    return codec.encode(pieces, arrays, {**metadata, _DIGEST: _digest(metadata, data)})
+    head, *data = codec.encode(pieces, arrays)
+    digest = _digest({"__metadata__": metadata, **json.loads(head[8:].tobytes())}, data)
+    return codec.encode(pieces, arrays, {**metadata, _DIGEST: digest})
 
 
-def _digest(metadata: Mapping[str, Any], data: Iterable[bytes | memoryview]) -> str:
+def _digest(header: Mapping[str, Any], data: Iterable[bytes | memoryview]) -> str:
     hashed = xxhash.xxh3_128()
     for part in data:
         hashed.update(part)
-    return digest_of({**metadata, "data": hashed.hexdigest()})
+    return digest_of({"header": header, "data": hashed.hexdigest()})
 
 
 def names(files: Files) -> list[str]:
@@ -135,10 +136,11 @@ def read(files: Files, name: str | None = None) -> tuple[Incident, Any]:
 
 def _decoded(file: bytes) -> tuple[Incident, Any]:
     begin = 8 + int.from_bytes(file[:8], "little")
-    metadata, data = json.loads(file[8:begin])["__metadata__"], memoryview(file)[begin:]
+    header, data = json.loads(file[8:begin]), memoryview(file)[begin:]
+    metadata = header["__metadata__"]
     # Earlier releases wrote none.
     digest = metadata.pop(_DIGEST, None)
-    if digest is not None and digest != _digest(metadata, [data]):
+    if digest is not None and digest != _digest(header, [data]):
         raise ChangedError
     incident = Incident(**json.loads(metadata["incident"]))
     require_types(incident)

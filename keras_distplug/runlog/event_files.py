@@ -87,6 +87,8 @@ class EventFiles:
     ) -> None:
         if self._writer is None:
             # TensorFlow's own way to make folders ignores the umask.
+            if isinstance(self._files, LocalFiles):
+                self._files.inside(f"{self._folder}/events")
             self.path.mkdir(parents=True, exist_ok=True)
             self._writer = EventFileWriter(str(self.path))
         tensor = tensor_util.make_tensor_proto(value)

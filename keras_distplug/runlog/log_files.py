@@ -308,6 +308,7 @@ class Reader:
         self._on_skipped = on_skipped
         self._folder = f"{run}/{FOLDER}" if run else FOLDER
         self._known: dict[tuple[str, int], _File] = {}
+        self._told: dict[tuple[str, int], str] = {}  # of lines that are skipped
         self._fits: dict[str, Fit] = {}
         self._reading = threading.Lock()
 
@@ -355,7 +356,10 @@ class Reader:
             try:
                 if file.read_on(self._files, path := f"{self._folder}/{name}"):
                     changed.add(key[0])
-                if self._on_skipped is not None and (skipped := file.take_skipped()):
+                skipped = file.take_skipped()
+                # In a store, each new version of a part has the lines of the one before.
+                if self._on_skipped is not None and skipped and self._told.get(key) != skipped:
+                    self._told[key] = skipped
                     self._on_skipped(f"{self._files.where(path)}, {skipped}")
             except FileNotFoundError:  # a newer one has just taken its place
                 is_whole = False
@@ -403,6 +407,8 @@ class _File:
 
     def _take(self, line: bytes) -> None:
         self._lines += 1
+        if not line.strip():
+            return
         try:
             entry = from_line(line)
         except ValueError as error:

@@ -31,11 +31,15 @@ class Traits:
     is_near: bool
 
 
-class LinkError(OSError):
-    """A link leads out of the folder that it may lead to places in."""
+class NoFileError(OSError):
+    """It is not a regular file that can be read as a whole: another try changes nothing."""
 
     def __str__(self) -> str:
         return str(self.strerror)
+
+
+class LinkError(NoFileError):
+    """A link leads out of the folder that it may lead to places in."""
 
 
 class Files(Protocol):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from keras_distplug.core.errors import CheckpointError
 from keras_distplug.storage import layout
-from keras_distplug.storage.files import Files, LinkError, list_recursively
+from keras_distplug.storage.files import Files, is_object_store, list_recursively
 from keras_distplug.storage.layout import Place
 from keras_distplug.storage.manifest import Shard
 
@@ -17,8 +16,8 @@ class Inventory:
     """Remembers the folders of checkpoints, so that a save does not list all of them.
 
     Only committed and damaged checkpoints are remembered: these never change, but they may go, and
-    another process may write a DAMAGED.json. So `look_again` comes before every decision by which
-    something intact could be lost.
+    another process may write a DAMAGED.json. So before something is deleted, `forget_all` has all
+    looked at again where that is cheap.
 
     Args:
         files: The folder that holds the run's folder.
@@ -70,6 +69,15 @@ class Inventory:
         below = list_recursively(self._files, f"{self._run}/{name}")
         return self._note(name, self._listed(name) if below is None else map(_first, below))
 
+    def forget_all(self) -> None:
+        """Forgets what folders hold, where one request tells it of all of them, or none is needed.
+
+        On a server that lists folder by folder, they stay remembered: a save must not take longer
+        the more there are.
+        """
+        if self._files.traits.is_near or is_object_store(self._files):
+            self._inside.clear()
+
     def remembers(self, name: str) -> bool:
         """Whether the folder is that of a committed or damaged checkpoint."""
         return name in self._inside
@@ -100,12 +108,7 @@ class Inventory:
         self.verified.pop(name, None)
 
     def _listed(self, name: str) -> Iterable[str]:
-        try:
-            return layout.names(self._files, f"{self._run}/{name}")
-        except CheckpointError as error:
-            if isinstance(error.__cause__, LinkError):
-                return (layout.DAMAGED,)  # it is not looked into, does not count, and stays
-            raise
+        return layout.inside(self._files, f"{self._run}/{name}")
 
     def _note(self, name: str, inside: Iterable[str]) -> frozenset[str]:
         found = frozenset(inside)

@@ -30,7 +30,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from keras_distplug.storage.files import Files, unlistable
+from keras_distplug.core.errors import CheckpointError
+from keras_distplug.storage.files import Files, LinkError, unlistable
 
 Kind = Literal["step", "final"]
 
@@ -92,10 +93,15 @@ def shard_file(attempt: str, rank: int, number: int) -> str:
     return f"{attempt}/rank-{rank}-{number}.safetensors"
 
 
+def is_run(name: str) -> bool:
+    """Whether this is the name of a run's folder."""
+    return _RUN.fullmatch(name) is not None
+
+
 def run_folder_of(path: str) -> str | None:
     """The folder of the run that `path` belongs to; None for what is beside runs."""
     parts = path.split("/")
-    runs = [place for place, part in enumerate(parts) if _RUN.fullmatch(part)]
+    runs = [place for place, part in enumerate(parts) if is_run(part)]
     return "/".join(parts[: runs[-1] + 1]) if runs else None
 
 
@@ -109,6 +115,20 @@ def names(files: Files, folder: str = "") -> list[str]:
         return files.names(folder)
     except OSError as error:
         raise unlistable(files, folder, error) from error
+
+
+def inside(files: Files, folder: str) -> list[str]:
+    """What stands in the folder of a checkpoint, as `names`.
+
+    A link out of the run's folder is not looked into: it counts as a damaged checkpoint, which is
+    neither read nor deleted.
+    """
+    try:
+        return names(files, folder)
+    except CheckpointError as error:
+        if isinstance(error.__cause__, LinkError):
+            return [DAMAGED]
+        raise
 
 
 def now() -> str:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from keras_distplug.core.errors import CorruptCheckpointError
+from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError
 from keras_distplug.storage import layout
 from keras_distplug.storage.files import Files
 from keras_distplug.storage.retention import Kept, Retention
 from keras_distplug.storage.store import CheckpointStore
-from keras_distplug.storage.survey import KINDS, Seen, SeenRun
+from keras_distplug.storage.survey import KINDS, Seen, SeenRun, State
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ def outdated(run: SeenRun, retention: Retention, *, damaged: bool = False) -> li
 def checked(files: Files, run: SeenRun, retention: Retention) -> SeenRun:
     """Returns the run after a closer look at what stays in place of what goes: where reading is
     cheap, all bytes of the checkpoint before the newest are verified if `retention` keeps it as one
-    of the last. A damaged one is returned as such, so that an older one stays instead.
+    of the last. One that is damaged, or cannot be read, is returned as such, so that an older one
+    stays instead.
 
     `prune` verifies the newest itself. Further ones that stay are not verified.
 
@@ -68,9 +69,6 @@ def checked(files: Files, run: SeenRun, retention: Retention) -> SeenRun:
         files: The directory.
         run: The run, whose files' sizes were looked at.
         retention: What stays of each kind.
-
-    Raises:
-        CheckpointError: If something cannot be read.
     """
     if not files.traits.is_near or retention.keep_last < 2:
         return run
@@ -81,8 +79,11 @@ def checked(files: Files, run: SeenRun, retention: Retention) -> SeenRun:
             try:
                 store.verify(before_newest.name)
                 break
-            except CorruptCheckpointError as error:
-                damaged = replace(before_newest, state="damaged", reason=str(error))
+            except CheckpointError as error:  # of this one, which hides no others
+                state: State = (
+                    "damaged" if isinstance(error, CorruptCheckpointError) else "unreadable"
+                )
+                damaged = replace(before_newest, state=state, reason=str(error))
             run = replace(
                 run,
                 checkpoints=tuple(

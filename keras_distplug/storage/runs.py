@@ -160,7 +160,7 @@ def newest_name(files: Files) -> str | None:
 
 def _holds_checkpoint(files: Files, run: str) -> bool:
     return any(
-        layout.MANIFEST in layout.names(files, f"{run}/{place.name}")
+        layout.MANIFEST in layout.inside(files, f"{run}/{place.name}")
         for place in layout.places(files, run)
     )
 

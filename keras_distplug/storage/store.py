@@ -17,7 +17,7 @@ from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError
 from keras_distplug.core.events import Quarantined
 from keras_distplug.core.reporting import report
 from keras_distplug.storage import codec, layout
-from keras_distplug.storage.files import Files, is_object_store, remedy
+from keras_distplug.storage.files import Files, NoFileError, is_object_store, remedy
 from keras_distplug.storage.inventory import Inventory, is_whole
 from keras_distplug.storage.layout import Kind, Place
 from keras_distplug.storage.manifest import Manifest, Shard
@@ -91,6 +91,7 @@ class CheckpointStore:
         damaged = []
         for name in reversed(self._names(kind)):
             if name in self._aside or self.has(name, layout.DAMAGED):
+                self._warn_of_link(name)
                 damaged.append(name)
                 continue
             if not self.has(name, layout.MANIFEST):
@@ -107,6 +108,12 @@ class CheckpointStore:
                 f"them, or put one back from a copy and delete its {layout.DAMAGED}."
             )
         return None
+
+    def _warn_of_link(self, name: str) -> None:
+        try:
+            layout.names(self._files, self.path(name))
+        except CheckpointError as error:
+            warnings.warn(f"A checkpoint does not count. {error}", stacklevel=4)
 
     def read(self, name: str) -> Stored:
         """The checkpoint in the folder `name`, whose values are verified as they are read.
@@ -168,7 +175,7 @@ class CheckpointStore:
         return [name for name in names if self.has(name, layout.MANIFEST)]
 
     def has(self, name: str, file: str) -> bool:
-        return file in layout.names(self._files, self.path(name))
+        return file in layout.inside(self._files, self.path(name))
 
     # Deleting
 
@@ -182,11 +189,13 @@ class CheckpointStore:
     def clean(self, kind: Kind) -> None:
         """Deletes checkpoints of `kind` that need not stay, and what cut-off saves have left.
 
-        Nothing is deleted before those that stay have been verified: the newest one each time, and,
-        if `keep_last` is more than 1, the one before it once per process. From a distant store only
-        their manifests are read back for that, and the sizes of their files. Further ones that stay
-        are not verified, so that a save costs the same however many there are. One that turns out
-        to be damaged, or gone, does not count among those that stay: an older one stays instead.
+        Nothing is deleted before those that stay have been looked at: whether each is there and not
+        marked as damaged (on SFTP servers, only the two newest), whether the newest can be read,
+        and, if `keep_last` is more than 1, once per process whether the one before it can. From a
+        distant store only their manifests are read back for that, and the sizes of their files.
+        Further ones that stay are not verified, so that a save costs the same however many there
+        are. One that turns out to be damaged, or gone, does not count among those that stay: an
+        older one stays instead.
 
         Raises:
             CorruptCheckpointError: If the newest is damaged; it is set aside, and nothing is
@@ -194,7 +203,7 @@ class CheckpointStore:
             CheckpointError: If something cannot be read or deleted.
         """
         places = [place for place in self._inventory.current() if place.kind == kind]
-        verified = None
+        verified, is_afresh = None, False
         while True:
             inside = self._inventory.inside(place.name for place in places)
             whole = [place for place in places if is_whole(inside[place.name])]
@@ -208,6 +217,10 @@ class CheckpointStore:
             ]
             if not old and not cut_off:
                 return
+            if not is_afresh:
+                self._inventory.forget_all()
+                is_afresh = True
+                continue
             newest, guard = whole[-1].name, whole[-self._retention.keep_last :][-2:][0].name
             if newest != verified:
                 self._verify_newest(newest)
@@ -450,6 +463,10 @@ class CheckpointStore:
             yield
         except FileNotFoundError as error:
             raise CorruptCheckpointError(f"{self.where(name, file)} is missing.") from error
+        except NoFileError as error:
+            raise CorruptCheckpointError(
+                f"{self.where(name, file)} cannot be read: {error}. {remedy(error)}"
+            ) from error
         except OSError as error:
             raise CheckpointError(
                 f"{self.where(name, file)} cannot be read: {error}. {remedy(error)}"

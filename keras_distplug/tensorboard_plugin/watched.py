@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,8 +80,8 @@ class Watched:
         self.label = label
         self._files = files
         self._path = path
-        self._notes: dict[str, None] = {}  # of what is skipped
-        self._reader = Reader(files, path, lambda note: self._notes.setdefault(note))
+        self._notes: deque[str] = deque(maxlen=_MOST_NOTES)  # of what is skipped
+        self._reader = Reader(files, path, self._note)
         self._known: _Known | None = None
         self._headline: dict[str, Any] | None = None
         self._details: Answer | None = None
@@ -100,21 +101,23 @@ class Watched:
         with self._updating:
             known = self._update(now)
             if self._details is None:
-                notes = list(self._notes)[-_MOST_NOTES:]
+                notes = list(self._notes)
                 self._details = answer({**self._made(summary, known), "notes": notes})
             return self._details
 
     # How
 
+    def _note(self, note: str) -> None:
+        if note not in self._notes:
+            self._notes.append(note)
+            self._details = None
+
     def _made(self, what: Callable[..., dict[str, Any]], known: _Known) -> dict[str, Any]:
         return what(self.label, known.fits, known.supervised, known.at, known.checkpoints)
 
     def _update(self, now: float) -> _Known:
-        noted = len(self._notes)
         fits, supervised = self._reader.read()
         known = self._known
-        if len(self._notes) > noted:
-            self._details = None
         # A reader gives what it gave, while nothing is new.
         is_same = known is not None and (known.fits, known.supervised) == (fits, supervised)
         if known is not None and is_same and not known.is_due(now):

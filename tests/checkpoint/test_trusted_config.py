@@ -6,10 +6,12 @@ import copy
 import inspect
 import json
 import sys
+import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("tensorflow")
@@ -28,7 +30,7 @@ from checkpoint.forged_configs import (  # noqa: E402
 from keras import layers  # noqa: E402
 from keras.src import api_export  # noqa: E402
 
-from keras_distplug.backend.tensorflow.runtime import keras_files  # noqa: E402
+from keras_distplug.backend.tensorflow.runtime import keras_files, models  # noqa: E402
 from keras_distplug.backend.tensorflow.runtime.keras_files import KerasFiles, Kind  # noqa: E402
 from keras_distplug.checkpoint import trusted_config  # noqa: E402
 from keras_distplug.checkpoint.imported_names import ImportedNames  # noqa: E402
@@ -194,6 +196,30 @@ def test_class_of_a_module_that_is_no_part_of_a_model(told: dict[str, Any]) -> N
     changed, where = forged_in("layer", made(__name__, "KerasFiles"), told)
     with pytest.raises(ModelError, match=where):
         require_trusted(changed, ELEMENTS, NAMES["imported"])
+
+
+def test_outputs_with_the_names_of_arguments() -> None:
+    """In dictionaries that are no arguments of Keras' classes, any number may have any name."""
+    told = {"compile_config": {"loss_weights": {"units": 1e6, "filters": -1.0}}}
+    require_trusted(told, 10, ImportedNames())
+
+
+def test_limit_of_variables() -> None:
+    """Too many values are refused, in this thread and until the end only."""
+    made: list[Any] = []
+
+    def make(values: int) -> None:
+        made.append(keras.Variable(np.zeros(values, "float32")))
+
+    with models.variables_limited(100):
+        make(60)
+        other = threading.Thread(target=make, args=(1000,))
+        other.start()
+        other.join(60)
+        with pytest.raises(ModelError, match=r"of shape \[50\] is too large"):
+            make(50)
+    make(1000)
+    assert [each.shape for each in made] == [(60,), (1000,), (1000,)]
 
 
 def test_message(told: dict[str, Any]) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from commands import made
-from storage.checkpoints import RUN
+from storage.checkpoints import RUN, Checkpoints
 
 from keras_distplug.core import events
 from keras_distplug.core.errors import CheckpointError
@@ -18,8 +19,9 @@ from keras_distplug.core.event_lines import to_line
 from keras_distplug.core.events import Entry
 from keras_distplug.core.printable import printable
 from keras_distplug.runlog import log_files
+from keras_distplug.runlog.event_files import EventFiles
 from keras_distplug.runlog.sinks import sink_for
-from keras_distplug.storage import ownership
+from keras_distplug.storage import ownership, runs
 from keras_distplug.storage.files import LinkError, create_private, open_files
 from keras_distplug.storage.retention import Retention
 from keras_distplug.storage.store import CheckpointStore
@@ -209,13 +211,59 @@ def test_links_to_runs(tmp_path: Path, say: Say) -> None:
     assert found == ["experiment/run-0001"], "once, though three links lead there"
 
 
-def test_link_out_of_the_run_is_not_resumed(tmp_path: Path) -> None:
-    """A training that would have to follow one says what to do."""
-    directory = tmp_path / "runs"
-    made.run(directory, made.state(4), made.state(8))
-    linked(directory, tmp_path / "elsewhere", "step-00000008")
-    with pytest.raises(CheckpointError, match=r"step-00000008 .*Replace the link by what it"):
-        CheckpointStore(open_files(directory), RUN).newest("step")
+@pytest.mark.parametrize("step", [4, 8])
+@pytest.mark.parametrize("what", ["", "MANIFEST.json"])
+def test_training_beside_a_link_out_of_the_run(step: int, what: str, tmp_path: Path) -> None:
+    """A training takes up the newest other checkpoint, and deletes old ones as ever. It says why
+    the link does not count."""
+    directory, link = tmp_path / "runs", f"step-{step:08d}"
+    made.run(directory, *(made.state(each) for each in (4, 8)))
+    moved = tmp_path / "elsewhere"
+    shutil.move(directory / RUN / link / what, moved)
+    (directory / RUN / link / what).symlink_to(moved)
+    files = open_files(directory)
+    assert runs.newest_run(files).name == RUN  # type: ignore[union-attr]
+    saving = Checkpoints(files)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        found = saving.newest("step")
+    assert found is not None
+    assert found.name == f"step-{12 - step:08d}"
+    if step == 8:
+        assert any("Replace the link by what it leads to" in str(each.message) for each in warned)
+    for later in (12, 16, 20, 24):
+        saving.save(made.state(later))
+    left = sorted(each.name for each in (directory / RUN).glob("step-*"))
+    assert left[-2:] == ["step-00000020", "step-00000024"]
+    assert len(left) <= 3, "the link stays, and no other old one"
+    assert moved.exists()
+
+
+def test_run_that_is_a_link(tmp_path: Path, say: Say) -> None:
+    """Of a run that was moved to another disk, old checkpoints are deleted as a whole."""
+    made.run(tmp_path / "disk", made.state(4))
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / RUN).symlink_to(tmp_path / "disk" / RUN)
+    saving = Checkpoints(open_files(tmp_path / "runs"))
+    for step in (8, 12, 16):
+        saving.save(made.state(step))
+    left = [f"step-{step:08d}" for step in (12, 16)]
+    assert sorted(each.name for each in (tmp_path / "disk" / RUN).glob("step-*")) == left
+    code, printed = say("prune", tmp_path / "runs", "--keep-last", "1")
+    assert code == 0, printed
+    assert sorted(each.name for each in (tmp_path / "disk" / RUN).glob("step-*")) == left[1:]
+
+
+def test_directory_that_is_a_run(tmp_path: Path) -> None:
+    """Links out of a run are not followed either if a command is given the run itself."""
+    made.run(tmp_path / "runs", made.state(4))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "a").write_text("SECRET")
+    (tmp_path / "runs" / RUN / "step-00000099").symlink_to(tmp_path / "elsewhere")
+    files = open_files(tmp_path / "runs" / RUN)
+    for look in (files.names, files.size, files.read):
+        with pytest.raises(LinkError, match="outside of"):
+            look("step-00000099/a" if look != files.names else "step-00000099")
 
 
 @pytest.mark.parametrize(
@@ -228,13 +276,16 @@ def test_nothing_is_written_through_a_link(place: str, tmp_path: Path) -> None:
     elsewhere.mkdir()
     (directory / place).symlink_to(elsewhere)
     files = open_files(directory)
-    for create in (
+    creating = [
         lambda: files.create(f"{place}/0001.json", [b"x"]),
         lambda: create_private(files, f"{place}/0001.json", [b"x"]),
         lambda: files.put(directory / RUN / "RUN.json", f"{place}/0001.json", overwrite=True),
         lambda: files.copy(f"{RUN}/RUN.json", f"{place}/0001.json"),
         lambda: sink_for(files, f"{place}/worker").write(b"x"),
-    ):
+    ]
+    if place.startswith(RUN):
+        creating.append(lambda: EventFiles(files, f"{place}/goodput").add_scalar("a", 0.5, 1))
+    for create in creating:
         with pytest.raises(LinkError, match="outside of"):
             create()
     assert not list(elsewhere.iterdir())

@@ -172,10 +172,11 @@ def test_one_before_the_newest_is_verified(tmp_path: Path, ask: Ask) -> None:
 
 
 def test_one_before_the_newest_cannot_be_read(
-    tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If that cannot be read, nothing is deleted."""
+    """If that cannot be read, an older one stays, too. Other runs are pruned."""
     made.run(tmp_path, *(made.state(step) for step in (4, 8, 12)))
+    made.run(tmp_path, *(made.state(step) for step in (3, 7, 11)), name="run-0002")
     stock, refused = LocalFiles.read_into, []
 
     def read_into(self: Any, path: str, offset: int, buffer: memoryview) -> int:
@@ -185,10 +186,12 @@ def test_one_before_the_newest_cannot_be_read(
         return stock(self, path, offset, buffer)
 
     monkeypatch.setattr(LocalFiles, "read_into", read_into)
-    before = made.contents(tmp_path)
-    code, _ = ask("prune", tmp_path, "--keep-last", "2")
-    assert (code, bool(refused)) == (1, True)
-    assert made.contents(tmp_path) == before
+    before = made.contents(tmp_path / RUN)
+    code, printed = say("prune", tmp_path, "--keep-last", "2")
+    assert (code, bool(refused)) == (0, True)
+    assert f"{RUN}/step-00000008: stays, " in printed
+    assert "run-0002/step-00000003: deleted" in printed
+    assert made.contents(tmp_path / RUN) == before
 
 
 def test_cut_off(tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:

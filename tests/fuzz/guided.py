@@ -107,7 +107,7 @@ def incident(data: bytes) -> None:
         header = json.loads(data[8:begin])
         metadata = header["__metadata__"]
         metadata.pop("sha256", None)
-        metadata["sha256"] = incident_files._digest(metadata, [data[begin:]])
+        metadata["sha256"] = incident_files._digest(header, [data[begin:]])
         text = json.dumps(header).encode()
         data = len(text).to_bytes(8, "little") + text + data[begin:]
     name = "20250101T000000Z-epoch-1-batch-2-replica-0.safetensors"

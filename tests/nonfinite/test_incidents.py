@@ -158,7 +158,7 @@ def test_forged(files: Files, part: str) -> None:
             text = json.dumps(replaced(whole, place, value))
             forged = {**metadata, part: text.replace('"deep"', "[" * 5000 + "]" * 5000)}
             del forged["sha256"]
-            forged["sha256"] = incident_files._digest(forged, data)
+            forged["sha256"] = incident_files._digest({"__metadata__": forged}, data)
             header = json.dumps({"__metadata__": forged}).encode()
             files.delete(made.path)
             files.create(made.path, [len(header).to_bytes(8, "little"), header, *data])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import threading
 import uuid
@@ -238,6 +239,32 @@ def test_read_while_it_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_steps() == [1]
     most[0] = 0
     assert read_steps() == [*range(1, replaced[0] + 1)]
+
+
+def test_notes_about_lines(files: Files) -> None:
+    """A line that is skipped is noted once, with its number, in few words; blank ones are not."""
+    notes: list[str] = []
+    reader = Reader(files, RUN, notes.append)
+    sink = sink_for(files, f"{RUN}/log/one")
+    sink.write(line(began()) + b"\n" + b'{"v": 1, "' + b"x" * 10**6 + b'": 1}\n')
+    for step in (1, 2, 3):
+        sink.write(line(events.Window(step, 1, 0, {"step": 1.0})))
+        [fit], _ = reader.read()
+        assert len(fit.entries) == 1 + step
+    sink.close()
+    [note] = notes
+    assert re.fullmatch(r".*/log/one.*\.jsonl, line 3 is skipped: there is no field 'event'", note)
+
+
+@pytest.mark.parametrize(
+    "text", [b'{"v": 1, "at": "' + b"x" * 10**6 + b'", "event": "hung"}', b"["]
+)
+def test_length_of_notes(text: bytes, files: Files) -> None:
+    files.create(f"{RUN}/log/one.jsonl", [line(began()), text, b"\n"])
+    notes: list[str] = []
+    read(files, RUN, notes.append)
+    [note] = notes
+    assert len(note) < 600
 
 
 def test_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,6 +172,32 @@ def test_old_one_marked_by_another_process(url: str) -> None:
     assert there(url) == [1, 3]
 
 
+# What is kept, which step is harmed, which ones are saved then, and which stay.
+RULES: dict[str, tuple[dict[str, Any], int, tuple[int, ...], list[int]]] = {
+    "last": ({"keep_last": 4}, 3, (5,), [1, 2, 4, 5]),
+    "best": ({"keep_last": 1, "keep_best": ("loss", "min", 1)}, 2, (5,), [4, 5]),
+    "every": ({"keep_last": 1, "keep_every_steps": 2}, 4, (5, 6), [2, 5, 6]),
+}
+
+
+@pytest.mark.parametrize("file", ["DAMAGED.json", "MANIFEST.json"])
+@pytest.mark.parametrize("rule", RULES)
+def test_any_that_stays_is_harmed_by_another_process(url: str, rule: str, file: str) -> None:
+    """Whatever rule it stays by, it does not count any more, and an older or worse one stays."""
+    rules, harmed, later, stay = RULES[rule]
+    saving = Checkpoints(open_files(url), **rules)
+    for step, loss in ((1, 0.5), (2, 0.1), (3, 0.3), (4, 0.4)):
+        saving.save(state(step, metrics={"loss": loss}))
+    files = open_files(url)
+    if file == "DAMAGED.json":
+        files.create(f"{RUN}/{name(harmed)}/{file}", [b"{}"])
+    else:
+        files.delete(f"{RUN}/{name(harmed)}/{file}")
+    for step in later:
+        saving.save(state(step, metrics={"loss": 0.6}))
+    assert [step for step in intact(url) if step != harmed] == stay
+
+
 @pytest.mark.parametrize("keep_last", [2, 3])
 def test_deleted_by_another_process(url: str, keep_last: int) -> None:
     """A checkpoint that was deleted by hand does not count among those that stay."""

@@ -153,9 +153,15 @@ def test_same_number(store: Store) -> None:
     the one before the newest."""
     few, many = store.saves(1), store.saves(MANY.get(store.name, 30))
     print(store.name, few, many)
+    if store.name == "local":
+        # A folder of a disk is listed in microseconds; each that stays is, before one is deleted.
+        for kept, found in ((1, few), (MANY["local"], many)):
+            for requests in found:
+                assert requests.pop("listdir") <= 2 * kept + 6
+                assert requests.pop("stat") <= 2 * kept + 100
     assert few[1] == few[2] == few[3]
     assert many[1] == many[2] == many[3] == few[3]
-    assert few[3][LISTS.get(store.name, "list")] > 0
+    assert store.name == "local" or few[3][LISTS.get(store.name, "list")] > 0
     if store.name in OBJECT_STORES:
         assert many[0].total() <= many[3].total() + 4
         assert many[0].total() <= few[0].total() + 3

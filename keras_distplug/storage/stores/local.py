@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.threads import in_daemon
 from keras_distplug.storage import layout
-from keras_distplug.storage.files import Files, LinkError, Traits, local_path
+from keras_distplug.storage.files import Files, LinkError, NoFileError, Traits, local_path
 
 _BUFFER_BYTES = 2**18  # for small parts; larger ones pass it by
 _FLUSH_BYTES = 16 * 2**20
@@ -89,7 +89,7 @@ class LocalFiles:
             count = os.fstat(file.fileno()).st_size
             if count > _MOST_BYTES:
                 told = f"it has {count} bytes, expected at most {_MOST_BYTES}"
-                raise OSError(errno.EFBIG, told, str(self._root / path))
+                raise NoFileError(errno.EFBIG, told, str(self._root / path))
             return file.read()
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
@@ -108,7 +108,7 @@ class LocalFiles:
     def names(self, folder: str = "") -> list[str]:
         try:
             # A folder with runs may be a link to anywhere.
-            is_in_run = layout.run_folder_of(folder) is not None
+            is_in_run = layout.is_run(self._root.name) or layout.run_folder_of(folder) is not None
             return sorted(os.listdir(self.inside(folder) if is_in_run else self._root / folder))
         except OSError as error:
             if error.errno in _NO_FOLDER:
@@ -117,8 +117,11 @@ class LocalFiles:
 
     def delete(self, path: str) -> None:
         target = self._root / path
-        if target.parent != self._root and target.parent.is_symlink():
-            return  # only the link itself is deleted, never its target's files
+        place = self._top_of(path)
+        for part in target.relative_to(place).parts[:-1]:
+            place /= part
+            if place.is_symlink():
+                return  # only the link itself is deleted, never what it leads to
         if target.is_dir() and not target.is_symlink():
             _delete_folder(target)
         else:
@@ -141,9 +144,7 @@ class LocalFiles:
                 the folder that holds them.
         """
         full = self._root / path
-        run = layout.run_folder_of(path)
-        holder = "/".join(path.split("/")[:-2]) if run is None else run
-        top = place = self._root / holder
+        top = place = self._top_of(path)
         for part in full.relative_to(top).parts:
             place /= part
             if place.is_symlink():
@@ -153,6 +154,13 @@ class LocalFiles:
                     raise LinkError(errno.EINVAL, told, str(full))
                 break
         return full
+
+    def _top_of(self, path: str) -> Path:
+        """The folder that links in `path` must not lead out of. It may be a link itself."""
+        if layout.is_run(self._root.name):
+            return self._root
+        run = layout.run_folder_of(path)
+        return self._root / ("/".join(path.split("/")[:-2]) if run is None else run)
 
 
 def open_local(url: str, storage_options: Mapping[str, Any]) -> Files:
@@ -190,9 +198,9 @@ def _open_regular(path: Path) -> io.FileIO:
 
 def _require_regular(mode: int, path: Path) -> None:
     if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        raise NoFileError(errno.EISDIR, "it is a folder, not a file", str(path))
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, f"it is {_kind(mode)}, not a regular file", str(path))
+        raise NoFileError(errno.EINVAL, f"it is {_kind(mode)}, not a regular file", str(path))
 
 
 def _kind(mode: int) -> str:

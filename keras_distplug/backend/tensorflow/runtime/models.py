@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
@@ -27,6 +28,7 @@ from keras_distplug.backend.tensorflow.runtime.patching import Upstream
 from keras_distplug.core.errors import ModelError
 
 _UPSTREAM = Upstream(keras="3.10 to 3.15")
+_LIMITING = threading.Lock()  # one patch at a time
 _GLOBAL_SEED_GENERATOR = "global_seed_generator"
 
 Target = int | str  # what an optimizer trains: a position in `model.weights`, or a name
@@ -78,11 +80,13 @@ def variables_limited(most: int) -> Iterator[None]:
     Args:
         most: Total number of values in the variables made inside.
     """
-    validate, total = keras.Variable._validate_shape, 0
+    total, own_thread = 0, threading.get_ident()
 
     def require_room(variable: keras.Variable, shape: Any) -> Any:
         nonlocal total
         shape = validate(variable, shape)
+        if threading.get_ident() != own_thread:
+            return shape
         total += math.prod(shape)
         if total > most:
             raise ModelError(
@@ -91,8 +95,10 @@ def variables_limited(most: int) -> Iterator[None]:
             )
         return shape
 
-    with _UPSTREAM.patched(keras.Variable, "_validate_shape", require_room):
-        yield
+    with _LIMITING:
+        validate = keras.Variable._validate_shape
+        with _UPSTREAM.patched(keras.Variable, "_validate_shape", require_room):
+            yield
 
 
 def seed_generators_of(model: keras.Model) -> list[keras.random.SeedGenerator]:
