@@ -95,7 +95,13 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = importlib.import_module(_HOMES[name])
+    try:
+        home = importlib.import_module(_HOMES[name])
+    except ImportError as error:
+        versions = "keras_distplug.backend.tensorflow.runtime.versions"
+        if explained := importlib.import_module(versions).explain(error):
+            raise explained from error
+        raise
     return home if name == "errors" else getattr(home, name)
 
 

@@ -17,12 +17,17 @@ def test_lowest_versions() -> None:
     assert {line for line in lines if not line.startswith("#")} == lowest
 
 
-def test_every_dependency_has_an_upper_bound() -> None:
-    """A release that does not exist yet was not tested."""
+WITH_A_WARNING = {"keras", "tensorboard", "tensorflow", "tensorflow-cpu"}
+
+
+def test_upper_limits() -> None:
+    """A newer Keras or TensorFlow installs, and causes a warning; of others, none is untested."""
     required = [*PROJECT["dependencies"]]
     for extra in ("tensorflow", "tensorflow-cpu"):
         required += PROJECT["optional-dependencies"][extra]
-    assert all(re.fullmatch(r"[a-z0-9-]+>=[\d.]+,<[\d.]+", requirement) for requirement in required)
+    for requirement in required:
+        name, _, limits = requirement.partition(">=")
+        assert ("<" in limits) == (name not in WITH_A_WARNING), requirement
 
 
 def test_version() -> None:
