@@ -19,6 +19,7 @@ from keras_distplug.checkpoint.settings import Single
 from keras_distplug.cluster import peers
 from keras_distplug.cluster.array_tasks import array_task
 from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.core.operating_system import announce_missing
 from keras_distplug.hang.hang_watchdog import HangWatchdog
 from keras_distplug.nonfinite.nan_watchdog import NaNWatchdog
 from keras_distplug.preemption.preemption_handler import PreemptionHandler
@@ -70,6 +71,7 @@ def defaults(
         A new, plain list.
     """
     versions.check()
+    announce_missing()
     # Keras fails under MultiWorkerMirroredStrategy before it looks at the callbacks.
     trainer.install_dispatch()
     peers.watch()
