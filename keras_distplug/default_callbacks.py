@@ -11,7 +11,7 @@ from typing import Any, Unpack
 import keras
 
 from keras_distplug.backend.tensorflow import trainer
-from keras_distplug.backend.tensorflow.runtime import versions
+from keras_distplug.backend.tensorflow.runtime import keras_backend, versions
 from keras_distplug.callbacks.watchdog import deferring
 from keras_distplug.checkpoint.backup_and_restore import BackupAndRestore
 from keras_distplug.checkpoint.cadence import SaveFreq
@@ -71,6 +71,7 @@ def defaults(
         A new, plain list.
     """
     versions.check()
+    keras_backend.warn_of_distribution()
     announce_missing()
     # Keras fails under MultiWorkerMirroredStrategy before it looks at the callbacks.
     trainer.install_dispatch()

@@ -11,6 +11,7 @@ from functools import cache
 from importlib import metadata
 
 from keras_distplug import __version__
+from keras_distplug.backend.tensorflow.runtime import keras_backend
 from keras_distplug.core.errors import VersionError
 
 STRICT = "KERAS_DISTPLUG_STRICT_VERSIONS"  # "1" refuses versions newer than the tested ones
@@ -50,10 +51,16 @@ class Installation:
 
 
 def check() -> None:
-    """Raises `VersionError` for missing and outdated packages, and warns about untested ones.
+    """Checks Keras' backend, and the versions of Keras and TensorFlow.
 
-    A version newer than the tested ones is an error if `KERAS_DISTPLUG_STRICT_VERSIONS` is 1.
+    A version newer than the tested ones causes a warning, unless `KERAS_DISTPLUG_STRICT_VERSIONS`
+    is 1.
+
+    Raises:
+        ConfigurationError: If Keras uses another backend than TensorFlow.
+        VersionError: If a package is missing or too old.
     """
+    keras_backend.require_tensorflow()
     for name in TESTED:
         _check_one(name, find(name))
 
