@@ -75,7 +75,7 @@ def test_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import keras
 
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.filterwarnings("error", message="keras.distribution")
         keras_distplug.defaults(tmp_path)
     distribution = keras.distribution.DataParallel(
         device_mesh=keras.distribution.DeviceMesh((1,), ["batch"], ["cpu:0"])

@@ -138,7 +138,7 @@ del epoch_iterator.EpochIterator
 try:
     kd.defaults
 except kd.errors.VersionError as error:
-    for part in ("EpochIterator", "keras 3.99.0", kd.__version__, "issue tracker"):
+    for part in ("EpochIterator", " 3.99.0", kd.__version__, "issue tracker"):
         assert part in str(error), (part, str(error))
 else:
     raise AssertionError("a private name was missing")
@@ -151,7 +151,7 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     for epochs in (1, 2):
         fitted = model.fit(x, x[:, :1], epochs=epochs, verbose=0, callbacks=kd.defaults("run"))
-newer = [str(each.message) for each in caught if "3.99.0 is newer" in str(each.message)]
+newer = [str(each.message) for each in caught if " 3.99.0 is newer" in str(each.message)]
 assert len(newer) == 1, newer
 assert fitted.epoch == [0, 1], fitted.epoch
 """
