@@ -1,6 +1,6 @@
 """Checkpoints in S3, or in a store that talks as it does: Ceph, MinIO, R2.
 
-    pip install 'keras-distplug[tensorflow,s3]'
+    pip install s3fs
 
     python examples/checkpoints_in_s3.py --url s3://bucket/runs/digits
     python examples/checkpoints_in_s3.py --url s3://bucket/runs/digits --endpoint https://host:9000
@@ -76,7 +76,7 @@ def s3_of_its_own() -> Iterator[tuple[str, Mapping[str, str]]]:
     except ImportError as error:
         raise SystemExit(
             "Without --url, this example starts a store of its own, which needs packages that are "
-            f"not installed ({error}). Run pip install 'keras-distplug[s3]' 'moto[server]', or "
+            f"not installed ({error}). Run pip install s3fs 'moto[server]', or "
             "give --url."
         ) from error
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request otherwise

@@ -91,11 +91,22 @@ _HOMES = {
     "scaled_learning_rate": "keras_distplug.startup",
 }
 
+_BACKEND = "keras_distplug.backend.tensorflow.runtime.keras_backend"
+_WITHOUT_KERAS = ("Retention", "errors", "register_store")
+
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = importlib.import_module(_HOMES[name])
+    if name not in _WITHOUT_KERAS:
+        importlib.import_module(_BACKEND).require_tensorflow()
+    try:
+        home = importlib.import_module(_HOMES[name])
+    except ImportError as error:
+        versions = "keras_distplug.backend.tensorflow.runtime.versions"
+        if explained := importlib.import_module(versions).explain(error):
+            raise explained from error
+        raise
     return home if name == "errors" else getattr(home, name)
 
 
@@ -123,6 +134,7 @@ def _start_process() -> None:
     # TensorFlow forms a cluster only before the first tensor exists, and a script that a supervisor
     # started as one of several workers has made none when it imports us.
     if os.environ.get("TF_CONFIG") and os.environ.get("KERAS_DISTPLUG_JOB"):
+        importlib.import_module(_BACKEND).require_tensorflow()
         importlib.import_module("keras_distplug.startup").join_on_import()
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from keras_distplug import __version__
 from keras_distplug.commands import arguments
 from keras_distplug.core.errors import ConfigurationError, DistplugError, NoCheckpointError
+from keras_distplug.core.operating_system import require_supervision
 from keras_distplug.supervisor.attempt import Limits
 from keras_distplug.supervisor.launch import CommandNotFoundError
 from keras_distplug.supervisor.restarts import Budgets
@@ -213,6 +214,7 @@ def _add_run(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _run(parsed: argparse.Namespace, command: Sequence[str]) -> int:
+    require_supervision()
     from keras_distplug.core.timeouts import Timeouts
     from keras_distplug.runlog import log_files
     from keras_distplug.supervisor import guard

@@ -11,7 +11,7 @@ from typing import Any, Unpack
 import keras
 
 from keras_distplug.backend.tensorflow import trainer
-from keras_distplug.backend.tensorflow.runtime import versions
+from keras_distplug.backend.tensorflow.runtime import keras_backend, versions
 from keras_distplug.callbacks.watchdog import deferring
 from keras_distplug.checkpoint.backup_and_restore import BackupAndRestore
 from keras_distplug.checkpoint.cadence import SaveFreq
@@ -19,6 +19,7 @@ from keras_distplug.checkpoint.settings import Single
 from keras_distplug.cluster import peers
 from keras_distplug.cluster.array_tasks import array_task
 from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.core.operating_system import announce_missing
 from keras_distplug.hang.hang_watchdog import HangWatchdog
 from keras_distplug.nonfinite.nan_watchdog import NaNWatchdog
 from keras_distplug.preemption.preemption_handler import PreemptionHandler
@@ -70,6 +71,8 @@ def defaults(
         A new, plain list.
     """
     versions.check()
+    keras_backend.warn_of_distribution()
+    announce_missing()
     # Keras fails under MultiWorkerMirroredStrategy before it looks at the callbacks.
     trainer.install_dispatch()
     peers.watch()

@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras_distplug import startup
 from keras_distplug.backend.tensorflow import trainer
 from keras_distplug.backend.tensorflow.parameter_server import embeddings
-from keras_distplug.backend.tensorflow.runtime import context, models, versions
+from keras_distplug.backend.tensorflow.runtime import context, keras_backend, models, versions
 from keras_distplug.callbacks import chief_only
 from keras_distplug.callbacks.watchdog import require_made
 from keras_distplug.checkpoint import same_start
@@ -173,6 +173,7 @@ def distributed_fit(
     given: dict[str, Any] = own_arguments.pop(_GIVEN)  # arguments of `fit`
     resuming = _resuming_of(resuming, own_arguments, given)
     versions.check()
+    keras_backend.warn_of_distribution()
     peers.watch()
     if deterministic:
         _compute_the_same_bits()

@@ -159,7 +159,7 @@ def _leave() -> None:
     if _Ending.code is not None:
         logging.shutdown()
         _exit(_Ending.code)
-    if _Ending.peer_is_lost:
+    if _Ending.peer_is_lost and hasattr(signal, "setitimer"):
         # The kernel keeps this limit when no thread of Python runs any more.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, _END_S)

@@ -262,7 +262,8 @@ _open: weakref.WeakSet[Closes] = weakref.WeakSet()
 def _look_out_for_the_end() -> None:
     before_threads_end(_close_all)
     # A child's end would close over the connections of its parent.
-    os.register_at_fork(after_in_child=_open.clear)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_open.clear)
 
 
 def _close_all() -> None:

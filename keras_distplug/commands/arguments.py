@@ -271,7 +271,7 @@ def _step(text: str) -> int | str:
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
+        found = json.loads(Path(text[1:]).read_text("utf-8") if text.startswith("@") else text)
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"expected a JSON object, or @FILE: {error}") from error
     if not isinstance(found, dict):

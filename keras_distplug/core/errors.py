@@ -3,7 +3,7 @@
     DistplugError
     ├── ConfigurationError (a ValueError)   argument or environment; always before training
     │   ├── ClusterError                    the environment describes no valid cluster
-    │   ├── VersionError                    a package is outside the tested range
+    │   ├── VersionError                    a package is missing, too old, or has changed
     │   ├── InUseError                      another process is training in the folder
     │   ├── ModelError                      the model cannot be placed under the strategy
     │   └── DataError                       the data cannot be read or split as asked
@@ -45,7 +45,7 @@ class ClusterError(ConfigurationError):
 
 
 class VersionError(ConfigurationError):
-    """An installed package is missing or outside the range this release was tested with."""
+    """A package is missing or too old, or lacks a private name that this release needs."""
 
 
 class InUseError(ConfigurationError):

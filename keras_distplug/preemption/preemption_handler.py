@@ -19,6 +19,7 @@ from keras_distplug.backend.tensorflow.runtime.context import ServiceKeyValues
 from keras_distplug.callbacks.run_keeper import keeper_among
 from keras_distplug.callbacks.watchdog import Watchdog
 from keras_distplug.cluster import agreement, leaving
+from keras_distplug.core import operating_system
 from keras_distplug.core.errors import AgreementError, ConfigurationError, DistplugError, Preempted
 from keras_distplug.core.events import Preempted as PreemptedEvent
 from keras_distplug.core.exit_codes import ExitCode
@@ -35,7 +36,7 @@ from keras_distplug.preemption.stopping import Cause, Stop, StopTogether
 from keras_distplug.preemption.told_to_tensorflow import NoticeToTensorFlow
 
 _LEAVING_S = 60.0  # for others whose save has failed in another way
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_SIGNALS = operating_system.signals("SIGTERM", "SIGUSR1", "SIGUSR2")
 
 
 class PreemptionHandler(Watchdog):
@@ -67,8 +68,8 @@ class PreemptionHandler(Watchdog):
       workers still stop for a SIGTERM, of which TensorFlow tells; one alone does not.
 
     Args:
-        signals: Which signals tell to go. Defaults to SIGTERM, SIGUSR1 and SIGUSR2. One that the
-            process ignores stays ignored.
+        signals: Which signals tell to go. Defaults to SIGTERM, SIGUSR1 and SIGUSR2, where they
+            exist. One that the process ignores stays ignored.
         grace_secs: The time between a signal and the end of the machine. A checkpoint that would
             take longer than what is left of it is not begun; the newest one then is the local one,
             or the one before. Defaults to 30, that of Kubernetes.
@@ -99,8 +100,8 @@ class PreemptionHandler(Watchdog):
         requeue: bool = False,
     ) -> None:
         super().__init__()
-        unusable = {signal.SIGKILL, signal.SIGSTOP, signal.SIGINT} & set(signals)
-        if unusable:
+        unusable = operating_system.signals("SIGKILL", "SIGSTOP", "SIGINT")
+        if set(unusable) & set(signals):
             raise ConfigurationError(
                 "SIGKILL and SIGSTOP cannot be handled, and SIGINT is always. Received: signals="
                 f"{[signal.Signals(n).name for n in signals]}"
@@ -162,7 +163,7 @@ class PreemptionHandler(Watchdog):
         self._end()
         # What came too late to stop training is for who is told next: mostly, to end the process.
         for number in self._received:
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
 
     # How
 

@@ -89,7 +89,10 @@ class SignalWatch:
         is_ours = True
         while is_ours:
             # A real signal, which also ends a wait for a lock, unless it comes just before that.
-            signal.pthread_kill(main, number)
+            if hasattr(signal, "pthread_kill"):
+                signal.pthread_kill(main, number)
+            else:  # Windows, where a signal of any thread reaches the main one
+                signal.raise_signal(number)
             time.sleep(_AGAIN_S)
             is_ours = not self._is_removed and signal.getsignal(number) == self._handle
 
@@ -107,7 +110,7 @@ class SignalWatch:
             before(number, frame)
         elif before is signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
 
     def _read(self) -> None:
         main = threading.main_thread().ident
@@ -140,9 +143,10 @@ _masks = threading.local()
 def _look_after_forks() -> None:
     """A child has the handlers and the socket of its parent, which would take a signal to the child
     for one to itself, while the child would survive it."""
-    os.register_at_fork(
-        before=_block, after_in_parent=_unblock, after_in_child=_forget_what_is_the_parents
-    )
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(
+            before=_block, after_in_parent=_unblock, after_in_child=_forget_what_is_the_parents
+        )
 
 
 def _block() -> None:

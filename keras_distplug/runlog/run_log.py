@@ -30,6 +30,7 @@ from keras_distplug.core.events import Entry, Event, OfReplica, Window
 from keras_distplug.core.interactive import is_interactive
 from keras_distplug.core.ledger import Category, Ledger, split
 from keras_distplug.core.log import announce
+from keras_distplug.core.operating_system import unsuspended_s
 from keras_distplug.core.process import started_at
 from keras_distplug.core.supervised import Supervised
 from keras_distplug.python_state import json_values
@@ -280,7 +281,7 @@ class _Writes:
         self._trains = threading.get_ident()
         self._begun_s = time.monotonic()
         begun_s = _begun_s()
-        self._begun_at, self._at_s = time.time(), _clock_s()
+        self._begun_at, self._at_s = time.time(), unsuspended_s()
         self.begins_at = self._begun_at - (time.monotonic() - begun_s)
         _hear_of_errors()
         self._curves: GoodputCurves | None = None
@@ -389,7 +390,7 @@ class _Writes:
 
     def _now(self) -> float:
         """Seconds since 1970. In one `fit` they go on where somebody sets the clock."""
-        return self._begun_at + (_clock_s() - self._at_s)
+        return self._begun_at + (unsuspended_s() - self._at_s)
 
     # From the log's thread
 
@@ -432,12 +433,6 @@ def _while_there(method: Callable[..., bytes | None]) -> Callable[..., bytes | N
         return None if found is None else found(*args)
 
     return call
-
-
-def _clock_s() -> float:
-    """Nobody sets it; where there is such a one, it goes on while the machine sleeps."""
-    clock = getattr(time, "CLOCK_BOOTTIME", None)
-    return time.monotonic() if clock is None else time.clock_gettime(clock)
 
 
 @functools.cache

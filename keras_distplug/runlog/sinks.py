@@ -11,6 +11,7 @@ import os
 import time
 from typing import Protocol
 
+from keras_distplug.core.operating_system import flags
 from keras_distplug.storage.files import Files
 from keras_distplug.storage.stores.local import LocalFiles
 
@@ -69,7 +70,7 @@ class Appended:
         if self._file is None:
             path = self._files.inside(self._name)
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            self._file = os.open(path, flags("O_WRONLY", "O_APPEND", "O_CREAT"), 0o666)
             self._bytes = os.fstat(self._file).st_size
         if self._is_torn:
             self._mend(self._file)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,14 +137,14 @@ def write_safetensors(path: Path, run: str, stored: Stored) -> None:
         for key, value in stored.values():
             if key in places:
                 data = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
-                _write_at(file.fileno(), data, places[key])
+                _write_at(file, data, places[key])
         file.truncate(offset)
 
 
-def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+def _write_at(file: io.FileIO, data: memoryview, offset: int) -> None:
+    file.seek(offset)
     while data:
-        count = os.pwrite(descriptor, data, offset)
-        data, offset = data[count:], offset + count
+        data = data[file.write(data) :]
 
 
 def _metadata(run: str, stored: Stored) -> dict[str, str]:

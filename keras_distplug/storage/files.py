@@ -177,7 +177,7 @@ Opener = Callable[[str, Mapping[str, Any]], Files]
 _METHODS = tuple(name for name in vars(Files) if not name.startswith("_"))
 
 
-def _on_demand(module: str, opener: str, extra: str | None = None) -> Opener:
+def _on_demand(module: str, opener: str, package: str | None = None) -> Opener:
     """Return an opener that loads `stores/<module>.py`, and what that imports, when it is used."""
 
     def open_store(url: str, storage_options: Mapping[str, Any]) -> Files:
@@ -187,7 +187,7 @@ def _on_demand(module: str, opener: str, extra: str | None = None) -> Opener:
         except ImportError as error:
             raise ConfigurationError(
                 f"{url.partition('://')[0]}:// needs packages that are not installed ({error}). "
-                f"Run pip install 'keras-distplug[{extra}]'."
+                f"Run pip install {package}."
             ) from error
         return files
 
@@ -198,10 +198,10 @@ _LOCAL = ("file", "local")
 _OURS: Mapping[str, Opener] = {
     **dict.fromkeys(_LOCAL, _on_demand("local", "open_local")),
     "memory": _on_demand("object_store", "open_memory"),
-    **dict.fromkeys(("s3", "s3a"), _on_demand("object_store", "open_s3", "s3")),
-    **dict.fromkeys(("gs", "gcs"), _on_demand("object_store", "open_gcs", "gcs")),
-    **dict.fromkeys(("az", "abfs", "abfss"), _on_demand("object_store", "open_azure", "azure")),
-    **dict.fromkeys(("sftp", "ssh"), _on_demand("sftp", "open_sftp", "sftp")),
+    **dict.fromkeys(("s3", "s3a"), _on_demand("object_store", "open_s3", "s3fs")),
+    **dict.fromkeys(("gs", "gcs"), _on_demand("object_store", "open_gcs", "gcsfs")),
+    **dict.fromkeys(("az", "abfs", "abfss"), _on_demand("object_store", "open_azure", "adlfs")),
+    **dict.fromkeys(("sftp", "ssh"), _on_demand("sftp", "open_sftp", "paramiko")),
 }
 _OPENERS = dict(_OURS)
 

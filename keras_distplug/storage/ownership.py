@@ -32,6 +32,7 @@ from pathlib import Path
 
 from keras_distplug.core.errors import CheckpointError, FencedError, InUseError, SaveError
 from keras_distplug.core.hints import require_types
+from keras_distplug.core.operating_system import unsuspended_s
 from keras_distplug.core.process import Process, is_alive, this_process
 from keras_distplug.core.threads import before_threads_end, within
 from keras_distplug.storage import layout
@@ -83,7 +84,7 @@ class Ownership:
         self.is_idle: Callable[[], bool] = lambda: False  # whether that has ended, saves included
         self.uses = 1  # how often this process has claimed it
         self._changing = threading.RLock()
-        self._confirmed_s = _now_s()
+        self._confirmed_s = unsuspended_s()
         self._released = threading.Event()
 
     def start_beating(self) -> None:
@@ -100,7 +101,7 @@ class Ownership:
             FencedError: If another process owns it.
             CheckpointError: If the storage does not say.
         """
-        looked_s = _now_s()
+        looked_s = unsuspended_s()
         if looked_s - self._confirmed_s <= known_for_secs:
             return
         if not self._is_owner(layout.names(self._files, FOLDER)):
@@ -336,9 +337,9 @@ def _watch(files: Files, number: int, token: str, timing: Timing) -> bool | None
     """Watches a heartbeat. Returns whether it moves, or None if another claim has taken the place
     of this one meanwhile, or its owner has released it."""
     first: bytes | None = None
-    started_s = _now_s()
+    started_s = unsuspended_s()
     while True:
-        looked_s = _now_s()
+        looked_s = unsuspended_s()
         names = layout.names(files, FOLDER)
         is_replaced = _newest(names) != number or _owner(files, number)[1] != token
         if is_replaced or f"{number:04d}.released" in names:
@@ -422,8 +423,3 @@ def _waits(files: Files, owner: Process | None, timing: Timing) -> str:
         "it, and may still be running somewhere else: waiting up to "
         f"{timing.stale_secs:.0f} s for a sign of life"
     )
-
-
-def _now_s() -> float:
-    """Returns the time of a clock that keeps running while the machine is suspended."""
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

@@ -46,7 +46,7 @@ def _in_folder(target: Path, ending: str, overwrite: bool) -> Iterator[Path]:
     temporary = target.with_name(f".{target.stem}-{uuid.uuid4().hex}{ending}")
     try:
         yield temporary
-        with open(temporary, "rb") as file:
+        with open(temporary, "r+b") as file:  # Windows flushes only what can be written
             os.fsync(file.fileno())
         publish(temporary, target, overwrite=overwrite)
         sync_folder(target.parent)

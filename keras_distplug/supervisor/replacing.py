@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from keras_distplug.core.exit_codes import ExitCode
+from keras_distplug.core.operating_system import signals
 from keras_distplug.core.supervised import Supervised
 from keras_distplug.supervisor.exits import FAILURES, Exit
 from keras_distplug.supervisor.group import Group
@@ -17,7 +18,7 @@ _FIRST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 1.0, 30.0
 _NEVER_JOINED = 10  # ends in a row of one worker that it had not joined before
 _LOOK_SECS = 0.1
 
-_KILLED = (-signal.SIGKILL, -signal.SIGTERM)
+_KILLED = tuple(-number for number in signals("SIGKILL", "SIGTERM"))
 
 # Of a worker that says itself that it is not to be started again.
 _NOT_AGAIN = (ExitCode.INTERRUPTED, ExitCode.DO_NOT_RESTART)

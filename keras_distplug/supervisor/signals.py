@@ -7,8 +7,10 @@ import socket
 from types import FrameType
 from typing import Any, Self
 
+from keras_distplug.core.operating_system import signals
+
 # `sbatch --signal=USR1@120` sends its own to whatever runs in the step.
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+STOPPING = signals("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 
 class Interruptions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -136,7 +137,8 @@ def folders_of(flags: argparse.Namespace) -> dict[str, str]:
     for number, spec in enumerate((getattr(flags, "logdir_spec", "") or "").split(",")):
         # As TensorBoard has it: `name:path`, but for paths, and URLs, that have a colon themselves.
         name, colon, path = spec.partition(":")
-        is_named = colon and not spec.startswith("/") and not path.startswith("//")
+        is_path = spec.startswith("/") or os.path.splitdrive(spec)[0] or path.startswith("//")
+        is_named = colon and not is_path
         if spec:
             found[name if is_named else str(number)] = path if is_named else spec
     return found

@@ -11,11 +11,10 @@ pytest.importorskip("tensorflow")
 pytestmark = pytest.mark.tf
 
 import tensorflow as tf  # noqa: E402
-from keras.src.backend.tensorflow import trainer as keras_trainer  # noqa: E402
 from keras.src.utils.traceback_utils import filter_traceback  # noqa: E402
 from support import small  # noqa: E402
 
-from keras_distplug.backend.tensorflow.runtime import failures  # noqa: E402
+from keras_distplug.backend.tensorflow.runtime import failures, private_names  # noqa: E402
 
 METHODS = ("fit", "evaluate", "predict")
 
@@ -29,8 +28,8 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Any:
         raise error
 
     for name in METHODS:
-        monkeypatch.setattr(keras_trainer.TensorFlowTrainer, name, failing)
-    return keras_trainer.TensorFlowTrainer
+        monkeypatch.setattr(private_names.Trainer, name, failing)
+    return private_names.Trainer
 
 
 @pytest.mark.parametrize("method", METHODS)

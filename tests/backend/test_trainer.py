@@ -12,13 +12,12 @@ pytestmark = [pytest.mark.tf, pytest.mark.timeout(400)]
 
 import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
-from keras.src import backend  # noqa: E402
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer  # noqa: E402
 from keras.src.losses import loss as keras_loss  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.backend.tensorflow import trainer  # noqa: E402
 from keras_distplug.backend.tensorflow.replicas import empty_batches  # noqa: E402
+from keras_distplug.backend.tensorflow.runtime import private_names  # noqa: E402
 from keras_distplug.backend.tensorflow.runtime.attached import is_marked  # noqa: E402
 
 
@@ -37,16 +36,16 @@ def model() -> keras.Model:
 
 def test_dispatch_is_installed_on_first_use_and_removable() -> None:
     """Importing the package leaves Keras alone; `defaults()` installs the dispatch, once."""
-    method = TensorFlowTrainer._maybe_symbolic_build
+    method = private_names.Trainer._maybe_symbolic_build
     kd.defaults("unused")
-    dispatch = TensorFlowTrainer._maybe_symbolic_build
+    dispatch = private_names.Trainer._maybe_symbolic_build
     assert dispatch is not method
     kd.defaults("unused")
-    assert TensorFlowTrainer._maybe_symbolic_build is dispatch
+    assert private_names.Trainer._maybe_symbolic_build is dispatch
     trainer.remove_dispatch()
-    assert TensorFlowTrainer._maybe_symbolic_build is method
+    assert private_names.Trainer._maybe_symbolic_build is method
     trainer.remove_dispatch()
-    assert TensorFlowTrainer._maybe_symbolic_build is method
+    assert private_names.Trainer._maybe_symbolic_build is method
 
 
 def test_dispatch_leaves_other_models_alone() -> None:
@@ -90,7 +89,7 @@ def test_one_device_with_xla(known: bool) -> None:
 
 def test_keras_is_put_back(mirrored: tf.distribute.Strategy) -> None:
     """What is mended in Keras' own modules is so while a step of ours is traced only."""
-    places = [(backend.nn, name) for name in empty_batches._OPERATIONS]
+    places = [(private_names.nn, name) for name in empty_batches._OPERATIONS]
     places.append((keras_loss, "scale_loss_for_distribution"))
     stock = [getattr(*place) for place in places]
     seen = []
@@ -112,11 +111,11 @@ def test_keras_is_put_back(mirrored: tf.distribute.Strategy) -> None:
 @pytest.mark.parametrize("use", ["fit", "evaluate", "predict"])
 def test_only_an_empty_replica_pays(mirrored: tf.distribute.Strategy, use: str) -> None:
     """Keras is mended for the one batch that leaves a replica without samples, and no other."""
-    stock, mended = backend.nn.conv, []
+    stock, mended = private_names.nn.conv, []
 
     class Looks(keras.layers.Layer):
         def call(self, x: tf.Tensor) -> tf.Tensor:
-            if not isinstance(x, keras.KerasTensor) and backend.nn.conv is not stock:
+            if not isinstance(x, keras.KerasTensor) and private_names.nn.conv is not stock:
                 mended.append(tf.shape(x)[0])
             return x
 

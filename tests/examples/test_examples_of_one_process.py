@@ -190,7 +190,7 @@ def test_s3_without_moto(env: dict[str, str], tmp_path: Path) -> None:
         script, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=TIMEOUT_S
     )
     assert done.returncode == 1
-    assert "pip install 'keras-distplug[s3]' 'moto[server]'" in done.stderr
+    assert "pip install s3fs 'moto[server]'" in done.stderr
 
 
 def test_tab_walkthrough(

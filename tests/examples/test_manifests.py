@@ -25,7 +25,7 @@ def resources() -> dict[str, Resource]:
     """By their kinds."""
     for package in ("yaml", "jsonschema"):
         if importlib.util.find_spec(package) is None:
-            missing(package, "Run pip install 'keras-distplug[test-schedulers]'.")
+            missing(package, "Run pip install '.[test-schedulers]'.")
     yaml = importlib.import_module("yaml")
     return {
         each["kind"]: each

@@ -31,7 +31,7 @@ State = dict[str, bytes]
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """The folder in which the same two workers have trained without Ray, which changes nothing."""
     if importlib.util.find_spec("ray") is None:
-        missing("Ray", "Run pip install 'keras-distplug[ray]'.")
+        missing("Ray", "Run pip install 'ray[train]'.")
 
     def undisturbed(script: str, *arguments: str) -> Path:
         home = tmp_path_factory.mktemp("undisturbed")

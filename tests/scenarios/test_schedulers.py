@@ -31,7 +31,7 @@ SBATCH = EXAMPLES / "slurm" / "train.sbatch"
 TFJOB = EXAMPLES / "kubernetes" / "tfjob.yaml"
 CHECKSUM = re.compile(r"sha256 ([0-9a-f]{64})")
 RESUMED = "resuming at epoch"
-HOW = "Run pip install 'keras-distplug[test-schedulers]'."
+HOW = "Run pip install '.[test-schedulers]'."
 IN_TRAINING = "Epoch 3/10"
 
 

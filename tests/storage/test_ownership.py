@@ -338,8 +338,8 @@ def test_lost_during_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     def stop_before(self: Writer, path: str, text: bytes) -> None:
         first.release()
         ownership._win(files, silent, HERE, PATIENT)
-        now_s = ownership._now_s()
-        monkeypatch.setattr(ownership, "_now_s", lambda: now_s + 61)
+        now_s = ownership.unsuspended_s()
+        monkeypatch.setattr(ownership, "unsuspended_s", lambda: now_s + 61)
         publish(self, path, text)
 
     monkeypatch.setattr(Writer, "_publish", stop_before)

@@ -27,7 +27,7 @@ START_TIMEOUT_S = 60
 AZURITE_KEY = (
     "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 )
-HOW = "Run pip install 'keras-distplug[test-stores]'."
+HOW = "Run pip install '.[test-stores]'."
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from keras_distplug.core.errors import ConfigurationError
+from keras_distplug.core.operating_system import flags
 from keras_distplug.core.threads import in_daemon
 from keras_distplug.storage import layout
 from keras_distplug.storage.files import Files, LinkError, NoFileError, Traits, local_path
@@ -81,6 +82,8 @@ class LocalFiles:
     def copy(self, source: str, path: str) -> None:
         target = self.inside(path)
         _make_folder(target.parent)
+        if not hasattr(os, "link"):
+            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP), str(target))
         os.link(self.inside(source), target)  # no file is ever changed
         sync_folder(target.parent)
 
@@ -187,7 +190,7 @@ def open_local(url: str, storage_options: Mapping[str, Any]) -> Files:
 def _open_regular(path: Path) -> io.FileIO:
     """Opens a regular file for reading. FIFOs, which could block, and devices are refused."""
     _require_regular(path.stat().st_mode, path)
-    file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+    file = io.FileIO(os.open(path, flags("O_RDONLY", "O_NONBLOCK", "O_CLOEXEC")))
     try:
         _require_regular(os.fstat(file.fileno()).st_mode, path)
     except BaseException:
@@ -242,6 +245,8 @@ def publish(temporary: Path, target: Path, *, overwrite: bool = False) -> None:
         os.replace(temporary, target)
         return
     try:
+        if not hasattr(os, "link"):
+            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP), str(target))
         os.link(temporary, target)
     except FileExistsError:
         # NFS may say so of our own link, when the first reply was lost and it asked again.
@@ -271,7 +276,9 @@ def _make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes new and deleted names in `folder` last."""
+    """Makes new and deleted names in `folder` last, where the system can do that."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -15,9 +15,9 @@ from functools import cache, wraps
 from typing import Any
 
 import tensorflow as tf
-from keras.src import backend
 
 from keras_distplug.backend.tensorflow.replicas.share import current
+from keras_distplug.backend.tensorflow.runtime import private_names
 from keras_distplug.backend.tensorflow.runtime.current import Current
 from keras_distplug.backend.tensorflow.runtime.patching import Upstream
 
@@ -35,8 +35,8 @@ def computed_right(strategy: tf.distribute.Strategy) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for name in _OPERATIONS if go_wrong(strategy) else ():
-            stock = getattr(backend.nn, name)
-            stack.enter_context(_UPSTREAM.patched(backend.nn, name, _of_any_batch(stock)))
+            stock = getattr(private_names.nn, name)
+            stack.enter_context(_UPSTREAM.patched(private_names.nn, name, _of_any_batch(stock)))
         yield
 
 

@@ -26,11 +26,11 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src import backend
 from keras.src.losses import loss as keras_loss
 from keras.src.trainers.compile_utils import CompileLoss
 
 from keras_distplug.backend.tensorflow.replicas.share import current
+from keras_distplug.backend.tensorflow.runtime import private_names
 from keras_distplug.backend.tensorflow.runtime.attached import mark
 from keras_distplug.backend.tensorflow.runtime.models import layers_of
 from keras_distplug.backend.tensorflow.runtime.patching import Upstream
@@ -208,11 +208,11 @@ class _GlobalLoss:
 
     def _unreduced(self, y_true: Any, y_pred: Any, sample_weight: Any) -> tuple[Any, Any]:
         """The values that are reduced, weighted, and which of them count; None if all do."""
-        masks = [backend.get_keras_mask(y_pred)]
+        masks = [private_names.get_keras_mask(y_pred)]
 
         def call(y_true: Any, y_pred: Any) -> Any:
             values = self._stock.call(y_true, y_pred)
-            masks.append(backend.get_keras_mask(values))  # `ignore_class`
+            masks.append(private_names.get_keras_mask(values))  # `ignore_class`
             return values
 
         loss = object.__new__(type(self._stock))  # a copy would go through get_config()

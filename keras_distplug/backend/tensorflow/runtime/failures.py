@@ -10,8 +10,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow import trainer as keras_trainer
 
+from keras_distplug.backend.tensorflow.runtime import private_names
 from keras_distplug.backend.tensorflow.runtime.attached import is_marked, mark
 from keras_distplug.backend.tensorflow.runtime.patching import Upstream
 
@@ -40,9 +40,7 @@ _SERVER = re.compile(r"/job:ps/replica:0/task:(\d+)")
 def explain_with(explain: Explain) -> None:
     """Lets `explain` say what is raised instead of an error of any model; None leaves it."""
     for name in ("fit", "evaluate", "predict"):
-        _UPSTREAM.wrap(
-            keras_trainer.TensorFlowTrainer, name, lambda stock: _explained(stock, explain)
-        )
+        _UPSTREAM.wrap(private_names.Trainer, name, lambda stock: _explained(stock, explain))
 
 
 def _explained(stock: Callable[..., Any], explain: Explain) -> Callable[..., Any]:
@@ -80,7 +78,7 @@ def when_fit_ends(act: Callable[[keras.Model], None]) -> None:
         mark(followed, "followed")
         return followed
 
-    _UPSTREAM.wrap(keras_trainer.TensorFlowTrainer, "fit", followed_by_act)
+    _UPSTREAM.wrap(private_names.Trainer, "fit", followed_by_act)
 
 
 def is_of_a_frozen_service(error: BaseException) -> bool:

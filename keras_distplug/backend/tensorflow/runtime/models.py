@@ -18,10 +18,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state
-from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.models.functional import Functional, functional_like_constructor
 from keras.src.saving.serialization_lib import ObjectSharingScope
 
+from keras_distplug.backend.tensorflow.runtime import private_names
 from keras_distplug.backend.tensorflow.runtime.embedding_tables import parts_of, wholes
 from keras_distplug.backend.tensorflow.runtime.frames import callers
 from keras_distplug.backend.tensorflow.runtime.patching import Upstream
@@ -136,7 +136,7 @@ def has_own_fit(model: keras.Model) -> bool:
 
 def has_own_step(model: keras.Model) -> bool:
     """Does the model's class have a `train_step` that is not Keras'?"""
-    return type(model).train_step is not keras_trainer.TensorFlowTrainer.train_step
+    return type(model).train_step is not private_names.Trainer.train_step
 
 
 def runs_eagerly(model: keras.Model) -> bool:

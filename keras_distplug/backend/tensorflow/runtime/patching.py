@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import metadata
 from types import ModuleType
 from typing import Any
 
-from keras_distplug.core.errors import VersionError
+from keras_distplug.backend.tensorflow.runtime import versions
 
 Function = Callable[..., Any]
 
@@ -94,23 +93,9 @@ class Upstream:
         kind = target if isinstance(target, type) else type(target)
         place = f"{kind.__module__}.{kind.__name__}"
         place = target.__name__ if isinstance(target, ModuleType) else place
-        raise VersionError(
-            f"Expected {place} to have `{name}`, as in {self}. Received: "
-            f"none, with {_installed('keras')} and {_installed('tensorflow', 'tensorflow-cpu')}. "
-            f"Install one of those versions, and report it, with this line, where "
-            f"keras_distplug {_installed('keras-distplug').partition(' ')[2]} came from."
-        )
+        raise versions.missing_name(f"{place} to have `{name}`", str(self))
 
     def __str__(self) -> str:
         named = {"Keras": self.keras, "TensorFlow": self.tensorflow}
-        versions = [f"{name} {range_}" for name, range_ in named.items() if range_ is not None]
-        return " and ".join(versions) + (f" ({self.issue})" if self.issue else "")
-
-
-def _installed(*distributions: str) -> str:
-    for each in distributions:
-        try:
-            return f"{each} {metadata.version(each)}"
-        except metadata.PackageNotFoundError:
-            continue
-    return f"{distributions[0]} of an unknown version"
+        ranges = [f"{name} {range_}" for name, range_ in named.items() if range_ is not None]
+        return " and ".join(ranges) + (f" ({self.issue})" if self.issue else "")
