@@ -226,7 +226,7 @@ def _hash_rows(array: np.ndarray) -> np.ndarray:
         if array.ndim == 1:
             texts = _without_common_folder(texts)
         width = len(texts) // len(array) if len(array) else 0
-        rows = [repr(texts[at * width : (at + 1) * width]) for at in range(len(array))]
+        rows = [repr(texts[at * width : (at + 1) * width]).encode() for at in range(len(array))]
         return np.array([xxhash.xxh3_64_intdigest(each) for each in rows], np.uint64)
     if array.dtype.kind == "f":  # Keras computes in it
         array = array.astype(keras.config.floatx(), copy=False)

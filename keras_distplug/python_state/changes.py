@@ -310,12 +310,12 @@ def look(value: Any, variables: Variables = lambda value: None) -> Value:
     arrays: dict[str, np.ndarray] = {}
     try:
         kind, encoded = _encoded(value, variables, arrays)
-        digest = xxhash.xxh3_64(json.dumps(encoded))
+        digest = xxhash.xxh3_64(json.dumps(encoded).encode())
     except Exception:  # noqa: BLE001 (it cannot be saved, or raises when it is looked at)
         return Value("", (type(value).__name__, id(value), _mark(value)))
     for array in arrays.values():
         mark = object_states.mark_of_array(array)
-        digest.update(repr((array.shape, array.dtype, mark)))
+        digest.update(repr((array.shape, array.dtype, mark)).encode())
     return Value(kind, (kind, digest.intdigest()), encoded, arrays)
 
 
@@ -346,6 +346,6 @@ def _mark(value: Any) -> Any:
         shape = getattr(value, "shape", ())
         with contextlib.suppress(Exception):  # an odd index, or entries that raise when shown
             if math.prod(shape) <= _FEW_CELLS:
-                return xxhash.xxh3_64_intdigest(repr(value.to_dict()))
+                return xxhash.xxh3_64_intdigest(repr(value.to_dict()).encode())
         return shape
     return None

@@ -317,7 +317,7 @@ def fingerprint_of(arrays: Sequence[Any]) -> str:
         array = np.ascontiguousarray(each)
         if array.dtype == object:
             for text in array.ravel():
-                found.update(text)
+                found.update(text if isinstance(text, bytes) else str(text).encode())
         else:
             found.update(array.reshape(-1).view(np.uint8).data)
     digest: str = found.hexdigest()

@@ -357,20 +357,6 @@ def test_unknown_store(url: str) -> None:
     assert "pa55" not in str(raised.value)
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/x", "gs://bucket/x", "az://x/y", "sftp://host/x"])
-def test_missing_extra(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store whose packages are missing names the extra."""
-
-    def missing(protocol: str) -> None:
-        raise ImportError(f"install the package for {protocol}")
-
-    monkeypatch.setattr("fsspec.get_filesystem_class", missing)
-    with pytest.raises(
-        ConfigurationError, match=r"pip install 'keras-distplug\[(s3|gcs|azure|sftp)"
-    ):
-        open_files(url)
-
-
 def test_options_of_a_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"`storage_options` is for URLs .*a folder"):
         open_files(tmp_path, {"key": "a"})
