@@ -46,7 +46,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _document_or_error(files: Files, run: str) -> dict[str, Any]:
-    """What is known of a run, or why nothing is: it does not hide the others."""
+    """Returns what is known about a run, or the error, so that it does not hide other runs."""
     try:
         return _document(files, run)
     except (DistplugError, OSError) as error:

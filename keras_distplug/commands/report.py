@@ -44,7 +44,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _summary_or_error(files: Files, run: str, now: float) -> dict[str, Any]:
-    """What is shown of a run; why nothing is, in place of an error that hides the others."""
+    """Returns what the page shows, or the error, so that it does not hide other runs."""
     notes: list[str] = []
     try:
         told = log_files.read(files, run, notes.append)

@@ -32,10 +32,10 @@ def to_line(entry: Entry) -> bytes:
 
 
 def from_line(line: bytes) -> Entry | None:
-    """The inverse of `to_line`; None for an event that only other versions know.
+    """Parses a line of `to_line`. Returns None for an event that only other versions know.
 
     Raises:
-        ValueError: If it is no such line, with the reason.
+        ValueError: If no version writes such a line. The message says why.
     """
     said: dict[str, Any] = {}
     try:

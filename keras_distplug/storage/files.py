@@ -32,14 +32,14 @@ class Traits:
 
 
 class NoFileError(OSError):
-    """It is not a regular file that can be read as a whole: another try changes nothing."""
+    """This is not a regular file, or too large to be read at once. Retrying does not help."""
 
     def __str__(self) -> str:
         return str(self.strerror)
 
 
 class LinkError(NoFileError):
-    """A link leads out of the folder that it may lead to places in."""
+    """A link leads out of the run's folder."""
 
 
 class Files(Protocol):

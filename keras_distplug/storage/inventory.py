@@ -70,10 +70,10 @@ class Inventory:
         return self._note(name, self._listed(name) if below is None else map(_first, below))
 
     def forget_all(self) -> None:
-        """Forgets what folders hold, where one request tells it of all of them, or none is needed.
+        """Forgets all folders if looking at them again takes at most one request.
 
-        On a server that lists folder by folder, they stay remembered: a save must not take longer
-        the more there are.
+        A server that is asked folder by folder keeps its entries, so that a save does not take
+        longer the more checkpoints there are.
         """
         if self._files.traits.is_near or is_object_store(self._files):
             self._inside.clear()

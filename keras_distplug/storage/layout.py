@@ -118,9 +118,9 @@ def names(files: Files, folder: str = "") -> list[str]:
 
 
 def inside(files: Files, folder: str) -> list[str]:
-    """What stands in the folder of a checkpoint, as `names`.
+    """Returns what the folder of a checkpoint contains.
 
-    A link out of the run's folder is not looked into: it counts as a damaged checkpoint, which is
+    A link out of the run's folder is not followed. It counts as a damaged checkpoint, which is
     neither read nor deleted.
     """
     try:

@@ -113,7 +113,7 @@ class CheckpointStore:
         try:
             layout.names(self._files, self.path(name))
         except CheckpointError as error:
-            warnings.warn(f"A checkpoint does not count. {error}", stacklevel=4)
+            warnings.warn(f"A checkpoint is ignored. {error}", stacklevel=4)
 
     def read(self, name: str) -> Stored:
         """The checkpoint in the folder `name`, whose values are verified as they are read.
