@@ -194,8 +194,7 @@ class CheckpointStore:
         and, if `keep_last` is more than 1, once per process whether the one before it can. From a
         distant store only their manifests are read back for that, and the sizes of their files.
         Further ones that stay are not verified, so that a save costs the same however many there
-        are. One that turns out to be damaged, or gone, does not count among those that stay: an
-        older one stays instead.
+        are. If one is damaged or gone, an older one stays instead.
 
         Raises:
             CorruptCheckpointError: If the newest is damaged; it is set aside, and nothing is

@@ -1,4 +1,4 @@
-"""Entries of model configs that nobody's Keras has written. Loads neither Keras nor TensorFlow."""
+"""Entries of model configs that no version of Keras writes. Loads neither Keras nor TensorFlow."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def test_class_of_a_module_that_is_no_part_of_a_model(told: dict[str, Any]) -> N
 
 
 def test_outputs_with_the_names_of_arguments() -> None:
-    """In dictionaries that are no arguments of Keras' classes, any number may have any name."""
+    """Only the arguments of Keras' classes have limits: nothing is raised for an output's name."""
     told = {"compile_config": {"loss_weights": {"units": 1e6, "filters": -1.0}}}
     require_trusted(told, 10, ImportedNames())
 

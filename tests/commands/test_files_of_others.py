@@ -214,8 +214,8 @@ def test_links_to_runs(tmp_path: Path, say: Say) -> None:
 @pytest.mark.parametrize("step", [4, 8])
 @pytest.mark.parametrize("what", ["", "MANIFEST.json"])
 def test_training_beside_a_link_out_of_the_run(step: int, what: str, tmp_path: Path) -> None:
-    """A training takes up the newest other checkpoint, and deletes old ones as ever. It says why
-    the link does not count."""
+    """Training resumes from the newest other checkpoint and deletes old ones as usual. A warning
+    says why the link is ignored."""
     directory, link = tmp_path / "runs", f"step-{step:08d}"
     made.run(directory, *(made.state(each) for each in (4, 8)))
     moved = tmp_path / "elsewhere"

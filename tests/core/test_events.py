@@ -134,7 +134,7 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 
 
 def test_number_that_no_float_holds() -> None:
-    """A line with one is refused, and with a time or a size that nobody has measured."""
+    """Lines with such a number, or with an impossible time or size, are refused."""
     line = to_line(Entry(1.0, "worker-0", events.Hung("waits")))
     for number in (b"1" + b"0" * 400, b"1" + b"0" * 100, b"1e17", b"-1.0", b"NaN", b"1e999"):
         with pytest.raises(ValueError, match=r"digits|is no time|no number|too large"):

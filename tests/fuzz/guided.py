@@ -4,7 +4,7 @@
     python tests/fuzz/guided.py KIND [--secs 600]
 
 KIND is one of manifest, record, model, shard, log, incident. The right digest is written into each
-mutated file that has one, so that what is behind the check is reached. Any error but ours ends it
+mutated file that has one, so that later checks are reached as well. Any error but ours ends it
 with a traceback; so does an input that takes more than 10 seconds or 1 GB.
 """
 
@@ -152,8 +152,7 @@ def mutate(data: bytes, max_size: int, seed: int) -> bytes:
 
 
 def _json_in(line: bytes) -> tuple[bytes, bytes, bytes]:
-    """What is before a JSON text, the text, and what is behind it: safetensors begin with the
-    length of theirs."""
+    """Splits a line into the length that a safetensors file starts with, the JSON, and the rest."""
     end = 8 + int.from_bytes(line[:8], "little")
     if line[8:9] == b"{" and end <= len(line):
         return line[:8], line[8:end], line[end:]

@@ -49,7 +49,7 @@ def test_two_workers(tmp_path: Path) -> None:
     assert re.search(r"run-0002, .*: resuming at epoch 2/2, batch [23]", ended.output)
     trained = batches(disturbed, "worker-1")
     assert trained[: BATCHES * 4 - 4] == batches(plain, "worker-1")[: BATCHES * 4 - 4]
-    assert max(Counter(trained).values()) <= 2  # the batches behind the checkpoint
+    assert max(Counter(trained).values()) <= 2  # the batches after the checkpoint
     assert len(trained) <= len(batches(plain, "worker-1")) + 2
     before = batches(disturbed, "worker-0")
     refused = run(disturbed, 2, "", "1", options=("--max-restarts", "0"))

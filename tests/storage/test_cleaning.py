@@ -102,7 +102,7 @@ DAMAGES = {"flipped": flip, "cut": cut, "lost": lose, "manifest": change_manifes
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 @pytest.mark.parametrize("restarted", [False, True])
 def test_damaged_before_the_newest(url: str, damage: Damage, restarted: bool) -> None:
-    """If the checkpoint before the newest turns out to be damaged, it is set aside, and an intact
+    """If the checkpoint before the newest is found to be damaged, it is set aside, and an intact
     older one stays in its place; over a network, its bytes are not read for that."""
     saving = Checkpoints(open_files(url))
     for step in (1, 2):
