@@ -14,6 +14,7 @@ from keras_distplug.storage.sealed import ChangedError, seal, unseal
 
 SCHEMA_VERSION = 4
 _MOST = 2**63
+_DTYPE = re.compile(r"[a-z]\w*(\[\w+\])?")
 
 _FILE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*/)*[A-Za-z0-9][A-Za-z0-9._-]*")
 # `adam_2/sequential_1_dense_3_kernel_momentum`: optimizers put the whole path into one name.
@@ -35,6 +36,8 @@ class VariableSpec:
     dtype: str
 
     def __post_init__(self) -> None:
+        if not _DTYPE.fullmatch(self.dtype):  # NumPy parses others, and may raise a SyntaxError
+            raise ValueError(f"Expected the name of a type. Received: {self.dtype!r}")
         if not all(0 <= size < _MOST for size in self.shape):
             raise ValueError(f"Expected sizes of at least 0 and below 2**63. Received: {self}")
 

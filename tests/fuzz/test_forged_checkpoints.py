@@ -150,6 +150,14 @@ def test_sizes(shape: Any, number: int) -> None:
     read_all(body)
 
 
+@pytest.mark.parametrize("dtype", ["f4,(", "i4,,i4", "float32;", "", "\x00", "(2,)f4", 5, None])
+def test_types(dtype: Any) -> None:
+    body = json.loads(json.dumps(BODY))
+    body["variables"][0]["dtype"] = dtype
+    with pytest.raises(CheckpointError):
+        Manifest.from_json(text_of(body), "here")
+
+
 @pytest.mark.parametrize(
     "file", ["../RUN.json", "/etc/passwd", "a/../../b", "", ".", "a\\b", "a\x00b", 5, None, ["a"]]
 )
