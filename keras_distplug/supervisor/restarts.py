@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.exit_codes import ExitCode
 from keras_distplug.supervisor.attempt import Outcome
+from keras_distplug.supervisor.exits import Cause
 from keras_distplug.supervisor.replacing import is_newer, pause_secs
 
 _LONGEST_PAUSE_SECS = 60.0
@@ -171,7 +172,15 @@ def _failing_slot(attempt: Attempt) -> int | None:
     failure = attempt.outcome.first_failure
     if failure is None or attempt.outcome.is_preempted:
         return None
-    return attempt.slots[int(failure.worker.rpartition("-")[2])]
+    worker = failure.worker
+    if failure.returncode == ExitCode.PEER_LOST:
+        # The survivors exited before the worker they lost: it hangs, or exits slowly. It is the
+        # cause if it is the only one that the supervisor had to stop.
+        stopped = [each.worker for each in attempt.outcome.exits if each.cause is Cause.STOPPED]
+        if len(stopped) != 1:
+            return None
+        [worker] = stopped
+    return attempt.slots[int(worker.rpartition("-")[2])]
 
 
 def counted(number: int, noun: str) -> str:

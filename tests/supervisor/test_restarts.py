@@ -24,6 +24,7 @@ OTHER_DEAD = exit_of(0, Cause.FAILED, 3)
 PEER = exit_of(0, Cause.STOPPED, -15)
 WENT = exit_of(0, Cause.PREEMPTED, 143)
 NEVER = exit_of(1, Cause.FAILED, 93)
+LOST_PEER = exit_of(0, Cause.FAILED, 201)
 CTRL_C = exit_of(1, Cause.FAILED, -2)
 DONE = exit_of(0, Cause.COMPLETED, 0)
 
@@ -125,6 +126,23 @@ def test_fewer_workers() -> None:
     found = decide(history, budgets)
     assert isinstance(found, End)
     assert found.code == 93
+
+
+@pytest.mark.parametrize(
+    ("exits", "given_up"),
+    [
+        ([LOST_PEER, exit_of(1, Cause.STOPPED, -9)], 1),
+        ([LOST_PEER, exit_of(1, Cause.STOPPED, -9), exit_of(2, Cause.STOPPED, -15)], None),
+        ([LOST_PEER, exit_of(1, Cause.FAILED, 201), exit_of(2, Cause.FAILED, 201)], None),
+    ],
+    ids=["one slow exit", "two candidates", "no candidate"],
+)
+def test_slow_exit_of_the_cause(exits: list[Exit], given_up: int | None) -> None:
+    """A worker that left because it lost another one is never the one that is given up."""
+    last = [attempt(*exits, slots=ALL[: len(exits)])] * 2
+    found = decide(last, Budgets(failures=9, min_workers=1))
+    assert isinstance(found, Again)
+    assert found.given_up == given_up
 
 
 def test_interrupted() -> None:
