@@ -1,4 +1,4 @@
-"""What replicas and workers have, as curves for TensorBoard."""
+"""TensorBoard curves of replicas' and workers' metrics."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _CURVES = ("min", "median", "p95", "max")
 
 
 class ReplicaCurves:
-    """A chart for each of the values, with one of TensorBoard's runs for each replica and worker.
+    """Writes one chart per metric, with one TensorBoard run per replica or worker.
 
     Args:
-        files: The folder of all of them; None writes nothing.
+        files: The folder for all runs; None writes nothing.
     """
 
     def __init__(self, files: Files | None) -> None:
@@ -50,10 +50,11 @@ class ReplicaCurves:
         self._runs: dict[str, EventFiles] = {}
 
     def add(self, reports: Sequence[StepReport]) -> None:
-        """Of one window.
+        """Adds the values of one window.
 
         Raises:
-            OSError: If a file cannot be written. In a store, it is kept and tried again.
+            OSError: If a file cannot be written. If it is in a store, it is kept and the write is
+                retried later.
         """
         if self._files is None:
             return
@@ -71,9 +72,9 @@ class ReplicaCurves:
             run.look_after()
 
     def close(self) -> None:
-        """Raises OSError if a file cannot be written."""
+        """Closes all files; raises OSError if one cannot be written."""
         runs, self._runs = self._runs, {}
-        with contextlib.ExitStack() as stack:  # all of them, whichever fails
+        with contextlib.ExitStack() as stack:  # closes every run, even if one fails
             for run in runs.values():
                 stack.callback(run.close)
 
@@ -84,7 +85,7 @@ class ReplicaCurves:
 
 
 def values_of(reports: Sequence[StepReport]) -> dict[str, list[tuple[int, float]]]:
-    """What is known, of each replica or worker by its number."""
+    """Returns the known values of every metric, with the number of the replica or worker."""
     replicas = [(each, worker) for worker in reports for each in worker.replicas]
     found = {
         name: [(each.replica, value(each, worker)) for each, worker in replicas]

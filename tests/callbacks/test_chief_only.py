@@ -140,7 +140,9 @@ def test_scratch(tmp_path: Path, end: str) -> None:
 )
 def test_what_belongs_on_all(callback: object) -> None:
     """A callback that training depends on is refused, on the chief, too."""
-    with pytest.raises(kd.errors.ConfigurationError, match=r"must run on all|Expected a Keras callback"):
+    with pytest.raises(
+        kd.errors.ConfigurationError, match=r"must run on all|Expected a Keras callback"
+    ):
         kd.chief_only(callback)
 
 

@@ -81,7 +81,9 @@ def test_model(refuse: Callable[..., None], mirrored: tf.distribute.Strategy) ->
     refuse(ModelError, "get_config", no_config, X, Y, strategy=mirrored)
     own = OwnCompile([keras.Input((4,)), keras.layers.Dense(1)])
     own.compile(2.0)
-    refuse(ModelError, "overrides `compile`.*`temperature` is unknown", own, X, Y, strategy=mirrored)
+    refuse(
+        ModelError, "overrides `compile`.*`temperature` is unknown", own, X, Y, strategy=mirrored
+    )
     own = WrappingCompile([keras.Input((4,)), keras.layers.Dense(1)])
     own.compile("sgd", keras.losses.MeanSquaredError())
     refuse(ModelError, "a second call sets `loss`", own, X, Y, strategy=mirrored)

@@ -271,7 +271,7 @@ def test_same_data(is_same: bool, caplog: pytest.LogCaptureFixture) -> None:
     doubled = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
     metrics = kd.ReplicaMetrics(every_steps=2, fingerprints=True)
     model().fit(doubled, verbose=0, callbacks=[metrics])
-    told = "replicas: 0, 1 are given the same data as each other, in each of the 2 steps"
+    told = "replicas: 0, 1 received the same data in all 2 steps"
     assert caplog.text.count(told) == is_same
 
 
@@ -283,7 +283,7 @@ class Past(keras.Model):
 @pytest.mark.parametrize("arguments", [{"kind": Past}, {"strategy": "one", "jit_compile": True}])
 def test_nothing_seen(arguments: dict[str, Any], tmp_path: Path) -> None:
     """It says what it cannot see, and shows the rest."""
-    with pytest.warns(UserWarning, match="ReplicaMetrics sees nothing of this model's replicas"):
+    with pytest.warns(UserWarning, match="ReplicaMetrics cannot measure the replicas of this"):
         model(**arguments).fit(data(), verbose=0, callbacks=[kd.ReplicaMetrics(tmp_path, 2)])
     assert {run: set(tags) for run, tags in curves_in(tmp_path).items()} == {
         "worker-0": {"distplug/step_ms", "distplug/memory_mb"}
@@ -317,9 +317,9 @@ def test_loss_of_its_own() -> None:
         ({"log_dir": "ftp://host/logs"}, "a URL that begins with one of memory, s3, .*ftp://host"),
         (
             {"storage_options": {"key": "k"}},
-            "`storage_options` is for `log_dir`, which is not given",
+            "`storage_options` only together with `log_dir`",
         ),
-        ({"logs": ["loss"]}, "`logs` to be a list of names among loss_min, "),
+        ({"logs": ["loss"]}, "`logs` to be a list of names from loss_min, "),
         ({"logs": "loss_max"}, "`logs` to be a list of names"),
     ],
 )
@@ -337,7 +337,7 @@ def test_no_folder(tmp_path: Path) -> None:
     (tmp_path / "folder").touch()
     made = model()
     before = [each.tobytes() for each in made.get_weights()]
-    with pytest.raises(ConfigurationError, match="`log_dir` to be a folder that can be written to"):
+    with pytest.raises(ConfigurationError, match="`log_dir` to be a writable folder"):
         made.fit(data(), verbose=0, callbacks=[metrics])
     assert [each.tobytes() for each in made.get_weights()] == before
 
@@ -368,7 +368,7 @@ def test_full_disk(
     metrics = Reported(log_dir=tmp_path)
     model().fit(data(), verbose=0, callbacks=[metrics])
     assert len(metrics.reports) == BATCHES - 1
-    assert caplog.text.count("are written no more: [Errno 28] No space left on device") == 1
+    assert caplog.text.count("are no longer written: [Errno 28] No space left on device") == 1
 
 
 def test_behind_an_error() -> None:

@@ -95,7 +95,7 @@ class Past(keras.Model):
 
 
 def test_nothing_seen() -> None:
-    with pytest.warns(UserWarning, match="StragglerWatchdog sees no times of this model"):
+    with pytest.warns(UserWarning, match="StragglerWatchdog cannot measure the replicas"):
         model(kind=Past).fit(data(), verbose=0, callbacks=[kd.StragglerWatchdog(WINDOW)])
 
 

@@ -44,7 +44,7 @@ def judged(
     *windows: list[StepReport], threshold: float = 0.75, needed: int = 3
 ) -> list[list[Straggler]]:
     judge = Judge(threshold, needed)
-    return [judge.hear(each) for each in windows]
+    return [judge.add(each) for each in windows]
 
 
 FINE = paces([0.05, 0.05, 0.05])
@@ -59,15 +59,15 @@ def test_slow_in_each_window() -> None:
     assert found == Straggler("compute", 1, "worker-1 on h", 1, 0.10, 0.05, 0.05)
     assert found.score == 0.5
     assert str(found) == (
-        "replica 1 (worker-1 on h) takes 100 ms to compute its gradients in each step, others "
-        "50 ms; all wait for it; before, it took 50 ms"
+        "replica 1 (worker-1 on h) takes 100 ms per step to compute its gradients, others "
+        "take 50 ms; all workers wait for it (it used to take 50 ms)"
     )
 
 
 def test_slow_from_the_beginning() -> None:
     told = judged(*[SLOW] * 3)
     assert told[2][0].past_s is None
-    assert "before" not in str(told[2][0])
+    assert "used to take" not in str(told[2][0])
 
 
 def test_over() -> None:
@@ -76,7 +76,7 @@ def test_over() -> None:
     ends = [(number, each.is_over) for number, found in enumerate(told) for each in found]
     assert ends == [(2, False), (8, True), (12, False)]
     assert str(told[8][0]) == (
-        "replica 1 (worker-1 on h) takes no longer than others any more to compute its gradients"
+        "replica 1 (worker-1 on h) no longer takes longer than the others to compute its gradients"
     )
 
 
@@ -127,7 +127,9 @@ def test_input() -> None:
     told = judged(*[paces([0.02, 0.02, 0.02], [0.0, 0.0, 0.06])] * 3)
     [found] = told[2]
     assert (found.cause, found.worker, found.replica) == ("input", 2, None)
-    assert str(found).startswith("worker-2 on h takes 60 ms for its data in each step, others 0 ms")
+    assert str(found).startswith(
+        "worker-2 on h takes 60 ms per step to get its data, others take 0 ms"
+    )
 
 
 def test_network() -> None:
@@ -136,8 +138,8 @@ def test_network() -> None:
     [found] = told[2]
     assert (found.cause, found.worker, found.replica) == ("network", 3, None)
     assert str(found).startswith(
-        "worker-3 on h takes 60 ms to bring its gradients to the chief and back in each step, "
-        "others 10 ms; all wait for it"
+        "worker-3 on h takes 60 ms per step to send its gradients to the chief and back, "
+        "others take 10 ms; all workers wait for it"
     )
 
 
@@ -158,8 +160,8 @@ def test_network_of_the_only_other_worker() -> None:
     [found] = told[4]
     assert (found.cause, found.worker, found.others_s, found.past_s) == ("network", 1, None, 0.01)
     assert str(found) == (
-        "worker-1 on h takes 60 ms to bring its gradients to the chief and back in each step; all "
-        "wait for it; before, it took 10 ms"
+        "worker-1 on h takes 60 ms per step to send its gradients to the chief and back; all "
+        "workers wait for it (it used to take 10 ms)"
     )
 
 

@@ -79,8 +79,9 @@ def test_divergence() -> None:
     found = divergence(7, {0: SAME, 1: SAME, 2: SAME | {"model/b": "9", "model/c": "9"}}, WHERE)
     assert found == Divergence(7, "model/b", 2, (2,), ("worker-1 on i",))
     assert str(found) == (
-        "at step 7, `model/b`, and 1 more, of replica 2 (worker-1 on i) differs from that of "
-        "others: they train different models from here on. Go on from a checkpoint from before it"
+        "at step 7, the values of `model/b` (and 1 more) on replica 2 (worker-1 on i) differ from "
+        "those of other replicas: they now train different models. Resume from a checkpoint saved "
+        "before this step"
     )
 
 
