@@ -60,8 +60,8 @@ class Straggler:
         others = "" if self.others_s is None else f", others take {_time(self.others_s)}"
         past = "" if self.past_s is None else f" (it used to take {_time(self.past_s)})"
         return (
-            f"{who} takes {_time(self.own_s)} per step {_ACTIVITY[self.cause]}{others}; all workers "
-            f"wait for it{past}"
+            f"{who} takes {_time(self.own_s)} per step {_ACTIVITY[self.cause]}{others}; all "
+            f"workers wait for it{past}"
         )
 
 

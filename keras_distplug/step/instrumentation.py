@@ -48,27 +48,27 @@ class StepInstrument:
     ```
     """
 
-    decides = False  # whether it has an `allows`; such instruments come after the others
+    decides = False  # True if it implements `allows`; such instruments run after the others
 
     def signature(self) -> Hashable:
         """Returns what the traced operations depend on; the step is traced again if it changes."""
         return ()
 
     def before(self, step: ReplicaStep, batch: Any) -> Any:
-        """Returns the batch that the step is given, usually `batch`."""
+        """Returns the batch to train on, usually `batch`."""
         return batch
 
     def after_gradients(
         self, step: ReplicaStep, optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any]
     ) -> Sequence[Any]:
-        """Returns the replica's own gradients, one or None for each variable, as the all-reduce
-        gets them. With `jit_compile=True`, XLA compiles what it does."""
+        """Returns the replica's own gradients, one or None per variable, to be passed to the
+        all-reduce. With `jit_compile=True`, XLA compiles this hook's operations."""
         return gradients
 
     def after_sum(
         self, step: ReplicaStep, optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any]
     ) -> Sequence[Any]:
-        """Returns the sum of all replicas' gradients as the optimizer gets it."""
+        """Returns the sum of all replicas' gradients, to be passed to the optimizer."""
         return gradients
 
     def allows(
@@ -79,12 +79,12 @@ class StepInstrument:
         summed: Sequence[Any],
         variables: Sequence[keras.Variable],
     ) -> tf.Tensor | None:
-        """Returns whether the update is applied, the same on all replicas; None for no opinion. If
-        it is not, the rest of what the step has assigned is undone, too."""
+        """Returns True if the update should be applied, identically on all replicas; None for no
+        opinion. If it is not applied, the step's other assignments are undone, too."""
         return None
 
     def after(self, step: ReplicaStep, logs: Any) -> None:
-        """Called at the end of the step, with what it returns."""
+        """Called at the end of the step with its return value."""
 
 
 Kind = TypeVar("Kind", bound=StepInstrument)
@@ -131,33 +131,33 @@ def instrument_step(model: keras.Model, instrument: StepInstrument) -> None:
 
 
 class StepInstrumentation(gates.Gate):
-    """The instruments in the step of one model, while it is trained by `fit`.
+    """The instruments in the training step of one model during `fit`.
 
-    An update that an instrument does not allow is not applied on any replica; what else such a step
-    assigned (metrics, the statistics of BatchNormalization) is put back, in the step itself. The
-    draws of random layers, and the batch, are used up.
+    An update that an instrument does not allow is not applied on any replica. The step's other
+    assignments (metrics, the statistics of BatchNormalization) are reverted within the step. The
+    batch and the random numbers of its layers are consumed nevertheless.
     """
 
     def __init__(self, model: keras.Model) -> None:
         self.model = model
         self._shared: dict[Callable[..., StepInstrument], StepInstrument] = {}
-        self._wanted: list[StepInstrument] = []  # for the `fit` that begins
+        self._wanted: list[StepInstrument] = []  # for the `fit` that is starting
         self._there: list[StepInstrument] = []
-        self._traced: list[tuple[int, Hashable]] = []  # the signatures of those
+        self._traced: list[tuple[int, Hashable]] = []  # the signatures of the installed ones
         self._is_in_place = False
-        self._history: Any = None  # of the `fit` that is under way
+        self._history: Any = None  # of the current `fit`
         self.stock: dict[str, Any] = {}  # the model's own methods, by name
 
     @classmethod
     def of(cls, model: keras.Model) -> StepInstrumentation:
-        """That of `model`, which is adapted."""
+        """Returns the instrumentation of `model`, after adapting the model."""
         found = attached(adapt(model), cls)
         if found is None:
             attach(model, found := cls(model))
         return found
 
     def shared(self, make: Callable[[keras.Model], Kind]) -> Kind:
-        """The instrument that all callbacks share, which `make` makes for the first one."""
+        """Returns the instrument that all callbacks share; `make` creates it on the first call."""
         if make not in self._shared:
             self._shared[make] = make(self.model)
         return self._shared[make]  # type: ignore[return-value]
@@ -167,24 +167,24 @@ class StepInstrumentation(gates.Gate):
         return instrument
 
     def is_used(self, instrument: StepInstrument) -> bool:
-        """Whether it will be in the `fit` that begins."""
+        """True if the instrument is enabled for the `fit` that is starting."""
         return instrument in self._wanted
 
     def use(self, instrument: StepInstrument) -> None:
-        """Has it in the `fit` that begins; to be called from a callback's `set_model`."""
+        """Enables it for the `fit` that is starting. Call it from a callback's `set_model`."""
         if instrument not in self._wanted:
             self._wanted = sorted([*self._wanted, instrument], key=lambda each: each.decides)
         self._put_in_place()
 
     def use_none(self) -> None:
-        """To be called where it was not `fit` that called `set_model`."""
+        """Disables all instruments. Call it if `set_model` was not called by `fit`."""
         self._wanted = []
 
     def trace_again(self) -> None:
         self.model.train_function = None
         Touched.of(self.model).draws.keep()
 
-    # Being in place, for one `fit`
+    # Installation for one `fit`
 
     def _put_in_place(self) -> None:
         model = self.model
@@ -196,7 +196,7 @@ class StepInstrumentation(gates.Gate):
             gates.put_before(optimizer, self)
         own = self._own()
         if self._is_in_place:
-            # The script may have given the model another step since.
+            # The script may have assigned another `train_step` in the meantime.
             own = {name: each for name, each in own.items() if vars(model).get(name) != each}
             if not own:
                 return
@@ -207,7 +207,7 @@ class StepInstrumentation(gates.Gate):
         self._is_in_place = True
 
     def _own(self) -> dict[str, Any]:
-        """Methods that take the place of the model's."""
+        """Returns the methods that replace the model's."""
         return {
             "train_step": self._train_step,
             "compute_loss": self._compute_loss,
@@ -225,16 +225,16 @@ class StepInstrumentation(gates.Gate):
         self._there, self._traced = [], []
 
     def _make_train_function(self, force: bool = False) -> Any:
-        """Keras calls it in each `fit`, after the callbacks' `set_model`."""
+        """Called by Keras in every `fit`, after the callbacks' `set_model`."""
         wanted, self._wanted = self._wanted, []
         history = getattr(self.model, "history", None)
         if not wanted and history is self._history and models.is_in_fit(self.model):
-            wanted = self._there  # a callback calls it, in the same `fit`
+            wanted = self._there  # called by a callback within the same `fit`
         self._history = history
         if not wanted:
             self._take_away()
             return self.model.make_train_function(force)
-        self._put_in_place()  # of new optimizers
+        self._put_in_place()  # covers new optimizers
         signatures = [(id(each), each.signature()) for each in wanted]
         if signatures != self._traced:
             self._there, self._traced, force = wanted, signatures, True
@@ -252,13 +252,13 @@ class StepInstrumentation(gates.Gate):
         if not is_compiled:
             found = self._taken(step)
         else:
-            # XLA cannot call Python. So it compiles what is inside of a step that can.
+            # XLA cannot call Python, so it only compiles the inner part of the step.
             compiled = tf.function(
                 self._taken_inside, jit_compile=True, reduce_retracing=True, autograph=False
             )
             found, step.carried = compiled(step.batch)
         for name in [name for name, each in step.carried.items() if not _are_here(each)]:
-            del step.carried[name]  # of a function within the step
+            del step.carried[name]  # belongs to a function within the step
         for each in self._there:
             each.after(step, found)
         return found

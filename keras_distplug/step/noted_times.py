@@ -18,10 +18,10 @@ _AT_ONCE_S, _TRIES = 0.00005, 5
 
 
 class NotedTimes:
-    """The times of each step, by `time.time`.
+    """The times of every step, by the clock of `time.time`.
 
-    TensorFlow's clock is an operation with a state, and those wait for each other across the
-    replicas of a process; so there must be only one.
+    TensorFlow's timestamp operation is stateful, and stateful operations wait for each other across
+    the replicas of a process. This class therefore requires a single replica per process.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Windows of steps, seen by all workers and brought together on the chief."""
+"""Windows of steps, measured by every worker and collected on the chief."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from keras_distplug.step.step_reports import ReplicaReport, StepReport, as_text,
 from keras_distplug.step.stopwatch import Lap, Stopwatch, Sync, listen
 
 _STATM = "/proc/self/statm"
-_AT_ONCE = 1024  # steps, of `noted_times.KEPT`
-_SAME_S = 0.001  # by two clocks
+_AT_ONCE = 1024  # steps to fetch in one go, well below `noted_times.KEPT`
+_SAME_S = 0.001  # tolerance between two clocks
 
 
 class OwnWindows:
-    """Makes a `StepReport` of each window of steps of this worker.
+    """Makes a `StepReport` of every window of steps on this worker.
 
     Args:
-        model: One that `fit` is about to train: this is to be made in a callback's `set_model`,
-            because Keras makes the step before `on_train_begin`.
-        syncs: Whether it is wanted how long each replica waits for the sum of gradients.
-        readings: Whether losses and gradients are.
-        fingerprints: Whether those of the data are.
+        model: The model that `fit` is about to train. Create this object in a callback's
+            `set_model`, because Keras builds the step before `on_train_begin`.
+        syncs: True to measure how long every replica waits for the sum of gradients.
+        readings: True to record losses and gradient norms.
+        fingerprints: True to record fingerprints of the data.
     """
 
     def __init__(
@@ -62,10 +62,11 @@ class OwnWindows:
 
     @property
     def updates(self) -> int:
-        """As the optimizer counts them, which goes on where a checkpoint was taken up.
+        """The number of updates by the optimizer's count, which continues after a restart.
 
-        Where another process has that count, those that were scheduled: it is asked once, because
-        that takes as long as a small step, and it may be gone.
+        If another process holds that count, this is the number of steps scheduled. The count is
+        read only once then, because reading takes as long as a small step, and the other process
+        may be lost.
         """
         optimizer = self._model.optimizer
         if optimizer is None:
@@ -75,11 +76,11 @@ class OwnWindows:
         return (self._before or 0) + self._step
 
     def unwant(self) -> None:
-        """To be called where it was not `fit` that called `set_model`."""
+        """Cancels the measurement. Call it if `set_model` was not called by `fit`."""
         StepInstrumentation.of(self._model).use_none()
 
     def begin(self) -> None:
-        """To be called from `on_train_begin`."""
+        """Starts measuring. Call it from `on_train_begin`."""
         self.close()
         self._steps_s: list[float] = []
         self._waits = _Waits()
@@ -89,7 +90,7 @@ class OwnWindows:
         self._traces = self._heard.traces
         self._begins_s = 0.0
         self._is_in_graph = self._stopwatch.is_in_graph
-        self._begun_s: float | None = None  # not of the very first step, which is traced
+        self._begun_s: float | None = None  # stays None for the first step, which is traced
         self._is_first = True
         self.seen = self._step = 0
         self._before = None
@@ -112,11 +113,11 @@ class OwnWindows:
             self._begun_s = now_s
 
     def end_step(self) -> None:
-        """To be called behind each batch of Keras'."""
+        """Call it after every batch."""
         now_s = time.perf_counter()
         if self._begun_s is not None:
             self._steps_s.append(now_s - self._begun_s)
-        if self._is_first:  # what was waited for in it was not waited for in a step that counts
+        if self._is_first:  # the first step does not count, nor do its waiting times
             self._waits = _Waits()
             self._heard.collect()
             self._heard.syncs.clear()
@@ -132,7 +133,7 @@ class OwnWindows:
                 self._look_at_graph()
 
     def end_window(self) -> StepReport | None:
-        """What there is by now; None if there was nothing but a first step."""
+        """Ends the window and returns its report; None if it contains at most the first step."""
         if not self.seen or not self._steps_s:
             return None
         self._look_at_graph()
@@ -160,13 +161,14 @@ class OwnWindows:
             self._hears = False
             steps.hear_no_more_of_fetches(self._model, self._on_fetch)
 
-    # How
+    # Internals
 
     def _on_fetch(self, seconds: float) -> None:
         self._waits.add(seconds)
 
     def _note_wait(self) -> None:
-        """In one process data are fetched within the call: up to the first replica's begin."""
+        """Notes the wait of a single process, which fetches data within the call of the step: the
+        time until the first replica starts."""
         is_traced = self._heard.traces != self._traces
         if self._is_in_graph and self._model.steps_per_execution == 1:
             self._begins.append(math.nan if is_traced else self._begins_s)
@@ -179,7 +181,7 @@ class OwnWindows:
             self._waits.is_known = False
             return
         begun_s = min(laps[-place].begun_s for place in range(1, here + 1))
-        if begun_s < self._begins_s:  # it is not of this step
+        if begun_s < self._begins_s:  # the lap is from an earlier step
             self._waits.is_known = False
         else:
             self._waits.add(begun_s - self._begins_s)
@@ -199,14 +201,14 @@ class OwnWindows:
             if math.isnan(begin_s):
                 continue
             if place == len(laps) or laps[place].begun_s > next_s:
-                self._waits.is_known = False  # its time is lost
+                self._waits.is_known = False  # the step's time is missing
                 return
             self._waits.add(max(0.0, laps[place].begun_s - begin_s))
             place += 1
 
 
 class _Waits:
-    """How long a worker has waited for its data."""
+    """The time that a worker has waited for its data."""
 
     def __init__(self) -> None:
         self._secs, self._count = 0.0, 0
@@ -226,11 +228,11 @@ class _Waits:
 
 
 class StepWindows:
-    """Makes a `StepReport` of each window of a `fit`, and brings those of all workers together.
+    """Makes a `StepReport` of every window of a `fit`, and collects those of all workers.
 
     Args:
-        own: Of this worker.
-        every_steps: How many steps are a window.
+        own: The windows of this worker.
+        every_steps: The number of steps per window.
     """
 
     def __init__(self, own: OwnWindows, every_steps: int) -> None:
@@ -245,17 +247,18 @@ class StepWindows:
         on_lost: Callable[[AgreementError], None],
         completed: Callable[[StepReport], StepReport] = lambda report: report,
     ) -> Channel:
-        """To be called from `on_train_begin`, on all workers.
+        """Starts measuring. Call it from `on_train_begin`, on all workers.
 
         Args:
-            topic: What tells the reports from others.
-            on_all: Called on the chief with those of all workers, by rank; from a thread where
-                there are several.
-            on_lost: Called, from a thread, with what keeps workers from hearing each other.
-            completed: Adds what takes time, from a thread where there are several workers.
+            topic: A name that distinguishes these reports from others.
+            on_all: Called on the chief with the reports of all workers, by rank; in a thread if
+                there are several workers.
+            on_lost: Called in a thread with the error if workers cannot reach each other any more.
+            completed: Adds slow measurements to a report; runs in a thread if there are several
+                workers.
 
         Returns:
-            A channel to the other workers, which is no other training's.
+            A channel to the other workers, not shared with any other training.
         """
         self.close()
         self._on_all = on_all
@@ -267,12 +270,12 @@ class StepWindows:
         return session
 
     def end_step(self) -> StepReport | None:
-        """To be called behind each batch of Keras'. This worker's report, if a window is over."""
+        """Call it after every batch. Returns this worker's report if a window is complete."""
         self.own.end_step()
         return self.end_epoch() if self.own.seen >= self._every_steps else None
 
     def end_epoch(self) -> StepReport | None:
-        """The report of what remains."""
+        """Ends the window early and returns its report; None if it is empty."""
         report = self.own.end_window()
         if report is None:
             return None
@@ -283,7 +286,7 @@ class StepWindows:
         return report
 
     def close(self, last_secs: float = 0.0) -> None:
-        """Waits for so long for reports that are under way."""
+        """Stops measuring, after waiting up to `last_secs` seconds for reports in progress."""
         if self._reports is not None:
             self._reports.close(last_secs)
             self._reports = None
@@ -291,7 +294,8 @@ class StepWindows:
 
 
 def _sync_total_s(syncs: Sequence[Sync], steps: int) -> float | None:
-    """Of the replica that waited least. The last ones that were heard stand for all steps."""
+    """Returns the total of the replica that waited least, extrapolated from the `syncs` received
+    to all steps."""
     of_replica = defaultdict(list)
     for sync in syncs:
         of_replica[sync.replica].append(sync.sync_s)
@@ -325,7 +329,7 @@ def _of_replica(replica: int, laps: Sequence[Lap], syncs_s: Sequence[float]) -> 
 
 
 def _mean(values: Sequence[float]) -> float | None:
-    # `statistics.mean` takes exact fractions, which NaN is none of.
+    # `statistics.mean` uses exact fractions, which cannot represent NaN.
     return sum(values) / len(values) if values else None
 
 
@@ -339,7 +343,10 @@ def _memory_bytes() -> int | None:
 
 
 def tell_what_is_lost(what: str) -> Callable[[AgreementError], None]:
-    """What says, from a thread, that `what` has ended; a lost worker ends `fit`, which tells."""
+    """Returns a thread-safe function that logs `what` and the error.
+
+    It logs nothing about a lost worker, for which `fit` raises an error.
+    """
 
     def tell(error: AgreementError) -> None:
         if not isinstance(error.__cause__, ConnectionError):

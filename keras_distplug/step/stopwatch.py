@@ -1,4 +1,4 @@
-"""Times within a step, taken by each replica before it waits for the others."""
+"""Measures times within a step on every replica, before it waits for the others."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from keras_distplug.step import noted_times
 from keras_distplug.step.instrumentation import StepInstrument, StepInstrumentation
 from keras_distplug.step.replica_step import ReplicaStep, scales_loss, size_of
 
-_KEPT = 10_000  # of what nobody takes
+_KEPT = 10_000  # the most records to keep if no listener takes them
 _BEGUN, _COMPUTED, _SUMMED = "begun", "computed", "summed"
 
 
 @dataclass(frozen=True)
 class Lap:
-    """What one replica did in a step.
+    """One replica's measurements in a step.
 
     Args:
-        replica: Its number among all replicas.
-        begun_s: When its part of the batch was there, by `time.perf_counter`.
-        compute_s: How long it took from there to its own gradients, before those of all are summed.
-        reading: What else is wanted of it.
-        fingerprint: Of its part of the batch, if that is wanted.
+        replica: The replica's number among all replicas.
+        begun_s: The time at which its part of the batch was available, by `time.perf_counter`.
+        compute_s: The time from then to its own gradients, before summation, in seconds.
+        reading: Its loss and gradient norm; None if not requested.
+        fingerprint: The fingerprint of its part of the batch; None if not requested.
     """
 
     replica: int
@@ -47,12 +47,12 @@ class Lap:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a replica's own samples gave, before gradients are summed over replicas.
+    """Results of a replica's own samples, before gradients are summed over replicas.
 
     Args:
-        samples: How many.
-        loss: The mean over them; NaN if the step does not take it from `compute_loss`.
-        gradient_norm: Of that loss.
+        samples: The number of samples.
+        loss: The mean loss of the samples; NaN if the step does not use `compute_loss`.
+        gradient_norm: The norm of that loss's gradients.
     """
 
     samples: float
@@ -62,7 +62,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Sync:
-    """How long a replica waited, from its own gradients to the sum of those of all."""
+    """The time from a replica's own gradients to the sum over all replicas."""
 
     replica: int
     sync_s: float
@@ -70,12 +70,12 @@ class Sync:
 
 @dataclass
 class Heard:
-    """Where times come to stand, of all replicas of a process; of each, the last ones.
+    """The latest measurements of all replicas of a process, for one listener.
 
     Args:
-        laps: Of each replica in each step.
-        syncs: The same.
-        traces: How often a step was traced, which takes its time before any replica begins.
+        laps: One lap per replica and step.
+        syncs: One wait per replica and step.
+        traces: The number of times a step was traced, which delays the start of all replicas.
     """
 
     laps: deque[Lap] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -86,7 +86,7 @@ class Heard:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What listeners want to hear."""
+    """The optional measurements that listeners have requested."""
 
     syncs: bool = False
     readings: bool = False
@@ -103,13 +103,13 @@ class _Wanted:
 def listen(
     model: keras.Model, *, syncs: bool = False, readings: bool = False, fingerprints: bool = False
 ) -> Heard:
-    """Has the times of replicas taken in the `fit` that begins; from a callback's `set_model`.
+    """Measures replicas in the `fit` that is starting. Call it from a callback's `set_model`.
 
     Args:
         model: The model.
-        syncs: Whether those are wanted, too, from their own gradients to the sum of all.
-        readings: Whether laps have a `Reading`.
-        fingerprints: Whether they have a fingerprint of the replica's part of the batch.
+        syncs: True to also measure the time from own gradients to the sum of all.
+        readings: True to add a `Reading` to every lap.
+        fingerprints: True to add a fingerprint of the replica's part of the batch to every lap.
     """
     instrumentation = StepInstrumentation.of(model)
     stopwatch = instrumentation.shared(Stopwatch)
@@ -122,12 +122,13 @@ def listen(
 
 
 class Stopwatch(StepInstrument):
-    """Takes times within a step.
+    """Measures times within a step.
 
-    The only replica of a process has TensorFlow's clock. Of several that will not do: operations
-    with a state wait for each other across the replicas of a process. There a function of Python's
-    without a state is called when its inputs are there, and must give something that is needed, or
-    it is left out. So it is where a `Reading` or a fingerprint is wanted.
+    A process with a single replica uses TensorFlow's clock. With several replicas this is not
+    possible, because stateful operations wait for each other across the replicas of a process.
+    Then a stateless Python function is called when its inputs are available. The step must depend
+    on its result, or TensorFlow would prune it from the graph. The same method is used if a
+    `Reading` or a fingerprint is requested.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -144,7 +145,7 @@ class Stopwatch(StepInstrument):
             self._noted.take()
 
     def listen(self, wanted: _Wanted) -> Heard:
-        """From now on."""
+        """Adds a listener and returns the object that receives its measurements."""
         heard = Heard(collect=self._collect)
         self._listeners.append(heard)
         self._wanted |= wanted
@@ -152,7 +153,7 @@ class Stopwatch(StepInstrument):
 
     @property
     def is_in_graph(self) -> bool:
-        """Whether times are recorded in the graph, and fetched by `Heard.collect`."""
+        """True if times are recorded in the graph, to be fetched by `Heard.collect`."""
         is_plain = not (self._wanted.readings or self._wanted.fingerprints)
         # `tf.timestamp` raises an error if op determinism is enabled.
         return self._noted is not None and is_plain and not is_op_determinism_on()
@@ -194,7 +195,7 @@ class Stopwatch(StepInstrument):
         if begun is None or not gates.is_here(begun):
             return gradients
         if self.is_in_graph:
-            if _COMPUTED not in step.notes:  # the first optimizer's gradients are the ones
+            if _COMPUTED not in step.notes:  # only the first optimizer's gradients are timed
                 gradients, step.notes[_COMPUTED] = _when_there(gradients)
             return gradients
         del step.notes[_BEGUN]
@@ -225,7 +226,7 @@ class Stopwatch(StepInstrument):
         if all(map(gates.is_here, noted)):
             self._noted.note(*noted)
 
-    # How
+    # Internals
 
     @staticmethod
     def _reading(
@@ -233,7 +234,7 @@ class Stopwatch(StepInstrument):
     ) -> tuple[tf.Tensor, ...]:
         together = share.current()
         factor = tf.ones([])
-        if together is not None:  # from this one's part in the mean over all samples to its own
+        if together is not None:  # from its contribution to the global mean to its own mean
             factor *= together.replicas
             if id(optimizer) in together.in_loss:
                 factor = tf.math.divide_no_nan(factor, together.weight)
@@ -244,7 +245,7 @@ class Stopwatch(StepInstrument):
         return step.samples(), loss, norm
 
     def begun(self, data: Any) -> tuple[Any, tf.Tensor]:
-        """`data`, not before the time that is given beside it."""
+        """Returns `data`, and the time at which it was available, on which it depends."""
         self._note_trace()
         tensors = _tensors_of(data)
         begun = _called(_now, tensors, _part_of(tensors[0]))
@@ -263,16 +264,16 @@ class Stopwatch(StepInstrument):
         reading: Sequence[tf.Tensor] = (),
         fingerprinted: Sequence[tf.Tensor] = (),
     ) -> tuple[list[Any], tf.Tensor]:
-        """Notes a lap when the gradients `own` of this replica are all there.
+        """Records a lap once all gradients of this replica are available.
 
         Args:
-            begun: From `begun`.
-            own: Gradients; None where a variable has none.
-            reading: What a `Reading` consists of.
-            fingerprinted: The arrays that make the fingerprint.
+            begun: The time returned by `begun`.
+            own: The replica's gradients; None for a variable without one.
+            reading: The values of a `Reading`.
+            fingerprinted: The arrays to compute the fingerprint from.
 
         Returns:
-            The same gradients, of which one waits for that; and the time.
+            The same gradients, one of which depends on the recording; and the time.
         """
 
         def note(part: Any, replica: Any, begun_s: Any, *others: Any) -> np.ndarray:
@@ -282,7 +283,8 @@ class Stopwatch(StepInstrument):
         return _behind(note, own, _number(), begun, *reading, *fingerprinted)
 
     def summed(self, computed: tf.Tensor, summed: Sequence[Any]) -> list[Any]:
-        """As `computed`, for the sums over all replicas: how long they came behind that."""
+        """Records the wait from `computed` to the sums over all replicas; returns the sums, one of
+        which depends on the recording."""
 
         def note(part: Any, replica: Any, computed_s: Any) -> np.ndarray:
             now_s = time.perf_counter()
@@ -311,7 +313,7 @@ class Stopwatch(StepInstrument):
 
 
 def fingerprint_of(arrays: Sequence[Any]) -> str:
-    """Of their bytes; text as a pipeline has it, too."""
+    """Returns a hash of the arrays' bytes; strings are hashed in UTF-8, as pipelines store them."""
     found = xxhash.xxh3_64()
     for each in arrays:
         array = np.ascontiguousarray(each)
@@ -336,7 +338,7 @@ def _number() -> Any:
 def _behind(
     note: Callable[..., np.ndarray], gradients: Sequence[Any], *arguments: Any
 ) -> tuple[list[Any], tf.Tensor]:
-    """Has `note` called with a part of a gradient and `arguments` when all gradients are there."""
+    """Calls `note` with a part of a gradient and `arguments` once all gradients are available."""
     present, place = _smallest_of(gradients)
     every = [dense(gradients[i]) for i in present]
     noted = _called(note, every, _part_of(dense(gradients[place])), *arguments)
@@ -363,7 +365,7 @@ def _only_behind(stamp: tf.Tensor, gradient: Any) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
         values = _only_behind(stamp, gradient.values)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    # A control edge to what is an identity would be taken away with the call.
+    # TensorFlow would remove a control edge to an identity operation, and with it the call.
     return tf.where(stamp >= 0, gradient, tf.zeros_like(gradient))
 
 
@@ -380,8 +382,8 @@ def _now(_: Any) -> np.ndarray:
 
 
 def _part_of(tensor: tf.Tensor) -> tf.Tensor:
-    """Something small that is made of `tensor`: what has only constants to begin with would be
-    called once, when the graph is made."""
+    """Returns a small value that depends on `tensor`: a function of constants only would be folded,
+    that is, called only once when the graph is built."""
     return tf.reshape(tensor, [-1])[:1]
 
 
