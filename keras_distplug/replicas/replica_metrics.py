@@ -31,8 +31,14 @@ from keras_distplug.replicas.replica_curves import (
     ReplicaCurves,
     values_of,
 )
-from keras_distplug.step.step_reports import StepReport, as_text, from_text, merged, with_same_data
-from keras_distplug.step.step_windows import OwnWindows, StepWindows, tell_what_is_lost
+from keras_distplug.step.step_reports import (
+    StepReport,
+    as_text,
+    from_text,
+    merge_reports,
+    replicas_with_same_data,
+)
+from keras_distplug.step.step_windows import OwnWindows, StepWindows, failure_announcer
 from keras_distplug.storage.files import Files, local_path, open_files
 
 _LAST_SECS = 5.0  # to wait at the end for reports in progress
@@ -176,7 +182,7 @@ class ReplicaMetrics(Watchdog):
             raise ConfigurationError(error)
         self._curves = ReplicaCurves(files)
         self._has_warned = False
-        on_lost = tell_what_is_lost("replica metrics have stopped")
+        on_lost = failure_announcer("replica metrics have stopped")
         session = self._windows.begin("replica metrics", self._take, on_lost)
         if self._checks is not None:
             self._checks.close()
@@ -243,7 +249,7 @@ class ReplicaMetrics(Watchdog):
 
     def _summary(self) -> dict[str, float]:
         """Returns the requested log values over all workers, identical on every worker."""
-        own = as_text(merged(self._of_epoch)) if self._of_epoch else ""
+        own = as_text(merge_reports(self._of_epoch)) if self._of_epoch else ""
         said = self._agreement.gather("replica metrics", own)
         reports = [from_text(text) for text in said if text]
         values = {name: [value for _, value in each] for name, each in values_of(reports).items()}
@@ -260,7 +266,7 @@ class ReplicaMetrics(Watchdog):
             self._curves.add(reports)
         except OSError as error:
             self._note_lost_curves(error)
-        same = with_same_data(reports)
+        same = replicas_with_same_data(reports)
         if same and same not in self._same_data:
             self._same_data.add(same)
             self._found.append(

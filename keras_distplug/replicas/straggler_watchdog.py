@@ -23,7 +23,7 @@ from keras_distplug.core.reporting import report
 from keras_distplug.replicas.round_trips import RoundTrips
 from keras_distplug.replicas.stragglers import Judge, Straggler
 from keras_distplug.step.step_reports import StepReport
-from keras_distplug.step.step_windows import OwnWindows, StepWindows, tell_what_is_lost
+from keras_distplug.step.step_windows import OwnWindows, StepWindows, failure_announcer
 
 _LEAST_EVERY_SECS = 1.0  # the shortest interval at which a worker measures its network
 _SECS_PER_WORKER = 0.25  # per worker besides the chief, if that makes the interval longer
@@ -124,7 +124,7 @@ class StragglerWatchdog(Watchdog):
         self._is_new = True
         self._windows_compared = 0
         self._round_trips: RoundTrips | None = None
-        on_lost = tell_what_is_lost("straggler detection has stopped")
+        on_lost = failure_announcer("straggler detection has stopped")
         session = self._windows.begin("stragglers", self._compare, on_lost, self._with_network)
         role = self._windows.own.role
         if not role.is_chief:

@@ -141,10 +141,10 @@ class StepInstrumentation(gates.Gate):
     def __init__(self, model: keras.Model) -> None:
         self.model = model
         self._shared: dict[Callable[..., StepInstrument], StepInstrument] = {}
-        self._wanted: list[StepInstrument] = []  # for the `fit` that is starting
-        self._there: list[StepInstrument] = []
+        self._requested: list[StepInstrument] = []  # for the `fit` that is starting
+        self._installed: list[StepInstrument] = []
         self._traced: list[tuple[int, Hashable]] = []  # the signatures of the installed ones
-        self._is_in_place = False
+        self._is_installed = False
         self._history: Any = None  # of the current `fit`
         self.stock: dict[str, Any] = {}  # the model's own methods, by name
 
@@ -168,34 +168,34 @@ class StepInstrumentation(gates.Gate):
 
     def is_used(self, instrument: StepInstrument) -> bool:
         """True if the instrument is enabled for the `fit` that is starting."""
-        return instrument in self._wanted
+        return instrument in self._requested
 
     def use(self, instrument: StepInstrument) -> None:
         """Enables it for the `fit` that is starting. Call it from a callback's `set_model`."""
-        if instrument not in self._wanted:
-            self._wanted = sorted([*self._wanted, instrument], key=lambda each: each.decides)
-        self._put_in_place()
+        if instrument not in self._requested:
+            self._requested = sorted([*self._requested, instrument], key=lambda each: each.decides)
+        self._install()
 
     def use_none(self) -> None:
         """Disables all instruments. Call it if `set_model` was not called by `fit`."""
-        self._wanted = []
+        self._requested = []
 
-    def trace_again(self) -> None:
+    def retrace(self) -> None:
         self.model.train_function = None
         Touched.of(self.model).draws.keep()
 
     # Installation for one `fit`
 
-    def _put_in_place(self) -> None:
+    def _install(self) -> None:
         model = self.model
-        if any(each.decides for each in (*self._wanted, *self._there)):
+        if any(each.decides for each in (*self._requested, *self._installed)):
             gates.never_note_assignments(models.seeds_of(model))
             gates.note_assignments([*model.non_trainable_variables, *model.metrics_variables])
         for optimizer in models.optimizers_of(model).values():
             optimizers.give_gate(optimizer)
             gates.put_before(optimizer, self)
-        own = self._own()
-        if self._is_in_place:
+        own = self._replacements()
+        if self._is_installed:
             # The script may have assigned another `train_step` in the meantime.
             own = {name: each for name, each in own.items() if vars(model).get(name) != each}
             if not own:
@@ -203,10 +203,10 @@ class StepInstrumentation(gates.Gate):
         for name, each in own.items():
             self.stock[name] = getattr(model, name)
             override(model, name, each)
-        self.trace_again()
-        self._is_in_place = True
+        self.retrace()
+        self._is_installed = True
 
-    def _own(self) -> dict[str, Any]:
+    def _replacements(self) -> dict[str, Any]:
         """Returns the methods that replace the model's."""
         return {
             "train_step": self._train_step,
@@ -214,31 +214,31 @@ class StepInstrumentation(gates.Gate):
             "make_train_function": self._make_train_function,
         }
 
-    def _take_away(self) -> None:
-        for name, own in self._own().items():
+    def _uninstall(self) -> None:
+        for name, own in self._replacements().items():
             if vars(self.model).get(name) == own:
                 override(self.model, name, self.stock[name])
         for optimizer in models.optimizers_of(self.model).values():
             gates.put_before(optimizer, None)
-        self.trace_again()
-        self._is_in_place = False
-        self._there, self._traced = [], []
+        self.retrace()
+        self._is_installed = False
+        self._installed, self._traced = [], []
 
     def _make_train_function(self, force: bool = False) -> Any:
         """Called by Keras in every `fit`, after the callbacks' `set_model`."""
-        wanted, self._wanted = self._wanted, []
+        requested, self._requested = self._requested, []
         history = getattr(self.model, "history", None)
-        if not wanted and history is self._history and models.is_in_fit(self.model):
-            wanted = self._there  # called by a callback within the same `fit`
+        if not requested and history is self._history and models.is_in_fit(self.model):
+            requested = self._installed  # called by a callback within the same `fit`
         self._history = history
-        if not wanted:
-            self._take_away()
+        if not requested:
+            self._uninstall()
             return self.model.make_train_function(force)
-        self._put_in_place()  # covers new optimizers
-        signatures = [(id(each), each.signature()) for each in wanted]
+        self._install()  # covers new optimizers
+        signatures = [(id(each), each.signature()) for each in requested]
         if signatures != self._traced:
-            self._there, self._traced, force = wanted, signatures, True
-            self.trace_again()
+            self._installed, self._traced, force = requested, signatures, True
+            self.retrace()
         with _not_compiled(self.model):
             return self.stock["make_train_function"](force)
 
@@ -247,27 +247,27 @@ class StepInstrumentation(gates.Gate):
     def _train_step(self, batch: Any) -> Any:
         is_compiled = self.model.jit_compile
         step = ReplicaStep(batch, is_compiled)
-        for each in self._there:
+        for each in self._installed:
             step.batch = each.before(step, step.batch)
         if not is_compiled:
-            found = self._taken(step)
+            found = self._run_step(step)
         else:
             # XLA cannot call Python, so it only compiles the inner part of the step.
             compiled = tf.function(
-                self._taken_inside, jit_compile=True, reduce_retracing=True, autograph=False
+                self._run_inner_step, jit_compile=True, reduce_retracing=True, autograph=False
             )
             found, step.carried = compiled(step.batch)
         for name in [name for name, each in step.carried.items() if not _are_here(each)]:
             del step.carried[name]  # belongs to a function within the step
-        for each in self._there:
+        for each in self._installed:
             each.after(step, found)
         return found
 
-    def _taken_inside(self, batch: Any) -> tuple[Any, Any]:
+    def _run_inner_step(self, batch: Any) -> tuple[Any, Any]:
         step = ReplicaStep(batch, is_compiled=True)
-        return self._taken(step), step.carried
+        return self._run_step(step), step.carried
 
-    def _taken(self, step: ReplicaStep) -> Any:
+    def _run_step(self, step: ReplicaStep) -> Any:
         with tracing.at(step), gates.assignments_noted() as assigned:
             found = self.stock["train_step"](step.batch)
             allowed = [each for each in step.allowed if gates.is_here(each)]
@@ -292,7 +292,7 @@ class StepInstrumentation(gates.Gate):
     def mark(self, optimizer: keras.optimizers.Optimizer, own: Sequence[Any]) -> Sequence[Any]:
         step = tracing.now
         if step is not None and any(gradient is not None for gradient in own):
-            for each in self._there:
+            for each in self._installed:
                 own = each.after_gradients(step, optimizer, own)
         return own
 
@@ -301,7 +301,7 @@ class StepInstrumentation(gates.Gate):
     ) -> Sequence[Any]:
         step = tracing.now
         if step is not None and any(gradient is not None for gradient in summed):
-            for each in self._there:
+            for each in self._installed:
                 summed = each.after_sum(step, optimizer, summed)
         return summed
 
@@ -315,8 +315,8 @@ class StepInstrumentation(gates.Gate):
         step = tracing.now
         if step is None or all(gradient is None for gradient in summed):
             return None
-        said = [each.allows(step, optimizer, own, summed, variables) for each in self._there]
-        allowed = [each for each in said if each is not None]
+        answers = [each.allows(step, optimizer, own, summed, variables) for each in self._installed]
+        allowed = [each for each in answers if each is not None]
         if not allowed:
             return None
         allows = allowed[0] if len(allowed) == 1 else tf.reduce_all(tf.stack(allowed))

@@ -85,7 +85,7 @@ def from_text(text: str) -> StepReport:
     return StepReport(**{**told, "replicas": replicas})
 
 
-def merged(reports: Sequence[StepReport]) -> StepReport:
+def merge_reports(reports: Sequence[StepReport]) -> StepReport:
     """Merges one worker's reports of consecutive windows into one, with means over all steps."""
 
     def mean(values: Iterable[tuple[int, float | None]]) -> float | None:
@@ -124,7 +124,7 @@ def _sum(values: Iterable[float | None]) -> float | None:
     return sum(known) if known else None
 
 
-def with_same_data(reports: Sequence[StepReport]) -> tuple[int, ...]:
+def replicas_with_same_data(reports: Sequence[StepReport]) -> tuple[int, ...]:
     """Returns the replicas that had the same data as another replica in every step of a window."""
     by_data = defaultdict(list)
     for report in reports:

@@ -26,7 +26,7 @@ from keras_distplug.step.step_reports import ReplicaReport, StepReport, as_text,
 from keras_distplug.step.stopwatch import Lap, Stopwatch, Sync, listen
 
 _STATM = "/proc/self/statm"
-_AT_ONCE = 1024  # steps to fetch in one go, well below `noted_times.KEPT`
+_MOST_IN_GRAPH = 1024  # steps to fetch in one go, well below `recorded_times.KEPT`
 _SAME_S = 0.001  # tolerance between two clocks
 
 
@@ -51,14 +51,16 @@ class OwnWindows:
     ) -> None:
         self._model = model
         self._stopwatch = StepInstrumentation.of(model).shared(Stopwatch)
-        self._heard = listen(model, syncs=syncs, readings=readings, fingerprints=fingerprints)
+        self._measurements = listen(
+            model, syncs=syncs, readings=readings, fingerprints=fingerprints
+        )
         self.role: Role = agreement.role_under(model.distribute_strategy)
         self.where = f"{self.role.name} on {socket.gethostname()}"
         self.seen = 0  # steps of this window
         self._step = 0
         self._before: int | None = None
         self._is_scheduled = is_scheduled(model.distribute_strategy)
-        self._hears = False
+        self._is_listening = False
 
     @property
     def updates(self) -> int:
@@ -84,61 +86,61 @@ class OwnWindows:
         self.close()
         self._steps_s: list[float] = []
         self._waits = _Waits()
-        self._begins: list[float] = []  # start times of steps not yet matched with the graph's
+        self._starts: list[float] = []  # start times of steps not yet matched with the graph's
         self._in_graph = 0  # number of steps since then
         self._replicas_here = replicas_here(self._model.distribute_strategy)
-        self._traces = self._heard.traces
-        self._begins_s = 0.0
+        self._traces = self._measurements.traces
+        self._batch_start_s = 0.0
         self._is_in_graph = self._stopwatch.is_in_graph
-        self._begun_s: float | None = None  # stays None for the first step, which is traced
+        self._step_start_s: float | None = None  # stays None for the first step, which is traced
         self._is_first = True
         self.seen = self._step = 0
         self._before = None
-        self._heard.collect()
-        self._heard.laps.clear()
-        self._heard.syncs.clear()
-        self._hears = self.role.world_size > 1
-        if self._hears:
+        self._measurements.collect()
+        self._measurements.laps.clear()
+        self._measurements.syncs.clear()
+        self._is_listening = self.role.world_size > 1
+        if self._is_listening:
             steps.hear_of_fetches(self._model, self._on_fetch)
 
     def begin_epoch(self) -> None:
-        self._begun_s = None
+        self._step_start_s = None
 
     def begin_step(self) -> None:
         if self._is_scheduled and self._before is None:
             self._before = int(self._model.optimizer.iterations.numpy())
         now_s = time.perf_counter()
-        self._begins_s = now_s
-        if self._begun_s is None and not self._is_first:
-            self._begun_s = now_s
+        self._batch_start_s = now_s
+        if self._step_start_s is None and not self._is_first:
+            self._step_start_s = now_s
 
     def end_step(self) -> None:
         """Call it after every batch."""
         now_s = time.perf_counter()
-        if self._begun_s is not None:
-            self._steps_s.append(now_s - self._begun_s)
+        if self._step_start_s is not None:
+            self._steps_s.append(now_s - self._step_start_s)
         if self._is_first:  # the first step does not count, nor do its waiting times
             self._waits = _Waits()
-            self._heard.collect()
-            self._heard.syncs.clear()
-        elif not self._hears:
+            self._measurements.collect()
+            self._measurements.syncs.clear()
+        elif not self._is_listening:
             self._note_wait()
-        self._begun_s, self._is_first, self._traces = now_s, False, self._heard.traces
+        self._step_start_s, self._is_first, self._traces = now_s, False, self._measurements.traces
         steps: int = self._model.steps_per_execution
         self.seen += steps
         self._step += steps
         if self._is_in_graph:
             self._in_graph += steps
-            if self._in_graph >= _AT_ONCE:
-                self._look_at_graph()
+            if self._in_graph >= _MOST_IN_GRAPH:
+                self._fetch_graph_times()
 
     def end_window(self) -> StepReport | None:
         """Ends the window and returns its report; None if it contains at most the first step."""
         if not self.seen or not self._steps_s:
             return None
-        self._look_at_graph()
-        laps = [self._heard.laps.popleft() for _ in range(len(self._heard.laps))]
-        syncs = [self._heard.syncs.popleft() for _ in range(len(self._heard.syncs))]
+        self._fetch_graph_times()
+        laps = [self._measurements.laps.popleft() for _ in range(len(self._measurements.laps))]
+        syncs = [self._measurements.syncs.popleft() for _ in range(len(self._measurements.syncs))]
         waits, self._waits = self._waits, _Waits()
         report = StepReport(
             self.role.rank,
@@ -157,8 +159,8 @@ class OwnWindows:
         return report
 
     def close(self) -> None:
-        if self._hears:
-            self._hears = False
+        if self._is_listening:
+            self._is_listening = False
             steps.hear_no_more_of_fetches(self._model, self._on_fetch)
 
     # Internals
@@ -169,41 +171,41 @@ class OwnWindows:
     def _note_wait(self) -> None:
         """Notes the wait of a single process, which fetches data within the call of the step: the
         time until the first replica starts."""
-        is_traced = self._heard.traces != self._traces
+        is_traced = self._measurements.traces != self._traces
         if self._is_in_graph and self._model.steps_per_execution == 1:
-            self._begins.append(math.nan if is_traced else self._begins_s)
+            self._starts.append(math.nan if is_traced else self._batch_start_s)
             return
         if is_traced:
             return
-        laps = self._heard.laps
+        laps = self._measurements.laps
         here = min(self._replicas_here, len(laps))
         if self._model.steps_per_execution > 1 or not here:
             self._waits.is_known = False
             return
-        begun_s = min(laps[-place].begun_s for place in range(1, here + 1))
-        if begun_s < self._begins_s:  # the lap is from an earlier step
+        start_s = min(laps[-place].start_s for place in range(1, here + 1))
+        if start_s < self._batch_start_s:  # the lap is from an earlier step
             self._waits.is_known = False
         else:
-            self._waits.add(begun_s - self._begins_s)
+            self._waits.add(start_s - self._batch_start_s)
 
-    def _look_at_graph(self) -> None:
+    def _fetch_graph_times(self) -> None:
         """Adds the waits of steps whose times were recorded in the graph."""
-        self._heard.collect()
+        self._measurements.collect()
         self._in_graph = 0
-        begins, self._begins = self._begins, []
-        laps = list(self._heard.laps)
-        place = max(0, len(laps) - len(begins))
-        while place and begins and laps[place - 1].begun_s >= begins[0] - _SAME_S:
+        starts, self._starts = self._starts, []
+        laps = list(self._measurements.laps)
+        place = max(0, len(laps) - len(starts))
+        while place and starts and laps[place - 1].start_s >= starts[0] - _SAME_S:
             place -= 1  # a callback ran additional steps
-        for begin_s, next_s in pairwise([*begins, math.inf]):
-            while place < len(laps) and laps[place].begun_s < begin_s - _SAME_S:
+        for start_s, next_s in pairwise([*starts, math.inf]):
+            while place < len(laps) and laps[place].start_s < start_s - _SAME_S:
                 place += 1
-            if math.isnan(begin_s):
+            if math.isnan(start_s):
                 continue
-            if place == len(laps) or laps[place].begun_s > next_s:
+            if place == len(laps) or laps[place].start_s > next_s:
                 self._waits.is_known = False  # the step's time is missing
                 return
-            self._waits.add(max(0.0, laps[place].begun_s - begin_s))
+            self._waits.add(max(0.0, laps[place].start_s - start_s))
             place += 1
 
 
@@ -342,14 +344,14 @@ def _memory_bytes() -> int | None:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def tell_what_is_lost(what: str) -> Callable[[AgreementError], None]:
+def failure_announcer(what: str) -> Callable[[AgreementError], None]:
     """Returns a thread-safe function that logs `what` and the error.
 
     It logs nothing about a lost worker, for which `fit` raises an error.
     """
 
-    def tell(error: AgreementError) -> None:
+    def announce_failure(error: AgreementError) -> None:
         if not isinstance(error.__cause__, ConnectionError):
             announce(f"{what}: {error}")
 
-    return tell
+    return announce_failure

@@ -18,12 +18,12 @@ from keras_distplug.backend.tensorflow.input.pipeline import is_op_determinism_o
 from keras_distplug.backend.tensorflow.replicas import gates, share
 from keras_distplug.backend.tensorflow.replicas.gates import dense
 from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled, replicas_here
-from keras_distplug.step import noted_times
+from keras_distplug.step import recorded_times
 from keras_distplug.step.instrumentation import StepInstrument, StepInstrumentation
 from keras_distplug.step.replica_step import ReplicaStep, scales_loss, size_of
 
 _KEPT = 10_000  # the most records to keep if no listener takes them
-_BEGUN, _COMPUTED, _SUMMED = "begun", "computed", "summed"
+_STARTED, _COMPUTED, _SUMMED = "started", "computed", "summed"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Lap:
     """
 
     replica: int
-    begun_s: float
+    start_s: float
     compute_s: float
     reading: Reading | None = None
     fingerprint: str | None = None
@@ -69,7 +69,7 @@ class Sync:
 
 
 @dataclass
-class Heard:
+class Measurements:
     """The latest measurements of all replicas of a process, for one listener.
 
     Args:
@@ -85,15 +85,15 @@ class Heard:
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _Requested:
     """The optional measurements that listeners have requested."""
 
     syncs: bool = False
     readings: bool = False
     fingerprints: bool = False
 
-    def __or__(self, other: _Wanted) -> _Wanted:
-        return _Wanted(
+    def __or__(self, other: _Requested) -> _Requested:
+        return _Requested(
             self.syncs or other.syncs,
             self.readings or other.readings,
             self.fingerprints or other.fingerprints,
@@ -102,7 +102,7 @@ class _Wanted:
 
 def listen(
     model: keras.Model, *, syncs: bool = False, readings: bool = False, fingerprints: bool = False
-) -> Heard:
+) -> Measurements:
     """Measures replicas in the `fit` that is starting. Call it from a callback's `set_model`.
 
     Args:
@@ -115,10 +115,10 @@ def listen(
     stopwatch = instrumentation.shared(Stopwatch)
     if not instrumentation.is_used(stopwatch):
         stopwatch.forget_listeners()  # of an earlier `fit`
-    heard = stopwatch.listen(_Wanted(syncs, readings, fingerprints))
+    measurements = stopwatch.listen(_Requested(syncs, readings, fingerprints))
     if not is_scheduled(model.distribute_strategy):  # whose workers cannot call Python here
         instrumentation.use(stopwatch)
-    return heard
+    return measurements
 
 
 class Stopwatch(StepInstrument):
@@ -132,77 +132,77 @@ class Stopwatch(StepInstrument):
     """
 
     def __init__(self, model: keras.Model) -> None:
-        self._listeners: list[Heard] = []
-        self._wanted = _Wanted()
+        self._listeners: list[Measurements] = []
+        self._requested = _Requested()
         strategy = model.distribute_strategy
         is_alone = not is_scheduled(strategy) and replicas_here(strategy) == 1
-        self._noted = noted_times.NotedTimes() if is_alone else None
+        self._recorded = recorded_times.RecordedTimes() if is_alone else None
         self._replica = 0
 
     def forget_listeners(self) -> None:
-        self._listeners, self._wanted = [], _Wanted()
-        if self._noted is not None:
-            self._noted.take()
+        self._listeners, self._requested = [], _Requested()
+        if self._recorded is not None:
+            self._recorded.take()
 
-    def listen(self, wanted: _Wanted) -> Heard:
+    def listen(self, requested: _Requested) -> Measurements:
         """Adds a listener and returns the object that receives its measurements."""
-        heard = Heard(collect=self._collect)
-        self._listeners.append(heard)
-        self._wanted |= wanted
-        return heard
+        measurements = Measurements(collect=self._collect)
+        self._listeners.append(measurements)
+        self._requested |= requested
+        return measurements
 
     @property
     def is_in_graph(self) -> bool:
-        """True if times are recorded in the graph, to be fetched by `Heard.collect`."""
-        is_plain = not (self._wanted.readings or self._wanted.fingerprints)
+        """True if times are recorded in the graph, to be fetched by `Measurements.collect`."""
+        is_plain = not (self._requested.readings or self._requested.fingerprints)
         # `tf.timestamp` raises an error if op determinism is enabled.
-        return self._noted is not None and is_plain and not is_op_determinism_on()
+        return self._recorded is not None and is_plain and not is_op_determinism_on()
 
     def _collect(self) -> None:
-        if self._noted is None:
+        if self._recorded is None:
             return
-        for begun_s, computed_s, summed_s in self._noted.take().tolist():
-            lap = Lap(self._replica, begun_s, computed_s - begun_s)
-            for heard in self._listeners:
-                heard.laps.append(lap)
-            if summed_s != noted_times.NOT_NOTED:
+        for start_s, computed_s, summed_s in self._recorded.take().tolist():
+            lap = Lap(self._replica, start_s, computed_s - start_s)
+            for measurements in self._listeners:
+                measurements.laps.append(lap)
+            if summed_s != recorded_times.NOT_RECORDED:
                 sync = Sync(self._replica, summed_s - computed_s)
-                for heard in self._listeners:
-                    heard.syncs.append(sync)
+                for measurements in self._listeners:
+                    measurements.syncs.append(sync)
 
     # The hooks of an instrument
 
     def signature(self) -> Hashable:
-        return self._wanted, self.is_in_graph
+        return self._requested, self.is_in_graph
 
     def before(self, step: ReplicaStep, batch: Any) -> Any:
         if step.is_compiled:
             return batch
         if not self.is_in_graph:
-            batch, step.notes[_BEGUN] = self.begun(batch)
+            batch, step.notes[_STARTED] = self.record_start(batch)
             return batch
-        self._note_trace()
+        self._count_trace()
         self._replica = int(tf.get_static_value(step.replica))
         tensors = _tensors_of(batch)
-        step.notes[_BEGUN] = begun = noted_times.now(tensors, tensors[0])
-        with tf.control_dependencies([begun]):
+        step.notes[_STARTED] = started = recorded_times.now(tensors, tensors[0])
+        with tf.control_dependencies([started]):
             return tf.nest.map_structure(_identity, batch, expand_composites=True)
 
     def after_gradients(
         self, step: ReplicaStep, optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any]
     ) -> Sequence[Any]:
-        begun = step.notes.get(_BEGUN)
-        if begun is None or not gates.is_here(begun):
+        started = step.notes.get(_STARTED)
+        if started is None or not gates.is_here(started):
             return gradients
         if self.is_in_graph:
             if _COMPUTED not in step.notes:  # only the first optimizer's gradients are timed
-                gradients, step.notes[_COMPUTED] = _when_there(gradients)
+                gradients, step.notes[_COMPUTED] = _timed(gradients)
             return gradients
-        del step.notes[_BEGUN]
-        reading = self._reading(step, optimizer, gradients) if self._wanted.readings else ()
-        fingerprinted = step.plain_data() if self._wanted.fingerprints else ()
-        gradients, computed = self.computed(begun, gradients, reading, fingerprinted)
-        if self._wanted.syncs and step.is_one_of_several:
+        del step.notes[_STARTED]
+        reading = self._reading(step, optimizer, gradients) if self._requested.readings else ()
+        fingerprinted = step.plain_data() if self._requested.fingerprints else ()
+        gradients, computed = self.record_gradients(started, gradients, reading, fingerprinted)
+        if self._requested.syncs and step.is_one_of_several:
             step.notes[_COMPUTED, id(optimizer)] = computed
         return gradients
 
@@ -210,21 +210,23 @@ class Stopwatch(StepInstrument):
         self, step: ReplicaStep, optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any]
     ) -> Sequence[Any]:
         if self.is_in_graph:
-            is_wanted = self._wanted.syncs and step.is_one_of_several
-            if is_wanted and _COMPUTED in step.notes and _SUMMED not in step.notes:
-                gradients, step.notes[_SUMMED] = _when_there(gradients)
+            is_requested = self._requested.syncs and step.is_one_of_several
+            if is_requested and _COMPUTED in step.notes and _SUMMED not in step.notes:
+                gradients, step.notes[_SUMMED] = _timed(gradients)
             return gradients
         computed = step.notes.pop((_COMPUTED, id(optimizer)), None)
         if computed is None or not gates.is_here(computed):
             return gradients
-        return self.summed(computed, gradients)
+        return self.record_sums(computed, gradients)
 
     def after(self, step: ReplicaStep, logs: Any) -> None:
-        if self._noted is None or not self.is_in_graph or _COMPUTED not in step.notes:
+        if self._recorded is None or not self.is_in_graph or _COMPUTED not in step.notes:
             return
-        noted = [step.notes[name] for name in (_BEGUN, _COMPUTED, _SUMMED) if name in step.notes]
-        if all(map(gates.is_here, noted)):
-            self._noted.note(*noted)
+        recorded = [
+            step.notes[name] for name in (_STARTED, _COMPUTED, _SUMMED) if name in step.notes
+        ]
+        if all(map(gates.is_here, recorded)):
+            self._recorded.record(*recorded)
 
     # Internals
 
@@ -244,22 +246,22 @@ class Stopwatch(StepInstrument):
         loss = step.loss() if step.losses else tf.constant(math.nan)
         return step.samples(), loss, norm
 
-    def begun(self, data: Any) -> tuple[Any, tf.Tensor]:
+    def record_start(self, data: Any) -> tuple[Any, tf.Tensor]:
         """Returns `data`, and the time at which it was available, on which it depends."""
-        self._note_trace()
+        self._count_trace()
         tensors = _tensors_of(data)
-        begun = _called(_now, tensors, _part_of(tensors[0]))
-        with tf.control_dependencies([begun]):
-            return tf.nest.map_structure(_identity, data, expand_composites=True), begun
+        started = _python_call(_now, tensors, _first_value(tensors[0]))
+        with tf.control_dependencies([started]):
+            return tf.nest.map_structure(_identity, data, expand_composites=True), started
 
-    def _note_trace(self) -> None:
+    def _count_trace(self) -> None:
         if tf.inside_function():
-            for heard in self._listeners:
-                heard.traces += 1
+            for measurements in self._listeners:
+                measurements.traces += 1
 
-    def computed(
+    def record_gradients(
         self,
-        begun: tf.Tensor,
+        started: tf.Tensor,
         own: Sequence[Any],
         reading: Sequence[tf.Tensor] = (),
         fingerprinted: Sequence[tf.Tensor] = (),
@@ -267,7 +269,7 @@ class Stopwatch(StepInstrument):
         """Records a lap once all gradients of this replica are available.
 
         Args:
-            begun: The time returned by `begun`.
+            started: The time returned by `record_start`.
             own: The replica's gradients; None for a variable without one.
             reading: The values of a `Reading`.
             fingerprinted: The arrays to compute the fingerprint from.
@@ -276,39 +278,39 @@ class Stopwatch(StepInstrument):
             The same gradients, one of which depends on the recording; and the time.
         """
 
-        def note(part: Any, replica: Any, begun_s: Any, *others: Any) -> np.ndarray:
+        def note(part: Any, replica: Any, start_s: Any, *others: Any) -> np.ndarray:
             read, arrays = others[: len(reading)], others[len(reading) :]
-            return self._note(replica, begun_s, read, arrays)
+            return self._note(replica, start_s, read, arrays)
 
-        return _behind(note, own, _number(), begun, *reading, *fingerprinted)
+        return _with_callback(note, own, _number(), started, *reading, *fingerprinted)
 
-    def summed(self, computed: tf.Tensor, summed: Sequence[Any]) -> list[Any]:
+    def record_sums(self, computed: tf.Tensor, summed: Sequence[Any]) -> list[Any]:
         """Records the wait from `computed` to the sums over all replicas; returns the sums, one of
         which depends on the recording."""
 
         def note(part: Any, replica: Any, computed_s: Any) -> np.ndarray:
             now_s = time.perf_counter()
             sync = Sync(int(replica), now_s - float(computed_s))
-            for heard in self._listeners:
-                heard.syncs.append(sync)
+            for measurements in self._listeners:
+                measurements.syncs.append(sync)
             return np.array(now_s)
 
-        gradients, _ = _behind(note, summed, _number(), computed)
+        gradients, _ = _with_callback(note, summed, _number(), computed)
         return gradients
 
     def _note(
-        self, replica: Any, begun_s: Any, reading: Sequence[Any], fingerprinted: Sequence[Any]
+        self, replica: Any, start_s: Any, reading: Sequence[Any], fingerprinted: Sequence[Any]
     ) -> np.ndarray:
         now_s = time.perf_counter()
         lap = Lap(
             int(replica),
-            float(begun_s),
-            now_s - float(begun_s),
+            float(start_s),
+            now_s - float(start_s),
             Reading(*(float(each) for each in reading)) if reading else None,
             fingerprint_of(fingerprinted) if fingerprinted else None,
         )
-        for heard in self._listeners:
-            heard.laps.append(lap)
+        for measurements in self._listeners:
+            measurements.laps.append(lap)
         return np.array(now_s)
 
 
@@ -335,15 +337,15 @@ def _number() -> Any:
     return tf.distribute.get_replica_context().replica_id_in_sync_group
 
 
-def _behind(
+def _with_callback(
     note: Callable[..., np.ndarray], gradients: Sequence[Any], *arguments: Any
 ) -> tuple[list[Any], tf.Tensor]:
     """Calls `note` with a part of a gradient and `arguments` once all gradients are available."""
     present, place = _smallest_of(gradients)
     every = [dense(gradients[i]) for i in present]
-    noted = _called(note, every, _part_of(dense(gradients[place])), *arguments)
-    waiting = _only_behind(noted, gradients[place])
-    return [*gradients[:place], waiting, *gradients[place + 1 :]], noted
+    recorded = _python_call(note, every, _first_value(dense(gradients[place])), *arguments)
+    waiting = _depending_on(recorded, gradients[place])
+    return [*gradients[:place], waiting, *gradients[place + 1 :]], recorded
 
 
 def _smallest_of(gradients: Sequence[Any]) -> tuple[list[int], int]:
@@ -352,24 +354,24 @@ def _smallest_of(gradients: Sequence[Any]) -> tuple[list[int], int]:
     return present, min(present, key=lambda i: size_of(gradients[i]))
 
 
-def _when_there(gradients: Sequence[Any]) -> tuple[list[Any], tf.Tensor]:
+def _timed(gradients: Sequence[Any]) -> tuple[list[Any], tf.Tensor]:
     """Returns the gradients, one of which waits for the timestamp, and the timestamp."""
     present, place = _smallest_of(gradients)
-    there = noted_times.now([dense(gradients[i]) for i in present], dense(gradients[place]))
+    there = recorded_times.now([dense(gradients[i]) for i in present], dense(gradients[place]))
     with tf.control_dependencies([there]):
         waiting = tf.nest.map_structure(_identity, gradients[place], expand_composites=True)
     return [*gradients[:place], waiting, *gradients[place + 1 :]], there
 
 
-def _only_behind(stamp: tf.Tensor, gradient: Any) -> Any:
+def _depending_on(stamp: tf.Tensor, gradient: Any) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
-        values = _only_behind(stamp, gradient.values)
+        values = _depending_on(stamp, gradient.values)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     # TensorFlow would remove a control edge to an identity operation, and with it the call.
     return tf.where(stamp >= 0, gradient, tf.zeros_like(gradient))
 
 
-def _called(
+def _python_call(
     function: Callable[..., np.ndarray], after: Sequence[tf.Tensor], *arguments: tf.Tensor
 ) -> tf.Tensor:
     with tf.control_dependencies(after):
@@ -381,7 +383,7 @@ def _now(_: Any) -> np.ndarray:
     return np.array(time.perf_counter())
 
 
-def _part_of(tensor: tf.Tensor) -> tf.Tensor:
+def _first_value(tensor: tf.Tensor) -> tf.Tensor:
     """Returns a small value that depends on `tensor`: a function of constants only would be folded,
     that is, called only once when the graph is built."""
     return tf.reshape(tensor, [-1])[:1]

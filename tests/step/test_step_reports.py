@@ -12,8 +12,8 @@ from keras_distplug.step.step_reports import (
     StepReport,
     as_text,
     from_text,
-    merged,
-    with_same_data,
+    merge_reports,
+    replicas_with_same_data,
 )
 
 ONE = ReplicaReport(0, 0.1, 0.2, 4.0, 1.0, 3.0, ("a", "b"))
@@ -39,7 +39,7 @@ def test_merged() -> None:
         input_s=None,
         memory_bytes=2000,
     )
-    found = merged([REPORT, longer])
+    found = merge_reports([REPORT, longer])
     assert (found.step, found.steps, found.memory_bytes) == (40, 40, 2000)
     assert (found.step_s, found.input_s) == (pytest.approx(0.8), 0.01)
     one, other = found.replicas
@@ -50,20 +50,20 @@ def test_merged() -> None:
 def test_merged_totals() -> None:
     """They are sums, of what is known."""
     known = replace(REPORT, input_total_s=0.5, sync_total_s=1.0)
-    found = merged([known, REPORT, known])
+    found = merge_reports([known, REPORT, known])
     assert (found.input_total_s, found.sync_total_s) == (1.0, 2.0)
-    assert merged([REPORT]).input_total_s is None
+    assert merge_reports([REPORT]).input_total_s is None
 
 
 def test_same_data() -> None:
     """In each step of the window, not in some."""
-    assert with_same_data([REPORT]) == ()
+    assert replicas_with_same_data([REPORT]) == ()
     same = replace(REPORT, worker=1, replicas=(replace(OTHER, replica=2, fingerprints=("a", "b")),))
-    assert with_same_data([REPORT, same]) == (0, 2)
+    assert replicas_with_same_data([REPORT, same]) == (0, 2)
     unknown = replace(
         REPORT, replicas=(replace(ONE, fingerprints=()), replace(OTHER, fingerprints=()))
     )
-    assert with_same_data([unknown]) == ()
+    assert replicas_with_same_data([unknown]) == ()
 
 
 WHERE = {0: "worker-0 on h", 1: "worker-0 on h", 2: "worker-1 on i"}

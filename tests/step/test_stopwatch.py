@@ -18,7 +18,7 @@ from tensorflow.python.framework import config  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.backend.tensorflow import trainer  # noqa: E402
-from keras_distplug.step import noted_times  # noqa: E402
+from keras_distplug.step import recorded_times  # noqa: E402
 from keras_distplug.step.step_windows import OwnWindows  # noqa: E402
 from keras_distplug.step.stopwatch import Lap, listen  # noqa: E402
 
@@ -53,12 +53,12 @@ class Watches(keras.callbacks.Callback):
     def set_model(self, model):
         super().set_model(model)
         trainer.adapt(model)
-        self._heard = listen(model)
+        self._measurements = listen(model)
 
     @property
     def laps(self):
-        self._heard.collect()
-        return self._heard.laps
+        self._measurements.collect()
+        return self._measurements.laps
 
 
 def strategy_of(name: str) -> tf.distribute.Strategy:
@@ -101,15 +101,15 @@ def laps_of(made: keras.Model, *callbacks: keras.callbacks.Callback) -> list[Lap
 def test_laps(strategy: str) -> None:
     """Each replica tells of each step; their times are of this process's clock."""
     made = model(strategy)
-    begun_s = time.perf_counter()
+    start_s = time.perf_counter()
     laps = laps_of(made)
     ended_s = time.perf_counter()
     replicas = made.distribute_strategy.num_replicas_in_sync
     assert sorted(each.replica for each in laps) == sorted(list(range(replicas)) * BATCHES)
     for each in laps:
-        assert begun_s < each.begun_s < ended_s
+        assert start_s < each.start_s < ended_s
         assert each.compute_s > 0
-        assert each.begun_s + each.compute_s < ended_s
+        assert each.start_s + each.compute_s < ended_s
 
 
 @pytest.mark.parametrize("strategy", ["mirrored", "central"])
@@ -229,8 +229,8 @@ def test_clock_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was noted by then is not known."""
     watches = Watches()
     model().fit(data(), verbose=0, callbacks=[watches])
-    set_back_s = noted_times._offset_s() + 5
-    monkeypatch.setattr(noted_times, "_offset_s", lambda: set_back_s)
+    set_back_s = recorded_times._offset_s() + 5
+    monkeypatch.setattr(recorded_times, "_offset_s", lambda: set_back_s)
     assert list(watches.laps) == []
 
 
