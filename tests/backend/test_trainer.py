@@ -176,7 +176,7 @@ def test_uneven_batches_are_warned_of(mirrored: tf.distribute.Strategy) -> None:
     with pytest.warns(UserWarning, match=r"of 5 samples .* by the 2 replicas .* of 4 or 6 is"):
         kd.adapt(uneven).fit(x, y, batch_size=5, verbose=0)
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*does not divide.*")
+        warnings.filterwarnings("error", message=".*is not divisible.*")
         uneven.fit(x, y, batch_size=5, verbose=0)
         kd.adapt(even).fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(4), verbose=0)
 

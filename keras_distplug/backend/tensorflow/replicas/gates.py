@@ -1,8 +1,8 @@
-"""What stands between the gradients of a step and the weights, and takes back what else a step did.
+"""Gates between gradients and weights, which can also revert the other assignments of a step.
 
-Keras 3.10 to 3.15: an optimizer applies whatever it is given, and has no place to ask from (but
-`LossScaleOptimizer`, for itself). What a step assigns besides, such as metrics and the statistics
-of BatchNormalization, goes through `_direct_assign` of Keras' variables, which is private.
+Keras 3.10 to 3.15: an optimizer applies every update, and has no hook to prevent one (except in
+`LossScaleOptimizer`, for its own use). The other assignments of a step, such as to metrics and the
+statistics of BatchNormalization, go through `_direct_assign` of Keras' variables, which is private.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ _UPSTREAM = Upstream(keras="3.10 to 3.15")
 
 
 class Gate:
-    """Called in the context of a replica, with one gradient or None for each variable."""
+    """Decides about updates. It is called in the context of a replica, with one gradient or None
+    per variable."""
 
     def mark(self, optimizer: keras.optimizers.Optimizer, own: Sequence[Any]) -> Sequence[Any]:
-        """The gradients of this replica as the others shall get them."""
+        """Returns this replica's gradients as they should be sent to the others."""
         return own
 
     def received(
         self, optimizer: keras.optimizers.Optimizer, summed: Sequence[Any]
     ) -> Sequence[Any]:
-        """The gradients of all replicas together as the optimizer shall get them."""
+        """Returns the sum of all replicas' gradients as it should be given to the optimizer."""
         return summed
 
     def opens(
@@ -48,26 +49,26 @@ class Gate:
         summed: Sequence[Any],
         variables: Sequence[keras.Variable],
     ) -> tf.Tensor | None:
-        """Whether `summed`, those of all replicas together, are applied to `variables`; None: as if
-        there were no gate."""
+        """Returns True if `summed`, the gradients of all replicas together, should be applied to
+        `variables`; None to apply them unconditionally."""
         return None
 
 
 def dense(gradient: Any) -> tf.Tensor:
-    """The values of a gradient, some of which say only what is not 0."""
+    """Returns the values of a gradient; for a sparse one, only those that it contains."""
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 @dataclass(frozen=True)
 class _Gate:
-    """That of an optimizer."""
+    """The gate attached to an optimizer."""
 
     gate: Gate | None
 
 
 @dataclass(frozen=True)
 class _IsNoted:
-    """Whether the assignments to a variable are noted."""
+    """Attached to a variable: True if its assignments are recorded."""
 
     value: bool
 
@@ -78,7 +79,7 @@ def _gate_of(optimizer: keras.optimizers.Optimizer) -> Gate | None:
 
 
 def put_before(optimizer: keras.optimizers.Optimizer, gate: Gate | None) -> None:
-    """Makes `gate` that of an optimizer, or takes it away."""
+    """Attaches `gate` to an optimizer; None removes it."""
     attach(optimizer, _Gate(gate))
 
 
@@ -96,7 +97,7 @@ def apply(
     summed: Sequence[Any],
     variables: Any,
 ) -> Any:
-    """`stock(summed, variables)` if the gate of `optimizer` opens. No replica applies alone."""
+    """Calls `stock(summed, variables)` on all replicas if the gate of `optimizer` opens."""
     gate = _gate_of(optimizer)
     context = tf.distribute.get_replica_context()
     if gate is None or context is None:
@@ -125,7 +126,7 @@ def apply(
 
 
 def _build(optimizer: Any, variables: Sequence[Any]) -> None:
-    """As `apply` would, which cannot do it within a condition."""
+    """Builds the optimizer like `apply` would, which is not possible within a condition."""
     if not optimizer.built:
         with keras.name_scope(optimizer.name, caller=optimizer):
             optimizer.build(variables)
@@ -139,7 +140,7 @@ def cond_over_replicas(
     if_false: Callable[[Any], None],
     arguments: Any,
 ) -> None:
-    """Runs one of two functions on all replicas, by the first one's `condition`."""
+    """Runs one of two functions on all replicas, depending on the first replica's `condition`."""
 
     def merged(strategy: tf.distribute.Strategy, condition: Any, arguments: Any) -> None:
         def on_all(function: Callable[[Any], None]) -> Callable[[], None]:
@@ -154,9 +155,9 @@ def cond_over_replicas(
 def of_first(
     context: tf.distribute.ReplicaContext, function: Callable[[Any], tf.Tensor], arguments: Any
 ) -> tf.Tensor:
-    """What `function` makes of the `arguments` of one replica of this process, for all of them.
+    """Returns the result of `function` for the first replica in this process, on all of them.
 
-    Where all have the same arguments, it is computed once instead of by each.
+    If all replicas have the same arguments, this computes the result only once.
     """
 
     def merged(strategy: tf.distribute.Strategy, arguments: Sequence[Any]) -> tf.Tensor:
@@ -169,7 +170,7 @@ def of_first(
 
 
 class Assigned:
-    """What one replica has assigned in a step, and its values before."""
+    """The variables that one replica has assigned in a step, with their previous values."""
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[Any, tf.Tensor]] = {}
@@ -180,23 +181,23 @@ class Assigned:
             self._before[id(variable)] = (own, own.read_value())
 
     def keep_if(self, condition: tf.Tensor) -> None:
-        """Puts the values back where `condition` is false."""
+        """Restores the previous values if `condition` is false."""
         kept = [(own, before) for own, before in self._before.values() if is_here(before)]
 
         def put_back() -> None:
             for own, before in kept:
                 own.assign(before)
 
-        # Where all is well, a condition costs less than assignments.
+        # In the usual case, a condition costs less than assignments.
         if kept:
             tf.cond(condition, lambda: None, put_back)
 
 
 def is_here(tensor: tf.Tensor) -> bool:
-    """Whether it is of the function that is being traced.
+    """True if `tensor` belongs to the function that is being traced.
 
-    One that the user made a `tf.function`, within a step, may be traced once and called in others:
-    what it took from this step would be out of scope there.
+    A user's `tf.function` within a step may be traced once and called in other steps, where tensors
+    captured from this step would be out of scope.
     """
     here: bool = tf.executing_eagerly() or tensor.graph is tf.compat.v1.get_default_graph()
     return here
@@ -207,7 +208,7 @@ _noting_in: Current[Assigned] = Current()
 
 @contextmanager
 def assignments_noted() -> Iterator[Assigned]:
-    """Notes what variables are given, but for those that optimizers give to what they train."""
+    """Records assignments to variables, except those of optimizers to the variables they train."""
     assigned = Assigned()
     new_ones = _new_variables_noted() if current_share() is None else nullcontext()
     with _noting_in.at(assigned), new_ones:
@@ -215,7 +216,7 @@ def assignments_noted() -> Iterator[Assigned]:
 
 
 def note_assignments(variables: Sequence[keras.Variable]) -> None:
-    """Makes the assignments to `variables` such as are noted."""
+    """Enables the recording of assignments to `variables`."""
     for variable in variables:
         if attached(variable, _IsNoted) is None:
             attach(variable, _IsNoted(True))
@@ -239,7 +240,8 @@ def _noting(variable: keras.Variable, stock: Callable[[Any], None]) -> Callable[
 
 @contextmanager
 def _new_variables_noted() -> Iterator[None]:
-    """Of one device, Keras makes metrics, and layers that nobody has built, in the first step."""
+    """Records assignments to new variables: on a single device, Keras creates those of metrics and
+    of unbuilt layers in the first step."""
     stock = backend.Variable._direct_assign
 
     def _direct_assign(variable: keras.Variable, value: Any) -> None:
@@ -250,7 +252,7 @@ def _new_variables_noted() -> Iterator[None]:
 
 
 def _own(variable: keras.Variable) -> tf.Variable:
-    """This replica's own part of a variable, or the central one that all share."""
+    """Returns this replica's part of a variable, or the central one that all replicas share."""
     value = variable._value
     if isinstance(value, tf.distribute.DistributedValues):
         return value._get()

@@ -1,8 +1,7 @@
-"""A step of a model, computed without its variables, its optimizers and other replicas.
+"""Runs a step of a model without changing variables, applying updates or involving other replicas.
 
-Keras 3.10 to 3.15: there is no hook around the calls of layers, which go through the attribute
-`call`; and a metric's variable of TensorFlow, read outside of a replica, asks all workers for
-theirs.
+Keras 3.10 to 3.15 have no hook around the calls of layers, which go through the attribute `call`.
+Reading a metric's TensorFlow variable outside a replica is a collective of all workers.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ OnGradients = Callable[[str, Sequence[Any], Sequence[keras.Variable]], None]
 
 @contextmanager
 def apart(model: keras.Model) -> Iterator[None]:
-    """What is assigned inside is gone afterwards, and reading a variable asks no other replica.
+    """Discards assignments made inside, and reads variables without involving other replicas.
 
-    For a single thread, outside of the scope of a strategy.
+    For use in a single thread, outside the scope of a strategy.
     """
     own = [
         (variable, variable._value.values[0].read_value())
@@ -60,12 +59,12 @@ def listening(
     on_loss: Callable[[Any], None],
     on_gradients: OnGradients,
 ) -> Iterator[None]:
-    """Tells what a step of `model` computes, in its order; optimizers apply nothing.
+    """Reports the computations of a step of `model`, in order; optimizers apply nothing.
 
     Args:
         model: The model.
-        on_call: Called with each layer behind its call, with what it was given and what it gives.
-        on_loss: Called with what `compute_loss` gives.
+        on_call: Called after every layer's call, with the layer, its arguments and its result.
+        on_loss: Called with the result of `compute_loss`.
         on_gradients: Called with the name of an optimizer, gradients, and their variables.
     """
     with ExitStack() as stack:
@@ -105,7 +104,7 @@ def _instead_of_apply(
 
 
 def _is_of_all_replicas(variable: keras.Variable) -> bool:
-    """Whether reading it brings the values of all replicas together."""
+    """True if reading the variable aggregates the values of all replicas."""
     value = variable._value
     return (
         isinstance(value, tf.distribute.DistributedValues)
