@@ -212,7 +212,7 @@ def test_split_table_refused(found: Found, case: str, error: str) -> None:
         ("constraint", "ModelError: .* constraint on "),
         ("stateful", "ModelError: .* stateful layer"),
         ("generator", "DataError: .* the Python generator is in this process"),
-        ("endless", "DataError: .* Give `steps_per_epoch`"),
+        ("endless", "DataError: .* Pass `steps_per_epoch`"),
         ("plain", "DataError: .*distributed_fit"),
     ],
 )

@@ -17,7 +17,7 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 from tensorflow.python.framework import op_def_registry
 
-# They draw seeds for each iterator if the attribute says so.
+# Ops that draw new seeds for every iterator if this attribute is true.
 RESHUFFLING = {
     "ShuffleDatasetV3": "reshuffle_each_iteration",
     "ShuffleAndRepeatDatasetV2": "reshuffle_each_iteration",
@@ -26,13 +26,13 @@ RESHUFFLING = {
 _RANDOM_OPS = re.compile(r"Random.*|.*TruncatedNormal|Multinomial")
 _NOT_RANDOM = re.compile(r"StatefulPartitionedCall|Random(Dataset|IndexShuffle).*")
 _PYTHON_OPS = re.compile(r"PyFunc|PyFuncStateless|EagerPyFunc")
-# Stateful by name only; what the first ones call is looked at by itself.
+# Stateful in name only; the functions that the first ones call are checked separately.
 _HARMLESS_OPS = re.compile(
     r"(Stateful)?PartitionedCall|If|Case|While|Assert|LookupTable(Find|Size)V2"
 )
 _CHANGES = re.compile(r"Assign.*Variable.*|Resource(Scatter|Apply).*|Rng.*|Stateful(?!Part).*")
 FROM_GENERATOR = "from_generator"
-# Where functions are that no user has written.
+# Folders with functions that are not the user's.
 _PACKAGES = tuple(str(Path(package.__file__).parent) + os.sep for package in (tf, keras))
 
 
@@ -43,20 +43,21 @@ class Step:
     Args:
         node: Its name in the graph.
         op: The name of its op, such as `ShuffleDatasetV3`.
-        title: What a user writes for it, such as `shuffle`.
-        inputs: Nodes of the datasets that it reads.
+        title: The name of the method that creates it, such as `shuffle`.
+        inputs: The nodes of the datasets that it reads.
         numbers: Its arguments that are single integers or booleans.
-        samples: Of the tensors that it holds, if it slices them.
-        reshuffles: It draws new seeds for each iterator.
-        deterministic: False if it may give its elements in another order each time.
-        parallel: It runs functions at the same time.
-        random_ops: In its functions, with whether they have a seed.
-        python_ops: In its functions.
-        where: The function that it was given and its place in the script, if known.
-        calls: Ops in its functions.
-        pure: Its functions give the same for the same element, whatever they were called for.
-        changes_variables: Its functions do, as random layers of Keras and a `tf.random.Generator`.
-        unseeded_inside: Titles of unseeded shuffles of datasets that its functions make.
+        samples: The number of samples in the tensors that it slices; None if it slices none.
+        reshuffles: True if it draws new seeds for every iterator.
+        deterministic: False if the order of its elements may vary.
+        parallel: True if it runs functions in parallel.
+        random_ops: Random ops in its functions, with True for those that have a seed.
+        python_ops: Ops in its functions that call Python.
+        where: The user's function and its place in the script; None if unknown.
+        calls: All ops in its functions.
+        pure: True if its functions always return the same result for the same element.
+        changes_variables: True if its functions change variables, like Keras' random layers and
+            `tf.random.Generator`.
+        unseeded_inside: Titles of unseeded shuffles in datasets that its functions create.
     """
 
     node: str
@@ -82,12 +83,12 @@ class Step:
 
 
 def _place_of(function: Any) -> str | None:
-    """Where a user's function is, such as `of augment (train.py, line 14)`; None for one of
-    TensorFlow or Keras."""
+    """Returns the place of a user's function, such as `of augment (train.py, line 14)`; None for a
+    function of TensorFlow or Keras."""
     try:
-        given = inspect.unwrap(getattr(function, "func", function))  # also of a `functools.partial`
+        given = inspect.unwrap(getattr(function, "func", function))  # handles `functools.partial`
         code = getattr(given, "__code__", None)
-    except (AttributeError, TypeError, ValueError):  # of a callable with attributes of any kind
+    except (AttributeError, TypeError, ValueError):  # a callable with unusual attributes
         return None
     if not isinstance(code, CodeType) or code.co_filename.startswith(_PACKAGES):
         return None
@@ -96,8 +97,8 @@ def _place_of(function: Any) -> str | None:
 
 
 def _given_to_from_generator(function: Any) -> Any:
-    """The generator function of `Dataset.from_generator`, which maps `function`; None if it is not
-    that."""
+    """Returns the generator function of `Dataset.from_generator`, which maps `function`; None if
+    `function` does not come from there."""
     if not str(getattr(function, "__module__", "")).endswith(".from_generator_op"):
         return None
     finalize = inspect.getclosurevars(function).nonlocals.get("finalize_fn")
@@ -161,7 +162,7 @@ def _keeps_state(op: str) -> bool:
 
 
 def inputs_of(node: Any) -> dict[str, str]:
-    """Nodes that an op reads, by the names of its arguments; lists are left out."""
+    """Returns the nodes that an op reads, by the names of its arguments, except lists."""
     return {
         argument.name: read[0]
         for argument, read in arguments_of(node)
@@ -170,7 +171,7 @@ def inputs_of(node: Any) -> dict[str, str]:
 
 
 def arguments_of(node: Any) -> Iterator[tuple[Any, list[str]]]:
-    """The arguments of an op, each with the nodes that it reads for it."""
+    """Yields the arguments of an op, with the nodes that it reads for them."""
     given = map(node_of, node.input)
     for argument in op_def_registry.get(node.op).input_arg:
         count = 1
@@ -190,7 +191,7 @@ def node_of(given: str) -> str:
 
 
 def element_types_of(node: Any) -> tuple[Any, Any]:
-    """The attributes that tell types and shapes of a dataset's elements."""
+    """Returns the attributes with the types and shapes of a dataset's elements."""
     types = "output_types" if "output_types" in node.attr else "Toutput_types"
     return node.attr[types], node.attr["output_shapes"]
 
@@ -203,7 +204,7 @@ def _samples(node: Any, by_name: Mapping[str, Any]) -> int | None:
 
 
 def _functions(node: Any, library: Mapping[str, Any]) -> Iterator[Any]:
-    """Functions that an op calls, and those that these call."""
+    """Yields the functions that an op calls, directly or indirectly."""
     waiting = list(_called_by(node))
     seen: set[str] = set()
     while waiting:
@@ -224,7 +225,8 @@ def _called_by(node: Any) -> Iterator[str]:
 
 
 def _unseeded(function: Any) -> Iterator[str]:
-    """Ops in `function` that make a dataset with the seeds 0 and 0, as TensorFlow spells `None`."""
+    """Yields ops in `function` that create a dataset with the seeds 0 and 0, which in TensorFlow
+    mean unseeded."""
     constants = {
         node.name: node.attr["value"].tensor for node in function.node_def if node.op == "Const"
     }
@@ -237,6 +239,6 @@ def _unseeded(function: Any) -> Iterator[str]:
 
 
 def _title(op: str) -> str:
-    """`ParallelMapDatasetV2` -> `map`."""
+    """Returns the method name for an op, such as `map` for `ParallelMapDatasetV2`."""
     bare = re.sub(r"Dataset(V\d)?$", "", op).removeprefix("Parallel")
     return re.sub(r"(?<!^)(?=[A-Z])", "_", bare).lower()

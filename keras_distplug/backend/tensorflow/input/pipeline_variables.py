@@ -1,4 +1,4 @@
-"""Variables and tables that the functions of a tf.data pipeline refer to."""
+"""Variables and tables used by the functions of a tf.data pipeline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from keras_distplug.backend.tensorflow.input.pipeline_steps import arguments_of,
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable that functions of a pipeline refer to, whoever has made it."""
+    """A variable used by functions of a pipeline, regardless of its creator."""
 
     handle: tf.Tensor
 
@@ -48,8 +48,9 @@ class Variable:
 def resources_of(
     graph: graph_pb2.GraphDef, functions: Mapping[str, Any]
 ) -> dict[str, dict[str, tf.Tensor]]:
-    """Variables, tables and the like that `functions` refer to: for each op of the graph, by the
-    nodes that make copies of them. TensorFlow writes down their values, not whose they are."""
+    """Returns the variables, tables and other resources that `functions` use: for every op of the
+    graph, by the nodes that create copies of them. TensorFlow serializes the resources' values, not
+    their identities."""
     captured = {name: each.function.captured_inputs for name, each in functions.items()}
     found: dict[str, dict[str, tf.Tensor]] = {}
     for node in graph.node:
@@ -69,7 +70,7 @@ def is_variable(handle: tf.Tensor) -> bool:
 
 
 def _arguments_of(node: Any, function: str) -> list[str]:
-    """Nodes that an op gives on to its function with this attribute; "" for its only one."""
+    """Returns the nodes that an op passes to the function in this attribute; "" for its only one."""
     pattern = re.compile(rf"{function or '.*'}_?other_arg(ument)?s")
     read = (nodes for each, nodes in arguments_of(node) if pattern.fullmatch(each.name))
     return list(chain.from_iterable(read))

@@ -177,7 +177,7 @@ def build_from_config(model: keras.Model, config: Mapping[str, Any]) -> None:
 
 
 def unbuilt_layers(model: keras.Model) -> frozenset[str]:
-    """Returns the places of the layers that are not built, at any depth; "" stands for the model."""
+    """Returns the places of all layers that are not built; "" stands for the model."""
     unbuilt = {place for place, layer, _ in _places(model, "", ()) if not layer.built}
     return frozenset(unbuilt if model.built else {"", *unbuilt})
 

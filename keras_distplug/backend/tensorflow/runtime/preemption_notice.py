@@ -14,6 +14,6 @@ NOTICE_KEY: str = preemption_watcher._PREEMPTION_KEY
 
 
 def task_name(notice: str) -> str:
-    """Returns the short name of a task, such as `"worker-1"` for `"/job:worker/replica:0/task:1"`."""
+    """Returns a task's short name, such as `"worker-1"` for `"/job:worker/replica:0/task:1"`."""
     found = re.fullmatch(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)", notice)
     return f"{found[1]}-{found[2]}" if found else notice
