@@ -396,7 +396,7 @@ def _peeked(iterator: Any, strategy: tf.distribute.Strategy) -> Any:
 
 
 def looks_first(model: keras.Model) -> bool:
-    """True if `fit` and `evaluate` inspect a batch of `model`'s data before they iterate over it."""
+    """True if `fit` and `evaluate` inspect a batch of `model`'s data before iterating over it."""
     return model._distribute_strategy is not None and "_maybe_symbolic_build" not in vars(model)
 
 

@@ -68,7 +68,7 @@ def count_by_samples(tracker: keras.metrics.Metric) -> None:
 
 
 def average_over_batches(metric: keras.metrics.Metric) -> None:
-    """Makes a `Mean` that a custom step updates with a loss compute the loss's mean over batches."""
+    """Makes a `Mean` that a custom step updates with a loss compute its mean over batches."""
     if type(metric) is not keras.metrics.Mean or not mark(metric):
         return
     stock = metric.update_state

@@ -25,7 +25,7 @@ _UPSTREAM = Upstream(keras="3.10 to 3.15", tensorflow="2.18 to 2.21")
 
 
 def own_of_replicas(model: keras.Model) -> list[keras.Variable]:
-    """Returns the variables of `model` whose values may differ between replicas, in Keras' order."""
+    """Returns the variables of `model` whose values may differ by replica, in Keras' order."""
     metrics = {id(variable) for variable in model.metrics_variables}
     return [
         variable
