@@ -205,7 +205,7 @@ class Loop:
 
     @property
     def counted(self) -> dict[str, Any]:
-        """Keras' count of batches read from the current iterator, and the data's length if known."""
+        """Keras' count of batches read from the current iterator, and the data's known length."""
         seen = self._epochs._steps_seen if self.goes_on else 0
         return {"seen": seen, "num_batches": self._epochs._num_batches}
 
@@ -215,7 +215,7 @@ class Loop:
         self._epochs._steps_seen = counted["seen"]
 
     def go_on(self) -> None:
-        """Creates the iterator that the next epoch continues with, unless Keras creates a new one."""
+        """Creates the iterator that the next epoch continues with, unless Keras does so."""
         if self.keeps_iterator:
             self._epochs._current_iterator = iter(self.dataset)
 

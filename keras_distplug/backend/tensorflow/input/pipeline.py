@@ -2,7 +2,7 @@
 
 TensorFlow 2.18 to 2.21. Every reshuffling op draws two seeds from its own generator whenever it
 creates an iterator (`RandomSeedGenerator`: Philox with the key `seed` and the counter `seed2`). An
-op below another shuffle, a `repeat` or a `concatenate` does so at a time that depends on how far,
+op below another shuffle, a `repeat` or a `concatenate` does so at a time that depends on how much,
 by whom and how fast earlier passes were read; therefore a pass cannot be reproduced from its
 number. The names of dataset ops and `DatasetToGraphV2` are public; datasets created from a variant,
 the table of ops, and a dataset's inputs are not.

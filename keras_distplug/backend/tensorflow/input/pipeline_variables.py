@@ -70,7 +70,7 @@ def is_variable(handle: tf.Tensor) -> bool:
 
 
 def _arguments_of(node: Any, function: str) -> list[str]:
-    """Returns the nodes that an op passes to the function in this attribute; "" for its only one."""
+    """Returns the nodes that an op passes to its function in this attribute, or only one ("")."""
     pattern = re.compile(rf"{function or '.*'}_?other_arg(ument)?s")
     read = (nodes for each, nodes in arguments_of(node) if pattern.fullmatch(each.name))
     return list(chain.from_iterable(read))

@@ -56,7 +56,7 @@ def config(model: keras.Model) -> Config | None:
             told: dict[str, Any] = json.loads(json.dumps(identity(model).serialize()))
             optimizer = keras.saving.serialize_keras_object(model.optimizer)
             told["optimizer"] = json.loads(json.dumps(optimizer))
-    except Exception:  # noqa: BLE001 (a `get_config` of the user's raises what it likes)
+    except Exception:  # noqa: BLE001 (a user's `get_config` may raise anything)
         return None
     return told
 

@@ -1,4 +1,4 @@
-"""Records what a step uses: variables captured by its trace, and ops that keep a random state.
+"""Records the variables that a step uses, and its ops that keep a random state.
 
 TensorFlow 2.18 to 2.21. A graph's captures are public, but there is no public way to tell which of
 them are variables, nor to get the graphs of functions that a step calls.
