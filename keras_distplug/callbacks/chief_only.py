@@ -16,7 +16,7 @@ from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.supervised import Supervised
 
 
-class LeftToTheChief(keras.callbacks.Callback):  # type: ignore[misc]
+class ChiefOnlyPlaceholder(keras.callbacks.Callback):  # type: ignore[misc]
     """A placeholder that does nothing, for a callback that only the chief runs.
 
     Args:
@@ -80,7 +80,7 @@ def for_role(callback: keras.callbacks.Callback, role: Role) -> keras.callbacks.
         return callback
     place = keras_callbacks.place_of(callback)
     if place is None:
-        return LeftToTheChief(callback)
+        return ChiefOnlyPlaceholder(callback)
     given = os.fspath(getattr(callback, place))
     if not _is_scratch(given):
         setattr(callback, place, str(_scratch() / _name(given)))

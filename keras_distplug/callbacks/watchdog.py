@@ -29,7 +29,7 @@ class Watchdog(keras.callbacks.Callback):  # type: ignore[misc]
     def __init_subclass__(cls, **given: Any) -> None:
         super().__init_subclass__(**given)
         if (stock := vars(cls).get("set_model")) is not None:
-            cls.set_model = _of_instances(stock, cls.__name__)
+            cls.set_model = _refuse_classes(stock, cls.__name__)
 
     def stands_aside(self, others: Sequence[keras.callbacks.Callback]) -> bool:
         """Removes this callback from the list, and returns True, if another instance of its class
@@ -58,7 +58,7 @@ class Watchdog(keras.callbacks.Callback):  # type: ignore[misc]
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
-def _of_instances(stock: Callable[..., None], name: str) -> Callable[..., None]:
+def _refuse_classes(stock: Callable[..., None], name: str) -> Callable[..., None]:
     """Wraps `set_model` to raise an error if it is called on a class instead of an instance.
 
     It is the first method that Keras calls.

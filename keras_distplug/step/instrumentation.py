@@ -189,11 +189,11 @@ class StepInstrumentation(gates.Gate):
     def _install(self) -> None:
         model = self.model
         if any(each.decides for each in (*self._requested, *self._installed)):
-            gates.never_note_assignments(models.seeds_of(model))
-            gates.note_assignments([*model.non_trainable_variables, *model.metrics_variables])
+            gates.never_record_assignments(models.seeds_of(model))
+            gates.record_assignments([*model.non_trainable_variables, *model.metrics_variables])
         for optimizer in models.optimizers_of(model).values():
-            optimizers.give_gate(optimizer)
-            gates.put_before(optimizer, self)
+            optimizers.add_gate(optimizer)
+            gates.set_gate(optimizer, self)
         own = self._replacements()
         if self._is_installed:
             # The script may have assigned another `train_step` in the meantime.
@@ -219,7 +219,7 @@ class StepInstrumentation(gates.Gate):
             if vars(self.model).get(name) == own:
                 override(self.model, name, self.stock[name])
         for optimizer in models.optimizers_of(self.model).values():
-            gates.put_before(optimizer, None)
+            gates.set_gate(optimizer, None)
         self.retrace()
         self._is_installed = False
         self._installed, self._traced = [], []
@@ -268,11 +268,13 @@ class StepInstrumentation(gates.Gate):
         return self._run_step(step), step.carried
 
     def _run_step(self, step: ReplicaStep) -> Any:
-        with tracing.at(step), gates.assignments_noted() as assigned:
+        with tracing.at(step), gates.recorded_assignments() as assigned:
             found = self.stock["train_step"](step.batch)
             allowed = [each for each in step.allowed if gates.is_here(each)]
             if allowed:
-                finish = functools.partial(assigned.keep_if, tf.reduce_all(tf.stack(allowed)))
+                finish = functools.partial(
+                    assigned.restore_unless, tf.reduce_all(tf.stack(allowed))
+                )
                 together = share.current()
                 if together is None:
                     finish()

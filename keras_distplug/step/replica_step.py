@@ -101,7 +101,7 @@ class ReplicaStep:
             return self.norm(summed)
         context = tf.distribute.get_replica_context()
         present = [dense(gradient) for gradient in summed if gradient is not None]
-        return gates.of_first(
+        return gates.compute_once(
             context, lambda each: tf.sqrt(2 * tf.add_n([*map(_half_square, each)])), present
         )
 

@@ -101,7 +101,7 @@ class OwnWindows:
         self._measurements.syncs.clear()
         self._is_listening = self.role.world_size > 1
         if self._is_listening:
-            steps.hear_of_fetches(self._model, self._on_fetch)
+            steps.add_fetch_listener(self._model, self._on_fetch)
 
     def begin_epoch(self) -> None:
         self._step_start_s = None
@@ -161,7 +161,7 @@ class OwnWindows:
     def close(self) -> None:
         if self._is_listening:
             self._is_listening = False
-            steps.hear_no_more_of_fetches(self._model, self._on_fetch)
+            steps.remove_fetch_listener(self._model, self._on_fetch)
 
     # Internals
 

@@ -158,7 +158,7 @@ class Blueprint:
         Raises:
             ModelError: If the result differs from the caller's model.
         """
-        model = self._again()
+        model = self._rebuilt()
         _load_assets(models.layers_of(model), self.assets)
         _freeze_like(model, self.model)
         self.recompile(model)
@@ -168,7 +168,7 @@ class Blueprint:
             self._require_same(_state_of(model)[_WEIGHTS])
             _freeze_like(model, self.model)  # the newly built variables
         models.build_optimizers(model, self.optimizer_targets)
-        from_chief = _chiefs_value if workers.is_multi_worker(strategy) else np.asarray
+        from_chief = _broadcast_from_chief if workers.is_multi_worker(strategy) else np.asarray
         made = _state_of(model)
         for owner, values in self.values.items():
             for variable, value in zip(made[owner], values, strict=True):
@@ -195,7 +195,7 @@ class Blueprint:
         caller.history = getattr(trained, "history", None)
         caller.stop_training = trained.stop_training
 
-    def _again(self) -> keras.Model:
+    def _rebuilt(self) -> keras.Model:
         caller = self.model
         classes = {type(layer).__name__: type(layer) for layer in models.layers_of(caller)}
         try:
@@ -215,11 +215,11 @@ class Blueprint:
     def _require_same(self, variables: Sequence[keras.Variable | Table]) -> None:
         made = [(v.path, tuple(v.shape)) for v in variables]
         originals = zip(_state_of(self.model)[_WEIGHTS], self.values[_WEIGHTS], strict=True)
-        wanted = [(v.path, value.shape) for v, value in originals]
-        if [shape for _, shape in made] != [shape for _, shape in wanted]:
+        expected = [(v.path, value.shape) for v, value in originals]
+        if [shape for _, shape in made] != [shape for _, shape in expected]:
             difference = next(
-                (pair for pair in zip(wanted, made, strict=False) if pair[0][1] != pair[1][1]),
-                (f"{len(wanted)} variables", f"{len(made)} variables"),
+                (pair for pair in zip(expected, made, strict=False) if pair[0][1] != pair[1][1]),
+                (f"{len(expected)} variables", f"{len(made)} variables"),
             )
             raise ModelError(
                 f"The model {self.model.name!r}, rebuilt inside the strategy's scope, differs "
@@ -229,7 +229,7 @@ class Blueprint:
             )
 
 
-def _chiefs_value(value: np.ndarray) -> tf.Tensor:
+def _broadcast_from_chief(value: np.ndarray) -> tf.Tensor:
     """Returns the chief's `value` on every worker. Call it inside the strategy's scope.
 
     TensorFlow broadcasts the initial value of a mirrored variable from the chief, but not later

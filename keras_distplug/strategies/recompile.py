@@ -44,17 +44,17 @@ def recompile_of(model: keras.Model) -> Recompile:
         # On a GPU, Keras stores True for its default "auto", which means False under a strategy.
         arguments = {**arguments, "jit_compile": "auto"}
     if type(model).compile is keras.Model.compile and arguments is not None:
-        made_again = _maker_of_all(arguments)
-        return lambda made: made.compile(**made_again())
+        new_arguments = _maker_of_all(arguments)
+        return lambda made: made.compile(**new_arguments())
     if type(model).compile_from_config is not keras.Model.compile_from_config:
         config = model.get_compile_config()
         return lambda made: made.compile_from_config(config)
-    made_again = _maker_of_all(_own_arguments(model, arguments or {}))
+    new_arguments = _maker_of_all(_own_arguments(model, arguments or {}))
 
     def recompile(made: keras.Model) -> None:
         before = dict(vars(made))
-        made.compile(**made_again())
-        _require_alike(made, before, model)
+        made.compile(**new_arguments())
+        _require_equivalent(made, before, model)
 
     return recompile
 
@@ -83,27 +83,29 @@ def _has_variables(value: Any) -> bool:
     return any(isinstance(each, kinds) for each in keras.tree.flatten(value))
 
 
-def _require_alike(made: keras.Model, before: Mapping[str, Any], caller: keras.Model) -> None:
+def _require_equivalent(made: keras.Model, before: Mapping[str, Any], caller: keras.Model) -> None:
     """Compares the attributes that `compile` has set in `made` with those of `caller`."""
     mine = {**vars(made), **(models.compile_arguments(made) or {})}
     theirs = {**vars(caller), **(models.compile_arguments(caller) or {})}
     for name, value in mine.items():
         is_set = name not in before or before[name] is not value
-        if is_set and name not in _OF_KERAS and not _is_alike(value, theirs.get(name)):
+        if is_set and name not in _OF_KERAS and not _is_equivalent(value, theirs.get(name)):
             raise _unknown(
                 caller,
                 f"a second call sets `{name}` to {value!r} instead of {theirs.get(name)!r}",
             )
 
 
-def _is_alike(one: Any, other: Any) -> bool:
+def _is_equivalent(one: Any, other: Any) -> bool:
     """True if two values set by `compile` are equivalent, or cannot be compared."""
     if one is other:
         return True
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_is_alike(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(
+            _is_equivalent(one[key], other[key]) for key in one
+        )
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_is_alike, one, other))
+        return len(one) == len(other) and all(map(_is_equivalent, one, other))
     if type(one) is not type(other) or (callable(one) and not hasattr(one, "get_config")):
         return False
     if hasattr(one, "get_config"):

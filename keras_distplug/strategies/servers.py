@@ -22,7 +22,7 @@ from keras_distplug.core.log import announce
 PATIENCE = "KERAS_DISTPLUG_CHIEF_GONE_SECS"
 
 _PATIENCE_S = 300.0  # a scheduler may restart the chief and reuse these servers
-_LOOK_S = 1.0
+_POLL_S = 1.0
 _LEAST_THREADS = 4
 _CONNECT_S = 1.0
 
@@ -75,13 +75,13 @@ def wait_for_end(chief: str, patience_s: float) -> None:
     The time counts from the last successful connection, so a chief that has never been reached is
     waited for indefinitely. A machine that does not answer counts as unreachable.
     """
-    seen_s: float | None = None
+    reached_s: float | None = None
     while True:
         if _listens(chief):
-            seen_s = time.monotonic()
-        elif seen_s is not None and time.monotonic() - seen_s >= patience_s:
+            reached_s = time.monotonic()
+        elif reached_s is not None and time.monotonic() - reached_s >= patience_s:
             return
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 def _listens(address: str) -> bool:

@@ -37,7 +37,7 @@ def taken(model: Any, distributed: Any) -> list[tuple[list[list[int]], int]]:
 
     try:
         while True:
-            steps._fetched(model, note, of_this_worker, iterator)
+            steps._run_next_step(model, note, of_this_worker, iterator)
     except tf.errors.OutOfRangeError:
         return found
 
@@ -46,12 +46,12 @@ def test_listeners(model: Any) -> None:
     """Each one hears of each fetch, that of the end as well, until it wants no more."""
     one: list[float] = []
     other: list[float] = []
-    steps.hear_of_fetches(model, one.append)
-    steps.hear_of_fetches(model, other.append)
+    steps.add_fetch_listener(model, one.append)
+    steps.add_fetch_listener(model, other.append)
     numbers = tf.data.Dataset.range(8).batch(4)
     batches = model.distribute_strategy.experimental_distribute_dataset(numbers)
     assert taken(model, batches) == [([[2], [2]], 4)] * 2
-    steps.hear_no_more_of_fetches(model, one.append)
+    steps.remove_fetch_listener(model, one.append)
     taken(model, batches)
     assert (len(one), len(other)) == (3, 6)
 

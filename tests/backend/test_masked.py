@@ -56,7 +56,7 @@ def test_every_optimizer(name: str) -> None:
 
     @tf.function
     def update(ok: tf.Tensor, value: tf.Tensor) -> None:
-        with masked.changed_only_if(ok, [*optimizer.variables, *variables]):
+        with masked.masked_updates(ok, [*optimizer.variables, *variables]):
             optimizer.apply(gradients(value), variables)
 
     @tf.function
@@ -87,7 +87,7 @@ def test_those_of_users() -> None:
 def test_nothing_stays() -> None:
     """Behind an update, variables change as ever."""
     optimizer, variables = made("Adam")
-    with masked.changed_only_if(tf.constant(False), variables):
+    with masked.masked_updates(tf.constant(False), variables):
         optimizer.apply(gradients(1.0), variables)
     before = variables[0].numpy()
     variables[0].assign(before + 1)

@@ -14,7 +14,7 @@ import pytest
 from support import small
 
 import keras_distplug as kd
-from keras_distplug.callbacks.chief_only import LeftToTheChief
+from keras_distplug.callbacks.chief_only import ChiefOnlyPlaceholder
 from keras_distplug.checkpoint.callback_states import CallbackStates
 
 pytestmark = [pytest.mark.tf, pytest.mark.timeout(120)]
@@ -63,7 +63,7 @@ def test_another_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     given = writers(tmp_path)
     found = [kd.chief_only(each) for each in given]
     assert found[:4] == given[:4]
-    assert isinstance(found[4], LeftToTheChief)
+    assert isinstance(found[4], ChiefOnlyPlaceholder)
     assert found[4].stands_for is given[4]
     places = [found[0].filepath, found[1].filepath, found[2].filename, found[3].log_dir]
     assert [kd.chief_only(each) for each in found[:4]] == given[:4]

@@ -17,7 +17,7 @@ from keras_distplug.strategies import servers  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "_LOOK_S", 0.02)
+    monkeypatch.setattr(servers, "_POLL_S", 0.02)
 
 
 def test_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,8 +40,8 @@ from keras_distplug.backend.tensorflow.input import earlier_passes, epochs
 from keras_distplug.backend.tensorflow.input.readers import (
     LateDistributedDataset,
     batch_size,
-    peeked_at,
-    tell_strategy,
+    pass_strategy,
+    peeked_batch,
 )
 from keras_distplug.backend.tensorflow.parameter_server import scheduled
 from keras_distplug.backend.tensorflow.replicas import (
@@ -143,8 +143,8 @@ def adapt(model: keras.Model) -> keras.Model:
         _UPSTREAM.patch(model, "_maybe_symbolic_build", _symbolic_build(model))
         _UPSTREAM.patch(model, "_make_function", steps.maker(model, logged))
         _UPSTREAM.patch(model, "_aggregate_additional_loss", _additional_loss(model))
-        _UPSTREAM.patch(model, "compute_loss", losses.noting(model.compute_loss))
-        _UPSTREAM.patch(model, "_get_metrics_result_or_logs", logs.of_all_replicas(model, logged))
+        _UPSTREAM.patch(model, "compute_loss", losses.recording(model.compute_loss))
+        _UPSTREAM.patch(model, "_get_metrics_result_or_logs", logs.merged_results(model, logged))
         if is_multi_worker(model.distribute_strategy):
             _UPSTREAM.patch(model, "predict", _ordered_predict(model))
         _UPSTREAM.patch(model, "make_predict_function", steps.predict_maker(model))
@@ -164,12 +164,12 @@ def _adapt_steps(model: keras.Model) -> None:
         step = getattr(model, name)
         if str(getattr(step, "__module__", "")).startswith("keras_distplug."):
             continue
-        noted = Touched.of(model).noting(
+        noted = Touched.of(model).recording(
             name, step, lambda: _has_twins(model), lambda: bool(model.run_eagerly)
         )
         _UPSTREAM.patch(model, name, noted)
         if is_single and name == "train_step":
-            _UPSTREAM.patch(model, name, steps.only_with_data(model))
+            _UPSTREAM.patch(model, name, steps.data_dependent_train_step(model))
 
 
 def _function_maker(model: keras.Model, part: str) -> Callable[..., Any]:
@@ -195,7 +195,7 @@ def _function_maker(model: keras.Model, part: str) -> Callable[..., Any]:
 
 def _adapt_optimizers(model: keras.Model) -> None:
     for optimizer in optimizers_of(model).values():
-        optimizers.give_gate(optimizer)
+        optimizers.add_gate(optimizer)
 
 
 def _has_twins(model: keras.Model) -> bool:
@@ -232,9 +232,9 @@ def install_dispatch() -> None:
             return
         collectives.separate(strategy)
         if iterator is not None:
-            tell_strategy(iterator, self.distribute_strategy)
+            pass_strategy(iterator, self.distribute_strategy)
             if self._distribute_strategy is not None:  # otherwise, Keras inspects no batch
-                iterator, data_batch = None, _looked_at(iterator, strategy)
+                iterator, data_batch = None, _inspected_batch(iterator, strategy)
                 attach(self, _BatchSpec(keras.tree.map_structure(_spec_of, data_batch)))
         stock(self, iterator=iterator, data_batch=data_batch)
 
@@ -261,21 +261,21 @@ def remove_dispatch() -> None:
 
 def _adapt_parts(model: keras.Model) -> None:
     """Adapts the model's parts; a later `compile` or `build` may have added new ones."""
-    _refuse_what_stays_wrong(model)
+    _refuse_unsupported(model)
     for optimizer in optimizers_of(model).values():
-        optimizers.see_global_gradients(optimizer)
+        optimizers.use_global_gradients(optimizer)
     if getattr(model, "_compile_loss", None) is not None:
-        losses.of_global_batch(model._compile_loss)
-        losses.count_by_samples(model._loss_tracker)
-    losses.keep_apart(model)
+        losses.use_global_batch(model._compile_loss)
+        losses.weight_by_samples(model._loss_tracker)
+    losses.separate_added_losses(model)
     for metric in model.metrics:
         if "result" not in vars(metric):
-            _UPSTREAM.patch(metric, "result", logs.noted(metric))
+            _UPSTREAM.patch(metric, "result", logs.recorded_result(metric))
         losses.average_over_batches(metric)
     replica_state.share_state(model)
 
 
-def _refuse_what_stays_wrong(model: keras.Model) -> None:
+def _refuse_unsupported(model: keras.Model) -> None:
     if getattr(model, "jit_compile", False):
         raise ModelError(
             f"The model {model.name!r} is compiled with jit_compile=True, but XLA cannot compile a "
@@ -298,14 +298,14 @@ def _symbolic_build(model: keras.Model) -> Callable[..., None]:
     def _maybe_symbolic_build(iterator: Any = None, data_batch: Any = None) -> None:
         _adapt_parts(model)
         if iterator is not None:
-            tell_strategy(iterator, strategy)
+            pass_strategy(iterator, strategy)
             if is_multi_worker(strategy) and epochs.is_of_fit(iterator):
                 for act in _before_building:
                     act(model)
             _warn_of_uneven_batches(model, iterator)
             data_batch = _spec_of_first(iterator)
             if data_batch is None:
-                data_batch = _peeked(iterator, strategy) or _first_batch(iterator, strategy)
+                data_batch = _peeked_part(iterator, strategy) or _first_batch(iterator, strategy)
         attach(model, _BatchSpec(keras.tree.map_structure(_spec_of, data_batch)))
         _build_again(model)
 
@@ -369,10 +369,10 @@ def _spec_of_first(iterator: Any) -> Any:
     return batch if all(known) else None
 
 
-def _looked_at(iterator: Any, strategy: tf.distribute.Strategy) -> Any:
+def _inspected_batch(iterator: Any, strategy: tf.distribute.Strategy) -> Any:
     """Returns a first batch, from which Keras builds the model's variables. Unlike Keras, it does
     not consume a batch of a Python generator, and accepts strings."""
-    if (peeked := _peeked(iterator, strategy)) is not None:
+    if (peeked := _peeked_part(iterator, strategy)) is not None:
         return peeked
     dataset = iterator._distributed_dataset
     if isinstance(dataset, LateDistributedDataset):
@@ -384,14 +384,14 @@ def _looked_at(iterator: Any, strategy: tf.distribute.Strategy) -> Any:
     return _first_batch(iterator, strategy)
 
 
-def _peeked(iterator: Any, strategy: tf.distribute.Strategy) -> Any:
+def _peeked_part(iterator: Any, strategy: tf.distribute.Strategy) -> Any:
     """Returns a replica's part of the first batch of a Python generator; None for other data."""
     replicas = strategy.num_replicas_in_sync
 
     def part(value: Any) -> Any:
         return value[: -(-value.shape[0] // replicas)] if getattr(value, "shape", ()) else value
 
-    batch = peeked_at(iterator.data_adapter)
+    batch = peeked_batch(iterator.data_adapter)
     return None if batch is None else keras.tree.map_structure(part, batch)
 
 
@@ -410,7 +410,7 @@ def _first_batch(iterator: Any, strategy: tf.distribute.Strategy) -> Any:
 
 def _additional_loss(model: keras.Model) -> Callable[[Any], Any]:
     stock = model._aggregate_additional_loss
-    return lambda loss: losses.of_samples(stock(loss))
+    return lambda loss: losses.zero_without_samples(stock(loss))
 
 
 def _ordered_predict(model: keras.Model) -> Callable[..., Any]:

@@ -23,15 +23,15 @@ class Variable:
 
     @property
     def dtype(self) -> tf.DType:
-        return tf.as_dtype(self._told.dtype)
+        return tf.as_dtype(self._shape_data.dtype)
 
     @property
     def nbytes(self) -> int:
-        elements: int = tf.TensorShape(self._told.shape).num_elements() or 0
+        elements: int = tf.TensorShape(self._shape_data.shape).num_elements() or 0
         return elements * int(self.dtype.size)
 
     @property
-    def _told(self) -> Any:
+    def _shape_data(self) -> Any:
         return self.handle._handle_data.shape_and_type[0]
 
     def read(self) -> np.ndarray:
@@ -65,8 +65,8 @@ def resources_of(
 
 
 def is_variable(handle: tf.Tensor) -> bool:
-    told = getattr(handle, "_handle_data", None)
-    return told is not None and len(told.shape_and_type) == 1
+    shape_data = getattr(handle, "_handle_data", None)
+    return shape_data is not None and len(shape_data.shape_and_type) == 1
 
 
 def _arguments_of(node: Any, function: str) -> list[str]:

@@ -59,7 +59,7 @@ class SameDataset(dataset_ops.UnaryUnchangedStructureDataset):  # type: ignore[m
         super().__init__(dataset, dataset._variant_tensor)
 
 
-def tell_strategy(iterator: Any, strategy: tf.distribute.Strategy) -> None:
+def pass_strategy(iterator: Any, strategy: tf.distribute.Strategy) -> None:
     """Passes the strategy to the data of a Keras epoch iterator, if the data needs it."""
     dataset = getattr(iterator, "_distributed_dataset", None)
     if isinstance(dataset, LateDistributedDataset):
@@ -131,7 +131,7 @@ class GeneratorReader:
         return adapter.get_tf_dataset()
 
 
-def peeked_at(adapter: DataAdapter) -> Any:
+def peeked_batch(adapter: DataAdapter) -> Any:
     """Returns the first batch of a Python generator, which Keras has read to determine shapes; None
     for other data."""
     return adapter._first_batches[0] if isinstance(adapter, GeneratorDataAdapter) else None

@@ -94,7 +94,7 @@ def adapt(model: keras.Model) -> None:
             _UPSTREAM.patch(optimizer, "load_own_variables", _loading(optimizer))
 
 
-def refuse_what_stays_wrong(model: keras.Model, refuse: Callable[[str, str, str], None]) -> None:
+def refuse_unsupported(model: keras.Model, refuse: Callable[[str, str, str], None]) -> None:
     """Calls `refuse` with the unsupported feature, the reason and a remedy."""
     if getattr(model.distribute_strategy.extended, "_variable_partitioner", None) is not None:
         refuse(

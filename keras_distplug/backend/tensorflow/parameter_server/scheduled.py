@@ -24,7 +24,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_distplug.backend.tensorflow.input.readers import LateDistributedDataset, tell_strategy
+from keras_distplug.backend.tensorflow.input.readers import LateDistributedDataset, pass_strategy
 from keras_distplug.backend.tensorflow.parameter_server import embeddings, shared_state
 from keras_distplug.backend.tensorflow.replicas import gates, optimizers, touched
 from keras_distplug.backend.tensorflow.runtime.attached import attach, attached
@@ -40,13 +40,13 @@ from keras_distplug.core.errors import DataError, ModelError
 
 _UPSTREAM = Upstream(keras="3.10 to 3.15", tensorflow="2.18 to 2.21")
 
-_LOOK_S = 0.5
+_POLL_S = 0.5
 _ON_CHIEF = ("evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
 
 def adapt(model: keras.Model) -> None:
     """Makes the methods of a model work under ParameterServerStrategy. Call it once per model."""
-    _refuse_what_stays_wrong(model)
+    _refuse_unsupported(model)
     schedule = Schedule(model)
     attach(model, schedule)
     _UPSTREAM.patch(model, "_maybe_symbolic_build", schedule.build)
@@ -87,11 +87,11 @@ class Schedule:
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self._strategy)
         self._workers = len(resolver_of(self._strategy).cluster_spec().as_dict()["worker"])
         self._data: LateDistributedDataset | None = None
-        self._left_out: shared_state.LeftOut | None = None
-        self._leaves_out = False  # for the next `fit`
+        self._skipped: shared_state.SkippedSteps | None = None
+        self._skips_non_finite = False  # for the next `fit`
         with self._strategy.scope():
             # The number of times that every worker has started reading, including restarts.
-            self._begun = touched.leave_out(
+            self._starts = touched.leave_out(
                 tf.Variable(tf.zeros([self._workers], tf.int64), trainable=False)
             )
 
@@ -102,7 +102,7 @@ class Schedule:
             data = getattr(iterator, "_distributed_dataset", None)
             is_for_chief = vars(self._model)["_distribute_strategy"] is None  # in `evaluate`
             if is_for_chief:
-                tell_strategy(iterator, of_chief())
+                pass_strategy(iterator, of_chief())
                 spec = iterator.data_adapter.get_tf_dataset().element_spec
             elif isinstance(data, LateDistributedDataset):
                 data.use(self._strategy)
@@ -124,7 +124,7 @@ class Schedule:
             data_batch = tf.nest.map_structure(_spec_of_any_size, spec)
         with self._strategy.scope():
             self._model._symbolic_build(data_batch=data_batch)
-        _refuse_what_stays_wrong(self._model)
+        _refuse_unsupported(self._model)
         shared_state.share(self._model)
         embeddings.adapt(self._model)
 
@@ -136,11 +136,11 @@ class Schedule:
                 "Expected training data. Received: none from `fit`. Pass `x` to "
                 "`distributed_fit`, or `resumable(x)` to `fit`."
             )
-        left_out = self._left_out if self._leaves_out else None
-        self._leaves_out = False
+        skipped = self._skipped if self._skips_non_finite else None
+        self._skips_non_finite = False
         for optimizer in optimizers_of(model).values():
-            gates.put_before(optimizer, left_out)
-        step = self._make_step(model.steps_per_execution, left_out)
+            gates.set_gate(optimizer, skipped)
+        step = self._make_step(model.steps_per_execution, skipped)
         iterators: list[Any] = []
         traces: list[Any] = []
 
@@ -169,7 +169,7 @@ class Schedule:
 
     # Steps
 
-    def _make_step(self, steps: int, left_out: shared_state.LeftOut | None) -> Any:
+    def _make_step(self, steps: int, skipped: shared_state.SkippedSteps | None) -> Any:
         model, strategy = self._model, self._strategy
 
         @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -177,7 +177,7 @@ class Schedule:
             # TensorFlow prunes this from a step that draws no random numbers.
             seed = tf.random.experimental.stateless_fold_in(*numbers)
             number = tf.random.stateless_uniform([], seed, 0, 2**62, tf.int64)
-            with shared_state.step(model, number, left_out):
+            with shared_state.step(model, number, skipped):
                 model.train_step(batch)
 
         @tf.function  # type: ignore[untyped-decorator]
@@ -199,13 +199,13 @@ class Schedule:
         queue = self._coordinator._cluster.closure_queue
         with queue._queue_lock:
             while queue._queue.qsize() >= self._workers and queue._error is None:
-                queue._queue_free_slot_condition.wait(_LOOK_S)
+                queue._queue_free_slot_condition.wait(_POLL_S)
 
     def _read_on_workers(self, data: LateDistributedDataset) -> Any:
-        optimizer, workers, begun = self._model.optimizer, self._workers, self._begun
+        optimizer, workers, starts = self._model.optimizer, self._workers, self._starts
         # The seed depends on the updates so far, so that a resumed run reads in another order.
         trained = 0 if optimizer is None else int(optimizer.iterations.numpy())
-        shared_state.begin_averages(self._model)
+        shared_state.initialize_averages(self._model)
 
         @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
         def of_worker() -> tf.data.Dataset:
@@ -213,7 +213,7 @@ class Schedule:
                 tf.distribute.coordinator.experimental_get_current_worker_index(), tf.int64
             )
             one = tf.IndexedSlices(tf.ones([1], tf.int64), tf.reshape(worker, [1]))
-            times = tf.gather(begun.scatter_add(one), worker)
+            times = tf.gather(starts.scatter_add(one), worker)
             seed = tf.stack([tf.constant(trained, tf.int64), worker])
             seed = tf.random.experimental.stateless_fold_in(seed, times)
             batches = data.of_worker(worker, workers, seed).repeat()
@@ -228,22 +228,22 @@ class Schedule:
 
     def leave_out_non_finite(self) -> None:
         """Makes steps with non-finite gradients or loss change nothing except their count."""
-        if self._left_out is None:
+        if self._skipped is None:
             with self._strategy.scope():
-                self._left_out = shared_state.LeftOut()
-        self._leaves_out = True
-        self._left_out.reset()
+                self._skipped = shared_state.SkippedSteps()
+        self._skips_non_finite = True
+        self._skipped.reset()
         for optimizer in optimizers_of(self._model).values():
-            optimizers.give_gate(optimizer)
-        shared_state.note_losses(self._model)
+            optimizers.add_gate(optimizer)
+        shared_state.record_losses(self._model)
 
     def forget_left_out(self) -> None:
-        if self._left_out is not None:
-            self._left_out.reset()
+        if self._skipped is not None:
+            self._skipped.reset()
 
     def left_out(self) -> tuple[int, int]:
         """Returns the number of skipped steps in this `fit`, and the current consecutive number."""
-        return (0, 0) if self._left_out is None else self._left_out.counts()
+        return (0, 0) if self._skipped is None else self._skipped.counts()
 
 
 def _spec_of_any_size(spec: Any) -> Any:
@@ -290,7 +290,7 @@ def _without_strategy(model: keras.Model) -> Iterator[None]:
         _UPSTREAM.patch(model, "_distribute_strategy", strategy)
 
 
-def _refuse_what_stays_wrong(model: keras.Model) -> None:
+def _refuse_unsupported(model: keras.Model) -> None:
     """Raises an error for features that are wrong if steps overlap, or that workers cannot run."""
 
     def refuse(what: str, why: str, remedy: str) -> None:
@@ -336,4 +336,4 @@ def _refuse_what_stays_wrong(model: keras.Model) -> None:
                 "updates by other workers while one applies the constraint would be lost",
                 "Use a regularizer, or remove the constraint.",
             )
-    embeddings.refuse_what_stays_wrong(model, refuse)
+    embeddings.refuse_unsupported(model, refuse)

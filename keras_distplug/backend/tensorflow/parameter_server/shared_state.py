@@ -45,10 +45,10 @@ def share(model: keras.Model) -> None:
     for optimizer in optimizers_of(model).values():
         if mark(optimizer.iterations):
             _UPSTREAM.patch(optimizer.iterations, "assign_add", _natively(optimizer.iterations))
-    replica_state.give_streams(model, _number_of_step)
+    replica_state.separate_streams(model, _number_of_step)
 
 
-def begin_averages(model: keras.Model) -> None:
+def initialize_averages(model: keras.Model) -> None:
     """Initializes the moving averages of weights with the weights.
 
     Keras' optimizers do so in their first step, which several workers may run concurrently.
@@ -62,7 +62,7 @@ def begin_averages(model: keras.Model) -> None:
 
 
 @contextmanager
-def step(model: keras.Model, number: tf.Tensor, left_out: LeftOut | None) -> Iterator[None]:
+def step(model: keras.Model, number: tf.Tensor, skipped: SkippedSteps | None) -> Iterator[None]:
     """Uses private values of variables while a step of `model` is traced within the `with` block.
 
     Args:
@@ -72,23 +72,23 @@ def step(model: keras.Model, number: tf.Tensor, left_out: LeftOut | None) -> Ite
             apply all steps.
     """
     natives = [(v, kind, v._value) for v, kind in _held(model)]
-    begun = []
+    initial = []
     for variable, kind, native in natives:
         zero = kind is _Kind.SUM
         value = tf.zeros(variable.shape, variable.dtype) if zero else native.read_value()
-        begun.append(value)
+        initial.append(value)
         _UPSTREAM.patch(variable, "_value", value)
     before = _current.step
     _current.step = found = _Step({id(v): native for v, _, native in natives}, number)
     try:
         yield
     finally:
-        ended = [variable._value for variable, _, _ in natives]
+        final = [variable._value for variable, _, _ in natives]
         for variable, _, native in natives:
             _UPSTREAM.patch(variable, "_value", native)
         _current.step = before
-    ok = left_out.count(found) if left_out is not None else None
-    for (_, kind, native), first, last in zip(natives, begun, ended, strict=True):
+    ok = skipped.count(found) if skipped is not None else None
+    for (_, kind, native), first, last in zip(natives, initial, final, strict=True):
         if last is first:
             continue
         if kind is _Kind.SEED:
@@ -98,8 +98,8 @@ def step(model: keras.Model, number: tf.Tensor, left_out: LeftOut | None) -> Ite
             native.assign_add(change if ok is None else tf.where(ok, change, 0))
 
 
-def note_losses(model: keras.Model) -> None:
-    """Lets a `LeftOut` see the losses of `model`."""
+def record_losses(model: keras.Model) -> None:
+    """Lets a `SkippedSteps` see the losses of `model`."""
     if not mark(model, "losses noted"):
         return
     stock = model.compute_loss
@@ -113,7 +113,7 @@ def note_losses(model: keras.Model) -> None:
     _UPSTREAM.patch(model, "compute_loss", compute_loss)
 
 
-class LeftOut(gates.Gate):
+class SkippedSteps(gates.Gate):
     """Skips and counts steps that are not finite. Create it in the strategy's scope."""
 
     def __init__(self) -> None:
@@ -125,8 +125,8 @@ class LeftOut(gates.Gate):
 
     def counts(self) -> tuple[int, int]:
         """Returns the total number of skipped steps, and the current consecutive number."""
-        total, in_a_row = self._counts.numpy()
-        return int(total), int(in_a_row)
+        total, consecutive = self._counts.numpy()
+        return int(total), int(consecutive)
 
     def count(self, step: _Step) -> tf.Tensor | None:
         """Counts the step if it is not finite. Returns True if it is; None if this is unknown."""
@@ -135,9 +135,9 @@ class LeftOut(gates.Gate):
         ok = step.all_of(step.finite)
         # On the variable's device, and without a condition, this costs one message.
         with tf.device(self._counts.device):
-            in_a_row = self._counts.read_value()[1]
+            consecutive = self._counts.read_value()[1]
             # If steps overlap, this may be off by concurrent changes.
-            self._counts.assign_add(tf.where(ok, tf.stack([0, -in_a_row]), [1, 1]))
+            self._counts.assign_add(tf.where(ok, tf.stack([0, -consecutive]), [1, 1]))
         return ok
 
     def opens(

@@ -53,12 +53,12 @@ def config(model: keras.Model) -> Config | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            told: dict[str, Any] = json.loads(json.dumps(identity(model).serialize()))
+            serialized: dict[str, Any] = json.loads(json.dumps(identity(model).serialize()))
             optimizer = keras.saving.serialize_keras_object(model.optimizer)
-            told["optimizer"] = json.loads(json.dumps(optimizer))
+            serialized["optimizer"] = json.loads(json.dumps(optimizer))
     except Exception:  # noqa: BLE001 (a user's `get_config` may raise anything)
         return None
-    return told
+    return serialized
 
 
 def are_alike(one: Config | None, other: Config | None) -> bool:
@@ -83,9 +83,9 @@ def compile_like(model: keras.Model, there: Config) -> None:
     """
     here, arguments = config(model) or {}, dict(compile_arguments(model) or {})
     arguments["optimizer"] = model.optimizer
-    for name, told in there.items():
-        if not are_alike({name: here.get(name)}, {name: told}):
-            arguments[name] = keras.saving.deserialize_keras_object(told)
+    for name, serialized in there.items():
+        if not are_alike({name: here.get(name)}, {name: serialized}):
+            arguments[name] = keras.saving.deserialize_keras_object(serialized)
     _compile(model, arguments)
 
 

@@ -27,7 +27,7 @@ _OPERATIONS = ("conv", "depthwise_conv", "separable_conv", "conv_transpose", "ma
 
 
 @contextmanager
-def computed_right(strategy: tf.distribute.Strategy) -> Iterator[None]:
+def patched_operations(strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Lets Keras' operations accept empty batches while a step of several replicas is traced or
     run.
 
@@ -35,13 +35,13 @@ def computed_right(strategy: tf.distribute.Strategy) -> Iterator[None]:
     in other threads, are not affected.
     """
     with ExitStack() as stack:
-        for name in _OPERATIONS if go_wrong(strategy) else ():
+        for name in _OPERATIONS if need_patches(strategy) else ():
             stock = getattr(private_names.nn, name)
             stack.enter_context(_UPSTREAM.patched(private_names.nn, name, _of_any_batch(stock)))
         yield
 
 
-def go_wrong(strategy: tf.distribute.Strategy) -> bool:
+def need_patches(strategy: tf.distribute.Strategy) -> bool:
     """True if operations on empty batches give wrong results and need the patches."""
     on_cpu = any("CPU" in device for device in strategy.extended.worker_devices)
     return on_cpu and _shapes_get_lost()

@@ -67,7 +67,7 @@ class _Gate:
 
 
 @dataclass(frozen=True)
-class _IsNoted:
+class _IsRecorded:
     """Attached to a variable: True if its assignments are recorded."""
 
     value: bool
@@ -78,7 +78,7 @@ def _gate_of(optimizer: keras.optimizers.Optimizer) -> Gate | None:
     return None if found is None else found.gate
 
 
-def put_before(optimizer: keras.optimizers.Optimizer, gate: Gate | None) -> None:
+def set_gate(optimizer: keras.optimizers.Optimizer, gate: Gate | None) -> None:
     """Attaches `gate` to an optimizer; None removes it."""
     attach(optimizer, _Gate(gate))
 
@@ -111,13 +111,13 @@ def apply(
     if opens is None:
         return stock(summed, variables)
     if is_scheduled(tf.distribute.get_strategy()) and masked.knows(optimizer):
-        with masked.changed_only_if(opens, [*optimizer.variables, *trained]):
+        with masked.masked_updates(opens, [*optimizer.variables, *trained]):
             return stock(summed, variables)
 
     def update(present: Sequence[Any]) -> None:
         given = iter(present)
         grads = [None if gradient is None else next(given) for gradient in summed]
-        with _noting_in.at(None):
+        with _recording.at(None):
             stock(grads, variables)
 
     present = [gradient for gradient in summed if gradient is not None]
@@ -152,7 +152,7 @@ def cond_over_replicas(
     context.merge_call(merged, args=(condition, arguments))
 
 
-def of_first(
+def compute_once(
     context: tf.distribute.ReplicaContext, function: Callable[[Any], tf.Tensor], arguments: Any
 ) -> tf.Tensor:
     """Returns the result of `function` for the first replica in this process, on all of them.
@@ -177,19 +177,19 @@ class Assigned:
 
     def note(self, variable: keras.Variable) -> None:
         if id(variable) not in self._before:
-            own = _own(variable)
+            own = _part_here(variable)
             self._before[id(variable)] = (own, own.read_value())
 
-    def keep_if(self, condition: tf.Tensor) -> None:
+    def restore_unless(self, condition: tf.Tensor) -> None:
         """Restores the previous values if `condition` is false."""
-        kept = [(own, before) for own, before in self._before.values() if is_here(before)]
+        saved = [(own, before) for own, before in self._before.values() if is_here(before)]
 
         def put_back() -> None:
-            for own, before in kept:
+            for own, before in saved:
                 own.assign(before)
 
         # In the usual case, a condition costs less than assignments.
-        if kept:
+        if saved:
             tf.cond(condition, lambda: None, put_back)
 
 
@@ -203,55 +203,59 @@ def is_here(tensor: tf.Tensor) -> bool:
     return here
 
 
-_noting_in: Current[Assigned] = Current()
+_recording: Current[Assigned] = Current()
 
 
 @contextmanager
-def assignments_noted() -> Iterator[Assigned]:
+def recorded_assignments() -> Iterator[Assigned]:
     """Records assignments to variables, except those of optimizers to the variables they train."""
     assigned = Assigned()
-    new_ones = _new_variables_noted() if current_share() is None else nullcontext()
-    with _noting_in.at(assigned), new_ones:
+    new_ones = _recorded_new_variables() if current_share() is None else nullcontext()
+    with _recording.at(assigned), new_ones:
         yield assigned
 
 
-def note_assignments(variables: Sequence[keras.Variable]) -> None:
+def record_assignments(variables: Sequence[keras.Variable]) -> None:
     """Enables the recording of assignments to `variables`."""
     for variable in variables:
-        if attached(variable, _IsNoted) is None:
-            attach(variable, _IsNoted(True))
-            _UPSTREAM.patch(variable, "_direct_assign", _noting(variable, variable._direct_assign))
+        if attached(variable, _IsRecorded) is None:
+            attach(variable, _IsRecorded(True))
+            _UPSTREAM.patch(
+                variable, "_direct_assign", _recording_assign(variable, variable._direct_assign)
+            )
 
 
-def never_note_assignments(variables: Sequence[keras.Variable]) -> None:
+def never_record_assignments(variables: Sequence[keras.Variable]) -> None:
     for variable in variables:
-        attach(variable, _IsNoted(False))
+        attach(variable, _IsRecorded(False))
 
 
-def _noting(variable: keras.Variable, stock: Callable[[Any], None]) -> Callable[[Any], None]:
+def _recording_assign(
+    variable: keras.Variable, stock: Callable[[Any], None]
+) -> Callable[[Any], None]:
     def _direct_assign(value: Any) -> None:
-        noted = attached(variable, _IsNoted)
-        if _noting_in.now is not None and (noted is None or noted.value):
-            _noting_in.now.note(variable)
+        flag = attached(variable, _IsRecorded)
+        if _recording.now is not None and (flag is None or flag.value):
+            _recording.now.note(variable)
         stock(value)
 
     return _direct_assign
 
 
 @contextmanager
-def _new_variables_noted() -> Iterator[None]:
+def _recorded_new_variables() -> Iterator[None]:
     """Records assignments to new variables: on a single device, Keras creates those of metrics and
     of unbuilt layers in the first step."""
     stock = backend.Variable._direct_assign
 
     def _direct_assign(variable: keras.Variable, value: Any) -> None:
-        _noting(variable, functools.partial(stock, variable))(value)
+        _recording_assign(variable, functools.partial(stock, variable))(value)
 
     with _UPSTREAM.patched(backend.Variable, "_direct_assign", _direct_assign):
         yield
 
 
-def _own(variable: keras.Variable) -> tf.Variable:
+def _part_here(variable: keras.Variable) -> tf.Variable:
     """Returns this replica's part of a variable, or the central one that all replicas share."""
     value = variable._value
     if isinstance(value, tf.distribute.DistributedValues):

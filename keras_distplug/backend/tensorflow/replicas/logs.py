@@ -32,7 +32,7 @@ class Logged:
         return name in self.results and name not in self.others
 
 
-def noted(metric: keras.metrics.Metric) -> Callable[[], Any]:
+def recorded_result(metric: keras.metrics.Metric) -> Callable[[], Any]:
     stock = metric.result
 
     def result() -> Any:
@@ -44,7 +44,7 @@ def noted(metric: keras.metrics.Metric) -> Callable[[], Any]:
     return result
 
 
-def of_all_replicas(model: keras.Model, logged: Logged) -> Callable[[Any], Any]:
+def merged_results(model: keras.Model, logged: Logged) -> Callable[[Any], Any]:
     """Replaces logged metric results by the metrics' results over all replicas.
 
     Keras only does so if the step has logged all metrics and nothing else.

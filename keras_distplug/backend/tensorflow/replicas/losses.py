@@ -38,7 +38,7 @@ from keras_distplug.core.errors import ModelError
 _UPSTREAM = Upstream(keras="3.10 to 3.15")
 
 
-def of_global_batch(compiled: CompileLoss) -> None:
+def use_global_batch(compiled: CompileLoss) -> None:
     """Makes all compiled losses of a model those of the global batch."""
     if not mark(compiled):
         return
@@ -53,13 +53,13 @@ def of_global_batch(compiled: CompileLoss) -> None:
         _replace(compiled)
 
 
-def of_samples(loss: tf.Tensor) -> tf.Tensor:
+def zero_without_samples(loss: tf.Tensor) -> tf.Tensor:
     """Returns `loss` if the replica has samples, otherwise 0: a mean over no samples is NaN."""
     share = current()
     return loss if share is None else tf.where(share.has_samples, loss, tf.zeros_like(loss))
 
 
-def count_by_samples(tracker: keras.metrics.Metric) -> None:
+def weight_by_samples(tracker: keras.metrics.Metric) -> None:
     """Makes a tracker of losses compute the mean over samples if it gets no sample weights."""
     if mark(tracker):
         _UPSTREAM.patch(
@@ -79,12 +79,12 @@ def average_over_batches(metric: keras.metrics.Metric) -> None:
             return stock(values, sample_weight)
         if sample_weight is not None:
             return stock(values * tf.cast(share.replicas, values.dtype), sample_weight)
-        return stock(of_all_replicas(values), 1 / share.replicas)
+        return stock(scale_to_global(values), 1 / share.replicas)
 
     _UPSTREAM.patch(metric, "update_state", update_state)
 
 
-def of_all_replicas(value: Any) -> Any:
+def scale_to_global(value: Any) -> Any:
     """Scales a loss of this step so that the mean over replicas is the global loss; returns any
     other value unchanged."""
     share = current()
@@ -99,25 +99,25 @@ def _is_a_loss(value: Any) -> bool:
 
 
 @contextmanager
-def noted() -> Iterator[None]:
+def recorded() -> Iterator[None]:
     """Records the losses that a step computes."""
     stock = keras_loss.scale_loss_for_distribution
-    with _UPSTREAM.patched(keras_loss, "scale_loss_for_distribution", noting(stock)):
+    with _UPSTREAM.patched(keras_loss, "scale_loss_for_distribution", recording(stock)):
         yield
 
 
-def noting(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+def recording(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compute_loss)
-    def noted(*args: Any, **kwargs: Any) -> Any:
+    def recorded(*args: Any, **kwargs: Any) -> Any:
         loss = compute_loss(*args, **kwargs)
         if (share := current()) is not None:
             share.losses.append(loss)
         return loss
 
-    return noted
+    return recorded
 
 
-def keep_apart(model: keras.Model) -> None:
+def separate_added_losses(model: keras.Model) -> None:
     """Keeps losses that the layers of `model` add separate for every replica."""
     for layer in (model, *layers_of(model)):
         if not isinstance(layer._losses, _AddedLosses):
@@ -191,7 +191,7 @@ class _GlobalLoss:
             return self._stock(y_true, y_pred, sample_weight)
         values, mask = self._unreduced(y_true, y_pred, sample_weight)
         if values.shape.rank == 0:  # reduced by the function itself: treated as a mean over samples
-            return of_samples(values / tf.cast(share.replicas, values.dtype))
+            return zero_without_samples(values / tf.cast(share.replicas, values.dtype))
         reduction = self._stock.reduction
         divisor = None
         if reduction == "mean_with_sample_weight" and not (sample_weight is None and mask is None):

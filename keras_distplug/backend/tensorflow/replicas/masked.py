@@ -30,7 +30,7 @@ def knows(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 @contextmanager
-def changed_only_if(ok: tf.Tensor, variables: Sequence[keras.Variable]) -> Iterator[None]:
+def masked_updates(ok: tf.Tensor, variables: Sequence[keras.Variable]) -> Iterator[None]:
     """Makes an update traced within the `with` block change `variables` only if `ok` is true.
     Variables whose values are replaced within the step are not affected."""
     held = {id(variable._value): variable._value for variable in variables}.values()

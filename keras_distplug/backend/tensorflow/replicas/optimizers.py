@@ -26,7 +26,7 @@ from keras_distplug.backend.tensorflow.runtime.patching import Upstream
 _UPSTREAM = Upstream(keras="3.10 to 3.15")
 
 
-def see_global_gradients(optimizer: keras.optimizers.Optimizer) -> None:
+def use_global_gradients(optimizer: keras.optimizers.Optimizer) -> None:
     """Weights every replica by its samples, and sums gradients before they are processed further.
 
     The weight is applied to the loss, because a layer that communicates with other replicas, such
@@ -60,7 +60,7 @@ def see_global_gradients(optimizer: keras.optimizers.Optimizer) -> None:
     _UPSTREAM.patch(inner, "_backend_apply_gradients", _apply_over_replicas(inner))
 
 
-def give_gate(optimizer: keras.optimizers.Optimizer) -> None:
+def add_gate(optimizer: keras.optimizers.Optimizer) -> None:
     """Makes the optimizer of a single replica call its gate."""
     if not mark(optimizer):
         return

@@ -44,7 +44,7 @@ def apart(model: keras.Model) -> Iterator[None]:
     tf.config.run_functions_eagerly(True)
     try:
         with (
-            Touched.of(model).kept(all_variables(model)),
+            Touched.of(model).restored(all_variables(model)),
             keras.StatelessScope(state_mapping=own, collect_losses=True),
         ):
             yield
@@ -73,22 +73,22 @@ def listening(
             stack.enter_context(_UPSTREAM.patched(target, name, value))
 
         for layer in layers_of(model):
-            put(layer, "call", _telling(layer.call, functools.partial(on_call, layer)))
-        put(model, "compute_loss", _telling(model.compute_loss, lambda _, loss: on_loss(loss)))
+            put(layer, "call", _reporting(layer.call, functools.partial(on_call, layer)))
+        put(model, "compute_loss", _reporting(model.compute_loss, lambda _, loss: on_loss(loss)))
         for name, optimizer in optimizers_of(model).items():
             apply = functools.partial(_instead_of_apply, name, optimizer, on_gradients)
             put(optimizer, "apply", apply)
         yield
 
 
-def _telling(stock: Callable[..., Any], tell: Callable[[Any, Any], None]) -> Callable[..., Any]:
+def _reporting(stock: Callable[..., Any], report: Callable[[Any, Any], None]) -> Callable[..., Any]:
     @functools.wraps(stock)
-    def telling(*args: Any, **kwargs: Any) -> Any:
+    def reporting(*args: Any, **kwargs: Any) -> Any:
         given = stock(*args, **kwargs)
-        tell((args, kwargs), given)
+        report((args, kwargs), given)
         return given
 
-    return telling
+    return reporting
 
 
 def _instead_of_apply(

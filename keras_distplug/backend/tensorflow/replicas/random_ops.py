@@ -45,7 +45,7 @@ class _Draws:
     """The position of one op in its random stream, and the stream's two seeds."""
 
     state: ResourceVariable
-    begun_at: tuple[int, ...]
+    start: tuple[int, ...]
 
     @property
     def now(self) -> tuple[int, ...]:
@@ -100,12 +100,12 @@ class Draws:
         before = self._ops.get(name)
         if before is not None and self._is_shared:
             return before.state
-        begun_at = self._waiting.pop(name, (0, *seeds))
+        start = self._waiting.pop(name, (0, *seeds))
         with tf.init_scope(), tf.device("CPU:0"):
-            if before is not None and before.now == before.begun_at:
-                begun_at = before.begun_at
-            state = ResourceVariable(begun_at, trainable=False, dtype=tf.int64)
-        self._ops[name] = _Draws(state, begun_at)
+            if before is not None and before.now == before.start:
+                start = before.start
+            state = ResourceVariable(start, trainable=False, dtype=tf.int64)
+        self._ops[name] = _Draws(state, start)
         return state
 
 

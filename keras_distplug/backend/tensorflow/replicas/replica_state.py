@@ -44,20 +44,20 @@ def share_state(model: keras.Model) -> None:
     }
     for variable in all_variables(model):
         if id(variable) in statistics and mark(variable):
-            (_average_centrally if central else _note_when_assigned)(variable)
+            (_average_centrally if central else _record_when_assigned)(variable)
         elif central and mark(variable):
             integer = tf.as_dtype(variable.dtype).is_integer
             if _aggregation(variable) == tf.VariableAggregation.SUM:
                 _add_centrally(variable)
             elif _aggregation(variable) == tf.VariableAggregation.NONE:
                 _assign_centrally(variable, at_once=integer or id(variable) in conditional)
-    give_streams(model, _replica)
+    separate_streams(model, _replica)
     for layer in (model, *layers_of(model)):
         if isinstance(layer, keras.layers.BatchNormalization) and mark(layer):
             _UPSTREAM.patch(layer, "_moments", _moments_of(layer))
 
 
-def bring_together(share: Share) -> None:
+def merge_statistics(share: Share) -> None:
     """Assigns the mean over samples of the statistics that this step has changed to all replicas.
 
     Moving statistics are linear in those of a batch, so they can be averaged after any number of
@@ -120,7 +120,7 @@ def _moments_on_all(inputs: tf.Tensor, axis: int, share: Share) -> tuple[tf.Tens
     return mean, tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0)
 
 
-def _note_when_assigned(variable: keras.Variable) -> None:
+def _record_when_assigned(variable: keras.Variable) -> None:
     stock = variable._direct_assign
 
     def _direct_assign(value: Any) -> None:
@@ -175,7 +175,7 @@ def _assign_centrally(variable: keras.Variable, *, at_once: bool) -> None:
     _UPSTREAM.patch(variable, "_direct_assign", _direct_assign)
 
 
-def give_streams(model: keras.Model, stream: Callable[[], tf.Tensor | None]) -> None:
+def separate_streams(model: keras.Model, stream: Callable[[], tf.Tensor | None]) -> None:
     """Draws the seeds of `model` from a separate random stream per number returned by `stream`;
     None uses the common stream. The saved state is the same for all streams."""
     for generator in seed_generators_of(model):

@@ -5,7 +5,7 @@ Keras 3.10 to 3.15 and TensorFlow 2.18 to 2.21: the bugs of Keras' own steps are
 step of the model is traced or run.
 
 For every batch, a distributed iterator determines with an eager collective if any worker has data
-left. The code around that collective is private; `_fetched` replaces it.
+left. The code around that collective is private; `_run_next_step` replaces it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def maker(model: keras.Model, logged: logs.Logged) -> Callable[[OnData], OnData]
             with _after(data), share_of(data, total) as share:
                 found = step_function(data)
                 logged.note(found, share.results)
-                found = keras.tree.map_structure(losses.of_all_replicas, found)
-                replica_state.bring_together(share)
+                found = keras.tree.map_structure(losses.scale_to_global, found)
+                replica_state.merge_statistics(share)
                 for finish in share.at_end:
                     finish()
             return logs.mean_over_workers(found) if several_workers else found
@@ -50,7 +50,7 @@ def maker(model: keras.Model, logged: logs.Logged) -> Callable[[OnData], OnData]
             batch, total = given
             if not several_workers:
                 total = tf.add_n(_samples(batch, strategy))
-            with losses.sums_over_samples(model), losses.noted():
+            with losses.sums_over_samples(model), losses.recorded():
                 found = strategy.run(of_replica, args=(batch, total))
             return keras.tree.map_structure(
                 lambda value: logs.mean(strategy.experimental_local_results(value)), found
@@ -62,7 +62,7 @@ def maker(model: keras.Model, logged: logs.Logged) -> Callable[[OnData], OnData]
         # After an error in a function that workers run together, no collective works any more.
         stepwise = model.run_eagerly or several_workers
         on_next = (
-            partial(_fetched, model, on_batch, sums)
+            partial(_run_next_step, model, on_batch, sums)
             if stepwise
             else _in_one_call(strategy, on_data, on_batch)
         )
@@ -106,7 +106,7 @@ def predict_maker(model: keras.Model) -> Callable[..., None]:
         def predict_function(batches: Any) -> Any:
             if all(_is_usual(batch, strategy) for batch in batches):
                 return usual(batches)
-            with empty_batches.computed_right(strategy):
+            with empty_batches.patched_operations(strategy):
                 return any_size(batches)
 
         model.predict_function = predict_function
@@ -114,7 +114,7 @@ def predict_maker(model: keras.Model) -> Callable[..., None]:
     return make_predict_function
 
 
-def only_with_data(model: keras.Model) -> Callable[[Any], Any]:
+def data_dependent_train_step(model: keras.Model) -> Callable[[Any], Any]:
     stock = model.train_step
 
     def train_step(data: Any) -> Any:
@@ -170,7 +170,7 @@ def _for_any_batch(model: keras.Model, step: OnData) -> OnData:
     def on_batch(given: Any) -> Any:
         if _is_usual(given[0], strategy):
             return usual(given)
-        with empty_batches.computed_right(strategy):
+        with empty_batches.patched_operations(strategy):
             return any_size(given)
 
     return on_batch
@@ -217,7 +217,7 @@ class _FetchListeners(list[Callable[[float], None]]):
     """The fetch listeners attached to a model."""
 
 
-def hear_of_fetches(model: keras.Model, on_fetch: Callable[[float], None]) -> None:
+def add_fetch_listener(model: keras.Model, on_fetch: Callable[[float], None]) -> None:
     """Calls `on_fetch` with the seconds that this worker has waited for its own data, if the
     workers of `model` then synchronize."""
     listeners = attached(model, _FetchListeners) or _FetchListeners()
@@ -225,12 +225,12 @@ def hear_of_fetches(model: keras.Model, on_fetch: Callable[[float], None]) -> No
     attach(model, listeners)
 
 
-def hear_no_more_of_fetches(model: keras.Model, on_fetch: Callable[[float], None]) -> None:
+def remove_fetch_listener(model: keras.Model, on_fetch: Callable[[float], None]) -> None:
     if (listeners := attached(model, _FetchListeners)) is not None:
         listeners.remove(on_fetch)
 
 
-def _fetched(
+def _run_next_step(
     model: keras.Model, on_batch: OnData, sums: Callable[[int, int], Any], iterator: Any
 ) -> Any:
     """Runs a step with the next batch, unless no replica of any worker has data left.
@@ -238,11 +238,11 @@ def _fetched(
     TensorFlow's iterator would exchange this information between the workers, and the step would
     then exchange numbers of samples. Here, one collective does both, and it is traced only once.
     """
-    begun_s = time.perf_counter()
+    start_s = time.perf_counter()
     optionals = [own.get_next_as_optional_list() for own in iterator._iterators]
-    taken_s = time.perf_counter() - begun_s
+    waited_s = time.perf_counter() - start_s
     for on_fetch in list(attached(model, _FetchListeners) or ()):
-        on_fetch(taken_s)
+        on_fetch(waited_s)
     there = [bool(each.has_value()) for of_device in optionals for each in of_device]
     parts = input_lib._get_value_or_dummy(
         iterator._input_workers, optionals, produce_dummy=not all(there)
@@ -325,7 +325,7 @@ def _zeros_like(value: Any) -> Any:
 
 def _is_usual(batch: Any, strategy: tf.distribute.Strategy) -> Any:
     """True if Keras computes a step of `batch` correctly without patches."""
-    if not empty_batches.go_wrong(strategy):
+    if not empty_batches.need_patches(strategy):
         return True
     sizes = [part.shape[0] for part in strategy.experimental_local_results(first_of(batch))]
     if None not in sizes:

@@ -30,7 +30,7 @@ from keras_distplug.backend.tensorflow.runtime.workers import has_several_replic
 OnData = Callable[[Any], Any]
 _Handles = dict[int, tuple[tf.Tensor, str | None]]  # by `id`, each with the place of its use
 
-_left_out: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_excluded: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 # The kernels of these ops keep private counters of the numbers they have drawn.
 _KEEPS_RANDOM_STATE = re.compile(
     r"Random(StandardNormal|Uniform|UniformInt|Shuffle|Gamma|PoissonV2|Poisson|Crop)"
@@ -141,7 +141,7 @@ class Touched:
         yield from self._assigned.items()
 
     @contextmanager
-    def kept(self, known: Iterable[Any]) -> Iterator[None]:
+    def restored(self, known: Iterable[Any]) -> Iterator[None]:
         """Restores the variables that steps use, except those in `known`, at the end."""
         ids = {id(handle) for variable in known for handle in _handles_of(variable)}
         values = [
@@ -157,7 +157,7 @@ class Touched:
                 with tf.device(handle.device):
                     tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
-    def noting(
+    def recording(
         self,
         name: str,
         step: OnData,
@@ -177,7 +177,7 @@ class Touched:
 
         self.steps[name] = step
 
-        def noted(data: Any) -> Any:
+        def recorded(data: Any) -> Any:
             if tf.executing_eagerly():
                 return self._run_eagerly(name, step, data) if is_eager() else step(data)
             twins = random_ops.counted(self.draws, name, data) if has_twins() else nullcontext()
@@ -188,18 +188,18 @@ class Touched:
                     traced.python_draws[place] = function
 
             around = nullcontext() if self.around_trace is None else self.around_trace(name)
-            with around, twins, python_draws.heard(drawn):
+            with around, twins, python_draws.watched(drawn):
                 found = step(data)
-            self._note(tf.compat.v1.get_default_graph(), name)
+            self._record(tf.compat.v1.get_default_graph(), name)
             return found
 
-        return noted
+        return recorded
 
     def _run_eagerly(self, name: str, step: OnData, data: Any) -> Any:
         """Runs a step that is not traced; the first run records the variables that it assigns."""
         if name in self._assigned:
             return step(data)
-        self._tell(name, Stage.BEGINS)
+        self._notify(name, Stage.BEGINS)
         assigned = self._assigned[name] = {}
 
         def on_op(op: str, inputs: Any, *_: Any, graph: Any = None, **__: Any) -> None:
@@ -212,17 +212,17 @@ class Touched:
             found = step(data)
         finally:
             op_callbacks.remove_op_callback(on_op)
-        self._tell(name, Stage.RAN)
+        self._notify(name, Stage.RAN)
         return found
 
-    def _tell(self, step: str, stage: Stage) -> None:
+    def _notify(self, step: str, stage: Stage) -> None:
         if self.on_step_known is not None:
             self.on_step_known(step, stage)
 
-    def _note(self, graph: Any, step: str) -> None:
+    def _record(self, graph: Any, step: str) -> None:
         traced = self._traced.setdefault(step, _Traced())
         for handle, inside in graph.captures:
-            is_ours = _left_out.get(id(handle)) is handle or self.draws.has(handle)
+            is_ours = _excluded.get(id(handle)) is handle or self.draws.has(handle)
             if _is_variable(handle) and not is_ours and id(handle) not in traced.handles:
                 traced.handles[id(handle)] = handle, _place_of_use(inside)
         for operation in _operations(graph, set()):
@@ -233,13 +233,13 @@ class Touched:
                 place = _place(operation) or "an unknown place"
                 traced.random_ops.setdefault(place, (operation.type, bool(is_seeded)))
         with tf.init_scope():
-            self._tell(step, Stage.TRACED)
+            self._notify(step, Stage.TRACED)
 
 
 def leave_out(variable: Any) -> Any:
     """Excludes a variable that the package adds to a step and that is not part of a run's state."""
     for handle in _handles_of(variable):
-        _left_out[id(handle)] = handle
+        _excluded[id(handle)] = handle
     return variable
 
 
@@ -270,8 +270,10 @@ def _handles_of(variable: Any) -> list[Any]:
 
 
 def _is_variable(captured: tf.Tensor) -> bool:
-    told = getattr(captured, "_handle_data", None)
-    return captured.dtype == tf.resource and bool(told and told.is_set and told.shape_and_type)
+    shape_data = getattr(captured, "_handle_data", None)
+    return captured.dtype == tf.resource and bool(
+        shape_data and shape_data.is_set and shape_data.shape_and_type
+    )
 
 
 def _dtype_of(handle: Any) -> tf.DType:
@@ -279,8 +281,8 @@ def _dtype_of(handle: Any) -> tf.DType:
 
 
 def _described(handle: Any) -> str:
-    told = handle._handle_data.shape_and_type[0]
-    return f"{_dtype_of(handle).name} of shape {tf.TensorShape(told.shape)}"
+    shape_data = handle._handle_data.shape_and_type[0]
+    return f"{_dtype_of(handle).name} of shape {tf.TensorShape(shape_data.shape)}"
 
 
 def _operations(graph: Any, seen: set[str]) -> Iterator[Any]:
