@@ -123,7 +123,7 @@ def instrument_step(model: keras.Model, instrument: StepInstrument) -> None:
         )
     if is_scheduled(model.distribute_strategy):
         raise ConfigurationError(
-            "Expected a model whose steps are taken in this process. Received: one under "
+            "Expected a model whose steps run in this process. Received: one under "
             "ParameterServerStrategy, whose workers cannot call this process's Python. Do "
             "not add the instrument under this strategy."
         )

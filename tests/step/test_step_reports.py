@@ -1,4 +1,4 @@
-"""Reports of steps, and what is told from them."""
+"""Reports of steps, and the conclusions from them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ REPORT = StepReport(0, "worker-0 on h", 10, 10, 0.5, (ONE, OTHER), 0.01, 1000)
 
 
 def test_text() -> None:
-    """There and back."""
+    """A report survives a round trip through text."""
     assert from_text(as_text(REPORT)) == REPORT
     nan = replace(REPORT, replicas=(replace(ONE, loss=float("nan")),))
     assert str(from_text(as_text(nan))) == str(nan)
 
 
 def test_merged() -> None:
-    """Each step counts once; what is not known of a window counts in none."""
+    """Every step has the same weight; unknown values of a window are ignored."""
     longer = replace(
         REPORT,
         step=40,
@@ -48,7 +48,7 @@ def test_merged() -> None:
 
 
 def test_merged_totals() -> None:
-    """They are sums, of what is known."""
+    """Totals are sums of the known values."""
     known = replace(REPORT, input_total_s=0.5, sync_total_s=1.0)
     found = merge_reports([known, REPORT, known])
     assert (found.input_total_s, found.sync_total_s) == (1.0, 2.0)
@@ -56,7 +56,7 @@ def test_merged_totals() -> None:
 
 
 def test_same_data() -> None:
-    """In each step of the window, not in some."""
+    """The data must be the same in every step of the window, not only in some."""
     assert replicas_with_same_data([REPORT]) == ()
     same = replace(REPORT, worker=1, replicas=(replace(OTHER, replica=2, fingerprints=("a", "b")),))
     assert replicas_with_same_data([REPORT, same]) == (0, 2)
@@ -75,7 +75,7 @@ def test_no_divergence() -> None:
 
 
 def test_divergence() -> None:
-    """The first variable that differs, and whose it is: that of the fewest."""
+    """The first variable that differs is reported, and the replicas in the minority."""
     found = divergence(7, {0: SAME, 1: SAME, 2: SAME | {"model/b": "9", "model/c": "9"}}, WHERE)
     assert found == Divergence(7, "model/b", 2, (2,), ("worker-1 on i",))
     assert str(found) == (
@@ -86,6 +86,6 @@ def test_divergence() -> None:
 
 
 def test_divergence_of_two() -> None:
-    """Nobody knows which of two is right."""
+    """Without a majority, both replicas are reported."""
     found = divergence(7, {0: SAME, 2: SAME | {"model/c": "9"}}, WHERE)
     assert found == Divergence(7, "model/c", 1, (0, 2), ("worker-0 on h", "worker-1 on i"))

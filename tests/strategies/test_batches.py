@@ -17,7 +17,7 @@ def mirrored() -> tf.distribute.Strategy:
 
 
 def test_of_the_strategy(mirrored: tf.distribute.Strategy) -> None:
-    """The one given, the one in scope, or that of `init()`: here, of one device."""
+    """The strategy is the one passed, the one in scope, or that of `init()`: here, one device."""
     assert kd.global_batch(32, mirrored) == 64
     assert kd.scaled_learning_rate(0.1, mirrored) == 0.2
     with mirrored.scope():
@@ -28,6 +28,6 @@ def test_of_the_strategy(mirrored: tf.distribute.Strategy) -> None:
 
 @pytest.mark.parametrize("per_replica", [0, -1, 2.5, True, "32"])
 def test_what_is_no_number_of_samples(per_replica: object) -> None:
-    """Refused, with what was received."""
+    """An invalid batch size is refused, and the message shows it."""
     with pytest.raises(ConfigurationError, match=f"at least 1. Received: {per_replica!r}"):
         kd.global_batch(per_replica)  # type: ignore[arg-type]
