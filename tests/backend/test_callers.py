@@ -31,7 +31,7 @@ def look() -> Thing:
     return found
 
 
-def test_a_local_variable_is_not_kept() -> None:
+def test_local_variables_are_released() -> None:
     """An object that a function releases is freed, even if its local variables were read."""
     thing = Thing()
     before = weakref.ref(thing)
@@ -70,7 +70,7 @@ def model() -> keras.Model:
     return made
 
 
-def test_the_fit_that_calls() -> None:
+def test_calling_fit() -> None:
     """A `fit` is identified from within until an exception ends it, and not from other threads or
     from a later `fit`."""
     looks, other = Looks(), Looks()
@@ -96,7 +96,7 @@ def test_the_fit_that_calls() -> None:
     assert seen == [False, False]
 
 
-def test_another_frame_in_its_place() -> None:
+def test_frame_with_reused_address() -> None:
     """If an error keeps the list alive, another frame may get the same address; it is told apart
     by its code."""
     still_there, frame = Thing(), sys._getframe()
@@ -104,6 +104,6 @@ def test_another_frame_in_its_place() -> None:
         assert Calling(weakref.ref(still_there), id(frame), code).is_above(frame) == is_it
 
 
-def test_code_of_this_package() -> None:
+def test_package_code_is_not_the_users() -> None:
     """The package's code is not the user's, wherever it is installed."""
     assert str(Path(keras_distplug.__file__).parent) in frames.NOT_THE_USERS

@@ -65,21 +65,21 @@ def get(timeout_s: float = 0.3) -> Any:
     return context.ServiceKeyValues().get("a word", timeout_s)
 
 
-def test_word_of_a_lost_worker(pretended: Pretended) -> None:
+def test_wait_ends_if_a_worker_is_lost(pretended: Pretended) -> None:
     """A wait for a value ends with an error if a worker is lost."""
     pretended.states[1] = "heartbeat timeout"
     with pytest.raises(ConnectionError, match="a word: heartbeat timeout"):
         get(timeout_s=50)
 
 
-def test_no_word(pretended: Pretended) -> None:
+def test_wait_times_out(pretended: Pretended) -> None:
     """If all workers are healthy, the wait lasts until the timeout."""
     with pytest.raises(TimeoutError, match="a word"):
         get()
     assert pretended.asked > 1
 
 
-def test_many_workers_look_seldom(pretended: Pretended) -> None:
+def test_check_interval_grows_with_workers(pretended: Pretended) -> None:
     """The interval between checks grows with the number of workers, so that the total rate does
     not."""
     jobs = [SimpleNamespace(name="worker", num_tasks=64 * 100)]
@@ -113,14 +113,14 @@ def report(message: str) -> None:
     context.ServiceKeyValues().report(message)
 
 
-def test_default_of_tensorflow(pretended: Pretended) -> None:
+def test_default_heartbeat_timeout(pretended: Pretended) -> None:
     """If no timeout was set, TensorFlow's default is returned."""
     assert context.ServiceKeyValues().heartbeat_timeout_s == 10.0
 
 
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
-def test_deletes_what_is_below() -> None:
+def test_delete_is_recursive() -> None:
     """The service deletes all keys below a deleted key, so that one message deletes the values of
     all workers."""
     script = Path(__file__).parents[1] / "workers" / "upstream.py"

@@ -51,7 +51,7 @@ def test_upstream() -> None:
     assert not hasattr(keras.callbacks.Callback(), "epoch_iterator")
 
 
-def test_found() -> None:
+def test_innermost_loop_is_found() -> None:
     """The loop of the innermost `fit` is found, and none outside a `fit`."""
     outer = Within()
     inner = Within(lambda loop: fit(outer))

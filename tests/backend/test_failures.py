@@ -33,7 +33,9 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_looked_up_before(method: str, trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_method_looked_up_earlier(
+    method: str, trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Errors are replaced even if the method was looked up before, as in `model.fit(...,
     callbacks=defaults())`, also if another library has wrapped it."""
     stock = getattr(trainer, method)

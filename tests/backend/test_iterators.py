@@ -42,7 +42,7 @@ class Slow:
         return Iterator()
 
 
-def test_nobody_waits() -> None:
+def test_dropping_does_not_wait() -> None:
     """Dropping an iterator does not wait for its destruction, which happens once the last reference
     is gone, regardless of other iterators."""
     kept, slow = Slow(), Slow()
@@ -60,7 +60,7 @@ def test_nobody_waits() -> None:
     assert kept.ended.wait(60)
 
 
-def test_one_that_takes_long() -> None:
+def test_slow_destruction_delays_no_other() -> None:
     """A slow destruction does not delay others."""
     long, short = Slow(), Slow()
     for each in (long, short):
@@ -159,7 +159,7 @@ iterators.end_beside(kept)
 """
 
 
-def test_one_that_never_ends() -> None:
+def test_destruction_that_never_ends() -> None:
     """A destruction that never ends does not keep the process alive forever."""
     script = (
         SLOW.replace("time.sleep(1)", "time.sleep(9999)") + "iterators._ENDING_S = 1\ndel dropped\n"
@@ -169,7 +169,7 @@ def test_one_that_never_ends() -> None:
     )
 
 
-def test_end_of_the_process() -> None:
+def test_process_exit() -> None:
     """The interpreter waits for running destructions at its exit, but not for iterators in use."""
     done = subprocess.run(
         [sys.executable, "-c", SLOW + "del dropped\nprint('over', flush=True)\n"],

@@ -33,7 +33,7 @@ def test_upstream() -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_is_known(callback: keras.callbacks.Callback, known: set[str]) -> None:
+def test_state(callback: keras.callbacks.Callback, known: set[str]) -> None:
     """The attributes that influence further training exist in this version of Keras."""
     if isinstance(callback, keras.callbacks.EarlyStopping):
         callback.on_train_begin()
@@ -51,6 +51,6 @@ def test_what_is_known(callback: keras.callbacks.Callback, known: set[str]) -> N
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_nothing_is_known(callback: keras.callbacks.Callback) -> None:
+def test_no_state(callback: keras.callbacks.Callback) -> None:
     """Callbacks whose past has no influence have no state."""
     assert keras_callbacks.state_of(callback) is None

@@ -75,7 +75,7 @@ def test_every_optimizer(name: str) -> None:
         assert state(optimizer, variables) == before
 
 
-def test_those_of_users() -> None:
+def test_custom_optimizers() -> None:
     """Custom optimizers are not supported, because they may do anything."""
 
     class Own(keras.optimizers.SGD):
@@ -84,7 +84,7 @@ def test_those_of_users() -> None:
     assert not masked.knows(Own())
 
 
-def test_nothing_stays() -> None:
+def test_patches_are_removed() -> None:
     """After a masked update, variables change as usual."""
     optimizer, variables = made("Adam")
     with masked.masked_updates(tf.constant(False), variables):

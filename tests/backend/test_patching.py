@@ -28,7 +28,7 @@ def test_object() -> None:
     assert [changed.method(), other.method()] == ["ours", "stock"]
 
 
-def test_for_a_while() -> None:
+def test_temporary_patch() -> None:
     """The original is restored, also if an object inherits it from its class and if the block
     raises an error."""
     one = Upstreams()

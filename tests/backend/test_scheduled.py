@@ -46,7 +46,7 @@ def test_counts(found: Found) -> None:
     assert counts == {name: STEPS * BATCH for name in ("loss", "accuracy", "auc")}
 
 
-def test_several_steps_at_once(found: Found) -> None:
+def test_steps_per_execution(found: Found) -> None:
     """With `steps_per_execution`, counts are the same."""
     assert found["executions"] == {"steps": STEPS, "loss": STEPS * BATCH}
 
@@ -122,7 +122,7 @@ def test_nothing_finite(found: Found) -> None:
     assert found["only_nan"] == {"error": "NonFiniteError"}
 
 
-def test_goes_on(found: Found) -> None:
+def test_resume(found: Found) -> None:
     """After an error in mid-epoch, training resumes with the step after the last checkpoint, which
     includes all steps scheduled before it, and the epoch's metrics continue."""
     assert found["goes_on"] == {

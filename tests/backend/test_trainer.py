@@ -56,7 +56,7 @@ def test_dispatch_leaves_other_models_alone() -> None:
     assert not is_marked(mine)
 
 
-def test_one_device_takes_no_step_without_data() -> None:
+def test_one_device_runs_no_step_without_data() -> None:
     """Data of unknown length causes no additional step, as it does in plain Keras."""
     mine = model()
     assert kd.adapt(mine) is mine
@@ -87,7 +87,7 @@ def test_one_device_with_xla(known: bool) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(*weights, strict=True))
 
 
-def test_keras_is_put_back(mirrored: tf.distribute.Strategy) -> None:
+def test_keras_is_restored(mirrored: tf.distribute.Strategy) -> None:
     """Keras' own modules are only patched while a step of an adapted model is traced."""
     places = [(private_names.nn, name) for name in empty_batches._OPERATIONS]
     places.append((keras_loss, "scale_loss_for_distribution"))
@@ -109,7 +109,7 @@ def test_keras_is_put_back(mirrored: tf.distribute.Strategy) -> None:
 
 
 @pytest.mark.parametrize("use", ["fit", "evaluate", "predict"])
-def test_only_an_empty_replica_pays(mirrored: tf.distribute.Strategy, use: str) -> None:
+def test_patches_only_for_empty_replicas(mirrored: tf.distribute.Strategy, use: str) -> None:
     """Keras is only patched for a batch that leaves a replica without samples."""
     stock, mended = private_names.nn.conv, []
 
@@ -149,7 +149,7 @@ def test_callbacks_adapt(mirrored: tf.distribute.Strategy, tmp_path: Path) -> No
         np.testing.assert_allclose(alone.numpy(), together.numpy(), rtol=1e-5)
 
 
-def test_other_models_stay_as_they_are(mirrored: tf.distribute.Strategy) -> None:
+def test_other_models_are_unchanged(mirrored: tf.distribute.Strategy) -> None:
     """Only one model, its optimizer, losses and variables are adapted; no class is changed."""
     loss = keras.losses.MeanSquaredError()
     with mirrored.scope():
@@ -168,7 +168,7 @@ def test_other_models_stay_as_they_are(mirrored: tf.distribute.Strategy) -> None
         assert not is_marked(part)
 
 
-def test_uneven_batches_are_warned_of(mirrored: tf.distribute.Strategy) -> None:
+def test_warning_about_uneven_batches(mirrored: tf.distribute.Strategy) -> None:
     """An uneven batch causes one warning with the numbers; an even batch causes none."""
     with mirrored.scope():
         uneven, even = model(), model()
@@ -181,7 +181,7 @@ def test_uneven_batches_are_warned_of(mirrored: tf.distribute.Strategy) -> None:
         kd.adapt(even).fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(4), verbose=0)
 
 
-def test_data_that_are_distributed_already(mirrored: tf.distribute.Strategy) -> None:
+def test_already_distributed_data(mirrored: tf.distribute.Strategy) -> None:
     """Data distributed by the user gives the same result as data distributed by Keras."""
     x = np.random.default_rng(0).normal(size=(16, 2)).astype("float32")
     data = tf.data.Dataset.from_tensor_slices((x, x[:, :1]))

@@ -90,7 +90,7 @@ def test_late_strategy() -> None:
     assert findings("late", workers=2)["late"][0] == "RuntimeError"
 
 
-def test_word_of_a_lost_worker() -> None:
+def test_wait_for_a_lost_worker() -> None:
     """The coordination service does not interrupt a wait for the value of a lost worker."""
     assert findings("lost_word", workers=2)["lost"] == "DeadlineExceededError"
 
@@ -214,7 +214,7 @@ def test_callbacks_forget(callback: str) -> None:
     assert findings("forgetful", workers=1)[callback] == [1, 0]
 
 
-def test_locals_of_callers() -> None:
+def test_frame_locals() -> None:
     """Python before 3.13 keeps the dictionary returned by a frame's `f_locals` (PEP 667)."""
 
     class Thing:

@@ -16,7 +16,7 @@ from keras_distplug.core.errors import VersionError
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
 
-def test_lowest_versions_are_those_of_the_package() -> None:
+def test_lowest_versions_match_pyproject() -> None:
     """pyproject.toml and the check at run time have the same lower bounds."""
     extras = PROJECT["optional-dependencies"]
     declared = {*PROJECT["dependencies"], *extras["tensorflow"], *extras["tensorflow-cpu"]}

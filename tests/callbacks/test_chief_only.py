@@ -44,7 +44,7 @@ def fit(callbacks: list[keras.callbacks.Callback]) -> keras.Model:
 
 
 @pytest.mark.parametrize("role", [None, "0"])
-def test_the_chief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str | None) -> None:
+def test_chief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str | None) -> None:
     """On the chief, and in a single process, callbacks are unchanged."""
     if role is not None:
         monkeypatch.setenv("TF_CONFIG", tf_config(int(role)))
@@ -98,7 +98,7 @@ class Counts(keras.callbacks.Callback):
         self.known = state["known"]
 
 
-def test_what_callbacks_know(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_of_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The state of the chief's callbacks is restored to the same ones on other workers, even if one
     is replaced there."""
     model = small.model()
@@ -139,7 +139,7 @@ def test_scratch(tmp_path: Path, end: str) -> None:
         keras.callbacks.EarlyStopping,
     ],
 )
-def test_what_belongs_on_all(callback: object) -> None:
+def test_refused(callback: object) -> None:
     """A callback that influences training is refused, also on the chief."""
     with pytest.raises(
         kd.errors.ConfigurationError, match=r"must run on all|Expected a Keras callback"

@@ -42,8 +42,8 @@ def steps(model: Any) -> Outcome:
 
 
 def steps_of_weights(model: Any) -> Outcome:
-    """Runs `steps` and returns only the weights: under a strategy, Keras builds an optimizer for all
-    weights, otherwise for those that it gets."""
+    """Runs `steps` and returns only the weights: under a strategy, Keras builds an optimizer for
+    all weights, otherwise for those that it gets."""
     return {name: value for name, value in steps(model).items() if name.startswith("weight")}
 
 

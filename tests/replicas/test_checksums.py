@@ -31,7 +31,7 @@ def trained(strategy: tf.distribute.Strategy, dtype: str = "float32") -> keras.M
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_same(dtype: str) -> None:
+def test_healthy_replicas(dtype: str) -> None:
     """Healthy replicas have equal checksums although their metrics differ. They are numbered from
     `first_replica` on."""
     made = trained(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]), dtype)
@@ -44,7 +44,7 @@ def test_same(dtype: str) -> None:
     assert "mean_absolute_error" not in names
 
 
-def test_values_of_then() -> None:
+def test_values_at_the_call() -> None:
     """Checksums are those of the values at the time of the call."""
     made = trained(tf.distribute.get_strategy())
     before = checksums(made, 0)()
@@ -56,7 +56,7 @@ def test_values_of_then() -> None:
     assert checksums(made, 0)() != before
 
 
-def test_each_variable() -> None:
+def test_differing_variable() -> None:
     """A variable that differs on a replica is found under its own name."""
     made = trained(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]))
     kernel = made.trainable_variables[-2]

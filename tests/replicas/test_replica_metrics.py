@@ -159,7 +159,7 @@ def test_curves(tmp_path: Path) -> None:
         assert curves[how]["distplug/loss"] == [(s, pytest.approx(of(v))) for s, v in reported]
 
 
-def test_curves_go_on(tmp_path: Path) -> None:
+def test_curves_continue(tmp_path: Path) -> None:
     """After resuming from a checkpoint, curves continue at the right step."""
     for epochs in (1, 2):
         callbacks = [*kd.defaults(tmp_path / "run"), kd.ReplicaMetrics(tmp_path / "logs", 3)]
@@ -187,7 +187,7 @@ def test_in_logs() -> None:
         assert seen[epoch] == {name: each[epoch] for name, each in history.items()}
 
 
-def test_early_stopping_by_it() -> None:
+def test_early_stopping_on_spread() -> None:
     stops = keras.callbacks.EarlyStopping("replica/loss_spread", mode="min", patience=0)
     metrics = kd.ReplicaMetrics(every_steps=2, logs=["loss_spread"])
     history = model().fit(data(), epochs=9, verbose=0, callbacks=[stops, metrics]).history
@@ -281,7 +281,7 @@ class Past(keras.Model):
 
 
 @pytest.mark.parametrize("arguments", [{"kind": Past}, {"strategy": "one", "jit_compile": True}])
-def test_nothing_seen(arguments: dict[str, Any], tmp_path: Path) -> None:
+def test_unmeasurable_model(arguments: dict[str, Any], tmp_path: Path) -> None:
     """It warns about metrics that it cannot measure, and records the others."""
     with pytest.warns(UserWarning, match="ReplicaMetrics cannot measure the replicas of this"):
         model(**arguments).fit(data(), verbose=0, callbacks=[kd.ReplicaMetrics(tmp_path, 2)])
@@ -301,7 +301,7 @@ class OwnLoss(keras.Model):
         return {"loss": loss}
 
 
-def test_loss_of_its_own() -> None:
+def test_custom_loss() -> None:
     """A loss that does not come from `compute_loss` is unknown; other values are known."""
     metrics = Reported(logs=["loss_max", "gradient_norm_max"])
     history = model("one", OwnLoss).fit(data(), verbose=0, callbacks=[metrics]).history
@@ -372,7 +372,7 @@ def test_full_disk(
     assert caplog.text.count("are no longer written: [Errno 28] No space left on device") == 1
 
 
-def test_behind_an_error() -> None:
+def test_fit_after_an_error() -> None:
     """After a `fit` that failed, the callback works normally in the next one."""
 
     class Fails(keras.callbacks.Callback):

@@ -44,7 +44,7 @@ def trips(line: Line) -> RoundTrips:
 
 @pytest.mark.parametrize("size", [0, 1000, PAYLOAD_BYTES, 10**8])
 @pytest.mark.parametrize("noise_s", [0.0, 0.3])
-def test_reckoned(size: int, noise_s: float, line: Line) -> None:
+def test_extrapolation(size: int, noise_s: float, line: Line) -> None:
     """Any size is extrapolated from the times of two sizes, even if some messages are delayed."""
     line.noise_s = noise_s
     found_s, is_new = trips(line).seconds_for(size)
@@ -53,7 +53,7 @@ def test_reckoned(size: int, noise_s: float, line: Line) -> None:
     assert line.kept == {}
 
 
-def test_known_for_a_while(line: Line) -> None:
+def test_measurement_interval(line: Line) -> None:
     """A measurement is not repeated before its interval has passed."""
     made = trips(line)
     first_s, _ = made.seconds_for(10**6)

@@ -57,7 +57,7 @@ def slow_from(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_told(steps: int, slow_from: list[int], caplog: pytest.LogCaptureFixture) -> None:
+def test_reported(steps: int, slow_from: list[int], caplog: pytest.LogCaptureFixture) -> None:
     """After enough consecutive windows, a straggler is logged and passed to the function."""
     slow_from[0] = 3 * WINDOW
     heard: list[tuple[int, Straggler]] = []
@@ -80,7 +80,7 @@ def test_second_fit(slow_from: list[int]) -> None:
     assert [each.replica for each in heard] == [1, 1]
 
 
-def test_alone() -> None:
+def test_single_replica() -> None:
     """A single replica cannot be compared, and its step stays unchanged."""
     inputs = keras.Input((4,))
     made = keras.Model(inputs, keras.layers.Dense(1)(inputs))
@@ -94,13 +94,13 @@ class Past(keras.Model):
         return {"loss": tf.constant(0.0)}
 
 
-def test_nothing_seen() -> None:
+def test_unmeasurable_model() -> None:
     with pytest.warns(UserWarning, match="StragglerWatchdog cannot measure the replicas"):
         model(kind=Past).fit(data(), verbose=0, callbacks=[kd.StragglerWatchdog(WINDOW)])
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_beside_that_of_defaults(is_first: bool, slow_from: list[int], tmp_path: Path) -> None:
+def test_replaces_the_default(is_first: bool, slow_from: list[int], tmp_path: Path) -> None:
     """The user's own instance replaces the one among `defaults()`, regardless of the order."""
     heard: list[Straggler] = []
     own = kd.StragglerWatchdog(WINDOW, on_straggler=heard.append)

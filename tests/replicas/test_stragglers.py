@@ -51,7 +51,7 @@ FINE = paces([0.05, 0.05, 0.05])
 SLOW = paces([0.05, 0.10, 0.05])
 
 
-def test_slow_in_each_window() -> None:
+def test_slow_in_every_window() -> None:
     """A straggler is reported once, in the decisive window, with that window's times and its own
     past."""
     told = judged(FINE, FINE, *[SLOW] * 5)
@@ -65,13 +65,13 @@ def test_slow_in_each_window() -> None:
     )
 
 
-def test_slow_from_the_beginning() -> None:
+def test_slow_from_the_start() -> None:
     told = judged(*[SLOW] * 3)
     assert told[2][0].past_s is None
     assert "used to take" not in str(told[2][0])
 
 
-def test_over() -> None:
+def test_recovery() -> None:
     """Recovery takes the same number of windows, after which a straggler may be reported again."""
     told = judged(*[SLOW] * 3, FINE, FINE, SLOW, *[FINE] * 4, *[SLOW] * 3)
     ends = [(number, each.is_over) for number, found in enumerate(told) for each in found]
@@ -81,12 +81,12 @@ def test_over() -> None:
     )
 
 
-def test_now_and_then() -> None:
+def test_occasionally_slow() -> None:
     assert not any(judged(*[SLOW, SLOW, FINE] * 20))
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_wandering(seed: int) -> None:
+def test_moving_slowness(seed: int) -> None:
     """Slowness that moves from replica to replica is not reported, although one is always slow."""
     draws = random.Random(seed)
     windows, last = [], -1
@@ -106,7 +106,7 @@ def test_noise(seed: int) -> None:
     )
 
 
-def test_what_does_not_matter() -> None:
+def test_insignificant_slowness() -> None:
     """A replica that takes ten times as long as others, but a hundredth of the step, is ignored."""
     assert not any(judged(*[paces([0.0001, 0.001])] * 9))
 
@@ -144,7 +144,7 @@ def test_network() -> None:
     )
 
 
-def test_network_measured_now_and_then() -> None:
+def test_stale_network_measurements() -> None:
     """A measurement counts only once, even if it is the newest in several windows."""
     new = paces([0.02] * 3, network_s=[None, 0.01, 0.06])
     old = [replace(each, is_network_new=False) for each in new]
@@ -171,7 +171,7 @@ def test_both() -> None:
     assert {(each.cause, each.worker) for each in told[2]} == {("compute", 2), ("input", 0)}
 
 
-def test_alone() -> None:
+def test_single_replica() -> None:
     """A single replica cannot be compared; the devices of one process share one input."""
     assert not any(judged(*[paces([0.05], [0.05])] * 5))
     assert not any(judged(*[paces([{0: 0.05, 1: 0.05}], [0.05])] * 5))

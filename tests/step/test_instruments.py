@@ -113,7 +113,7 @@ def test_refused(strategy: str) -> None:
     assert len(norms.norms) == BATCHES * (2 if strategy == "mirrored" else 1)
 
 
-def test_next_fit_is_without_it() -> None:
+def test_removed_after_fit() -> None:
     """An instrument is not in the next `fit` without it, nor in an `evaluate` with it."""
     trained, norms = model(), Norms()
     fit(trained, Uses(norms))

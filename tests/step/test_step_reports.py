@@ -21,7 +21,7 @@ OTHER = ReplicaReport(1, 0.3, None, 4.0, None, 5.0, ("a", "c"))
 REPORT = StepReport(0, "worker-0 on h", 10, 10, 0.5, (ONE, OTHER), 0.01, 1000)
 
 
-def test_text() -> None:
+def test_round_trip() -> None:
     """A report survives a round trip through text."""
     assert from_text(as_text(REPORT)) == REPORT
     nan = replace(REPORT, replicas=(replace(ONE, loss=float("nan")),))

@@ -172,7 +172,7 @@ def test_step_in_a_function() -> None:
     assert small.state(watched) == small.state(bare)
 
 
-def test_for_one_fit() -> None:
+def test_removed_after_fit() -> None:
     """The next `fit` without it is not measured, and NaN is only prevented if requested."""
     made = model()
     watches = Watches()
@@ -225,7 +225,7 @@ def test_check_numerics() -> None:
         tf.debugging.disable_check_numerics()
 
 
-def test_clock_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_system_clock_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times that were recorded before the clock was set are discarded."""
     watches = Watches()
     model().fit(data(), verbose=0, callbacks=[watches])
@@ -256,7 +256,7 @@ class Windows(keras.callbacks.Callback):
         self.report = self.windows.end_window()
 
 
-def test_step_of_a_callback() -> None:
+def test_additional_step_in_a_callback() -> None:
     """Waits are assigned to the right steps even if a callback runs an additional step."""
     made, windows = model("one", Sleeps(0)), Windows()
     made.fit(data(), verbose=0, callbacks=[windows])

@@ -49,7 +49,7 @@ def test_in_force(joined: object, monkeypatch: pytest.MonkeyPatch) -> None:
         assert startup.init() is joined
 
 
-def test_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """An invalid timeout is refused, as an argument and in the environment, also on one device."""
     with pytest.raises(ConfigurationError, match="heartbeat time-out"):
         startup.init(heartbeat_timeout_secs=0.1)
@@ -59,7 +59,7 @@ def test_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_strategy_name_of_init(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """After `init` with a strategy's name, "auto" means that strategy; the `strategy` of a `fit`
     has no such effect."""
     monkeypatch.setattr(startup, "_asked_for", [])

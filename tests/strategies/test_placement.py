@@ -88,7 +88,7 @@ def test_model_from_outside(make: Any, mirrored: tf.distribute.Strategy, tmp_pat
 
 
 @pytest.mark.parametrize("rate", [None, 0.3])
-def test_model_that_is_not_built(
+def test_unbuilt_model(
     rate: float | None, mirrored: tf.distribute.Strategy, tmp_path: Path
 ) -> None:
     """An unbuilt model is built afterwards, even if it has a seed generator's state."""
@@ -101,7 +101,7 @@ def test_model_that_is_not_built(
     assert small.state(model) == small.state(history.model)
 
 
-def test_model_made_inside_the_scope(mirrored: tf.distribute.Strategy, tmp_path: Path) -> None:
+def test_model_created_in_scope(mirrored: tf.distribute.Strategy, tmp_path: Path) -> None:
     """A model created inside a scope is trained as it is, under its own strategy."""
     with mirrored.scope():
         model = deterministic()
@@ -111,7 +111,7 @@ def test_model_made_inside_the_scope(mirrored: tf.distribute.Strategy, tmp_path:
     assert history.model is model
 
 
-def test_named_strategy_of_a_model_inside_a_scope(
+def test_strategy_name_of_a_model_in_scope(
     mirrored: tf.distribute.Strategy, tmp_path: Path
 ) -> None:
     """The name of the strategy that the model is already under is accepted."""
@@ -181,7 +181,7 @@ class Unmovable(keras.Model):
         return self.dense(inputs)
 
 
-def test_one_device_takes_every_model(tmp_path: Path) -> None:
+def test_one_device_accepts_every_model(tmp_path: Path) -> None:
     """If the model need not be moved, any model that Keras can train is accepted."""
     model = Unmovable(1)
     model.compile()
@@ -272,7 +272,7 @@ def test_own_compile(make: Any, mirrored: tf.distribute.Strategy, tmp_path: Path
             assert getattr(mine, name).iterations.numpy() == 6
 
 
-def test_xla_that_keras_chose(
+def test_xla_chosen_by_keras(
     mirrored: tf.distribute.Strategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If Keras chose XLA for a model because of a GPU, the model still trains without XLA under a
@@ -341,7 +341,7 @@ def test_one_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", [0, 1])
-def test_mirrored_run_goes_on(fault: int, mirrored: tf.distribute.Strategy, tmp_path: Path) -> None:
+def test_resume_mirrored_run(fault: int, mirrored: tf.distribute.Strategy, tmp_path: Path) -> None:
     """An interrupted run on two replicas ends bit-identical to an uninterrupted one."""
 
     def fit(folder: str, *stop: small.Stop) -> keras.Model:

@@ -37,7 +37,7 @@ def test_parameter_servers() -> None:
 
 
 @pytest.mark.parametrize("missing", ["chief", "worker", "ps"])
-def test_parts_of_a_cluster_with_parameter_servers(missing: str) -> None:
+def test_missing_task_type(missing: str) -> None:
     """Every task type is required, and the message names the missing one."""
     cluster = {task: tasks for task, tasks in WITH_PS.cluster.items() if task != missing}
     role = Role(next(iter(cluster)), 0, cluster, "TF_CONFIG")
@@ -45,7 +45,7 @@ def test_parts_of_a_cluster_with_parameter_servers(missing: str) -> None:
         choose("parameter_server", role, 0)
 
 
-def test_parameter_servers_of_nobody() -> None:
+def test_single_process_has_no_parameter_servers() -> None:
     """A single process has no parameter servers."""
     with pytest.raises(ConfigurationError, match=r"a single process .*Missing: chief, worker, ps"):
         choose("parameter_server", ALONE, 0)
@@ -71,13 +71,13 @@ def test_parameter_servers_and_an_evaluator() -> None:
 
 
 @pytest.mark.parametrize("name", ["one_device", "mirrored", "multi_worker", "central_storage"])
-def test_another_strategy_beside_parameter_servers(name: str) -> None:
+def test_wrong_strategy_for_parameter_servers(name: str) -> None:
     """A cluster with parameter servers requires that strategy."""
     with pytest.raises(ConfigurationError, match="a cluster with parameter servers"):
         choose(name, WITH_PS, 0)
 
 
-def test_who_trains_beside_parameter_servers() -> None:
+def test_roles_with_parameter_servers() -> None:
     """The chief alone has callbacks and saves; workers and parameter servers serve."""
     assert (WITH_PS.world_size, WITH_PS.workers, WITH_PS.rank) == (1, ("chief-0",), 0)
     assert WITH_PS.is_chief

@@ -39,7 +39,7 @@ def test_listens() -> None:
     assert not servers._listens(address)
 
 
-def test_gone_at_last() -> None:
+def test_chief_is_lost() -> None:
     """The wait ends after a chief with a real port has closed it."""
     chief = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{chief.getsockname()[1]}"

@@ -49,7 +49,7 @@ def test_no_copy() -> None:
     assert np.array_equal(np.asarray(variable.value), np.full(spec.shape, 3, spec.dtype))
 
 
-def test_a_tensor_that_was_kept() -> None:
+def test_tensor_is_not_changed() -> None:
     """A change of the variable does not change the tensor whose memory it has taken over."""
     tensor, memory = empty_tensor((600, 600), "float32")
     memory[:] = bytes(len(memory))

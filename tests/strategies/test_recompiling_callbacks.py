@@ -107,7 +107,7 @@ def backup(directory: Path) -> kd.BackupAndRestore:
 @pytest.mark.parametrize("hook", ["begin", "end"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_interrupted(change: str, hook: str, tmp_path: Path) -> None:
-    """Runs interrupted before, in and after the epoch of the change give the bits of plain Keras."""
+    """Runs interrupted before, in and after the changed epoch give the bits of plain Keras."""
     plain = fit(change, hook)
     for place in [(1, 1), (1, 3), (2, 1)]:
         directory = tmp_path / f"{place}"
@@ -129,7 +129,7 @@ def test_on_replicas(tmp_path: Path) -> None:
     assert fit("a new optimizer", "begin", backup(tmp_path), replicas=2, **plain)[0] == two
 
 
-def test_a_loss_of_the_script(tmp_path: Path) -> None:
+def test_unserializable_loss(tmp_path: Path) -> None:
     """A loss that cannot be re-created is refused before training, with the reason."""
 
     def of_script(y: Any, predicted: Any) -> Any:
@@ -157,7 +157,7 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
         return self.rate / (1 + 0.1 * keras.ops.cast(step, "float32"))
 
 
-def test_what_keras_cannot_tell(tmp_path: Path) -> None:
+def test_schedule_without_config(tmp_path: Path) -> None:
     """A callback that compiles with something without a config is refused, too."""
     CHANGES["schedule"] = compiled(optimizer=keras.optimizers.Adam(Schedule(0.5)))
     try:
@@ -174,7 +174,7 @@ def add_optimizer(model: keras.Model) -> None:
     model.second.build(model.trainable_variables)
 
 
-def test_an_optimizer_that_comes_later(tmp_path: Path) -> None:
+def test_added_optimizer(tmp_path: Path) -> None:
     """If a callback adds an optimizer to the model, this is reported before training."""
     CHANGES["second"] = add_optimizer
     try:
@@ -214,7 +214,7 @@ def test_two_fits(is_first: bool, tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert ("is trained no more" in caplog.text) == is_first
 
 
-def test_validated_fits(tmp_path: Path) -> None:
+def test_no_warning_about_fine_tuning(tmp_path: Path) -> None:
     """Fine-tuning in two `fit` calls causes no warning."""
     model = small.model()
     with warnings.catch_warnings():
