@@ -59,7 +59,7 @@ class ReplicaCurves:
         if self._files is None:
             return
         step = reports[0].step
-        for name, values in values_of(reports).items():
+        for name, values in get_values(reports).items():
             kind = "replica" if name in OF_REPLICAS else "worker"
             if len(values) <= _MOST_RUNS:
                 for number, value in values:
@@ -84,7 +84,7 @@ class ReplicaCurves:
         self._runs[run].add_scalar(f"distplug/{name}", value, step)
 
 
-def values_of(reports: Sequence[StepReport]) -> dict[str, list[tuple[int, float]]]:
+def get_values(reports: Sequence[StepReport]) -> dict[str, list[tuple[int, float]]]:
     """Returns the known values of every metric, with the number of the replica or worker."""
     replicas = [(each, worker) for worker in reports for each in worker.replicas]
     found = {

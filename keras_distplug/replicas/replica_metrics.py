@@ -29,7 +29,7 @@ from keras_distplug.replicas.replica_curves import (
     OF_WORKERS,
     SPREAD,
     ReplicaCurves,
-    values_of,
+    get_values,
 )
 from keras_distplug.step.step_reports import (
     StepReport,
@@ -252,7 +252,7 @@ class ReplicaMetrics(Watchdog):
         own = as_text(merge_reports(self._of_epoch)) if self._of_epoch else ""
         said = self._agreement.gather("replica metrics", own)
         reports = [from_text(text) for text in said if text]
-        values = {name: [value for _, value in each] for name, each in values_of(reports).items()}
+        values = {name: [value for _, value in each] for name, each in get_values(reports).items()}
         found = {}
         for name in self.logs:
             what, _, how = name.rpartition("_")

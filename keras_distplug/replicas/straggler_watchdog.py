@@ -125,7 +125,7 @@ class StragglerWatchdog(Watchdog):
         self._windows_compared = 0
         self._round_trips: RoundTrips | None = None
         on_lost = failure_announcer("straggler detection has stopped")
-        session = self._windows.begin("stragglers", self._compare, on_lost, self._with_network)
+        session = self._windows.begin("stragglers", self._compare, on_lost, self._add_network_time)
         role = self._windows.own.role
         if not role.is_chief:
             self._gradient_bytes = sum(
@@ -168,7 +168,7 @@ class StragglerWatchdog(Watchdog):
                 stacklevel=2,
             )
 
-    def _with_network(self, report: StepReport) -> StepReport:
+    def _add_network_time(self, report: StepReport) -> StepReport:
         """Adds the network's time. Runs in a thread."""
         if self._round_trips is None:
             return report

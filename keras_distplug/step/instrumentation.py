@@ -257,7 +257,9 @@ class StepInstrumentation(gates.Gate):
                 self._run_inner_step, jit_compile=True, reduce_retracing=True, autograph=False
             )
             found, step.carried = compiled(step.batch)
-        for name in [name for name, each in step.carried.items() if not _are_here(each)]:
+        for name in [
+            name for name, each in step.carried.items() if not _are_in_current_graph(each)
+        ]:
             del step.carried[name]  # belongs to a function within the step
         for each in self._installed:
             each.after(step, found)
@@ -326,7 +328,7 @@ class StepInstrumentation(gates.Gate):
         return allows
 
 
-def _are_here(values: Any) -> bool:
+def _are_in_current_graph(values: Any) -> bool:
     return all(map(gates.is_here, tf.nest.flatten(values)))
 
 

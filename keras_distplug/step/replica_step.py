@@ -71,7 +71,7 @@ class ReplicaStep:
     def samples(self) -> tf.Tensor:
         """Returns the number of samples in this replica's part of the batch."""
         together = share.current()
-        return share.samples_of(self.batch) if together is None else together.samples
+        return share.count_samples(self.batch) if together is None else together.samples
 
     def plain_data(self) -> list[tf.Tensor]:
         """Returns the dense tensors of the batch."""

@@ -148,7 +148,7 @@ class OwnWindows:
             self.updates,
             self.seen,
             statistics.median(self._steps_s) / self._model.steps_per_execution,
-            _of_replicas(laps, syncs),
+            _make_replica_reports(laps, syncs),
             waits.mean_s,
             _memory_bytes(),
             input_total_s=waits.total_s,
@@ -304,9 +304,9 @@ def _sync_total_s(syncs: Sequence[Sync], steps: int) -> float | None:
     return min((steps * statistics.fmean(each) for each in of_replica.values()), default=None)
 
 
-def _of_replicas(laps: Sequence[Lap], syncs: Sequence[Sync]) -> tuple[ReplicaReport, ...]:
+def _make_replica_reports(laps: Sequence[Lap], syncs: Sequence[Sync]) -> tuple[ReplicaReport, ...]:
     return tuple(
-        _of_replica(
+        _make_replica_report(
             replica,
             [lap for lap in laps if lap.replica == replica],
             [sync.sync_s for sync in syncs if sync.replica == replica],
@@ -315,7 +315,9 @@ def _of_replicas(laps: Sequence[Lap], syncs: Sequence[Sync]) -> tuple[ReplicaRep
     )
 
 
-def _of_replica(replica: int, laps: Sequence[Lap], syncs_s: Sequence[float]) -> ReplicaReport:
+def _make_replica_report(
+    replica: int, laps: Sequence[Lap], syncs_s: Sequence[float]
+) -> ReplicaReport:
     read = [lap.reading for lap in laps if lap.reading is not None]
     full = [each for each in read if each.samples]  # one without samples has no loss
     losses = [each.loss for each in full]

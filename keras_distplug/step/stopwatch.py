@@ -183,7 +183,7 @@ class Stopwatch(StepInstrument):
             return batch
         self._count_trace()
         self._replica = int(tf.get_static_value(step.replica))
-        tensors = _tensors_of(batch)
+        tensors = _get_tensors(batch)
         step.notes[_STARTED] = started = recorded_times.now(tensors, tensors[0])
         with tf.control_dependencies([started]):
             return tf.nest.map_structure(_identity, batch, expand_composites=True)
@@ -249,7 +249,7 @@ class Stopwatch(StepInstrument):
     def record_start(self, data: Any) -> tuple[Any, tf.Tensor]:
         """Returns `data`, and the time at which it was available, on which it depends."""
         self._count_trace()
-        tensors = _tensors_of(data)
+        tensors = _get_tensors(data)
         started = _python_call(_now, tensors, _first_value(tensors[0]))
         with tf.control_dependencies([started]):
             return tf.nest.map_structure(_identity, data, expand_composites=True), started
@@ -282,7 +282,7 @@ class Stopwatch(StepInstrument):
             read, arrays = others[: len(reading)], others[len(reading) :]
             return self._note(replica, start_s, read, arrays)
 
-        return _with_callback(note, own, _number(), started, *reading, *fingerprinted)
+        return _record_when_ready(note, own, _number(), started, *reading, *fingerprinted)
 
     def record_sums(self, computed: tf.Tensor, summed: Sequence[Any]) -> list[Any]:
         """Records the wait from `computed` to the sums over all replicas; returns the sums, one of
@@ -295,7 +295,7 @@ class Stopwatch(StepInstrument):
                 measurements.syncs.append(sync)
             return np.array(now_s)
 
-        gradients, _ = _with_callback(note, summed, _number(), computed)
+        gradients, _ = _record_when_ready(note, summed, _number(), computed)
         return gradients
 
     def _note(
@@ -307,14 +307,14 @@ class Stopwatch(StepInstrument):
             float(start_s),
             now_s - float(start_s),
             Reading(*(float(each) for each in reading)) if reading else None,
-            fingerprint_of(fingerprinted) if fingerprinted else None,
+            compute_fingerprint(fingerprinted) if fingerprinted else None,
         )
         for measurements in self._listeners:
             measurements.laps.append(lap)
         return np.array(now_s)
 
 
-def fingerprint_of(arrays: Sequence[Any]) -> str:
+def compute_fingerprint(arrays: Sequence[Any]) -> str:
     """Returns a hash of the arrays' bytes; strings are hashed in UTF-8, as pipelines store them."""
     found = xxhash.xxh3_64()
     for each in arrays:
@@ -328,7 +328,7 @@ def fingerprint_of(arrays: Sequence[Any]) -> str:
     return digest
 
 
-def _tensors_of(data: Any) -> list[tf.Tensor]:
+def _get_tensors(data: Any) -> list[tf.Tensor]:
     flat = tf.nest.flatten(data, expand_composites=True)
     return [each for each in flat if isinstance(each, tf.Tensor)]
 
@@ -337,18 +337,18 @@ def _number() -> Any:
     return tf.distribute.get_replica_context().replica_id_in_sync_group
 
 
-def _with_callback(
+def _record_when_ready(
     note: Callable[..., np.ndarray], gradients: Sequence[Any], *arguments: Any
 ) -> tuple[list[Any], tf.Tensor]:
     """Calls `note` with a part of a gradient and `arguments` once all gradients are available."""
-    present, place = _smallest_of(gradients)
+    present, place = _find_smallest(gradients)
     every = [dense(gradients[i]) for i in present]
     recorded = _python_call(note, every, _first_value(dense(gradients[place])), *arguments)
-    waiting = _depending_on(recorded, gradients[place])
+    waiting = _make_dependent(recorded, gradients[place])
     return [*gradients[:place], waiting, *gradients[place + 1 :]], recorded
 
 
-def _smallest_of(gradients: Sequence[Any]) -> tuple[list[int], int]:
+def _find_smallest(gradients: Sequence[Any]) -> tuple[list[int], int]:
     """Returns the indices of all gradients, and of the smallest one."""
     present = [i for i, gradient in enumerate(gradients) if gradient is not None]
     return present, min(present, key=lambda i: size_of(gradients[i]))
@@ -356,16 +356,16 @@ def _smallest_of(gradients: Sequence[Any]) -> tuple[list[int], int]:
 
 def _timed(gradients: Sequence[Any]) -> tuple[list[Any], tf.Tensor]:
     """Returns the gradients, one of which waits for the timestamp, and the timestamp."""
-    present, place = _smallest_of(gradients)
+    present, place = _find_smallest(gradients)
     there = recorded_times.now([dense(gradients[i]) for i in present], dense(gradients[place]))
     with tf.control_dependencies([there]):
         waiting = tf.nest.map_structure(_identity, gradients[place], expand_composites=True)
     return [*gradients[:place], waiting, *gradients[place + 1 :]], there
 
 
-def _depending_on(stamp: tf.Tensor, gradient: Any) -> Any:
+def _make_dependent(stamp: tf.Tensor, gradient: Any) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
-        values = _depending_on(stamp, gradient.values)
+        values = _make_dependent(stamp, gradient.values)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     # TensorFlow would remove a control edge to an identity operation, and with it the call.
     return tf.where(stamp >= 0, gradient, tf.zeros_like(gradient))

@@ -21,7 +21,7 @@ from keras_distplug.backend.tensorflow.parameter_server import embeddings
 from keras_distplug.backend.tensorflow.runtime import models, workers
 from keras_distplug.backend.tensorflow.runtime.embedding_tables import Table, wholes
 from keras_distplug.core.errors import ConfigurationError, ModelError
-from keras_distplug.strategies.recompile import Recompile, recompile_of
+from keras_distplug.strategies.recompile import Recompile, make_recompile
 
 Origin: TypeAlias = "keras.Model | Blueprint | Callable[[], keras.Model]"
 
@@ -108,7 +108,7 @@ class Blueprint:
         recompile: A function that compiles another model like the caller's.
         assets: For every layer of `layers_of`, its asset files, such as the vocabulary of a
             tokenizer: their contents by relative path.
-        values: The arrays of `_state_of`, as far as the model is built.
+        values: The arrays of `_get_state`, as far as the model is built.
         optimizer_targets: The variables that the optimizers train; see `models.optimizer_targets`.
         is_revived: True if TensorFlow is restarted before `rebuild`. This destroys the variables
             of the caller's model, and `hand_back` replaces them.
@@ -141,11 +141,11 @@ class Blueprint:
                 )
         return cls(
             model=model,
-            recompile=recompile_of(model),
+            recompile=make_recompile(model),
             assets=[_assets(layer) for layer in layers],
             values={
                 owner: [np.asarray(each.numpy()) for each in variables]
-                for owner, variables in _state_of(model).items()
+                for owner, variables in _get_state(model).items()
                 if variables and owner in (_WEIGHTS, *targets)
             },
             optimizer_targets=targets,
@@ -165,11 +165,11 @@ class Blueprint:
         if _WEIGHTS in self.values:
             if not model.built:
                 _build_like(model, self.model)
-            self._require_same(_state_of(model)[_WEIGHTS])
+            self._require_same(_get_state(model)[_WEIGHTS])
             _freeze_like(model, self.model)  # the newly built variables
         models.build_optimizers(model, self.optimizer_targets)
         from_chief = _broadcast_from_chief if workers.is_multi_worker(strategy) else np.asarray
-        made = _state_of(model)
+        made = _get_state(model)
         for owner, values in self.values.items():
             for variable, value in zip(made[owner], values, strict=True):
                 variable.assign(from_chief(value))
@@ -183,11 +183,11 @@ class Blueprint:
             for variable in models.all_variables(caller):  # their values are assigned below
                 models.revive(variable, np.zeros(variable.shape, variable.dtype))
             models.drop_functions(caller)
-        theirs = _state_of(trained)
-        if len(_state_of(caller)[_WEIGHTS]) < len(theirs[_WEIGHTS]):
+        theirs = _get_state(trained)
+        if len(_get_state(caller)[_WEIGHTS]) < len(theirs[_WEIGHTS]):
             _build_like(caller, trained)
         models.build_optimizers(caller, models.optimizer_targets(trained))
-        mine = _state_of(caller)
+        mine = _get_state(caller)
         for owner, variables in theirs.items():
             for variable, like in zip(mine[owner], variables, strict=True):
                 variable.assign(np.asarray(like.numpy()))
@@ -214,7 +214,7 @@ class Blueprint:
 
     def _require_same(self, variables: Sequence[keras.Variable | Table]) -> None:
         made = [(v.path, tuple(v.shape)) for v in variables]
-        originals = zip(_state_of(self.model)[_WEIGHTS], self.values[_WEIGHTS], strict=True)
+        originals = zip(_get_state(self.model)[_WEIGHTS], self.values[_WEIGHTS], strict=True)
         expected = [(v.path, value.shape) for v, value in originals]
         if [shape for _, shape in made] != [shape for _, shape in expected]:
             difference = next(
@@ -242,7 +242,7 @@ def _broadcast_from_chief(value: np.ndarray) -> tf.Tensor:
     return tf.cast(tf.Variable(carrier, trainable=False).read_value(), value.dtype)
 
 
-def _state_of(model: keras.Model) -> dict[str, list[keras.Variable | Table]]:
+def _get_state(model: keras.Model) -> dict[str, list[keras.Variable | Table]]:
     """Returns the weights and seed generators of `model`, and every optimizer's variables under
     its name. Sharded embedding tables count as one variable."""
     metrics = {id(variable) for variable in model.metrics_variables}

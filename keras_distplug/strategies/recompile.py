@@ -28,7 +28,7 @@ _OF_KERAS = {
 _PLAIN = (bool, int, float, str, bytes, tuple, list, dict, np.ndarray)
 
 
-def recompile_of(model: keras.Model) -> Recompile:
+def make_recompile(model: keras.Model) -> Recompile:
     """Returns a function that compiles another model in the same way as `model`.
 
     Optimizers and metrics are created again, since they are tied to the scope in which they were

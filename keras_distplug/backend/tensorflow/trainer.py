@@ -140,15 +140,15 @@ def adapt(model: keras.Model) -> keras.Model:
     else:
         collectives.separate(model.distribute_strategy)
         logged = logs.Logged()
-        _UPSTREAM.patch(model, "_maybe_symbolic_build", _symbolic_build(model))
+        _UPSTREAM.patch(model, "_maybe_symbolic_build", _make_symbolic_build(model))
         _UPSTREAM.patch(model, "_make_function", steps.maker(model, logged))
-        _UPSTREAM.patch(model, "_aggregate_additional_loss", _additional_loss(model))
+        _UPSTREAM.patch(model, "_aggregate_additional_loss", _make_additional_loss(model))
         _UPSTREAM.patch(model, "compute_loss", losses.recording(model.compute_loss))
         _UPSTREAM.patch(model, "_get_metrics_result_or_logs", logs.merged_results(model, logged))
         if is_multi_worker(model.distribute_strategy):
-            _UPSTREAM.patch(model, "predict", _ordered_predict(model))
+            _UPSTREAM.patch(model, "predict", _make_ordered_predict(model))
         _UPSTREAM.patch(model, "make_predict_function", steps.predict_maker(model))
-        _UPSTREAM.patch(model, "predict_on_batch", _split_predict_on_batch(model))
+        _UPSTREAM.patch(model, "predict_on_batch", _make_split_predict(model))
         _adapt_parts(model)
     for part in ("train", "test"):
         _UPSTREAM.patch(model, f"make_{part}_function", _function_maker(model, part))
@@ -235,7 +235,7 @@ def install_dispatch() -> None:
             pass_strategy(iterator, self.distribute_strategy)
             if self._distribute_strategy is not None:  # otherwise, Keras inspects no batch
                 iterator, data_batch = None, _inspected_batch(iterator, strategy)
-                attach(self, _BatchSpec(keras.tree.map_structure(_spec_of, data_batch)))
+                attach(self, _BatchSpec(keras.tree.map_structure(_make_spec, data_batch)))
         stock(self, iterator=iterator, data_batch=data_batch)
 
     mark(_maybe_symbolic_build)
@@ -292,7 +292,7 @@ def _refuse_unsupported(model: keras.Model) -> None:
             )
 
 
-def _symbolic_build(model: keras.Model) -> Callable[..., None]:
+def _make_symbolic_build(model: keras.Model) -> Callable[..., None]:
     strategy = model.distribute_strategy
 
     def _maybe_symbolic_build(iterator: Any = None, data_batch: Any = None) -> None:
@@ -303,10 +303,10 @@ def _symbolic_build(model: keras.Model) -> Callable[..., None]:
                 for act in _before_building:
                     act(model)
             _warn_of_uneven_batches(model, iterator)
-            data_batch = _spec_of_first(iterator)
+            data_batch = _first_spec(iterator)
             if data_batch is None:
                 data_batch = _peeked_part(iterator, strategy) or _first_batch(iterator, strategy)
-        attach(model, _BatchSpec(keras.tree.map_structure(_spec_of, data_batch)))
+        attach(model, _BatchSpec(keras.tree.map_structure(_make_spec, data_batch)))
         _build_again(model)
 
     return _maybe_symbolic_build
@@ -321,7 +321,7 @@ def _build_again(model: keras.Model) -> None:
     _adapt_parts(model)
 
 
-def _spec_of(value: Any) -> Any:
+def _make_spec(value: Any) -> Any:
     return None if value is None else tf.TensorSpec(value.shape, value.dtype)
 
 
@@ -350,7 +350,7 @@ def _warn_of_uneven_batches(model: keras.Model, iterator: Any) -> None:
     )
 
 
-def _spec_of_first(iterator: Any) -> Any:
+def _first_spec(iterator: Any) -> Any:
     """Returns the shapes and dtypes of a replica's batch; None if only a batch would show them.
 
     Reading a batch would consume it if it comes from a generator, and would use up the first order
@@ -376,7 +376,7 @@ def _inspected_batch(iterator: Any, strategy: tf.distribute.Strategy) -> Any:
         return peeked
     dataset = iterator._distributed_dataset
     if isinstance(dataset, LateDistributedDataset):
-        if (spec := _spec_of_first(iterator)) is not None:
+        if (spec := _first_spec(iterator)) is not None:
             dataset.note_looked()
             return spec
     elif isinstance(given := getattr(iterator.data_adapter, "_dataset", None), tf.data.Dataset):
@@ -408,12 +408,12 @@ def _first_batch(iterator: Any, strategy: tf.distribute.Strategy) -> Any:
     return None
 
 
-def _additional_loss(model: keras.Model) -> Callable[[Any], Any]:
+def _make_additional_loss(model: keras.Model) -> Callable[[Any], Any]:
     stock = model._aggregate_additional_loss
     return lambda loss: losses.zero_without_samples(stock(loss))
 
 
-def _ordered_predict(model: keras.Model) -> Callable[..., Any]:
+def _make_ordered_predict(model: keras.Model) -> Callable[..., Any]:
     stock = model.predict
 
     def predict(x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -428,7 +428,7 @@ def _ordered_predict(model: keras.Model) -> Callable[..., Any]:
     return predict
 
 
-def _split_predict_on_batch(model: keras.Model) -> Callable[..., Any]:
+def _make_split_predict(model: keras.Model) -> Callable[..., Any]:
     def predict_on_batch(x: Any) -> Any:
         model.make_predict_function()
         outputs = model.predict_function([(steps.split(x, model.distribute_strategy),)])

@@ -125,7 +125,7 @@ class Loop:
         given = keras.tree.flatten(self.adapter._inputs)
         if not all(isinstance(each, np.ndarray) and each.dtype.kind in "fiub" for each in given):
             return None
-        arrays = keras.tree.map_structure(_in_floatx, self.adapter._inputs)
+        arrays = keras.tree.map_structure(_to_floatx, self.adapter._inputs)
         return arrays, self.adapter.batch_size
 
     @property
@@ -250,7 +250,7 @@ class Loop:
         _UPSTREAM.patch(self._epochs, "_enumerate_iterator", remaining)
 
 
-def _in_floatx(array: np.ndarray) -> np.ndarray:
+def _to_floatx(array: np.ndarray) -> np.ndarray:
     return array.astype(keras.config.floatx(), copy=False) if array.dtype.kind == "f" else array
 
 

@@ -28,19 +28,19 @@ from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.framework import config
 
 from keras_distplug.backend.tensorflow.input.earlier_passes import made_from
-from keras_distplug.backend.tensorflow.input.pipeline_constants import constants_of
+from keras_distplug.backend.tensorflow.input.pipeline_constants import find_constants
 from keras_distplug.backend.tensorflow.input.pipeline_steps import (
     RESHUFFLING,
     Step,
-    element_types_of,
-    inputs_of,
-    node_of,
-    steps_of,
+    get_element_types,
+    get_inputs,
+    node_name,
+    parse_steps,
 )
 from keras_distplug.backend.tensorflow.input.pipeline_variables import (
     Variable,
+    find_resources,
     is_variable,
-    resources_of,
 )
 from keras_distplug.backend.tensorflow.runtime.attached import attach, attached
 
@@ -90,7 +90,7 @@ class _Cut:
     def batches(self) -> list[Step]:
         return [step for step in self.above if _BATCHES.fullmatch(step.op)]
 
-    def elements_of(self, batches: int, samples: int) -> int:
+    def count_elements(self, batches: int, samples: int) -> int:
         """Returns the number of elements in this many batches plus additional samples."""
         sizes = [step.numbers["batch_size"] for step in self.batches]
         return batches * math.prod(sizes) + samples * math.prod(sizes[1:])
@@ -119,7 +119,7 @@ class Pipeline:
 
     def constants(self) -> list[tf.Tensor]:
         """Returns the tensors that elements are made of, and the names of files."""
-        return constants_of(self.steps, self._graph, self._held)
+        return find_constants(self.steps, self._graph, self._held)
 
     @property
     def options(self) -> tf.data.Options:
@@ -224,7 +224,7 @@ class Pipeline:
         cut, shared = self._cut(), _merged(self._resources)
 
         def remade(seeds: Sequence[tuple[int, int]], batches: int, samples: int) -> tf.data.Dataset:
-            elements = cut.elements_of(batches, samples)
+            elements = cut.count_elements(batches, samples)
             leaves_out = elements > 0
             if leaves_out not in made:
                 made[leaves_out] = self._maker(nodes, fixed, cut if leaves_out else None, shared)
@@ -253,14 +253,14 @@ class Pipeline:
     ) -> Callable[[tf.Tensor, tf.Tensor], tf.data.Dataset]:
         graph = graph_pb2.GraphDef()
         graph.CopyFrom(self._graph)
-        _keep_what_is_read(graph, self._output, shared)
-        output = self._output if cut is None else _leave_out(graph, cut)
+        _remove_unread(graph, self._output, shared)
+        output = self._output if cut is None else _insert_skip(graph, cut)
         by_name = {node.name: node for node in graph.node}
         seeds_of: dict[str, tuple[str, str]] = {}
         fresh: list[str] = []
         for name in nodes:
             node = by_name[name]
-            inputs = inputs_of(node)
+            inputs = get_inputs(node)
             seeds_of[name] = (inputs["seed"], inputs["seed2"])
             if "seed_generator" in inputs:
                 fresh.append(inputs["seed_generator"])
@@ -318,8 +318,8 @@ class Pipeline:
 def _take_large(graph: graph_pb2.GraphDef, dataset: tf.data.Dataset) -> dict[str, tf.Tensor]:
     """Removes the values of large constants from `graph` and returns them. If possible, these are
     the tensors that `dataset` was created from, so that they are in memory only once."""
-    given = itertools.chain.from_iterable(map(_tensors_of, made_from(dataset)))
-    candidates = [each for each in given if _bytes_of(each) > _LARGE_BYTES]
+    given = itertools.chain.from_iterable(map(_get_tensors, made_from(dataset)))
+    candidates = [each for each in given if _count_bytes(each) > _LARGE_BYTES]
     found: dict[str, tf.Tensor] = {}
     for node in graph.node:
         if node.op != "Const":
@@ -329,7 +329,7 @@ def _take_large(graph: graph_pb2.GraphDef, dataset: tf.data.Dataset) -> dict[str
         is_variant = value.dtype == tf.variant.as_datatype_enum  # a ragged or sparse tensor
         if is_variant or len(content) + sum(map(len, value.string_val)) <= _LARGE_BYTES:
             continue
-        own = (each for each in candidates if content and _is_value_of(value, content, each))
+        own = (each for each in candidates if content and _has_value(value, content, each))
         found[node.name] = next(own, None)
         if found[node.name] is None:
             # `tf.make_ndarray` cannot read strings that were serialized here.
@@ -340,7 +340,7 @@ def _take_large(graph: graph_pb2.GraphDef, dataset: tf.data.Dataset) -> dict[str
     return found
 
 
-def _is_value_of(value: Any, content: bytes, tensor: tf.Tensor) -> bool:
+def _has_value(value: Any, content: bytes, tensor: tf.Tensor) -> bool:
     shape = [dim.size for dim in value.tensor_shape.dim]
     if value.dtype != tensor.dtype.as_datatype_enum or shape != list(tensor.shape):
         return False
@@ -348,10 +348,10 @@ def _is_value_of(value: Any, content: bytes, tensor: tf.Tensor) -> bool:
     return bool(hashed(content) == hashed(tensor))
 
 
-def _leave_out(graph: graph_pb2.GraphDef, cut: _Cut) -> str:
+def _insert_skip(graph: graph_pb2.GraphDef, cut: _Cut) -> str:
     """Inserts a step that skips a number of elements at the cut. Returns the new output."""
     by_name = {node.name: node for node in graph.node}
-    types, shapes = element_types_of(by_name[cut.at.node])
+    types, shapes = get_element_types(by_name[cut.at.node])
     leaving_out = graph.node.add(name="distplug_leave_out", op="SkipDataset")
     leaving_out.input.extend(["", _COUNT])
     for node in [leaving_out, *(by_name[each.node] for each in cut.ordering)]:
@@ -378,7 +378,9 @@ def read(dataset: tf.data.Dataset) -> Pipeline:
 
 
 def _read(dataset: tf.data.Dataset) -> Pipeline:
-    held = sum(map(_bytes_of, itertools.chain.from_iterable(map(_tensors_of, made_from(dataset)))))
+    held = sum(
+        map(_count_bytes, itertools.chain.from_iterable(map(_get_tensors, made_from(dataset))))
+    )
     if held > _MOST_BYTES:
         raise UnreadableError(f"it holds {held / 2**20:.0f} MB of tensors")
     try:
@@ -398,22 +400,22 @@ def _read(dataset: tf.data.Dataset) -> Pipeline:
     graph.CopyFrom(whole)  # frees the memory of the removed values
     del whole
     [returned] = [node for node in graph.node if node.op == "_Retval"]
-    output = node_of(returned.input[0])
+    output = node_name(returned.input[0])
     graph.node.remove(returned)
-    functions = _functions_of(dataset)
-    resources = resources_of(graph, functions)
+    functions = _get_functions(dataset)
+    resources = find_resources(graph, functions)
     read_ = graph_pb2.GraphDef()
     read_.CopyFrom(graph)
-    _keep_what_is_read(read_, output, _merged(resources))
+    _remove_unread(read_, output, _merged(resources))
     if copied := sorted({node.op for node in read_.node if _RESOURCES.fullmatch(node.op)}):
         raise UnreadableError(
             f"resources used by its functions cannot be found ({', '.join(copied)})"
         )
-    steps = tuple(steps_of(graph, functions))
+    steps = tuple(parse_steps(graph, functions))
     return Pipeline(steps, dataset, graph, output, large, resources)
 
 
-def _functions_of(dataset: tf.data.Dataset) -> dict[str, Any]:
+def _get_functions(dataset: tf.data.Dataset) -> dict[str, Any]:
     """Returns the functions of the transformations in `dataset`, by their names in its graph."""
     return {
         each.function.name.decode(): each
@@ -426,7 +428,7 @@ def _merged(resources: Mapping[str, Mapping[str, tf.Tensor]]) -> dict[str, tf.Te
     return {name: tensor for own in resources.values() for name, tensor in own.items()}
 
 
-def _keep_what_is_read(graph: graph_pb2.GraphDef, output: str, given: Collection[str]) -> None:
+def _remove_unread(graph: graph_pb2.GraphDef, output: str, given: Collection[str]) -> None:
     """Removes the nodes `given`, and those that only they need, from `graph`."""
     by_name = {node.name: node for node in graph.node}
     read, waiting = set(), [output]
@@ -434,7 +436,7 @@ def _keep_what_is_read(graph: graph_pb2.GraphDef, output: str, given: Collection
         name = waiting.pop()
         if name not in read and name not in given:
             read.add(name)
-            waiting += map(node_of, by_name[name].input)
+            waiting += map(node_name, by_name[name].input)
     for node in list(graph.node):
         if node.name not in read:
             graph.node.remove(node)
@@ -483,12 +485,12 @@ def from_numbers(
     return dataset
 
 
-def _tensors_of(dataset: tf.data.Dataset) -> list[tf.Tensor]:
+def _get_tensors(dataset: tf.data.Dataset) -> list[tf.Tensor]:
     held = tf.nest.flatten(getattr(dataset, "_tensors", ()))
     return [each for each in held if isinstance(each, tf.Tensor) and hasattr(each, "numpy")]
 
 
-def _bytes_of(tensor: tf.Tensor) -> int:
+def _count_bytes(tensor: tf.Tensor) -> int:
     """Returns the size of a tensor, without the contents of strings and the components of ragged
     and sparse tensors."""
     elements: int = tensor.shape.num_elements() or 0

@@ -82,7 +82,7 @@ class Step:
         return self.numbers.get("seed", 1) != 0 or self.numbers.get("seed2", 1) != 0
 
 
-def _place_of(function: Any) -> str | None:
+def _find_place(function: Any) -> str | None:
     """Returns the place of a user's function, such as `of augment (train.py, line 14)`; None for a
     function of TensorFlow or Keras."""
     try:
@@ -96,7 +96,7 @@ def _place_of(function: Any) -> str | None:
     return f"{name}({Path(code.co_filename).name}, line {code.co_firstlineno})"
 
 
-def _given_to_from_generator(function: Any) -> Any:
+def _find_generator(function: Any) -> Any:
     """Returns the generator function of `Dataset.from_generator`, which maps `function`; None if
     `function` does not come from there."""
     if not str(getattr(function, "__module__", "")).endswith(".from_generator_op"):
@@ -106,13 +106,13 @@ def _given_to_from_generator(function: Any) -> Any:
     return getattr(state, "_generator", None)
 
 
-def steps_of(graph: graph_pb2.GraphDef, functions: Mapping[str, Any]) -> Iterator[Step]:
+def parse_steps(graph: graph_pb2.GraphDef, functions: Mapping[str, Any]) -> Iterator[Step]:
     by_name = {node.name: node for node in graph.node}
     library = {function.signature.name: function for function in graph.library.function}
     datasets = [node for node in graph.node if is_dataset(node)]
     names = {node.name for node in datasets}
     for node in datasets:
-        inputs = inputs_of(node)
+        inputs = get_inputs(node)
         constants = {
             name: by_name[given].attr["value"].tensor
             for name, given in inputs.items()
@@ -124,8 +124,8 @@ def steps_of(graph: graph_pb2.GraphDef, functions: Mapping[str, Any]) -> Iterato
             if value.dtype in (tf.int64.as_datatype_enum, tf.bool.as_datatype_enum)
             and not value.tensor_shape.dim
         }
-        given = [functions[name]._func for name in _called_by(node) if name in functions]
-        generators = [g for f in given if (g := _given_to_from_generator(f)) is not None]
+        given = [functions[name]._func for name in _called_functions(node) if name in functions]
+        generators = [g for f in given if (g := _find_generator(f)) is not None]
         called = list(_functions(node, library))
         inner = [each for function in called for each in function.node_def]
         randoms = [
@@ -137,7 +137,7 @@ def steps_of(graph: graph_pb2.GraphDef, functions: Mapping[str, Any]) -> Iterato
             node=node.name,
             op=node.op,
             title=FROM_GENERATOR if generators else _title(node.op),
-            inputs=tuple(each for each in map(node_of, node.input) if each in names),
+            inputs=tuple(each for each in map(node_name, node.input) if each in names),
             numbers=numbers,
             samples=_samples(node, by_name),
             reshuffles=node.op in RESHUFFLING and node.attr[RESHUFFLING[node.op]].b,
@@ -146,7 +146,7 @@ def steps_of(graph: graph_pb2.GraphDef, functions: Mapping[str, Any]) -> Iterato
             parallel="Parallel" in node.op or node.op.startswith("MapAndBatch"),
             random_ops=tuple(sorted(set(randoms))),
             python_ops=tuple(sorted({e.op for e in inner if _PYTHON_OPS.fullmatch(e.op)})),
-            where=next(filter(None, map(_place_of, [*given, *generators])), None),
+            where=next(filter(None, map(_find_place, [*given, *generators])), None),
             calls=frozenset(each.op for each in inner),
             pure=not any(_keeps_state(each.op) for each in inner),
             changes_variables=any(_CHANGES.fullmatch(each.op) for each in inner),
@@ -161,18 +161,18 @@ def _keeps_state(op: str) -> bool:
     return (known is None or known.is_stateful) and not _HARMLESS_OPS.fullmatch(op)
 
 
-def inputs_of(node: Any) -> dict[str, str]:
+def get_inputs(node: Any) -> dict[str, str]:
     """Returns the nodes that an op reads, by the names of its arguments, except lists."""
     return {
         argument.name: read[0]
-        for argument, read in arguments_of(node)
+        for argument, read in get_arguments(node)
         if not (argument.number_attr or argument.type_list_attr)
     }
 
 
-def arguments_of(node: Any) -> Iterator[tuple[Any, list[str]]]:
+def get_arguments(node: Any) -> Iterator[tuple[Any, list[str]]]:
     """Yields the arguments of an op, with the nodes that it reads for them."""
-    given = map(node_of, node.input)
+    given = map(node_name, node.input)
     for argument in op_def_registry.get(node.op).input_arg:
         count = 1
         if argument.number_attr:
@@ -186,11 +186,11 @@ def is_dataset(node: Any) -> bool:
     return re.search(r"Dataset(V\d)?$", node.op) is not None
 
 
-def node_of(given: str) -> str:
+def node_name(given: str) -> str:
     return given.lstrip("^").partition(":")[0]
 
 
-def element_types_of(node: Any) -> tuple[Any, Any]:
+def get_element_types(node: Any) -> tuple[Any, Any]:
     """Returns the attributes with the types and shapes of a dataset's elements."""
     types = "output_types" if "output_types" in node.attr else "Toutput_types"
     return node.attr[types], node.attr["output_shapes"]
@@ -199,13 +199,13 @@ def element_types_of(node: Any) -> tuple[Any, Any]:
 def _samples(node: Any, by_name: Mapping[str, Any]) -> int | None:
     if node.op != "TensorSliceDataset":
         return None
-    shape = by_name[node_of(node.input[0])].attr["value"].tensor.tensor_shape
+    shape = by_name[node_name(node.input[0])].attr["value"].tensor.tensor_shape
     return int(shape.dim[0].size) if shape.dim else None
 
 
 def _functions(node: Any, library: Mapping[str, Any]) -> Iterator[Any]:
     """Yields the functions that an op calls, directly or indirectly."""
-    waiting = list(_called_by(node))
+    waiting = list(_called_functions(node))
     seen: set[str] = set()
     while waiting:
         name = waiting.pop()
@@ -214,10 +214,10 @@ def _functions(node: Any, library: Mapping[str, Any]) -> Iterator[Any]:
         seen.add(name)
         yield library[name]
         for inner in library[name].node_def:
-            waiting.extend(_called_by(inner))
+            waiting.extend(_called_functions(inner))
 
 
-def _called_by(node: Any) -> Iterator[str]:
+def _called_functions(node: Any) -> Iterator[str]:
     for value in node.attr.values():
         if value.HasField("func"):
             yield value.func.name
@@ -232,7 +232,7 @@ def _unseeded(function: Any) -> Iterator[str]:
     }
     for node in function.node_def:
         if node.op in ("ShuffleDatasetV3", "RandomDatasetV2", "RandomDataset"):
-            inputs = inputs_of(node)
+            inputs = get_inputs(node)
             seeds = [constants.get(inputs[name]) for name in ("seed", "seed2")]
             if all(seed is not None and not tf.make_ndarray(seed) for seed in seeds):
                 yield node.op

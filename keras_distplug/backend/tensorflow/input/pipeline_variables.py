@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 
-from keras_distplug.backend.tensorflow.input.pipeline_steps import arguments_of, is_dataset
+from keras_distplug.backend.tensorflow.input.pipeline_steps import get_arguments, is_dataset
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Variable:
             tf.raw_ops.AssignVariableOp(resource=self.handle, value=given)
 
 
-def resources_of(
+def find_resources(
     graph: graph_pb2.GraphDef, functions: Mapping[str, Any]
 ) -> dict[str, dict[str, tf.Tensor]]:
     """Returns the variables, tables and other resources that `functions` use: for every op of the
@@ -57,7 +57,7 @@ def resources_of(
         called = {name: value.func.name for name, value in node.attr.items() if value.func.name}
         for attribute, function in called.items() if is_dataset(node) else ():
             if function in captured:
-                given = _arguments_of(node, attribute if len(called) > 1 else "")
+                given = _get_arguments(node, attribute if len(called) > 1 else "")
                 pairs = zip(given, captured[function], strict=True)
                 own = {name: tensor for name, tensor in pairs if tensor.dtype == tf.resource}
                 found.setdefault(node.name, {}).update(own)
@@ -69,8 +69,8 @@ def is_variable(handle: tf.Tensor) -> bool:
     return shape_data is not None and len(shape_data.shape_and_type) == 1
 
 
-def _arguments_of(node: Any, function: str) -> list[str]:
+def _get_arguments(node: Any, function: str) -> list[str]:
     """Returns the nodes that an op passes to its function in this attribute, or only one ("")."""
     pattern = re.compile(rf"{function or '.*'}_?other_arg(ument)?s")
-    read = (nodes for each, nodes in arguments_of(node) if pattern.fullmatch(each.name))
+    read = (nodes for each, nodes in get_arguments(node) if pattern.fullmatch(each.name))
     return list(chain.from_iterable(read))

@@ -49,7 +49,7 @@ def split(min_shard_bytes: int | None) -> Iterator[None]:
     stock = keras.layers.Embedding.build
 
     def build(layer: keras.layers.Embedding, input_shape: Any = None) -> None:
-        count = _parts_for(layer, tf.distribute.get_strategy(), min_shard_bytes)
+        count = _count_parts(layer, tf.distribute.get_strategy(), min_shard_bytes)
         if count == 1 or layer.built:
             stock(layer, input_shape)
         else:
@@ -67,7 +67,7 @@ def require_split(model: keras.Model, min_shard_bytes: int | None) -> None:
     """
     for layer in layers_of(model):
         strategy = model.distribute_strategy
-        if not _is_split(layer) and _parts_for(layer, strategy, min_shard_bytes) > 1:
+        if not _is_split(layer) and _count_parts(layer, strategy, min_shard_bytes) > 1:
             raise ModelError(
                 f"The table of layer {layer.name!r} is larger than min_shard_bytes="
                 f"{min_shard_bytes}, but the model {model.name!r} was already created inside the "
@@ -83,14 +83,14 @@ def adapt(model: keras.Model) -> None:
     layers = layers_of(model)
     for layer in layers:
         if type(layer) is keras.layers.Embedding and layer.built and "call" not in vars(layer):
-            _UPSTREAM.patch(layer, "call", _lookup(layer, [layer._embeddings]))
+            _UPSTREAM.patch(layer, "call", _make_lookup(layer, [layer._embeddings]))
     if not any(map(_is_split, layers)):
         return
     for each in (model, *layers):
         _see_wholes(each)
     for optimizer in optimizers_of(model).values():
         if "save_own_variables" not in vars(optimizer):
-            _UPSTREAM.patch(optimizer, "save_own_variables", _saving(_variables_of(optimizer)))
+            _UPSTREAM.patch(optimizer, "save_own_variables", _saving(_variable_getter(optimizer)))
             _UPSTREAM.patch(optimizer, "load_own_variables", _loading(optimizer))
 
 
@@ -126,7 +126,7 @@ def refuse_unsupported(model: keras.Model, refuse: Callable[[str, str, str], Non
             refuse(f"has {name}", why, "Use another optimizer, or omit min_shard_bytes.")
 
 
-def _parts_for(layer: Any, strategy: tf.distribute.Strategy, min_shard_bytes: int | None) -> int:
+def _count_parts(layer: Any, strategy: tf.distribute.Strategy, min_shard_bytes: int | None) -> int:
     # A subclass may use the table in any way.
     if not (type(layer) is keras.layers.Embedding and min_shard_bytes and is_scheduled(strategy)):
         return 1
@@ -176,7 +176,7 @@ def _build(layer: keras.layers.Embedding, count: int) -> None:
     initial.cache_clear()
     [table] = wholes(parts)
     override(layer, _TABLE, table)
-    _UPSTREAM.patch(layer, "call", _lookup(layer, parts))
+    _UPSTREAM.patch(layer, "call", _make_lookup(layer, parts))
     _UPSTREAM.patch(layer, "save_own_variables", _saving(lambda: [table]))
     _UPSTREAM.patch(layer, "load_own_variables", lambda store: table.assign(store["0"]))
     _see_wholes(layer)
@@ -184,7 +184,7 @@ def _build(layer: keras.layers.Embedding, count: int) -> None:
     announce(f"the table of layer {layer.name!r} is split over {count} parameter servers")
 
 
-def _lookup(
+def _make_lookup(
     layer: keras.layers.Embedding, parts: list[keras.Variable]
 ) -> Callable[[Any], tf.Tensor]:
     stock = layer.call
@@ -220,7 +220,7 @@ def _see_wholes(owner: keras.Layer) -> None:
     _UPSTREAM.patch(owner, "set_weights", set_weights)
 
 
-def _variables_of(optimizer: keras.optimizers.Optimizer) -> Callable[[], list[Any]]:
+def _variable_getter(optimizer: keras.optimizers.Optimizer) -> Callable[[], list[Any]]:
     return lambda: wholes(optimizer.variables)
 
 

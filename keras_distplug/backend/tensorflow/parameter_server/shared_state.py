@@ -41,7 +41,7 @@ def share(model: keras.Model) -> None:
     new variables."""
     for variable, _ in _held(model):
         if mark(variable):
-            _UPSTREAM.patch(variable, "_direct_assign", _in_step(variable))
+            _UPSTREAM.patch(variable, "_direct_assign", _assign_in_step(variable))
     for optimizer in optimizers_of(model).values():
         if mark(optimizer.iterations):
             _UPSTREAM.patch(optimizer.iterations, "assign_add", _natively(optimizer.iterations))
@@ -132,7 +132,7 @@ class SkippedSteps(gates.Gate):
         """Counts the step if it is not finite. Returns True if it is; None if this is unknown."""
         if not step.finite:
             return None
-        ok = step.all_of(step.finite)
+        ok = step.all_true(step.finite)
         # On the variable's device, and without a condition, this costs one message.
         with tf.device(self._counts.device):
             consecutive = self._counts.read_value()[1]
@@ -153,7 +153,7 @@ class SkippedSteps(gates.Gate):
             return None
         finite = [tf.reduce_all(tf.math.is_finite(gates.dense(each))) for each in present]
         step.finite += finite
-        return step.all_of([ok for ok in step.finite if gates.is_here(ok)])
+        return step.all_true([ok for ok in step.finite if gates.is_here(ok)])
 
 
 @dataclass
@@ -167,7 +167,7 @@ class _Step:
         self.finite: list[tf.Tensor] = []
         self._asked: tuple[list[tf.Tensor], tf.Tensor] | None = None
 
-    def all_of(self, finite: list[tf.Tensor]) -> tf.Tensor:
+    def all_true(self, finite: list[tf.Tensor]) -> tf.Tensor:
         """Returns True if all are true; always the same tensor for the same arguments, because it
         is sent to other processes."""
         before, ok = self._asked or ([], None)
@@ -199,7 +199,7 @@ def _held(model: keras.Model) -> list[tuple[keras.Variable, _Kind]]:
     return list(found.values())
 
 
-def _in_step(variable: keras.Variable) -> Callable[[Any], None]:
+def _assign_in_step(variable: keras.Variable) -> Callable[[Any], None]:
     stock = variable._direct_assign
 
     def _direct_assign(value: Any) -> None:

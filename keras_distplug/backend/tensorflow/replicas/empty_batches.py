@@ -37,7 +37,7 @@ def patched_operations(strategy: tf.distribute.Strategy) -> Iterator[None]:
     with ExitStack() as stack:
         for name in _OPERATIONS if need_patches(strategy) else ():
             stock = getattr(private_names.nn, name)
-            stack.enter_context(_UPSTREAM.patched(private_names.nn, name, _of_any_batch(stock)))
+            stack.enter_context(_UPSTREAM.patched(private_names.nn, name, _accept_any_batch(stock)))
         yield
 
 
@@ -57,7 +57,7 @@ def _shapes_get_lost() -> bool:
 _operation: Current[str] = Current()  # the outermost one: one operation may call another
 
 
-def _of_any_batch(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _accept_any_batch(stock: Callable[..., Any]) -> Callable[..., Any]:
     choose = _choose_tensors if stock.__name__ == "max_pool" else _choose_operation
 
     @wraps(stock)

@@ -73,7 +73,7 @@ class _IsRecorded:
     value: bool
 
 
-def _gate_of(optimizer: keras.optimizers.Optimizer) -> Gate | None:
+def _get_gate(optimizer: keras.optimizers.Optimizer) -> Gate | None:
     found = attached(optimizer, _Gate)
     return None if found is None else found.gate
 
@@ -85,7 +85,7 @@ def set_gate(optimizer: keras.optimizers.Optimizer, gate: Gate | None) -> None:
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def marked(optimizer: keras.optimizers.Optimizer, own: Sequence[Any]) -> Sequence[Any]:
-    gate = _gate_of(optimizer)
+    gate = _get_gate(optimizer)
     return own if gate is None else gate.mark(optimizer, own)
 
 
@@ -98,7 +98,7 @@ def apply(
     variables: Any,
 ) -> Any:
     """Calls `stock(summed, variables)` on all replicas if the gate of `optimizer` opens."""
-    gate = _gate_of(optimizer)
+    gate = _get_gate(optimizer)
     context = tf.distribute.get_replica_context()
     if gate is None or context is None:
         return stock(summed, variables)
@@ -177,7 +177,7 @@ class Assigned:
 
     def note(self, variable: keras.Variable) -> None:
         if id(variable) not in self._before:
-            own = _part_here(variable)
+            own = _local_part(variable)
             self._before[id(variable)] = (own, own.read_value())
 
     def restore_unless(self, condition: tf.Tensor) -> None:
@@ -255,7 +255,7 @@ def _recorded_new_variables() -> Iterator[None]:
         yield
 
 
-def _part_here(variable: keras.Variable) -> tf.Variable:
+def _local_part(variable: keras.Variable) -> tf.Variable:
     """Returns this replica's part of a variable, or the central one that all replicas share."""
     value = variable._value
     if isinstance(value, tf.distribute.DistributedValues):

@@ -130,24 +130,24 @@ class _AddedLosses(MutableSequence[Any]):
     def __init__(self, losses: Iterable[Any]) -> None:
         self._outside = list(losses)
 
-    def _here(self) -> list[Any]:
+    def _current_list(self) -> list[Any]:
         share = current()
         return self._outside if share is None else share.added_losses.setdefault(id(self), [])
 
     def __getitem__(self, index: Any) -> Any:
-        return self._here()[index]
+        return self._current_list()[index]
 
     def __setitem__(self, index: Any, loss: Any) -> None:
-        self._here()[index] = loss
+        self._current_list()[index] = loss
 
     def __delitem__(self, index: Any) -> None:
-        del self._here()[index]
+        del self._current_list()[index]
 
     def __len__(self) -> int:
-        return len(self._here())
+        return len(self._current_list())
 
     def insert(self, index: int, value: Any) -> None:
-        self._here().insert(index, value)
+        self._current_list().insert(index, value)
 
 
 def _replace(compiled: CompileLoss) -> None:
@@ -279,7 +279,7 @@ def _activities_are_averaged() -> bool:
 
 
 def _undivided(regularizer: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def of_share(output: Any) -> Any:
+    def undivided(output: Any) -> Any:
         value, share = regularizer(output), current()
         if share is None:
             return value
@@ -287,4 +287,4 @@ def _undivided(regularizer: Callable[[Any], Any]) -> Callable[[Any], Any]:
             tf.math.divide_no_nan(float(share.replicas), share.weight), value.dtype
         )
 
-    return of_share
+    return undivided

@@ -157,8 +157,10 @@ def install() -> None:
     """Puts the twins into TensorFlow's module. Outside `counted`, they behave like stock ops."""
     if is_marked(gen_random_ops.random_uniform_int):
         return
-    twins = {name: _of_floats(getattr(gen_random_ops, name), _FLOATS[name]) for name in _FLOATS}
-    twins["random_uniform_int"] = _of_integers(gen_random_ops.random_uniform_int)
+    twins = {
+        name: _make_float_twin(getattr(gen_random_ops, name), _FLOATS[name]) for name in _FLOATS
+    }
+    twins["random_uniform_int"] = _make_integer_twin(gen_random_ops.random_uniform_int)
     for name, twin in twins.items():
         mark(twin)
         _UPSTREAM.patch(gen_random_ops, name, twin)
@@ -185,7 +187,9 @@ _FLOATS = {
 }
 
 
-def _of_floats(stock: Callable[..., Any], stateless: Callable[..., Any]) -> Callable[..., Any]:
+def _make_float_twin(
+    stock: Callable[..., Any], stateless: Callable[..., Any]
+) -> Callable[..., Any]:
     def twin(shape: Any, dtype: Any, seed: int = 0, seed2: int = 0, name: str | None = None) -> Any:
         given = _drawn(shape, seed, seed2)
         if given is None:
@@ -195,7 +199,7 @@ def _of_floats(stock: Callable[..., Any], stateless: Callable[..., Any]) -> Call
     return twin
 
 
-def _of_integers(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _make_integer_twin(stock: Callable[..., Any]) -> Callable[..., Any]:
     def twin(
         shape: Any, minval: Any, maxval: Any, seed: int = 0, seed2: int = 0, name: str | None = None
     ) -> Any:

@@ -54,7 +54,7 @@ def share_state(model: keras.Model) -> None:
     separate_streams(model, _replica)
     for layer in (model, *layers_of(model)):
         if isinstance(layer, keras.layers.BatchNormalization) and mark(layer):
-            _UPSTREAM.patch(layer, "_moments", _moments_of(layer))
+            _UPSTREAM.patch(layer, "_moments", _make_moments(layer))
 
 
 def merge_statistics(share: Share) -> None:
@@ -90,7 +90,7 @@ def _part(value: Any, share: Share) -> tf.Tensor:
     return tf.where(share.has_samples, value * part, tf.zeros_like(value))
 
 
-def _moments_of(layer: keras.layers.BatchNormalization) -> Callable[..., Any]:
+def _make_moments(layer: keras.layers.BatchNormalization) -> Callable[..., Any]:
     stock = layer._moments
 
     def _moments(inputs: Any, mask: Any) -> Any:
@@ -180,10 +180,10 @@ def separate_streams(model: keras.Model, stream: Callable[[], tf.Tensor | None])
     None uses the common stream. The saved state is the same for all streams."""
     for generator in seed_generators_of(model):
         if mark(generator):
-            _UPSTREAM.patch(generator, "next", _next_of(generator.next, stream))
+            _UPSTREAM.patch(generator, "next", _make_next(generator.next, stream))
 
 
-def _next_of(stock: Callable[..., Any], stream: Callable[[], tf.Tensor | None]) -> Any:
+def _make_next(stock: Callable[..., Any], stream: Callable[[], tf.Tensor | None]) -> Any:
     def next_seed(ordered: bool = True) -> Any:
         seed, number = stock(ordered=ordered), stream()
         if number is None:

@@ -28,7 +28,7 @@ class Share:
     """
 
     def __init__(self, data: Any, total: tf.Tensor) -> None:
-        self.samples = samples_of(data)
+        self.samples = count_samples(data)
         self.has_samples = self.samples > 0
         self.in_loss: set[int] = set()  # optimizers that have weighted a loss, not its gradients
         self.touched: dict[int, keras.Variable] = {}  # statistics that this step has assigned
@@ -56,7 +56,7 @@ _current: Current[Share] = Current()
 
 
 @contextmanager
-def share_of(data: Any, total: tf.Tensor) -> Iterator[Share]:
+def use_share(data: Any, total: tf.Tensor) -> Iterator[Share]:
     """Makes the share of `data` the current one within the `with` block."""
     share = Share(data, total)
     with _current.at(share):
@@ -67,13 +67,13 @@ def current() -> Share | None:
     return _current.now
 
 
-def first_of(batch: Any) -> Any:
+def first_tensor(batch: Any) -> Any:
     return next(value for value in keras.tree.flatten(batch) if value is not None)
 
 
-def samples_of(batch: Any) -> tf.Tensor:
+def count_samples(batch: Any) -> tf.Tensor:
     """The number of samples in a batch, as a float."""
-    first = first_of(batch)
+    first = first_tensor(batch)
     if isinstance(first, tf.RaggedTensor):
         count = first.nrows()
     elif isinstance(first, tf.SparseTensor):

@@ -21,7 +21,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import input_lib
 
 from keras_distplug.backend.tensorflow.replicas import empty_batches, logs, losses, replica_state
-from keras_distplug.backend.tensorflow.replicas.share import first_of, samples_of, share_of
+from keras_distplug.backend.tensorflow.replicas.share import count_samples, first_tensor, use_share
 from keras_distplug.backend.tensorflow.runtime.attached import attach, attached
 from keras_distplug.backend.tensorflow.runtime.workers import is_multi_worker
 
@@ -36,8 +36,8 @@ def maker(model: keras.Model, logged: logs.Logged) -> Callable[[OnData], OnData]
 
     def _make_function(step_function: OnData) -> OnData:
         def of_replica(data: Any, total: Any) -> Any:
-            data = keras.tree.map_structure(_of_any_batch_size, data)
-            with _after(data), share_of(data, total) as share:
+            data = keras.tree.map_structure(_hide_batch_size, data)
+            with _after(data), use_share(data, total) as share:
                 found = step_function(data)
                 logged.note(found, share.results)
                 found = keras.tree.map_structure(losses.scale_to_global, found)
@@ -56,21 +56,21 @@ def maker(model: keras.Model, logged: logs.Logged) -> Callable[[OnData], OnData]
                 lambda value: logs.mean(strategy.experimental_local_results(value)), found
             )
 
-        on_data = _converted(model, step)
+        on_data = _convert_optionals(model, step)
         on_batch = _for_any_batch(model, on_data)
-        sums = _over_workers(strategy) if several_workers else _of_one_process
+        sums = _make_worker_sums(strategy) if several_workers else _local_sums
         # After an error in a function that workers run together, no collective works any more.
         stepwise = model.run_eagerly or several_workers
         on_next = (
             partial(_run_next_step, model, on_batch, sums)
             if stepwise
-            else _in_one_call(strategy, on_data, on_batch)
+            else _fused_step(strategy, on_data, on_batch)
         )
 
         def function(iterator: Any) -> Any:
             if not isinstance(iterator, tf.data.Iterator | tf.distribute.DistributedIterator):
                 batch = split(next(iterator), strategy)
-                samples = sum(_sizes(strategy.experimental_local_results(first_of(batch))))
+                samples = sum(_sizes(strategy.experimental_local_results(first_tensor(batch))))
                 total, _ = sums(samples, 1)
                 found = on_batch((batch, total))
                 found = model._get_metrics_result_or_logs(found)
@@ -149,7 +149,7 @@ def _after(data: Any) -> Iterator[None]:
             operation._add_control_inputs(here)
 
 
-def _converted(model: keras.Model, step: OnData) -> OnData:
+def _convert_optionals(model: keras.Model, step: OnData) -> OnData:
     """Returns `step` for data in which Keras 3.11 and newer represent None by an empty optional."""
     as_it_is: OnData = tf.autograph.experimental.do_not_convert(step)
     convert = getattr(model, "_autoconvert_optionals", lambda function: function)
@@ -263,7 +263,7 @@ def _without_samples(dummy: Any) -> Any:
     return dummy[:0] if isinstance(dummy, tf.Tensor) else dummy
 
 
-def _over_workers(strategy: tf.distribute.Strategy) -> Callable[[int, int], Any]:
+def _make_worker_sums(strategy: tf.distribute.Strategy) -> Callable[[int, int], Any]:
     """Returns a function of two numbers of this worker that returns their sums over all workers."""
 
     @tf.function(input_signature=[tf.TensorSpec([2], tf.float32)])  # type: ignore[untyped-decorator]
@@ -274,11 +274,11 @@ def _over_workers(strategy: tf.distribute.Strategy) -> Callable[[int, int], Any]
     return lambda *numbers: summed(tf.constant(numbers, tf.float32))
 
 
-def _of_one_process(samples: int, there: int) -> tuple[None, int]:
+def _local_sums(samples: int, there: int) -> tuple[None, int]:
     return None, there  # the step itself counts the samples
 
 
-def _in_one_call(strategy: tf.distribute.Strategy, step: OnData, on_batch: OnData) -> OnData:
+def _fused_step(strategy: tf.distribute.Strategy, step: OnData, on_batch: OnData) -> OnData:
     """Fetches a batch and runs its step in the same call, unless a replica has no samples.
 
     Fetching in a separate call takes one or two milliseconds.
@@ -291,7 +291,7 @@ def _in_one_call(strategy: tf.distribute.Strategy, step: OnData, on_batch: OnDat
         done = _is_usual(batch, strategy)
         # The batch is returned so that it stays in use until the step ends. Otherwise, TensorFlow
         # 2.21 computes in its memory, which for a generator is the memory of the user's arrays.
-        return _if(done, lambda: step((batch, None))), batch, done
+        return _compute_if(done, lambda: step((batch, None))), batch, done
 
     def on_next(iterator: Any) -> Any:
         found, batch, done = next_step(iterator)
@@ -300,7 +300,7 @@ def _in_one_call(strategy: tf.distribute.Strategy, step: OnData, on_batch: OnDat
     return on_next
 
 
-def _if(condition: Any, compute: Callable[[], Any]) -> Any:
+def _compute_if(condition: Any, compute: Callable[[], Any]) -> Any:
     """Returns the result of `compute` if `condition` is true, or else zeros of its structure."""
     if condition is True:
         return compute()
@@ -327,7 +327,7 @@ def _is_usual(batch: Any, strategy: tf.distribute.Strategy) -> Any:
     """True if Keras computes a step of `batch` correctly without patches."""
     if not empty_batches.need_patches(strategy):
         return True
-    sizes = [part.shape[0] for part in strategy.experimental_local_results(first_of(batch))]
+    sizes = [part.shape[0] for part in strategy.experimental_local_results(first_tensor(batch))]
     if None not in sizes:
         return all(sizes)
     return tf.reduce_all(tf.stack(_samples(batch, strategy)) > 0)
@@ -335,15 +335,17 @@ def _is_usual(batch: Any, strategy: tf.distribute.Strategy) -> Any:
 
 def _sizes(parts: Sequence[Any]) -> list[int]:
     """Returns the numbers of samples in the parts of a batch."""
-    return [int(first_of(part).shape[0]) for part in parts]
+    return [int(first_tensor(part).shape[0]) for part in parts]
 
 
 def _samples(batch: Any, strategy: tf.distribute.Strategy) -> list[tf.Tensor]:
     """Returns the numbers of samples on the replicas in this process."""
-    return [samples_of(part) for part in strategy.experimental_local_results(first_of(batch))]
+    return [
+        count_samples(part) for part in strategy.experimental_local_results(first_tensor(batch))
+    ]
 
 
-def _of_any_batch_size(value: Any) -> Any:
+def _hide_batch_size(value: Any) -> Any:
     """Hides the number of samples from the trace, as a dataset's iterator does inside a function.
 
     Keras weights the losses of single outputs by that number if it is known, and otherwise by 1.

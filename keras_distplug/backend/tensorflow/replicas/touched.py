@@ -93,7 +93,7 @@ class Touched:
 
     def has(self, variable: Any) -> bool:
         """True if a step uses `variable`, of Keras or TensorFlow, or a replica's part of it."""
-        ids = {id(handle) for handle in _handles_of(variable)}
+        ids = {id(handle) for handle in _get_handles(variable)}
         return any(not ids.isdisjoint(traced.handles) for traced in self._traced.values())
 
     def random_ops(self) -> dict[str, tuple[str, bool]]:
@@ -127,7 +127,7 @@ class Touched:
 
     def others(self, known: Iterable[Any]) -> list[str]:
         """Returns the places where steps use variables that are not among `known`."""
-        ids = {id(handle) for variable in known for handle in _handles_of(variable)}
+        ids = {id(handle) for variable in known for handle in _get_handles(variable)}
         return [
             where or f"{step}, {_described(handle)}"
             for step, handles in self._handles_by_step()
@@ -143,9 +143,9 @@ class Touched:
     @contextmanager
     def restored(self, known: Iterable[Any]) -> Iterator[None]:
         """Restores the variables that steps use, except those in `known`, at the end."""
-        ids = {id(handle) for variable in known for handle in _handles_of(variable)}
+        ids = {id(handle) for variable in known for handle in _get_handles(variable)}
         values = [
-            (handle, tf.raw_ops.ReadVariableOp(resource=handle, dtype=_dtype_of(handle)))
+            (handle, tf.raw_ops.ReadVariableOp(resource=handle, dtype=_get_dtype(handle)))
             for traced in self._traced.values()
             for number, (handle, _) in traced.handles.items()
             if number not in ids
@@ -184,7 +184,7 @@ class Touched:
             traced = self._traced.setdefault(name, _Traced())
 
             def drawn(frame: FrameType, function: str) -> None:
-                if (place := _place_of(frame)) is not None:
+                if (place := _frame_place(frame)) is not None:
                     traced.python_draws[place] = function
 
             around = nullcontext() if self.around_trace is None else self.around_trace(name)
@@ -224,7 +224,7 @@ class Touched:
         for handle, inside in graph.captures:
             is_ours = _excluded.get(id(handle)) is handle or self.draws.has(handle)
             if _is_variable(handle) and not is_ours and id(handle) not in traced.handles:
-                traced.handles[id(handle)] = handle, _place_of_use(inside)
+                traced.handles[id(handle)] = handle, _find_use(inside)
         for operation in _operations(graph, set()):
             if _CHANGES_TABLE.fullmatch(operation.type):
                 traced.tables.append(_place(operation) or "an unknown place")
@@ -238,7 +238,7 @@ class Touched:
 
 def leave_out(variable: Any) -> Any:
     """Excludes a variable that the package adds to a step and that is not part of a run's state."""
-    for handle in _handles_of(variable):
+    for handle in _get_handles(variable):
         _excluded[id(handle)] = handle
     return variable
 
@@ -265,7 +265,7 @@ def is_of_replicas(variable: Any) -> bool:
     )
 
 
-def _handles_of(variable: Any) -> list[Any]:
+def _get_handles(variable: Any) -> list[Any]:
     return [getattr(part, "handle", None) for part in parts(variable)]
 
 
@@ -276,13 +276,13 @@ def _is_variable(captured: tf.Tensor) -> bool:
     )
 
 
-def _dtype_of(handle: Any) -> tf.DType:
+def _get_dtype(handle: Any) -> tf.DType:
     return tf.as_dtype(handle._handle_data.shape_and_type[0].dtype)
 
 
 def _described(handle: Any) -> str:
     shape_data = handle._handle_data.shape_and_type[0]
-    return f"{_dtype_of(handle).name} of shape {tf.TensorShape(shape_data.shape)}"
+    return f"{_get_dtype(handle).name} of shape {tf.TensorShape(shape_data.shape)}"
 
 
 def _operations(graph: Any, seen: set[str]) -> Iterator[Any]:
@@ -295,7 +295,7 @@ def _operations(graph: Any, seen: set[str]) -> Iterator[Any]:
             yield from _operations(inner, seen)
 
 
-def _place_of_use(tensor: Any) -> str | None:
+def _find_use(tensor: Any) -> str | None:
     return next(filter(None, map(_place, tensor.consumers())), None)
 
 
@@ -310,7 +310,7 @@ def _place(operation: Any) -> str | None:
     return None
 
 
-def _place_of(frame: FrameType) -> str | None:
+def _frame_place(frame: FrameType) -> str | None:
     """Returns a place like `_place` if `frame` itself runs user code; otherwise None."""
     code = frame.f_code
     if not _is_the_users(code.co_filename):
@@ -321,7 +321,7 @@ def _place_of(frame: FrameType) -> str | None:
 def _place_in_stack(frame: FrameType) -> str | None:
     """Returns the innermost place of user code between a step and `frame`."""
     within = takewhile(lambda each: each.f_code.co_filename != __file__, callers(frame))
-    return next(filter(None, map(_place_of, within)), None)
+    return next(filter(None, map(_frame_place, within)), None)
 
 
 def _is_the_users(filename: str) -> bool:
