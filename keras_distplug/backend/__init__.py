@@ -1,1 +1,1 @@
-"""What touches names that Keras, TensorFlow and other back ends do not export."""
+"""The only code that uses private names of Keras, TensorFlow and other backends."""

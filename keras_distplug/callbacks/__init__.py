@@ -1,1 +1,1 @@
-"""What the callbacks of all features share."""
+"""Code shared by the callbacks of all features."""

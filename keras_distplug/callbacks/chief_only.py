@@ -1,4 +1,4 @@
-"""Callbacks that write files, for several workers that run the same script."""
+"""Runs file-writing callbacks on the chief only, if several workers run the same script."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.supervised import Supervised
 
 
-class LeftToTheChief(keras.callbacks.Callback):  # type: ignore[misc]
-    """Does nothing, in the place of a callback that the chief runs.
+class ChiefOnlyPlaceholder(keras.callbacks.Callback):  # type: ignore[misc]
+    """A placeholder that does nothing, for a callback that only the chief runs.
 
     Args:
-        stands_for: Which one.
+        stands_for: The callback that it replaces.
     """
 
     def __init__(self, stands_for: keras.callbacks.Callback) -> None:
@@ -29,18 +29,18 @@ class LeftToTheChief(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 def chief_only(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
-    """Lets one worker write the files of a callback.
+    """Lets only the chief write a callback's files.
 
-    All workers of a cluster run the same script, with the same callbacks, and those that write
-    files would write over each other's. On the chief, and in a single process, the callback stays
-    as it is. On the other workers
+    All workers of a cluster run the same script with the same callbacks, so file-writing callbacks
+    would overwrite each other's files. On the chief, and in a single process, the callback is
+    returned unchanged. On the other workers:
 
-    - `ModelCheckpoint`, `CSVLogger` and `TensorBoard`, and what is derived of them, go on as
-      everywhere, because what they read of the model may take all workers; but their files go to
-      a scratch folder of the worker's own machine, which is deleted when the process ends;
-    - any other callback is left out. It must not do what takes all workers, such as to evaluate the
-      model, or to read a variable of which each replica has its own part (those of metrics, and
-      the moving statistics of `BatchNormalization`).
+    - `ModelCheckpoint`, `CSVLogger`, `TensorBoard` and their subclasses still run, because reading
+      the model may require all workers. They write to a scratch folder on the worker's machine,
+      which is deleted when the process exits.
+    - Any other callback is replaced by one that does nothing. It must not perform operations that
+      require all workers, such as evaluating the model or reading a variable that is split over
+      the replicas (variables of metrics, and the moving statistics of `BatchNormalization`).
 
     Example:
 
@@ -49,38 +49,38 @@ def chief_only(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
     model.fit(ds, epochs=10, callbacks=callbacks)
     ```
 
-    `distributed_fit` does this with the three of Keras by itself.
+    `distributed_fit` does this automatically for the three Keras callbacks.
 
     Args:
-        callback: A callback of Keras', or one of your own.
+        callback: A Keras callback, built-in or custom.
 
     Returns:
-        The callback itself, or on other workers than the chief, what stands for it.
+        The callback itself, or its replacement on workers other than the chief.
 
     Raises:
-        ConfigurationError: For a callback that has a say in how training goes on, such as
-            `EarlyStopping`: workers that do not have it would go on in another way.
+        ConfigurationError: If the callback influences training, such as `EarlyStopping`: workers
+            without it would train differently.
     """
     if not isinstance(callback, keras.callbacks.Callback):
         raise ConfigurationError(
-            "Expected a callback of Keras'. Received an object of type "
-            f"{type(callback).__name__}. Give `chief_only` each callback by itself."
+            f"Expected a Keras callback. Received an object of type {type(callback).__name__}. "
+            "Wrap every callback in its own `chief_only(...)`."
         )
     if keras_callbacks.decides(callback) or type(callback).__module__.startswith("keras_distplug."):
         raise ConfigurationError(
-            f"{type(callback).__name__} belongs on all workers, because training depends on it, "
-            "or because it has all of them work together. Give it to `fit` without `chief_only`."
+            f"{type(callback).__name__} must run on all workers, because it influences training or "
+            "coordinates the workers. Pass it to `fit` without `chief_only`."
         )
     return for_role(callback, roles.from_environment(os.environ))
 
 
 def for_role(callback: keras.callbacks.Callback, role: Role) -> keras.callbacks.Callback:
-    """What `callback` is for a worker with this part."""
+    """Returns the callback that a worker with this role should run instead of `callback`."""
     if role.is_chief:
         return callback
     place = keras_callbacks.place_of(callback)
     if place is None:
-        return LeftToTheChief(callback)
+        return ChiefOnlyPlaceholder(callback)
     given = os.fspath(getattr(callback, place))
     if not _is_scratch(given):
         setattr(callback, place, str(_scratch() / _name(given)))
@@ -88,12 +88,13 @@ def for_role(callback: keras.callbacks.Callback, role: Role) -> keras.callbacks.
 
 
 def writes_files(callback: keras.callbacks.Callback) -> bool:
-    """Whether it is one of those that go on with a scratch folder."""
+    """True if the callback is one that runs with a scratch folder on other workers."""
     return keras_callbacks.place_of(callback) is not None
 
 
 def _name(path: str) -> str:
-    """Without the parts that differ from epoch to epoch: the next file takes the place of this."""
+    """Removes placeholders such as `{epoch}` from a file name, so that every new file overwrites
+    the previous one."""
     return re.sub(r"\{.*?\}", "", Path(path).name).lstrip(".") or "files"
 
 
@@ -101,7 +102,8 @@ _scratches: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def _scratch() -> Path:
-    """A new folder, deleted when the process ends; or with the job, by the supervisor."""
+    """Creates a folder that is deleted when the process exits, or by the supervisor when the job
+    ends."""
     supervised = Supervised.from_env()
     above = supervised.status_dir if supervised is not None else None
     folder = tempfile.TemporaryDirectory(

@@ -1,4 +1,4 @@
-"""What the callbacks of other features ask of the one that keeps the run."""
+"""The interface between `BackupAndRestore` and the callbacks of other features."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from keras_distplug.storage.files import Files
 
 @dataclass(frozen=True)
 class RunContext:
-    """The run under way.
+    """The run in progress.
 
     Args:
-        files: The directory that holds the run, and others.
-        name: The run's folder in it.
-        directory: The directory as the user gave it.
-        storage_options: As the user gave them.
+        files: The directory that contains this run and others.
+        name: The run's folder in that directory.
+        directory: The directory as passed by the user.
+        storage_options: The storage options as passed by the user.
     """
 
     files: Files
@@ -31,63 +31,63 @@ class RunContext:
 
 
 class RunKeeper(Watchdog, abc.ABC):
-    """`BackupAndRestore`, as other features see it: they import nothing of the checkpoints."""
+    """The part of `BackupAndRestore` that other features use without importing `checkpoint/`."""
 
-    delete_checkpoint: bool  # whether nothing of the run is left when it has ended
+    delete_checkpoint: bool  # True if the run's files are deleted when training finishes
 
     @property
     @abc.abstractmethod
     def context(self) -> RunContext:
-        """The run under way.
+        """The run in progress.
 
         Raises:
-            RuntimeError: If there is none.
+            RuntimeError: If no run is in progress.
         """
 
     @abc.abstractmethod
     def keep_file(self, name: str, parts: Iterable[bytes | memoryview]) -> str:
-        """Creates a file beside the runs that only its owner can read. From any thread.
+        """Creates a file next to the runs, readable only by its owner. Thread-safe.
 
         Returns:
-            Where it is.
+            The file's location.
 
         Raises:
-            OSError: If that fails.
+            OSError: If the file cannot be written.
         """
 
     @abc.abstractmethod
     def save_before_leaving(
         self, logs: Mapping[str, Any] | None, left_s: float | None
     ) -> int | None:
-        """Makes a checkpoint behind the batch, or epoch, that has just ended, and waits for it.
+        """Saves a checkpoint after the batch or epoch that has just ended, and waits for it.
 
-        All workers call it together, from another callback's hook that comes behind those of this
-        one. Whoever calls it ends `fit`.
+        All workers must call it together, from a hook of another callback that runs after those of
+        this one. The caller then ends `fit`.
 
         Args:
-            logs: What the hook was given.
-            left_s: How much time there is; None for as long as it takes.
+            logs: The logs that the hook received.
+            left_s: The time available, in seconds; None if unlimited.
 
         Returns:
-            The step of the newest checkpoint that this `fit` has made; None if there is none.
+            The step of the newest checkpoint made by this `fit`; None if it has made none.
         """
 
     @abc.abstractmethod
     def roll_back(self) -> int | None:
-        """Gives the model the values of the newest checkpoint; `fit` goes on with the batch that
-        comes next. What was trained since counts for nothing, and is not trained again.
+        """Restores the newest checkpoint into the model; `fit` continues with the next batch. The
+        updates since the checkpoint are discarded, and their batches are not trained on again.
 
-        All workers call it together, from another callback's `on_train_batch_end`. A save under way
-        is waited for. What other callbacks know stays, and so does `History`.
+        All workers must call it together, from another callback's `on_train_batch_end`. It waits
+        for a save in progress. The state of other callbacks and `History` are not restored.
 
         Returns:
-            The step of the checkpoint; None if there is none.
+            The step of the checkpoint; None if there is no checkpoint.
 
         Raises:
-            CheckpointError: If one cannot be read, or all are damaged.
+            CheckpointError: If a checkpoint cannot be read, or all are damaged.
         """
 
 
 def keeper_among(callbacks: Sequence[keras.callbacks.Callback]) -> RunKeeper | None:
-    """The first one that keeps a run."""
+    """Returns the first `RunKeeper` among `callbacks`; None if there is none."""
     return next((each for each in callbacks if isinstance(each, RunKeeper)), None)

@@ -1,4 +1,4 @@
-"""What all callbacks of ours are: one is enough, and their arguments are checked and shown."""
+"""The base class of the package's callbacks, with checks of their arguments."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from keras_distplug.core.errors import ConfigurationError
 from keras_distplug.core.values import Shown
 
 _PASSWORD = re.compile(r"(?<=://)[^/]*:[^/]*@")
-_MOST_CHARACTERS = 80  # of a value
+_MOST_CHARACTERS = 80  # per value
 _MISSING = object()
 
 
 class Watchdog(keras.callbacks.Callback):  # type: ignore[misc]
-    """A callback of which one is enough in a `fit`."""
+    """A callback of which only one instance is active in a `fit`."""
 
-    defers = False  # whether an instance that the user gives takes its place
+    defers = False  # True if an instance passed by the user replaces this one
 
     def __init_subclass__(cls, **given: Any) -> None:
         super().__init_subclass__(**given)
         if (stock := vars(cls).get("set_model")) is not None:
-            cls.set_model = _of_instances(stock, cls.__name__)
+            cls.set_model = _refuse_classes(stock, cls.__name__)
 
     def stands_aside(self, others: Sequence[keras.callbacks.Callback]) -> bool:
-        """Takes this one out of the list if another of its class, or of one derived from that, does
-        its work: the user's own, or else the last one."""
+        """Removes this callback from the list, and returns True, if another instance of its class
+        or of a subclass does the work: one passed by the user, or else the last one."""
         rivals = [each for each in others if isinstance(each, type(self))]
         if not rivals or (not self.defers and all(each.defers for each in rivals)):
             return False
@@ -41,10 +41,10 @@ class Watchdog(keras.callbacks.Callback):  # type: ignore[misc]
         return True
 
     def __repr__(self) -> str:
-        """The call that makes it, with the arguments that are not their defaults.
+        """Returns the constructor call, with all arguments that differ from their defaults.
 
-        An argument that it does not keep under its name is left out; of `storage_options`, which
-        may hold secrets, it is said only that there are some.
+        Arguments that are not stored under their own names are omitted. The values of
+        `storage_options` are hidden, because they may contain secrets.
         """
         shown = []
         for name, parameter in inspect.signature(type(self).__init__).parameters.items():
@@ -58,8 +58,11 @@ class Watchdog(keras.callbacks.Callback):  # type: ignore[misc]
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
-def _of_instances(stock: Callable[..., None], name: str) -> Callable[..., None]:
-    """`set_model`, the first method that Keras calls, which it also calls on a class."""
+def _refuse_classes(stock: Callable[..., None], name: str) -> Callable[..., None]:
+    """Wraps `set_model` to raise an error if it is called on a class instead of an instance.
+
+    It is the first method that Keras calls.
+    """
 
     @functools.wraps(stock)
     def set_model(self: Any, *given: Any, **named: Any) -> None:
@@ -74,10 +77,10 @@ def _of_instances(stock: Callable[..., None], name: str) -> Callable[..., None]:
 
 
 def require_made(callbacks: Sequence[object]) -> None:
-    """Checks that callbacks are not classes.
+    """Checks that callbacks are instances, not classes.
 
     Raises:
-        ConfigurationError: If one is.
+        ConfigurationError: If one is a class.
     """
     for each in callbacks:
         if isinstance(each, type):
@@ -91,7 +94,7 @@ Kind = TypeVar("Kind", bound=Watchdog)
 
 
 def deferring(callback: Kind) -> Kind:
-    """Lets one that the user gives take the place of this one."""
+    """Marks `callback` as a default, which an instance passed by the user replaces."""
     callback.defers = True
     return callback
 
@@ -100,7 +103,7 @@ def require_ints(minimum: int, **given: object) -> None:
     """Checks arguments that are counts.
 
     Raises:
-        ConfigurationError: If one is no int of at least `minimum`.
+        ConfigurationError: If one is not an int of at least `minimum`.
     """
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
@@ -121,7 +124,7 @@ def _shown(value: Any) -> str:
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         inside = ", ".join(map(_shown, value))
         text = f"({inside}{',' * (len(value) == 1)})"
-    elif callable(value):  # whose own way has an address in it
+    elif callable(value):  # its `repr` would contain a memory address
         text = getattr(value, "__qualname__", type(value).__name__)
     else:
         text = repr(value)

@@ -1,1 +1,1 @@
-"""`ReplicaMetrics` and `StragglerWatchdog`: how replicas differ from each other."""
+"""Comparison of replicas: `ReplicaMetrics` and `StragglerWatchdog`."""

@@ -1,4 +1,4 @@
-"""What is the same on all replicas, as long as nothing goes wrong."""
+"""Checksums of the values that should be identical on all replicas."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ Checksums = Mapping[int, Mapping[str, str]]
 
 
 def checksums(model: keras.Model, first_replica: int) -> Callable[[], Checksums]:
-    """Takes the values that `model` has now, by reference.
+    """Captures the current values of `model` by reference.
 
     Args:
-        model: On one or several replicas of this process.
-        first_replica: The number of the first of these.
+        model: A model on one or several replicas of this process.
+        first_replica: The number of this process's first replica.
 
     Returns:
-        What makes, from any thread, a checksum of each of `capture.variables_of`, by its key, for
-        each replica that has values of its own, by its number.
+        A function, callable from any thread, that computes a checksum of every variable of
+        `capture.variables_of`. The result maps the number of every replica with its own copy of
+        the values to checksums by variable key.
     """
     parts = {name: replica_values.parts(each) for name, each in variables_of(model).items()}
     here = replicas_here(model.distribute_strategy)

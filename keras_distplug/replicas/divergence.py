@@ -1,4 +1,4 @@
-"""Replicas that should have the same weights, and have not."""
+"""Detects replicas whose weights have diverged."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Divergence:
-    """Replicas whose values are not those of the others.
+    """Replicas whose variables differ from those of the other replicas.
 
     Args:
-        step: How many updates there were by then.
-        variable: The first one that differs, in the model's order.
-        variables: How many differ.
-        replicas: The numbers of those whose values of that one are not those of most; all, if there
-            are no most.
-        where: The workers of these, with their machines.
+        step: The number of updates at the time of the comparison.
+        variable: The first variable that differs, in the model's order.
+        variables: The number of variables that differ.
+        replicas: The numbers of the replicas whose value of `variable` differs from the majority's;
+            all replicas if there is no majority.
+        where: Their workers, with machines.
     """
 
     step: int
@@ -29,23 +29,24 @@ class Divergence:
     def __str__(self) -> str:
         which = "replica" if len(self.replicas) == 1 else "replicas"
         numbers = ", ".join(map(str, self.replicas))
-        more = f", and {self.variables - 1} more," if self.variables > 1 else ""
+        more = f" (and {self.variables - 1} more)" if self.variables > 1 else ""
         return (
-            f"at step {self.step}, `{self.variable}`{more} of {which} {numbers} "
-            f"({', '.join(self.where)}) differs from that of others: they train different models "
-            "from here on. Go on from a checkpoint from before it"
+            f"at step {self.step}, the values of `{self.variable}`{more} on {which} {numbers} "
+            f"({', '.join(self.where)}) differ from those of other replicas: they now train "
+            "different models. Resume from a checkpoint saved before this step"
         )
 
 
 def divergence(
     step: int, checksums: Mapping[int, Mapping[str, str]], where: Mapping[int, str]
 ) -> Divergence | None:
-    """Compares replicas; None if they are the same.
+    """Compares replicas; returns None if they are identical.
 
     Args:
-        step: Of all of them.
-        checksums: Of each replica, by its number, of each variable, in the same order.
-        where: Each one's worker.
+        step: The step that all replicas have reached.
+        checksums: The checksums of all variables, in the same order for every replica, by replica
+            number.
+        where: The worker of every replica.
     """
     every = list(checksums.values())
     different = [name for name in every[0] if len({each.get(name) for each in every}) > 1]

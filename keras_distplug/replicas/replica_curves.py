@@ -1,4 +1,4 @@
-"""What replicas and workers have, as curves for TensorBoard."""
+"""TensorBoard curves of replicas' and workers' metrics."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _CURVES = ("min", "median", "p95", "max")
 
 
 class ReplicaCurves:
-    """A chart for each of the values, with one of TensorBoard's runs for each replica and worker.
+    """Writes one chart per metric, with one TensorBoard run per replica or worker.
 
     Args:
-        files: The folder of all of them; None writes nothing.
+        files: The folder for all runs; None writes nothing.
     """
 
     def __init__(self, files: Files | None) -> None:
@@ -50,15 +50,16 @@ class ReplicaCurves:
         self._runs: dict[str, EventFiles] = {}
 
     def add(self, reports: Sequence[StepReport]) -> None:
-        """Of one window.
+        """Adds the values of one window.
 
         Raises:
-            OSError: If a file cannot be written. In a store, it is kept and tried again.
+            OSError: If a file cannot be written. If it is in a store, it is kept and the write is
+                retried later.
         """
         if self._files is None:
             return
         step = reports[0].step
-        for name, values in values_of(reports).items():
+        for name, values in get_values(reports).items():
             kind = "replica" if name in OF_REPLICAS else "worker"
             if len(values) <= _MOST_RUNS:
                 for number, value in values:
@@ -71,9 +72,9 @@ class ReplicaCurves:
             run.look_after()
 
     def close(self) -> None:
-        """Raises OSError if a file cannot be written."""
+        """Closes all files; raises OSError if one cannot be written."""
         runs, self._runs = self._runs, {}
-        with contextlib.ExitStack() as stack:  # all of them, whichever fails
+        with contextlib.ExitStack() as stack:  # closes every run, even if one fails
             for run in runs.values():
                 stack.callback(run.close)
 
@@ -83,8 +84,8 @@ class ReplicaCurves:
         self._runs[run].add_scalar(f"distplug/{name}", value, step)
 
 
-def values_of(reports: Sequence[StepReport]) -> dict[str, list[tuple[int, float]]]:
-    """What is known, of each replica or worker by its number."""
+def get_values(reports: Sequence[StepReport]) -> dict[str, list[tuple[int, float]]]:
+    """Returns the known values of every metric, with the number of the replica or worker."""
     replicas = [(each, worker) for worker in reports for each in worker.replicas]
     found = {
         name: [(each.replica, value(each, worker)) for each, worker in replicas]

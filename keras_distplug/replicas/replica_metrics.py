@@ -1,4 +1,4 @@
-"""What each replica and each worker has in a step, and how far they are apart."""
+"""Per-replica and per-worker metrics of steps, and their spread."""
 
 from __future__ import annotations
 
@@ -29,30 +29,36 @@ from keras_distplug.replicas.replica_curves import (
     OF_WORKERS,
     SPREAD,
     ReplicaCurves,
-    values_of,
+    get_values,
 )
-from keras_distplug.step.step_reports import StepReport, as_text, from_text, merged, with_same_data
-from keras_distplug.step.step_windows import OwnWindows, StepWindows, tell_what_is_lost
+from keras_distplug.step.step_reports import (
+    StepReport,
+    as_text,
+    from_text,
+    merge_reports,
+    replicas_with_same_data,
+)
+from keras_distplug.step.step_windows import OwnWindows, StepWindows, failure_announcer
 from keras_distplug.storage.files import Files, local_path, open_files
 
-_LAST_SECS = 5.0  # for what is under way at the end
+_LAST_SECS = 5.0  # to wait at the end for reports in progress
 
 _NAMES = [f"{what}_{how}" for what in (*OF_REPLICAS, *OF_WORKERS) for how in SPREAD]
 
 
 class ReplicaMetrics(Watchdog):
-    """Shows what each replica and each worker has in a step, and how far they are apart.
+    """Records metrics of every replica and every worker, and how far they differ.
 
-    What `fit` logs is of all replicas together. Here each one tells of its own, before gradients
-    are summed, in windows of steps that the chief brings together in a thread:
+    The logs of `fit` are aggregated over all replicas. This callback measures every replica
+    before gradients are summed, in windows of steps that the chief collects in a thread:
 
-    - of replicas, `loss`, `gradient_norm`, `samples_per_s`, `compute_ms` (from their data to their
-      gradients) and `sync_ms` (from there to the sum of all: waiting for the others, and for the
-      sum);
-    - of workers, `step_ms`, `input_ms` (waiting for their data) and `memory_mb` (of the process).
+    - for replicas, `loss`, `gradient_norm`, `samples_per_s`, `compute_ms` (from their data to their
+      gradients) and `sync_ms` (from there to the sum of all gradients: waiting for the other
+      replicas and for the reduction);
+    - for workers, `step_ms`, `input_ms` (waiting for data) and `memory_mb` (of the process).
 
-    It compares the replicas' weights, too: those that are no longer the same train different
-    models, which nothing else tells.
+    It also compares the replicas' weights. Replicas whose weights have diverged train different
+    models, which would otherwise go unnoticed.
 
     Example:
 
@@ -61,38 +67,40 @@ class ReplicaMetrics(Watchdog):
     model.fit(ds, epochs=10, callbacks=[*kd.defaults("runs/mnist"), metrics])
     ```
 
-    - In TensorBoard there is one chart for each, `distplug/loss` and so on, with a curve for each
-      replica or worker, and the `min`, `median`, `p95` and `max` of all. With more than 64 of
-      either there are these four only. Curves go on where a checkpoint was taken up.
-    - Of a step that does not take its loss from `compute_loss`, there is none here; nor is there
-      anything of replicas where the step is compiled by XLA or calls neither `optimizer.apply` nor
-      `optimizer.apply_gradients`, which is warned of. Of a model with several optimizers, the
-      first one that is asked in a step counts.
-    - `sync_ms` is known of the first replica only of central storage, and `input_ms` of one process
-      not with `steps_per_execution` above 1.
-    - Not a bit of the training changes. **Not verified on GPU**, where a gradient is there for
-      Python when it has been copied.
+    - TensorBoard shows one chart per metric, such as `distplug/loss`, with a curve for every
+      replica or worker, and the `min`, `median`, `p95` and `max` over all. With more than 64
+      replicas or workers, only these four are written. Curves continue after a restart.
+    - If the step does not use `compute_loss`, `loss` is missing. If the step is compiled by XLA, or
+      calls neither `optimizer.apply` nor `optimizer.apply_gradients`, all replica metrics are
+      missing, with a warning. With several optimizers, the values are those of the first one
+      applied in a step.
+    - Under central storage, `sync_ms` is measured for the first replica only. In a single process,
+      `input_ms` is not available with `steps_per_execution` above 1.
+    - Training results are unchanged, bit for bit. **Not verified on GPU**, where Python sees a
+      gradient only after it has been copied to the host.
 
     Args:
-        log_dir: A folder for TensorBoard, or a URL, which the chief alone writes to. In a store,
-            whole files come each minute, and at the end. Defaults to `None`: none is written.
-        every_steps: How many steps are a window. Times are the median of these, other values the
-            mean. Defaults to 10.
-        storage_options: As in `BackupAndRestore`, for `log_dir`.
-        logs: What to add to the logs of each epoch, and so to `History`, on all workers:
-            `"<what>_<how>"` of the names above and `min`, `median`, `p95`, `max` or `spread`
-            (largest minus smallest), such as `"loss_spread"`, which comes as `replica/loss_spread`.
-            Behind a restart in mid-epoch it is of the batches since then. Defaults to none.
-        check_every_steps: The weights, and what optimizers keep, of all replicas are compared
-            each so many steps, by checksums made in a thread, until which there are two copies in
-            memory of what changes; `None` never does. Defaults to 1000.
-        fingerprints: Whether to look for replicas that are given the same data as others, step for
-            step, which takes a checksum of each batch. Defaults to `False`.
-        on_divergence: Called with each `Divergence`, on the chief, behind a batch. Defaults to
-            `None`.
+        log_dir: A folder or URL for TensorBoard files, which only the chief writes. In a store,
+            whole files are uploaded every minute and at the end. Defaults to `None`: no files.
+        every_steps: The number of steps per window. Times are medians over the window, other values
+            are means. Defaults to 10.
+        storage_options: Options for `log_dir`, as in `BackupAndRestore`. Defaults to `None`.
+        logs: Names of values to add to the logs of every epoch, and thus to `History`, on all
+            workers: `"<metric>_<statistic>"`, with a metric from above and `min`, `median`, `p95`,
+            `max` or `spread` (largest minus smallest). For example, `"loss_spread"` is logged as
+            `replica/loss_spread`. After a restart in mid-epoch, values cover the batches since the
+            restart. Defaults to `()`.
+        check_every_steps: The interval, in steps, at which the weights and optimizer variables of
+            all replicas are compared. Checksums are computed in a thread; until they are finished,
+            variables that change occupy memory twice. `None` disables the comparison. Defaults to
+            1000.
+        fingerprints: True to detect replicas that are given the same data in every step, at the
+            cost of a checksum of every batch. Defaults to `False`.
+        on_divergence: A function called with every `Divergence`, on the chief, after a batch.
+            Defaults to `None`.
 
     Raises:
-        ConfigurationError: For an argument that is not usable.
+        ConfigurationError: If an argument is invalid.
     """
 
     def __init__(
@@ -111,10 +119,13 @@ class ReplicaMetrics(Watchdog):
         if check_every_steps is not None:
             require_ints(1, check_every_steps=check_every_steps)
         if log_dir is None and storage_options:
-            raise ConfigurationError("`storage_options` is for `log_dir`, which is not given.")
+            raise ConfigurationError(
+                "Expected `storage_options` only together with `log_dir`. Received: "
+                "`storage_options` without `log_dir`. Pass `log_dir`, or omit `storage_options`."
+            )
         if isinstance(logs, str) or any(name not in _NAMES for name in logs):
             raise ConfigurationError(
-                f"Expected `logs` to be a list of names among {', '.join(_NAMES)}. "
+                f"Expected `logs` to be a list of names from {', '.join(_NAMES)}. "
                 f"Received: {logs!r}"
             )
         self.log_dir = log_dir
@@ -125,24 +136,24 @@ class ReplicaMetrics(Watchdog):
         self.check_every_steps = check_every_steps
         self.fingerprints = fingerprints
         self.on_divergence = on_divergence
-        self._windows: StepWindows | None = None  # not where another one does the work
+        self._windows: StepWindows | None = None  # None if another instance does the work
         self._checks: Reports | None = None
 
-    # Keras' hooks, in the order in which they come
+    # Keras' hooks, in calling order
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         trainer.adapt(model)
-        if self._windows is not None:  # an error has ended the last `fit`
+        if self._windows is not None:  # the last `fit` ended with an error
             self._windows.close()
         self._windows = None
-        # Here, because Keras makes the step before `on_train_begin`.
+        # Done here because Keras builds the step before `on_train_begin`.
         if self.stands_aside(callback_list.move_to_front(self)):
             return
         if is_scheduled(model.distribute_strategy):
             announce(
-                "ReplicaMetrics: there are no replicas that take a step together, so nothing is "
-                "compared or written"
+                "ReplicaMetrics: under ParameterServerStrategy replicas do not step together, so "
+                "nothing is compared or written"
             )
             return
         own = OwnWindows(model, syncs=True, readings=True, fingerprints=self.fingerprints)
@@ -166,12 +177,12 @@ class ReplicaMetrics(Watchdog):
         role = self._windows.own.role
         self._agreement = agreement.among(role)
         files = self._files if role.is_chief else None
-        complaint = self._agreement.first_complaint("log_dir", _complaint_about(files))
-        if complaint is not None:
-            raise ConfigurationError(complaint)
+        error = self._agreement.first_complaint("log_dir", _log_dir_error(files))
+        if error is not None:
+            raise ConfigurationError(error)
         self._curves = ReplicaCurves(files)
-        self._has_told = False
-        on_lost = tell_what_is_lost("replicas' metrics come no more")
+        self._has_warned = False
+        on_lost = failure_announcer("replica metrics have stopped")
         session = self._windows.begin("replica metrics", self._take, on_lost)
         if self._checks is not None:
             self._checks.close()
@@ -194,7 +205,7 @@ class ReplicaMetrics(Watchdog):
         if self.check_every_steps is not None and self._unchecked >= self.check_every_steps:
             self._unchecked = 0
             self._check(self._windows)
-        self._tell()
+        self._report_found()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self._windows is None:
@@ -212,22 +223,24 @@ class ReplicaMetrics(Watchdog):
         try:
             self._curves.close()
         except OSError as error:
-            self._found.append(f"TensorBoard does not get the end of {self.log_dir}: {error}")
-        self._tell()
-        # The others ask the chief's process for what was said last.
+            self._found.append(
+                f"the last TensorBoard data could not be written to {self.log_dir}: {error}"
+            )
+        self._report_found()
+        # The other workers still fetch their last messages from the chief's process.
         self._agreement.barrier("the end of replica metrics")
 
-    # How
+    # Internals
 
     def _note(self, report: StepReport | None) -> None:
-        """Of this worker."""
+        """Keeps this worker's report for the epoch's logs, and warns if it has no replicas."""
         if report is None:
             return
         if self._is_new and not report.replicas and report.worker == 0:
             warnings.warn(
-                "ReplicaMetrics sees nothing of this model's replicas: its `train_step` calls "
+                "ReplicaMetrics cannot measure the replicas of this model: its `train_step` calls "
                 "neither `optimizer.apply` nor `optimizer.apply_gradients`, or it is compiled with "
-                "jit_compile=True. There are the workers' times only.",
+                "jit_compile=True. Only the workers' times are recorded.",
                 stacklevel=3,
             )
         self._is_new = False
@@ -235,11 +248,11 @@ class ReplicaMetrics(Watchdog):
             self._of_epoch.append(report)
 
     def _summary(self) -> dict[str, float]:
-        """What is asked for in the logs, of all workers: the same on all."""
-        own = as_text(merged(self._of_epoch)) if self._of_epoch else ""
+        """Returns the requested log values over all workers, identical on every worker."""
+        own = as_text(merge_reports(self._of_epoch)) if self._of_epoch else ""
         said = self._agreement.gather("replica metrics", own)
         reports = [from_text(text) for text in said if text]
-        values = {name: [value for _, value in each] for name, each in values_of(reports).items()}
+        values = {name: [value for _, value in each] for name, each in get_values(reports).items()}
         found = {}
         for name in self.logs:
             what, _, how = name.rpartition("_")
@@ -248,28 +261,27 @@ class ReplicaMetrics(Watchdog):
         return found
 
     def _take(self, reports: list[StepReport]) -> None:
-        """From a thread, mostly."""
+        """Records one window of all workers. Runs in a thread if there are several workers."""
         try:
             self._curves.add(reports)
         except OSError as error:
             self._note_lost_curves(error)
-        same = with_same_data(reports)
+        same = replicas_with_same_data(reports)
         if same and same not in self._same_data:
             self._same_data.add(same)
             self._found.append(
-                f"{', '.join(map(str, same))} are given the same data as each other, in each of "
-                f"the {reports[0].steps} steps up to step {reports[0].step}. Is the dataset split "
-                "over the workers?"
+                f"{', '.join(map(str, same))} received the same data in all {reports[0].steps} "
+                f"steps up to step {reports[0].step}. Is the dataset split across the workers?"
             )
 
     def _note_lost_curves(self, error: OSError) -> None:
-        assert self._files is not None  # who has none writes nothing
+        assert self._files is not None  # without files, nothing is written
         is_near = self._files.traits.is_near
-        how_long = "are written no more" if is_near else "do not come there, and are tried again"
-        if not self._has_told:
-            self._found.append(f"TensorBoard's files in {self.log_dir} {how_long}: {error}")
-        self._has_told = True
-        if is_near:  # where the writer has failed once, it is of no use
+        how_long = "are no longer written" if is_near else "could not be written; retrying"
+        if not self._has_warned:
+            self._found.append(f"TensorBoard files in {self.log_dir} {how_long}: {error}")
+        self._has_warned = True
+        if is_near:  # the writer is unusable after a failure
             self._curves = ReplicaCurves(None)
 
     def _check(self, windows: StepWindows) -> None:
@@ -280,11 +292,11 @@ class ReplicaMetrics(Watchdog):
         make = checksums(self.model, windows.own.role.rank * here)
         self._checks.send(lambda: json.dumps([step, where, make()]))
 
-    def _compare(self, told: list[str]) -> None:
-        """From a thread."""
+    def _compare(self, messages: list[str]) -> None:
+        """Compares the checksums of all workers. Runs in a thread."""
         found: dict[int, Mapping[str, str]] = {}
         places: dict[int, str] = {}
-        for text in told:
+        for text in messages:
             step, where, own = json.loads(text)
             for replica, each in own.items():
                 found[int(replica)], places[int(replica)] = each, where
@@ -293,7 +305,7 @@ class ReplicaMetrics(Watchdog):
             self._found.append(apart)
         self._is_apart = apart is not None
 
-    def _tell(self) -> None:
+    def _report_found(self) -> None:
         while self._found:
             found = self._found.popleft()
             announce(f"replicas: {found}")
@@ -303,7 +315,7 @@ class ReplicaMetrics(Watchdog):
                     self.on_divergence(found)
 
 
-def _complaint_about(files: Files | None) -> str | None:
+def _log_dir_error(files: Files | None) -> str | None:
     if files is not None:
         try:
             if (folder := local_path(files.where())) is not None:
@@ -311,7 +323,7 @@ def _complaint_about(files: Files | None) -> str | None:
             files.names()
         except OSError as error:
             return (
-                "Expected `log_dir` to be a folder that can be written to. Received: "
+                "Expected `log_dir` to be a writable folder. Received: "
                 f"{files.where()!r}. Cause: {error}"
             )
     return None

@@ -1,4 +1,4 @@
-"""How long the network takes from a worker to the chief and back."""
+"""Measures network round trips from a worker to the chief and back."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Callable
 
 from keras_distplug.core.protocols import Exchange
 
-PAYLOAD_BYTES = 2**18  # more than what a slow line may let pass at once
+PAYLOAD_BYTES = 2**18  # more than a slow link's burst allowance
 _TRIES = 3
 _ANSWER_S = 60.0
 
 
 class RoundTrips:
-    """Times messages that go to whoever keeps the words, and come back.
+    """Times messages to the process that stores the workers' messages, and back.
 
-    What a message of no size takes is told from what each byte takes, so that larger ones can be
-    reckoned.
+    The latency of an empty message and the time per byte are measured separately, so that the time
+    of a larger message can be extrapolated.
 
     Args:
-        topic: That nobody else has.
-        exchange: Between the workers.
-        every_secs: What is known is taken again for so long.
-        now_s: A clock.
+        topic: A topic that no other user of `exchange` has.
+        exchange: The exchange between the workers.
+        every_secs: The interval between measurements, in seconds.
+        now_s: A clock, in seconds.
     """
 
     def __init__(
@@ -37,29 +37,29 @@ class RoundTrips:
         self._every_secs = every_secs
         self._now_s = now_s
         self._number = 0
-        self._known: tuple[float, float, float] | None = None  # when, for none, for each byte
+        self._measured: tuple[float, float, float] | None = None  # measured at, latency, per byte
 
     def seconds_for(self, message_bytes: int) -> tuple[float, bool]:
-        """How long a message of that size takes, and whether that was measured just now.
+        """Returns the round-trip time of a message of that size, and True if it is newly measured.
 
         Raises:
-            AgreementError: If none comes back.
+            AgreementError: If a message does not come back.
         """
-        is_due = self._known is None or self._now_s() - self._known[0] >= self._every_secs
-        if self._known is None or is_due:
+        is_due = self._measured is None or self._now_s() - self._measured[0] >= self._every_secs
+        if self._measured is None or is_due:
             empty_s, full_s = (
-                min(self._taken_s(size) for _ in range(_TRIES)) for size in (1, PAYLOAD_BYTES)
+                min(self._measure_s(size) for _ in range(_TRIES)) for size in (1, PAYLOAD_BYTES)
             )
-            self._known = self._now_s(), empty_s, max(0.0, full_s - empty_s) / PAYLOAD_BYTES
-        _, empty_s, byte_s = self._known
+            self._measured = self._now_s(), empty_s, max(0.0, full_s - empty_s) / PAYLOAD_BYTES
+        _, empty_s, byte_s = self._measured
         return empty_s + message_bytes * byte_s, is_due
 
-    def _taken_s(self, message_bytes: int) -> float:
+    def _measure_s(self, message_bytes: int) -> float:
         topic = f"{self._topic}/{self._number}"
         self._number += 1
-        begun_s = self._now_s()
+        start_s = self._now_s()
         self._exchange.tell(topic, "-" * message_bytes)
         self._exchange.hear(topic, _ANSWER_S)
-        taken_s = self._now_s() - begun_s
+        taken_s = self._now_s() - start_s
         self._exchange.forget(topic)
         return taken_s

@@ -1,4 +1,4 @@
-"""Naming the replica that all others wait for."""
+"""Detects the replica that all others wait for."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from keras_distplug.core.reporting import report
 from keras_distplug.replicas.round_trips import RoundTrips
 from keras_distplug.replicas.stragglers import Judge, Straggler
 from keras_distplug.step.step_reports import StepReport
-from keras_distplug.step.step_windows import OwnWindows, StepWindows, tell_what_is_lost
+from keras_distplug.step.step_windows import OwnWindows, StepWindows, failure_announcer
 
-_EVERY_SECS = 1.0  # a worker measures its network
-_EACH_SECS = 0.25  # for each worker that there is beside the chief, if that is more
+_LEAST_EVERY_SECS = 1.0  # the shortest interval at which a worker measures its network
+_SECS_PER_WORKER = 0.25  # per worker besides the chief, if that makes the interval longer
 
 
 class StragglerWatchdog(Watchdog):
-    """Says which replica, or whose input or network, all others wait for.
+    """Reports the replica, or the worker with a slow input or network, that all others wait for.
 
-    In synchronous training every worker's step takes as long as that of the slowest, so that from
-    outside all look the same. Here each replica takes the time from its data to its gradients,
-    before those are summed, and each worker that for which it waits for its own data, and, in a
-    thread, that of messages to the chief and back. The chief compares them, in a thread: one that
-    is slower than the median of the others, in several windows of steps in a row, is told of in a
-    line, and again when it is over.
+    In synchronous training, every worker's step takes as long as the slowest worker's, so all look
+    equally slow from the outside. This callback measures every replica from its data to its
+    gradients, before gradients are summed; the time every worker waits for its own data; and, in a
+    thread, the round trip of messages from every worker to the chief. The chief compares these in
+    a thread. A replica or worker that is slower than the median of the others for several
+    consecutive windows of steps is logged, and logged again when it has recovered.
 
     Example:
 
@@ -46,25 +46,28 @@ class StragglerWatchdog(Watchdog):
     model.fit(ds, epochs=10, callbacks=[*kd.defaults("runs/mnist"), watchdog])
     ```
 
-    - It is among `defaults()`; one of your own takes its place. A single replica has nobody to
-      compare it with.
-    - A layer that talks to other replicas within the step, such as a synchronized
-      `BatchNormalization`, makes all as slow as the slowest: that is not seen.
-    - A slow network of the chief is one of all others. One of the only other worker is found by its
-      own past, so that it has to become slow.
+    - It is part of `defaults()`; an instance of your own replaces the default. With a single
+      replica, there is nothing to compare.
+    - A layer that communicates with other replicas within the step, such as a synchronized
+      `BatchNormalization`, makes all replicas as slow as the slowest, which hides the straggler.
+    - If the chief's network is slow, the connections of all other workers are. With only one worker
+      besides the chief, its network is compared with its own past, so it is only detected if it
+      becomes slow during training.
     - Replicas that are logical devices of one CPU share its cores, which makes their times noisy.
-      **Not verified on GPU**, where a gradient is there for Python when it has been copied.
+      **Not verified on GPU**, where Python sees a gradient only after it has been copied to the
+      host.
 
     Args:
-        every_steps: How many steps are a window. Defaults to 10.
-        windows: So many windows in a row, in which it is slow, make a straggler. Defaults to 4.
-        threshold: A replica is slow if the median of the others' time is less than so many times
-            its own, and a tenth of the step goes by for that. Defaults to 0.75.
-        on_straggler: Called with each `Straggler`, on the chief, behind a batch. Defaults to
-            `None`.
+        every_steps: The number of steps per window. Defaults to 10.
+        windows: The number of consecutive slow windows after which a straggler is reported.
+            Defaults to 4.
+        threshold: A replica is slow if the median time of the others is less than `threshold` times
+            its own, and the difference is at least a tenth of a step. Defaults to 0.75.
+        on_straggler: A function called with every `Straggler`, on the chief, after a batch.
+            Defaults to `None`.
 
     Raises:
-        ConfigurationError: For an argument that is not usable.
+        ConfigurationError: If an argument is invalid.
     """
 
     def __init__(
@@ -85,17 +88,17 @@ class StragglerWatchdog(Watchdog):
         self.windows = windows
         self.threshold = threshold
         self.on_straggler = on_straggler
-        self._windows: StepWindows | None = None  # not where there is nothing to compare
+        self._windows: StepWindows | None = None  # None if there is nothing to compare
 
-    # Keras' hooks, in the order in which they come
+    # Keras' hooks, in calling order
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         trainer.adapt(model)
-        if self._windows is not None:  # an error has ended the last `fit`
+        if self._windows is not None:  # the last `fit` ended with an error
             self._windows.close()
         self._windows = None
-        # Here, because Keras makes the step before `on_train_begin`.
+        # Done here because Keras builds the step before `on_train_begin`.
         if self.stands_aside(callback_list.move_to_front(self)):
             return
         if model.distribute_strategy.num_replicas_in_sync > 1:
@@ -110,23 +113,26 @@ class StragglerWatchdog(Watchdog):
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         if is_scheduled(self.model.distribute_strategy):
-            announce("StragglerWatchdog: nobody waits for a slow worker, so none is looked for")
+            announce(
+                "StragglerWatchdog: under ParameterServerStrategy no worker waits for a slow one, "
+                "so stragglers are not detected"
+            )
         if self._windows is None:
             return
         self._judge = Judge(self.threshold, self.windows)
         self._found: deque[Straggler] = deque()
         self._is_new = True
-        self._heard = 0
+        self._windows_compared = 0
         self._round_trips: RoundTrips | None = None
-        on_lost = tell_what_is_lost("stragglers are looked for no more")
-        session = self._windows.begin("stragglers", self._compare, on_lost, self._with_network)
+        on_lost = failure_announcer("straggler detection has stopped")
+        session = self._windows.begin("stragglers", self._compare, on_lost, self._add_network_time)
         role = self._windows.own.role
         if not role.is_chief:
             self._gradient_bytes = sum(
                 math.prod(each.shape) * np.dtype(each.dtype).itemsize
                 for each in self.model.trainable_variables
             )
-            every_secs = max(_EVERY_SECS, _EACH_SECS * (role.world_size - 1))
+            every_secs = max(_LEAST_EVERY_SECS, _SECS_PER_WORKER * (role.world_size - 1))
             self._round_trips = RoundTrips(f"round/{role.rank}", session, every_secs)
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
@@ -143,39 +149,39 @@ class StragglerWatchdog(Watchdog):
         report = self._windows.end_step()
         if report is not None and self._is_new:
             self._is_new = False
-            self._say_what_is_not_seen(report)
+            self._warn_if_unmeasured(report)
         while self._found:
-            self._tell(self._found.popleft())
+            self._report_found(self._found.popleft())
 
     def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
         if self._windows is not None:
             self._windows.close()
 
-    # How
+    # Internals
 
-    def _say_what_is_not_seen(self, report: StepReport) -> None:
+    def _warn_if_unmeasured(self, report: StepReport) -> None:
         if not report.replicas and report.worker == 0:
             warnings.warn(
-                "StragglerWatchdog sees no times of this model: its `train_step` calls neither "
-                "`optimizer.apply` nor `optimizer.apply_gradients`, or it is compiled with "
-                "jit_compile=True. No straggler is told of.",
+                "StragglerWatchdog cannot measure the replicas of this model: its `train_step` "
+                "calls neither `optimizer.apply` nor `optimizer.apply_gradients`, or it is "
+                "compiled with jit_compile=True. Replicas that compute slowly are not detected.",
                 stacklevel=2,
             )
 
-    def _with_network(self, report: StepReport) -> StepReport:
-        """From a thread."""
+    def _add_network_time(self, report: StepReport) -> StepReport:
+        """Adds the network's time. Runs in a thread."""
         if self._round_trips is None:
             return report
         network_s, is_new = self._round_trips.seconds_for(self._gradient_bytes)
         return replace(report, network_s=network_s, is_network_new=is_new)
 
     def _compare(self, reports: list[StepReport]) -> None:
-        """From a thread, mostly."""
-        self._heard += 1
-        if self._heard > 1:  # the first steps are slow for all, each in its own way
-            self._found += self._judge.hear(reports)
+        """Compares one window of all workers. Runs in a thread if there are several workers."""
+        self._windows_compared += 1
+        if self._windows_compared > 1:  # the first steps are slow everywhere, by different amounts
+            self._found += self._judge.add(reports)
 
-    def _tell(self, found: Straggler) -> None:
+    def _report_found(self, found: Straggler) -> None:
         report(
             SlowReplica(
                 found.cause,

@@ -1,4 +1,4 @@
-"""Who is slow, of those that take their steps together."""
+"""Finds stragglers among replicas that step in sync."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ Cause = Literal["compute", "input", "network"]
 Unit = tuple[Cause, int]
 
 _PAST = 128  # windows
-_LEAST_SHARE = 0.1  # of a step, that a straggler takes longer than others
+_LEAST_SHARE = 0.1  # of a step: the minimum by which a straggler exceeds the others
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """One that is slower than the others, window after window, or is so no more.
+    """A replica or worker that is slower than the others for several windows, or has recovered.
 
     Args:
-        cause: What takes it longer: `"compute"`, from its data to its gradients; `"input"`, to
-            have its data; or `"network"`, to bring a step's gradients to the chief and back.
+        cause: The part of a step that takes longer: `"compute"`, from its data to its gradients;
+            `"input"`, waiting for its data; or `"network"`, sending a step's gradients to the chief
+            and back.
         worker: The rank of its worker.
-        where: That one's name and machine.
-        replica: Its number among all replicas; None where it is the worker's.
-        own_s: How long it takes, in a step.
-        others_s: How long others take: the median of them; None if there are none to compare with,
-            as for the network of the only worker beside the chief.
-        past_s: How long it took itself before; None if it was never fast enough to know.
-        is_over: Whether it is as fast as others again.
+        where: The worker's name and machine.
+        replica: The replica's number among all replicas; None if the cause concerns the worker.
+        own_s: Its time per step, in seconds.
+        others_s: The median time of the others, in seconds; None if there are no others, as for the
+            network of the only worker besides the chief.
+        past_s: Its own median time before, in seconds; None if it has never been fast enough.
+        is_over: True if it is as fast as the others again.
     """
 
     cause: Cause
@@ -45,27 +46,29 @@ class Straggler:
 
     @property
     def score(self) -> float:
-        """1 for one that is as fast as others, or as itself before where there are none; 0.5 for
-        one that takes twice as long."""
+        """The others' time relative to its own: 1 if equally fast, 0.5 if it takes twice as long.
+
+        If there are no others, it is compared with its own past.
+        """
         reference_s = self.past_s if self.others_s is None else self.others_s
         return 1.0 if reference_s is None or not self.own_s else reference_s / self.own_s
 
     def __str__(self) -> str:
         who = self.where if self.replica is None else f"replica {self.replica} ({self.where})"
         if self.is_over:
-            return f"{who} takes no longer than others any more {_WHAT[self.cause]}"
-        others = "" if self.others_s is None else f", others {_time(self.others_s)}"
-        past = "" if self.past_s is None else f"; before, it took {_time(self.past_s)}"
+            return f"{who} no longer takes longer than the others {_ACTIVITY[self.cause]}"
+        others = "" if self.others_s is None else f", others take {_time(self.others_s)}"
+        past = "" if self.past_s is None else f" (it used to take {_time(self.past_s)})"
         return (
-            f"{who} takes {_time(self.own_s)} {_WHAT[self.cause]} in each step{others}; all wait "
-            f"for it{past}"
+            f"{who} takes {_time(self.own_s)} per step {_ACTIVITY[self.cause]}{others}; all "
+            f"workers wait for it{past}"
         )
 
 
-_WHAT: Mapping[Cause, str] = {
+_ACTIVITY: Mapping[Cause, str] = {
     "compute": "to compute its gradients",
-    "input": "for its data",
-    "network": "to bring its gradients to the chief and back",
+    "input": "to get its data",
+    "network": "to send its gradients to the chief and back",
 }
 
 
@@ -74,29 +77,31 @@ def _time(seconds: float) -> str:
 
 
 class Judge:
-    """Tells stragglers from those that are slow now and then.
+    """Distinguishes stragglers from replicas that are only occasionally slow.
 
-    The score of each is the median of the others over its own, as in NVIDIA's Resiliency Extension
-    (whose reference is the fastest one), and it has to be low in several windows in a row, so that
-    slowness that wanders from one to the next is none. What it takes longer has to matter, too.
+    The score is the median of the others' times divided by the replica's own, as in NVIDIA's
+    Resiliency Extension (which uses the fastest one as the reference). It must be low in several
+    consecutive windows, so that slowness that moves from replica to replica does not count. The
+    time lost must also be a considerable part of the step.
 
     Args:
-        threshold: A score below is low.
-        windows: So many in a row make a straggler, and end one.
+        threshold: The score below which a replica is slow.
+        windows: The number of consecutive windows after which a straggler is reported, or has
+            recovered.
     """
 
     def __init__(self, threshold: float, windows: int) -> None:
         self._threshold = threshold
         self._windows = windows
-        self._in_a_row: dict[Unit, int] = defaultdict(int)  # slow; below 0: fast
-        self._known: set[Unit] = set()
+        self._streaks: dict[Unit, int] = defaultdict(int)  # slow; below 0: fast
+        self._reported: set[Unit] = set()
         self._past: dict[Unit, deque[float]] = defaultdict(lambda: deque(maxlen=_PAST))
 
-    def hear(self, reports: Sequence[StepReport]) -> list[Straggler]:
-        """Takes a window of all workers, and gives whom there is to tell of, by now."""
+    def add(self, reports: Sequence[StepReport]) -> list[Straggler]:
+        """Adds one window of all workers; returns new stragglers and those that have recovered."""
         step_s = statistics.median(each.step_s for each in reports)
         stale = {("network", each.worker) for each in reports if not each.is_network_new}
-        told = []
+        news = []
         for unit, compared in _compared(reports):
             if unit in stale:
                 continue  # one measurement counts once
@@ -104,22 +109,22 @@ class Judge:
             found = replace(compared, past_s=statistics.median(past) if past else None)
             longer_s = (1 - found.score) * found.own_s
             is_slow = found.score < self._threshold and longer_s >= _LEAST_SHARE * step_s
-            before = self._in_a_row[unit]
-            in_a_row = max(before, 0) + 1 if is_slow else min(before, 0) - 1
-            self._in_a_row[unit] = in_a_row
-            if in_a_row == self._windows and unit not in self._known:
-                self._known.add(unit)
-                told.append(found)
-            elif in_a_row == -self._windows and unit in self._known:
-                self._known.remove(unit)
-                told.append(replace(found, is_over=True))
+            before = self._streaks[unit]
+            streak = max(before, 0) + 1 if is_slow else min(before, 0) - 1
+            self._streaks[unit] = streak
+            if streak == self._windows and unit not in self._reported:
+                self._reported.add(unit)
+                news.append(found)
+            elif streak == -self._windows and unit in self._reported:
+                self._reported.remove(unit)
+                news.append(replace(found, is_over=True))
             if not is_slow:
                 past.append(found.own_s)
-        return told
+        return news
 
 
 def _compared(reports: Sequence[StepReport]) -> Iterator[tuple[Unit, Straggler]]:
-    """Each replica, and each worker's input and network, beside the median of the others."""
+    """Yields every replica, and every worker's input and network, with the median of the others."""
     taken: dict[Cause, list[tuple[StepReport, int | None, float | None]]] = {
         "compute": [
             (each, own.replica, own.compute_s) for each in reports for own in each.replicas

@@ -1,1 +1,1 @@
-"""What is measured and decided within a training step."""
+"""Measurements and decisions within a training step."""

@@ -1,4 +1,4 @@
-"""How many batches Keras trains at once."""
+"""Counts the batches that Keras trains per execution."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keras_distplug.step.replica_step import ReplicaStep
 
 
 class StepCounter(StepInstrument):
-    """Counts the steps of this process, of which Keras may take several in one call."""
+    """Counts the steps of this process; Keras may run several in one call."""
 
     def __init__(self, model: keras.Model) -> None:
         self._replicas_here = replicas_here(model.distribute_strategy)
@@ -23,7 +23,8 @@ class StepCounter(StepInstrument):
 
     def before(self, step: ReplicaStep, batch: Any) -> Any:
         if int(tf.get_static_value(step.replica)) % self._replicas_here == 0:
-            counter = weakref.ref(self)  # TensorFlow keeps what it calls, and its graphs, for good
+            # Weak, because TensorFlow never releases graphs and the functions they call.
+            counter = weakref.ref(self)
 
             def count() -> np.ndarray:
                 if (counts := counter()) is not None:
@@ -35,38 +36,38 @@ class StepCounter(StepInstrument):
 
 
 class Executions:
-    """The executions of a `fit`, of `steps_per_execution` steps each, or of fewer where data end.
+    """The executions of a `fit`: `steps_per_execution` steps each, or fewer when the data ends.
 
     Args:
-        model: One that `fit` is about to train: this is to be made in a callback's `set_params`,
-            because Keras makes the step before `on_train_begin`.
-        steps: Batches in an epoch, as Keras knows them; None if it does not.
+        model: The model that `fit` is about to train. Create this object in a callback's
+            `set_params`, because Keras builds the step before `on_train_begin`.
+        steps: The number of batches per epoch; None if Keras does not know it.
     """
 
     def __init__(self, model: keras.Model, steps: int | None) -> None:
         self._model = model
         self._counter: StepCounter | None = None
-        # Of so many steps an epoch, Keras takes more where the data have no end.
+        # With a `steps` that is not a multiple, Keras runs full executions if the data continues.
         is_sure = steps is not None and steps % model.steps_per_execution == 0
-        # Workers read data without an end.
+        # Under a parameter server strategy, workers read endless data.
         is_here = not is_scheduled(model.distribute_strategy)
         if is_here and not is_sure and model.steps_per_execution > 1:
             self._counter = StepInstrumentation.of(model).use_shared(StepCounter)
         self._before = 0
 
     def begin(self) -> None:
-        """To be called from `on_train_batch_begin`."""
+        """Call it from `on_train_batch_begin`."""
         if self._counter is not None:
             self._before = self._counter.steps
 
     def end(self) -> int:
-        """How many batches were trained since, from `on_train_batch_end`."""
+        """Returns the number of batches trained since `begin`. Call in `on_train_batch_end`."""
         if self._counter is not None:
             return self._counter.steps - self._before
         trained: int = self._model.steps_per_execution
         return trained
 
     def unwant(self) -> None:
-        """To be called where it was not `fit` that called `set_params`."""
+        """Cancels the counting. Call it if `set_params` was not called by `fit`."""
         if self._counter is not None:
             StepInstrumentation.of(self._model).use_none()

@@ -48,27 +48,27 @@ class StepInstrument:
     ```
     """
 
-    decides = False  # whether it has an `allows`; such instruments come after the others
+    decides = False  # True if it implements `allows`; such instruments run after the others
 
     def signature(self) -> Hashable:
         """Returns what the traced operations depend on; the step is traced again if it changes."""
         return ()
 
     def before(self, step: ReplicaStep, batch: Any) -> Any:
-        """Returns the batch that the step is given, usually `batch`."""
+        """Returns the batch to train on, usually `batch`."""
         return batch
 
     def after_gradients(
         self, step: ReplicaStep, optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any]
     ) -> Sequence[Any]:
-        """Returns the replica's own gradients, one or None for each variable, as the all-reduce
-        gets them. With `jit_compile=True`, XLA compiles what it does."""
+        """Returns the replica's own gradients, one or None per variable, to be passed to the
+        all-reduce. With `jit_compile=True`, XLA compiles this hook's operations."""
         return gradients
 
     def after_sum(
         self, step: ReplicaStep, optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any]
     ) -> Sequence[Any]:
-        """Returns the sum of all replicas' gradients as the optimizer gets it."""
+        """Returns the sum of all replicas' gradients, to be passed to the optimizer."""
         return gradients
 
     def allows(
@@ -79,12 +79,12 @@ class StepInstrument:
         summed: Sequence[Any],
         variables: Sequence[keras.Variable],
     ) -> tf.Tensor | None:
-        """Returns whether the update is applied, the same on all replicas; None for no opinion. If
-        it is not, the rest of what the step has assigned is undone, too."""
+        """Returns True if the update should be applied, identically on all replicas; None for no
+        opinion. If it is not applied, the step's other assignments are undone, too."""
         return None
 
     def after(self, step: ReplicaStep, logs: Any) -> None:
-        """Called at the end of the step, with what it returns."""
+        """Called at the end of the step with its return value."""
 
 
 Kind = TypeVar("Kind", bound=StepInstrument)
@@ -123,7 +123,7 @@ def instrument_step(model: keras.Model, instrument: StepInstrument) -> None:
         )
     if is_scheduled(model.distribute_strategy):
         raise ConfigurationError(
-            "Expected a model whose steps are taken in this process. Received: one under "
+            "Expected a model whose steps run in this process. Received: one under "
             "ParameterServerStrategy, whose workers cannot call this process's Python. Do "
             "not add the instrument under this strategy."
         )
@@ -131,33 +131,33 @@ def instrument_step(model: keras.Model, instrument: StepInstrument) -> None:
 
 
 class StepInstrumentation(gates.Gate):
-    """The instruments in the step of one model, while it is trained by `fit`.
+    """The instruments in the training step of one model during `fit`.
 
-    An update that an instrument does not allow is not applied on any replica; what else such a step
-    assigned (metrics, the statistics of BatchNormalization) is put back, in the step itself. The
-    draws of random layers, and the batch, are used up.
+    An update that an instrument does not allow is not applied on any replica. The step's other
+    assignments (metrics, the statistics of BatchNormalization) are reverted within the step. The
+    batch and the random numbers of its layers are consumed nevertheless.
     """
 
     def __init__(self, model: keras.Model) -> None:
         self.model = model
         self._shared: dict[Callable[..., StepInstrument], StepInstrument] = {}
-        self._wanted: list[StepInstrument] = []  # for the `fit` that begins
-        self._there: list[StepInstrument] = []
-        self._traced: list[tuple[int, Hashable]] = []  # the signatures of those
-        self._is_in_place = False
-        self._history: Any = None  # of the `fit` that is under way
+        self._requested: list[StepInstrument] = []  # for the `fit` that is starting
+        self._installed: list[StepInstrument] = []
+        self._traced: list[tuple[int, Hashable]] = []  # the signatures of the installed ones
+        self._is_installed = False
+        self._history: Any = None  # of the current `fit`
         self.stock: dict[str, Any] = {}  # the model's own methods, by name
 
     @classmethod
     def of(cls, model: keras.Model) -> StepInstrumentation:
-        """That of `model`, which is adapted."""
+        """Returns the instrumentation of `model`, after adapting the model."""
         found = attached(adapt(model), cls)
         if found is None:
             attach(model, found := cls(model))
         return found
 
     def shared(self, make: Callable[[keras.Model], Kind]) -> Kind:
-        """The instrument that all callbacks share, which `make` makes for the first one."""
+        """Returns the instrument that all callbacks share; `make` creates it on the first call."""
         if make not in self._shared:
             self._shared[make] = make(self.model)
         return self._shared[make]  # type: ignore[return-value]
@@ -167,78 +167,78 @@ class StepInstrumentation(gates.Gate):
         return instrument
 
     def is_used(self, instrument: StepInstrument) -> bool:
-        """Whether it will be in the `fit` that begins."""
-        return instrument in self._wanted
+        """True if the instrument is enabled for the `fit` that is starting."""
+        return instrument in self._requested
 
     def use(self, instrument: StepInstrument) -> None:
-        """Has it in the `fit` that begins; to be called from a callback's `set_model`."""
-        if instrument not in self._wanted:
-            self._wanted = sorted([*self._wanted, instrument], key=lambda each: each.decides)
-        self._put_in_place()
+        """Enables it for the `fit` that is starting. Call it from a callback's `set_model`."""
+        if instrument not in self._requested:
+            self._requested = sorted([*self._requested, instrument], key=lambda each: each.decides)
+        self._install()
 
     def use_none(self) -> None:
-        """To be called where it was not `fit` that called `set_model`."""
-        self._wanted = []
+        """Disables all instruments. Call it if `set_model` was not called by `fit`."""
+        self._requested = []
 
-    def trace_again(self) -> None:
+    def retrace(self) -> None:
         self.model.train_function = None
         Touched.of(self.model).draws.keep()
 
-    # Being in place, for one `fit`
+    # Installation for one `fit`
 
-    def _put_in_place(self) -> None:
+    def _install(self) -> None:
         model = self.model
-        if any(each.decides for each in (*self._wanted, *self._there)):
-            gates.never_note_assignments(models.seeds_of(model))
-            gates.note_assignments([*model.non_trainable_variables, *model.metrics_variables])
+        if any(each.decides for each in (*self._requested, *self._installed)):
+            gates.never_record_assignments(models.seeds_of(model))
+            gates.record_assignments([*model.non_trainable_variables, *model.metrics_variables])
         for optimizer in models.optimizers_of(model).values():
-            optimizers.give_gate(optimizer)
-            gates.put_before(optimizer, self)
-        own = self._own()
-        if self._is_in_place:
-            # The script may have given the model another step since.
+            optimizers.add_gate(optimizer)
+            gates.set_gate(optimizer, self)
+        own = self._replacements()
+        if self._is_installed:
+            # The script may have assigned another `train_step` in the meantime.
             own = {name: each for name, each in own.items() if vars(model).get(name) != each}
             if not own:
                 return
         for name, each in own.items():
             self.stock[name] = getattr(model, name)
             override(model, name, each)
-        self.trace_again()
-        self._is_in_place = True
+        self.retrace()
+        self._is_installed = True
 
-    def _own(self) -> dict[str, Any]:
-        """Methods that take the place of the model's."""
+    def _replacements(self) -> dict[str, Any]:
+        """Returns the methods that replace the model's."""
         return {
             "train_step": self._train_step,
             "compute_loss": self._compute_loss,
             "make_train_function": self._make_train_function,
         }
 
-    def _take_away(self) -> None:
-        for name, own in self._own().items():
+    def _uninstall(self) -> None:
+        for name, own in self._replacements().items():
             if vars(self.model).get(name) == own:
                 override(self.model, name, self.stock[name])
         for optimizer in models.optimizers_of(self.model).values():
-            gates.put_before(optimizer, None)
-        self.trace_again()
-        self._is_in_place = False
-        self._there, self._traced = [], []
+            gates.set_gate(optimizer, None)
+        self.retrace()
+        self._is_installed = False
+        self._installed, self._traced = [], []
 
     def _make_train_function(self, force: bool = False) -> Any:
-        """Keras calls it in each `fit`, after the callbacks' `set_model`."""
-        wanted, self._wanted = self._wanted, []
+        """Called by Keras in every `fit`, after the callbacks' `set_model`."""
+        requested, self._requested = self._requested, []
         history = getattr(self.model, "history", None)
-        if not wanted and history is self._history and models.is_in_fit(self.model):
-            wanted = self._there  # a callback calls it, in the same `fit`
+        if not requested and history is self._history and models.is_in_fit(self.model):
+            requested = self._installed  # called by a callback within the same `fit`
         self._history = history
-        if not wanted:
-            self._take_away()
+        if not requested:
+            self._uninstall()
             return self.model.make_train_function(force)
-        self._put_in_place()  # of new optimizers
-        signatures = [(id(each), each.signature()) for each in wanted]
+        self._install()  # covers new optimizers
+        signatures = [(id(each), each.signature()) for each in requested]
         if signatures != self._traced:
-            self._there, self._traced, force = wanted, signatures, True
-            self.trace_again()
+            self._installed, self._traced, force = requested, signatures, True
+            self.retrace()
         with _not_compiled(self.model):
             return self.stock["make_train_function"](force)
 
@@ -247,32 +247,36 @@ class StepInstrumentation(gates.Gate):
     def _train_step(self, batch: Any) -> Any:
         is_compiled = self.model.jit_compile
         step = ReplicaStep(batch, is_compiled)
-        for each in self._there:
+        for each in self._installed:
             step.batch = each.before(step, step.batch)
         if not is_compiled:
-            found = self._taken(step)
+            found = self._run_step(step)
         else:
-            # XLA cannot call Python. So it compiles what is inside of a step that can.
+            # XLA cannot call Python, so it only compiles the inner part of the step.
             compiled = tf.function(
-                self._taken_inside, jit_compile=True, reduce_retracing=True, autograph=False
+                self._run_inner_step, jit_compile=True, reduce_retracing=True, autograph=False
             )
             found, step.carried = compiled(step.batch)
-        for name in [name for name, each in step.carried.items() if not _are_here(each)]:
-            del step.carried[name]  # of a function within the step
-        for each in self._there:
+        for name in [
+            name for name, each in step.carried.items() if not _are_in_current_graph(each)
+        ]:
+            del step.carried[name]  # belongs to a function within the step
+        for each in self._installed:
             each.after(step, found)
         return found
 
-    def _taken_inside(self, batch: Any) -> tuple[Any, Any]:
+    def _run_inner_step(self, batch: Any) -> tuple[Any, Any]:
         step = ReplicaStep(batch, is_compiled=True)
-        return self._taken(step), step.carried
+        return self._run_step(step), step.carried
 
-    def _taken(self, step: ReplicaStep) -> Any:
-        with tracing.at(step), gates.assignments_noted() as assigned:
+    def _run_step(self, step: ReplicaStep) -> Any:
+        with tracing.at(step), gates.recorded_assignments() as assigned:
             found = self.stock["train_step"](step.batch)
             allowed = [each for each in step.allowed if gates.is_here(each)]
             if allowed:
-                finish = functools.partial(assigned.keep_if, tf.reduce_all(tf.stack(allowed)))
+                finish = functools.partial(
+                    assigned.restore_unless, tf.reduce_all(tf.stack(allowed))
+                )
                 together = share.current()
                 if together is None:
                     finish()
@@ -292,7 +296,7 @@ class StepInstrumentation(gates.Gate):
     def mark(self, optimizer: keras.optimizers.Optimizer, own: Sequence[Any]) -> Sequence[Any]:
         step = tracing.now
         if step is not None and any(gradient is not None for gradient in own):
-            for each in self._there:
+            for each in self._installed:
                 own = each.after_gradients(step, optimizer, own)
         return own
 
@@ -301,7 +305,7 @@ class StepInstrumentation(gates.Gate):
     ) -> Sequence[Any]:
         step = tracing.now
         if step is not None and any(gradient is not None for gradient in summed):
-            for each in self._there:
+            for each in self._installed:
                 summed = each.after_sum(step, optimizer, summed)
         return summed
 
@@ -315,8 +319,8 @@ class StepInstrumentation(gates.Gate):
         step = tracing.now
         if step is None or all(gradient is None for gradient in summed):
             return None
-        said = [each.allows(step, optimizer, own, summed, variables) for each in self._there]
-        allowed = [each for each in said if each is not None]
+        answers = [each.allows(step, optimizer, own, summed, variables) for each in self._installed]
+        allowed = [each for each in answers if each is not None]
         if not allowed:
             return None
         allows = allowed[0] if len(allowed) == 1 else tf.reduce_all(tf.stack(allowed))
@@ -324,7 +328,7 @@ class StepInstrumentation(gates.Gate):
         return allows
 
 
-def _are_here(values: Any) -> bool:
+def _are_in_current_graph(values: Any) -> bool:
     return all(map(gates.is_here, tf.nest.flatten(values)))
 
 

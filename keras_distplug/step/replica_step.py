@@ -1,4 +1,4 @@
-"""A step as one replica takes it."""
+"""A training step of one replica."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class ReplicaStep:
 
     Args:
         batch: The replica's part of the batch.
-        is_compiled: Whether XLA compiles everything between `before` and `after`, where Python
-            functions cannot be called.
+        is_compiled: True if XLA compiles everything between `before` and `after`, so that Python
+            functions cannot be called there.
     """
 
     def __init__(self, batch: Any, is_compiled: bool) -> None:
         self.batch = batch
         self.is_compiled = is_compiled
-        self.carried: dict[str, Any] = {}  # tensors for `after`, out of what XLA compiles
-        self.notes: dict[Any, Any] = {}  # an instrument's own, while the step is traced
-        self.allowed: list[tf.Tensor] = []  # whether each update so far is applied
+        self.carried: dict[str, Any] = {}  # tensors for `after`, returned by the XLA computation
+        self.notes: dict[Any, Any] = {}  # for instruments to use while the step is traced
+        self.allowed: list[tf.Tensor] = []  # per update so far: True if it is applied
         self._losses: list[tf.Tensor] = []
         self._half_squares: dict[int, tuple[Any, tf.Tensor]] = {}
 
@@ -45,23 +45,23 @@ class ReplicaStep:
 
     @property
     def losses(self) -> list[tf.Tensor]:
-        """What `compute_loss` has given, as far as it is of the function that is being traced."""
+        """The results of `compute_loss` that belong to the function being traced."""
         return [loss for loss in self._losses if gates.is_here(loss)]
 
     def note_loss(self, loss: tf.Tensor) -> None:
         self._losses.append(loss)
 
     def loss(self) -> tf.Tensor:
-        """The mean loss of this replica's samples; 0 if the step does not use `compute_loss`."""
+        """Returns the mean loss of this replica's samples; 0 if the step has no `compute_loss`."""
         if not self.losses:
             return tf.zeros([])
         together = share.current()
-        # Keras divides a replica's loss by their number.
+        # Keras divides the loss of every replica by the number of replicas.
         replicas = 1 if together is None else together.replicas
         return tf.reduce_sum([tf.cast(loss, tf.float32) * replicas for loss in self.losses])
 
     def loss_of_all(self) -> tf.Tensor:
-        """The mean of all samples' losses, on all replicas."""
+        """Returns the mean loss over the samples of all replicas."""
         together = share.current()
         if together is None:
             return self.loss()
@@ -69,18 +69,21 @@ class ReplicaStep:
         return together.summed(part) / together.total
 
     def samples(self) -> tf.Tensor:
-        """How many samples this replica's part of the batch has."""
+        """Returns the number of samples in this replica's part of the batch."""
         together = share.current()
-        return share.samples_of(self.batch) if together is None else together.samples
+        return share.count_samples(self.batch) if together is None else together.samples
 
     def plain_data(self) -> list[tf.Tensor]:
-        """The dense tensors of the batch."""
+        """Returns the dense tensors of the batch."""
         flat = tf.nest.flatten(self.batch)
         return [each for each in flat if isinstance(each, tf.Tensor) and gates.is_here(each)]
 
     def norm(self, gradients: Sequence[Any]) -> tf.Tensor:
-        """The global norm. Reading a gradient takes as long as everything else that instruments
-        do, so each is read once."""
+        """Returns the global norm.
+
+        Reading a gradient costs as much as everything else that instruments do, so every gradient
+        is read only once.
+        """
         halves = []
         for gradient in gradients:
             if gradient is None:
@@ -93,18 +96,18 @@ class ReplicaStep:
         return tf.sqrt(2 * tf.add_n(halves))
 
     def norm_of_sum(self, summed: Sequence[Any]) -> tf.Tensor:
-        """The global norm of gradients that all replicas have the same."""
+        """Returns the global norm of gradients that are identical on all replicas."""
         if not self.is_one_of_several:
             return self.norm(summed)
         context = tf.distribute.get_replica_context()
         present = [dense(gradient) for gradient in summed if gradient is not None]
-        return gates.of_first(
+        return gates.compute_once(
             context, lambda each: tf.sqrt(2 * tf.add_n([*map(_half_square, each)])), present
         )
 
 
 def size_of(gradient: Any) -> float:
-    """How many values a gradient has; infinite if that is not known."""
+    """Returns the number of values in a gradient; infinity if unknown."""
     shape = dense(gradient).shape
     return math.inf if shape.rank is None or None in shape else math.prod(shape)
 

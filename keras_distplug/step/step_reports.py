@@ -1,4 +1,4 @@
-"""What workers and their replicas had in a window of steps."""
+"""Measurements of workers and their replicas over a window of steps."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ReplicaReport:
-    """What one replica had in each step of a window. Times are medians, the others are means.
+    """Measurements of one replica over a window. Times are medians per step, other values means.
 
     Args:
-        replica: Its number among all replicas.
-        compute_s: From its data to its own gradients.
-        sync_s: From there to the sum of all replicas' gradients, so that it is the wait for the
-            others, and for the sum; None if that is not known.
-        samples: Of its part of the batch; None if that was not asked for, as what follows.
-        loss: Of its own samples; None, too, if the step does not take it from `compute_loss`.
-        gradient_norm: Of what its own samples alone would give.
-        fingerprints: Of its part of the batch, of each step.
+        replica: The replica's number among all replicas.
+        compute_s: The time from its data to its own gradients, in seconds.
+        sync_s: The time from there to the sum of all replicas' gradients, in seconds: waiting for
+            the others and for the reduction. None if unknown.
+        samples: The number of samples in its part of the batch; None if not requested.
+        loss: The mean loss of its own samples; None if not requested, or if the step does not use
+            `compute_loss`.
+        gradient_norm: The norm of the gradients of its own samples; None if not requested.
+        fingerprints: The fingerprint of its part of every batch; empty if not requested.
     """
 
     replica: int
@@ -35,24 +36,25 @@ class ReplicaReport:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a worker had in a window of steps.
+    """Measurements of one worker over a window of steps.
 
     Args:
-        worker: Its rank.
-        where: Its name, and its machine.
-        step: How many updates there were at the end of it.
-        steps: How many of them it has.
-        step_s: A whole step, the median.
-        replicas: Its own ones, by number.
-        input_s: How long it waited for its own data in a step, the mean; None if that is not known.
-        memory_bytes: What its process has in memory at the end of it; None if that is not known.
-        network_s: How long it would take to bring a step's gradients to the chief and back; None
-            for the chief, or if that is not known.
-        is_network_new: Whether that was measured in this window.
-        input_total_s: How long it waited for its own data in all steps but the first one of a
-            training, and those that were traced anew; None if that is not known.
-        sync_total_s: How long all of its replicas waited for others, and for the sum of gradients,
-            in all steps but that first one: the least of them; None if that is not known.
+        worker: The worker's rank.
+        where: The worker's name and machine.
+        step: The number of updates at the end of the window.
+        steps: The number of steps in the window.
+        step_s: The median time of a whole step, in seconds.
+        replicas: The reports of its replicas, by number.
+        input_s: The mean time per step that it waited for its data, in seconds; None if unknown.
+        memory_bytes: The resident memory of its process at the end of the window; None if unknown.
+        network_s: The estimated time to send a step's gradients to the chief and back, in seconds;
+            None for the chief, or if unknown.
+        is_network_new: True if `network_s` was measured in this window.
+        input_total_s: The total time that it waited for its data, in seconds, without the first
+            step of a training and steps that were retraced; None if unknown.
+        sync_total_s: The total time that its replicas waited for other replicas and for the sum of
+            gradients, in seconds, without that first step: the smallest of its replicas' totals;
+            None if unknown.
     """
 
     worker: int
@@ -74,7 +76,7 @@ def as_text(report: StepReport) -> str:
 
 
 def from_text(text: str) -> StepReport:
-    """The inverse of `as_text`."""
+    """Returns the report from a result of `as_text`."""
     told: dict[str, Any] = json.loads(text)
     replicas = tuple(
         ReplicaReport(**{**each, "fingerprints": tuple(each["fingerprints"])})
@@ -83,8 +85,8 @@ def from_text(text: str) -> StepReport:
     return StepReport(**{**told, "replicas": replicas})
 
 
-def merged(reports: Sequence[StepReport]) -> StepReport:
-    """Those of one worker, one window after the other, as one: means over their steps."""
+def merge_reports(reports: Sequence[StepReport]) -> StepReport:
+    """Merges one worker's reports of consecutive windows into one, with means over all steps."""
 
     def mean(values: Iterable[tuple[int, float | None]]) -> float | None:
         known = [(steps, value) for steps, value in values if value is not None]
@@ -122,8 +124,8 @@ def _sum(values: Iterable[float | None]) -> float | None:
     return sum(known) if known else None
 
 
-def with_same_data(reports: Sequence[StepReport]) -> tuple[int, ...]:
-    """The replicas of a window whose data were those of another one in each of its steps."""
+def replicas_with_same_data(reports: Sequence[StepReport]) -> tuple[int, ...]:
+    """Returns the replicas that had the same data as another replica in every step of a window."""
     by_data = defaultdict(list)
     for report in reports:
         for each in report.replicas:

@@ -1,4 +1,4 @@
-"""Windows of steps, seen by all workers and brought together on the chief."""
+"""Windows of steps, measured by every worker and collected on the chief."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from keras_distplug.step.step_reports import ReplicaReport, StepReport, as_text,
 from keras_distplug.step.stopwatch import Lap, Stopwatch, Sync, listen
 
 _STATM = "/proc/self/statm"
-_AT_ONCE = 1024  # steps, of `noted_times.KEPT`
-_SAME_S = 0.001  # by two clocks
+_MOST_IN_GRAPH = 1024  # steps to fetch in one go, well below `recorded_times.KEPT`
+_SAME_S = 0.001  # tolerance between two clocks
 
 
 class OwnWindows:
-    """Makes a `StepReport` of each window of steps of this worker.
+    """Makes a `StepReport` of every window of steps on this worker.
 
     Args:
-        model: One that `fit` is about to train: this is to be made in a callback's `set_model`,
-            because Keras makes the step before `on_train_begin`.
-        syncs: Whether it is wanted how long each replica waits for the sum of gradients.
-        readings: Whether losses and gradients are.
-        fingerprints: Whether those of the data are.
+        model: The model that `fit` is about to train. Create this object in a callback's
+            `set_model`, because Keras builds the step before `on_train_begin`.
+        syncs: True to measure how long every replica waits for the sum of gradients.
+        readings: True to record losses and gradient norms.
+        fingerprints: True to record fingerprints of the data.
     """
 
     def __init__(
@@ -51,21 +51,24 @@ class OwnWindows:
     ) -> None:
         self._model = model
         self._stopwatch = StepInstrumentation.of(model).shared(Stopwatch)
-        self._heard = listen(model, syncs=syncs, readings=readings, fingerprints=fingerprints)
+        self._measurements = listen(
+            model, syncs=syncs, readings=readings, fingerprints=fingerprints
+        )
         self.role: Role = agreement.role_under(model.distribute_strategy)
         self.where = f"{self.role.name} on {socket.gethostname()}"
         self.seen = 0  # steps of this window
         self._step = 0
         self._before: int | None = None
         self._is_scheduled = is_scheduled(model.distribute_strategy)
-        self._hears = False
+        self._is_listening = False
 
     @property
     def updates(self) -> int:
-        """As the optimizer counts them, which goes on where a checkpoint was taken up.
+        """The number of updates by the optimizer's count, which continues after a restart.
 
-        Where another process has that count, those that were scheduled: it is asked once, because
-        that takes as long as a small step, and it may be gone.
+        If another process holds that count, this is the number of steps scheduled. The count is
+        read only once then, because reading takes as long as a small step, and the other process
+        may be lost.
         """
         optimizer = self._model.optimizer
         if optimizer is None:
@@ -75,69 +78,69 @@ class OwnWindows:
         return (self._before or 0) + self._step
 
     def unwant(self) -> None:
-        """To be called where it was not `fit` that called `set_model`."""
+        """Cancels the measurement. Call it if `set_model` was not called by `fit`."""
         StepInstrumentation.of(self._model).use_none()
 
     def begin(self) -> None:
-        """To be called from `on_train_begin`."""
+        """Starts measuring. Call it from `on_train_begin`."""
         self.close()
         self._steps_s: list[float] = []
         self._waits = _Waits()
-        self._begins: list[float] = []  # start times of steps not yet matched with the graph's
+        self._starts: list[float] = []  # start times of steps not yet matched with the graph's
         self._in_graph = 0  # number of steps since then
         self._replicas_here = replicas_here(self._model.distribute_strategy)
-        self._traces = self._heard.traces
-        self._begins_s = 0.0
+        self._traces = self._measurements.traces
+        self._batch_start_s = 0.0
         self._is_in_graph = self._stopwatch.is_in_graph
-        self._begun_s: float | None = None  # not of the very first step, which is traced
+        self._step_start_s: float | None = None  # stays None for the first step, which is traced
         self._is_first = True
         self.seen = self._step = 0
         self._before = None
-        self._heard.collect()
-        self._heard.laps.clear()
-        self._heard.syncs.clear()
-        self._hears = self.role.world_size > 1
-        if self._hears:
-            steps.hear_of_fetches(self._model, self._on_fetch)
+        self._measurements.collect()
+        self._measurements.laps.clear()
+        self._measurements.syncs.clear()
+        self._is_listening = self.role.world_size > 1
+        if self._is_listening:
+            steps.add_fetch_listener(self._model, self._on_fetch)
 
     def begin_epoch(self) -> None:
-        self._begun_s = None
+        self._step_start_s = None
 
     def begin_step(self) -> None:
         if self._is_scheduled and self._before is None:
             self._before = int(self._model.optimizer.iterations.numpy())
         now_s = time.perf_counter()
-        self._begins_s = now_s
-        if self._begun_s is None and not self._is_first:
-            self._begun_s = now_s
+        self._batch_start_s = now_s
+        if self._step_start_s is None and not self._is_first:
+            self._step_start_s = now_s
 
     def end_step(self) -> None:
-        """To be called behind each batch of Keras'."""
+        """Call it after every batch."""
         now_s = time.perf_counter()
-        if self._begun_s is not None:
-            self._steps_s.append(now_s - self._begun_s)
-        if self._is_first:  # what was waited for in it was not waited for in a step that counts
+        if self._step_start_s is not None:
+            self._steps_s.append(now_s - self._step_start_s)
+        if self._is_first:  # the first step does not count, nor do its waiting times
             self._waits = _Waits()
-            self._heard.collect()
-            self._heard.syncs.clear()
-        elif not self._hears:
+            self._measurements.collect()
+            self._measurements.syncs.clear()
+        elif not self._is_listening:
             self._note_wait()
-        self._begun_s, self._is_first, self._traces = now_s, False, self._heard.traces
+        self._step_start_s, self._is_first, self._traces = now_s, False, self._measurements.traces
         steps: int = self._model.steps_per_execution
         self.seen += steps
         self._step += steps
         if self._is_in_graph:
             self._in_graph += steps
-            if self._in_graph >= _AT_ONCE:
-                self._look_at_graph()
+            if self._in_graph >= _MOST_IN_GRAPH:
+                self._fetch_graph_times()
 
     def end_window(self) -> StepReport | None:
-        """What there is by now; None if there was nothing but a first step."""
+        """Ends the window and returns its report; None if it contains at most the first step."""
         if not self.seen or not self._steps_s:
             return None
-        self._look_at_graph()
-        laps = [self._heard.laps.popleft() for _ in range(len(self._heard.laps))]
-        syncs = [self._heard.syncs.popleft() for _ in range(len(self._heard.syncs))]
+        self._fetch_graph_times()
+        laps = [self._measurements.laps.popleft() for _ in range(len(self._measurements.laps))]
+        syncs = [self._measurements.syncs.popleft() for _ in range(len(self._measurements.syncs))]
         waits, self._waits = self._waits, _Waits()
         report = StepReport(
             self.role.rank,
@@ -145,7 +148,7 @@ class OwnWindows:
             self.updates,
             self.seen,
             statistics.median(self._steps_s) / self._model.steps_per_execution,
-            _of_replicas(laps, syncs),
+            _make_replica_reports(laps, syncs),
             waits.mean_s,
             _memory_bytes(),
             input_total_s=waits.total_s,
@@ -156,57 +159,58 @@ class OwnWindows:
         return report
 
     def close(self) -> None:
-        if self._hears:
-            self._hears = False
-            steps.hear_no_more_of_fetches(self._model, self._on_fetch)
+        if self._is_listening:
+            self._is_listening = False
+            steps.remove_fetch_listener(self._model, self._on_fetch)
 
-    # How
+    # Internals
 
     def _on_fetch(self, seconds: float) -> None:
         self._waits.add(seconds)
 
     def _note_wait(self) -> None:
-        """In one process data are fetched within the call: up to the first replica's begin."""
-        is_traced = self._heard.traces != self._traces
+        """Notes the wait of a single process, which fetches data within the call of the step: the
+        time until the first replica starts."""
+        is_traced = self._measurements.traces != self._traces
         if self._is_in_graph and self._model.steps_per_execution == 1:
-            self._begins.append(math.nan if is_traced else self._begins_s)
+            self._starts.append(math.nan if is_traced else self._batch_start_s)
             return
         if is_traced:
             return
-        laps = self._heard.laps
+        laps = self._measurements.laps
         here = min(self._replicas_here, len(laps))
         if self._model.steps_per_execution > 1 or not here:
             self._waits.is_known = False
             return
-        begun_s = min(laps[-place].begun_s for place in range(1, here + 1))
-        if begun_s < self._begins_s:  # it is not of this step
+        start_s = min(laps[-place].start_s for place in range(1, here + 1))
+        if start_s < self._batch_start_s:  # the lap is from an earlier step
             self._waits.is_known = False
         else:
-            self._waits.add(begun_s - self._begins_s)
+            self._waits.add(start_s - self._batch_start_s)
 
-    def _look_at_graph(self) -> None:
+    def _fetch_graph_times(self) -> None:
         """Adds the waits of steps whose times were recorded in the graph."""
-        self._heard.collect()
+        self._measurements.collect()
         self._in_graph = 0
-        begins, self._begins = self._begins, []
-        laps = list(self._heard.laps)
-        place = max(0, len(laps) - len(begins))
-        while place and begins and laps[place - 1].begun_s >= begins[0] - _SAME_S:
+        starts, self._starts = self._starts, []
+        laps = list(self._measurements.laps)
+        place = max(0, len(laps) - len(starts))
+        while place and starts and laps[place - 1].start_s >= starts[0] - _SAME_S:
             place -= 1  # a callback ran additional steps
-        for begin_s, next_s in pairwise([*begins, math.inf]):
-            while place < len(laps) and laps[place].begun_s < begin_s - _SAME_S:
+        for start_s, next_s in pairwise([*starts, math.inf]):
+            while place < len(laps) and laps[place].start_s < start_s - _SAME_S:
                 place += 1
-            if math.isnan(begin_s):
+            if math.isnan(start_s):
                 continue
-            if place == len(laps) or laps[place].begun_s > next_s:
-                self._waits.is_known = False  # its time is lost
+            if place == len(laps) or laps[place].start_s > next_s:
+                self._waits.is_known = False  # the step's time is missing
                 return
-            self._waits.add(max(0.0, laps[place].begun_s - begin_s))
+            self._waits.add(max(0.0, laps[place].start_s - start_s))
             place += 1
 
 
 class _Waits:
-    """How long a worker has waited for its data."""
+    """The time that a worker has waited for its data."""
 
     def __init__(self) -> None:
         self._secs, self._count = 0.0, 0
@@ -226,11 +230,11 @@ class _Waits:
 
 
 class StepWindows:
-    """Makes a `StepReport` of each window of a `fit`, and brings those of all workers together.
+    """Makes a `StepReport` of every window of a `fit`, and collects those of all workers.
 
     Args:
-        own: Of this worker.
-        every_steps: How many steps are a window.
+        own: The windows of this worker.
+        every_steps: The number of steps per window.
     """
 
     def __init__(self, own: OwnWindows, every_steps: int) -> None:
@@ -245,17 +249,18 @@ class StepWindows:
         on_lost: Callable[[AgreementError], None],
         completed: Callable[[StepReport], StepReport] = lambda report: report,
     ) -> Channel:
-        """To be called from `on_train_begin`, on all workers.
+        """Starts measuring. Call it from `on_train_begin`, on all workers.
 
         Args:
-            topic: What tells the reports from others.
-            on_all: Called on the chief with those of all workers, by rank; from a thread where
-                there are several.
-            on_lost: Called, from a thread, with what keeps workers from hearing each other.
-            completed: Adds what takes time, from a thread where there are several workers.
+            topic: A name that distinguishes these reports from others.
+            on_all: Called on the chief with the reports of all workers, by rank; in a thread if
+                there are several workers.
+            on_lost: Called in a thread with the error if workers cannot reach each other any more.
+            completed: Adds slow measurements to a report; runs in a thread if there are several
+                workers.
 
         Returns:
-            A channel to the other workers, which is no other training's.
+            A channel to the other workers, not shared with any other training.
         """
         self.close()
         self._on_all = on_all
@@ -267,12 +272,12 @@ class StepWindows:
         return session
 
     def end_step(self) -> StepReport | None:
-        """To be called behind each batch of Keras'. This worker's report, if a window is over."""
+        """Call it after every batch. Returns this worker's report if a window is complete."""
         self.own.end_step()
         return self.end_epoch() if self.own.seen >= self._every_steps else None
 
     def end_epoch(self) -> StepReport | None:
-        """The report of what remains."""
+        """Ends the window early and returns its report; None if it is empty."""
         report = self.own.end_window()
         if report is None:
             return None
@@ -283,7 +288,7 @@ class StepWindows:
         return report
 
     def close(self, last_secs: float = 0.0) -> None:
-        """Waits for so long for reports that are under way."""
+        """Stops measuring, after waiting up to `last_secs` seconds for reports in progress."""
         if self._reports is not None:
             self._reports.close(last_secs)
             self._reports = None
@@ -291,16 +296,17 @@ class StepWindows:
 
 
 def _sync_total_s(syncs: Sequence[Sync], steps: int) -> float | None:
-    """Of the replica that waited least. The last ones that were heard stand for all steps."""
+    """Returns the total of the replica that waited least, extrapolated from the `syncs` received
+    to all steps."""
     of_replica = defaultdict(list)
     for sync in syncs:
         of_replica[sync.replica].append(sync.sync_s)
     return min((steps * statistics.fmean(each) for each in of_replica.values()), default=None)
 
 
-def _of_replicas(laps: Sequence[Lap], syncs: Sequence[Sync]) -> tuple[ReplicaReport, ...]:
+def _make_replica_reports(laps: Sequence[Lap], syncs: Sequence[Sync]) -> tuple[ReplicaReport, ...]:
     return tuple(
-        _of_replica(
+        _make_replica_report(
             replica,
             [lap for lap in laps if lap.replica == replica],
             [sync.sync_s for sync in syncs if sync.replica == replica],
@@ -309,7 +315,9 @@ def _of_replicas(laps: Sequence[Lap], syncs: Sequence[Sync]) -> tuple[ReplicaRep
     )
 
 
-def _of_replica(replica: int, laps: Sequence[Lap], syncs_s: Sequence[float]) -> ReplicaReport:
+def _make_replica_report(
+    replica: int, laps: Sequence[Lap], syncs_s: Sequence[float]
+) -> ReplicaReport:
     read = [lap.reading for lap in laps if lap.reading is not None]
     full = [each for each in read if each.samples]  # one without samples has no loss
     losses = [each.loss for each in full]
@@ -325,7 +333,7 @@ def _of_replica(replica: int, laps: Sequence[Lap], syncs_s: Sequence[float]) -> 
 
 
 def _mean(values: Sequence[float]) -> float | None:
-    # `statistics.mean` takes exact fractions, which NaN is none of.
+    # `statistics.mean` uses exact fractions, which cannot represent NaN.
     return sum(values) / len(values) if values else None
 
 
@@ -338,11 +346,14 @@ def _memory_bytes() -> int | None:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def tell_what_is_lost(what: str) -> Callable[[AgreementError], None]:
-    """What says, from a thread, that `what` has ended; a lost worker ends `fit`, which tells."""
+def failure_announcer(what: str) -> Callable[[AgreementError], None]:
+    """Returns a thread-safe function that logs `what` and the error.
 
-    def tell(error: AgreementError) -> None:
+    It logs nothing about a lost worker, for which `fit` raises an error.
+    """
+
+    def announce_failure(error: AgreementError) -> None:
         if not isinstance(error.__cause__, ConnectionError):
             announce(f"{what}: {error}")
 
-    return tell
+    return announce_failure

@@ -1,4 +1,4 @@
-"""Times within a step, taken by each replica before it waits for the others."""
+"""Measures times within a step on every replica, before it waits for the others."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from keras_distplug.backend.tensorflow.input.pipeline import is_op_determinism_o
 from keras_distplug.backend.tensorflow.replicas import gates, share
 from keras_distplug.backend.tensorflow.replicas.gates import dense
 from keras_distplug.backend.tensorflow.runtime.workers import is_scheduled, replicas_here
-from keras_distplug.step import noted_times
+from keras_distplug.step import recorded_times
 from keras_distplug.step.instrumentation import StepInstrument, StepInstrumentation
 from keras_distplug.step.replica_step import ReplicaStep, scales_loss, size_of
 
-_KEPT = 10_000  # of what nobody takes
-_BEGUN, _COMPUTED, _SUMMED = "begun", "computed", "summed"
+_KEPT = 10_000  # the most records to keep if no listener takes them
+_STARTED, _COMPUTED, _SUMMED = "started", "computed", "summed"
 
 
 @dataclass(frozen=True)
 class Lap:
-    """What one replica did in a step.
+    """One replica's measurements in a step.
 
     Args:
-        replica: Its number among all replicas.
-        begun_s: When its part of the batch was there, by `time.perf_counter`.
-        compute_s: How long it took from there to its own gradients, before those of all are summed.
-        reading: What else is wanted of it.
-        fingerprint: Of its part of the batch, if that is wanted.
+        replica: The replica's number among all replicas.
+        begun_s: The time at which its part of the batch was available, by `time.perf_counter`.
+        compute_s: The time from then to its own gradients, before summation, in seconds.
+        reading: Its loss and gradient norm; None if not requested.
+        fingerprint: The fingerprint of its part of the batch; None if not requested.
     """
 
     replica: int
-    begun_s: float
+    start_s: float
     compute_s: float
     reading: Reading | None = None
     fingerprint: str | None = None
@@ -47,12 +47,12 @@ class Lap:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a replica's own samples gave, before gradients are summed over replicas.
+    """Results of a replica's own samples, before gradients are summed over replicas.
 
     Args:
-        samples: How many.
-        loss: The mean over them; NaN if the step does not take it from `compute_loss`.
-        gradient_norm: Of that loss.
+        samples: The number of samples.
+        loss: The mean loss of the samples; NaN if the step does not use `compute_loss`.
+        gradient_norm: The norm of that loss's gradients.
     """
 
     samples: float
@@ -62,20 +62,20 @@ class Reading:
 
 @dataclass(frozen=True)
 class Sync:
-    """How long a replica waited, from its own gradients to the sum of those of all."""
+    """The time from a replica's own gradients to the sum over all replicas."""
 
     replica: int
     sync_s: float
 
 
 @dataclass
-class Heard:
-    """Where times come to stand, of all replicas of a process; of each, the last ones.
+class Measurements:
+    """The latest measurements of all replicas of a process, for one listener.
 
     Args:
-        laps: Of each replica in each step.
-        syncs: The same.
-        traces: How often a step was traced, which takes its time before any replica begins.
+        laps: One lap per replica and step.
+        syncs: One wait per replica and step.
+        traces: The number of times a step was traced, which delays the start of all replicas.
     """
 
     laps: deque[Lap] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -85,15 +85,15 @@ class Heard:
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """What listeners want to hear."""
+class _Requested:
+    """The optional measurements that listeners have requested."""
 
     syncs: bool = False
     readings: bool = False
     fingerprints: bool = False
 
-    def __or__(self, other: _Wanted) -> _Wanted:
-        return _Wanted(
+    def __or__(self, other: _Requested) -> _Requested:
+        return _Requested(
             self.syncs or other.syncs,
             self.readings or other.readings,
             self.fingerprints or other.fingerprints,
@@ -102,106 +102,107 @@ class _Wanted:
 
 def listen(
     model: keras.Model, *, syncs: bool = False, readings: bool = False, fingerprints: bool = False
-) -> Heard:
-    """Has the times of replicas taken in the `fit` that begins; from a callback's `set_model`.
+) -> Measurements:
+    """Measures replicas in the `fit` that is starting. Call it from a callback's `set_model`.
 
     Args:
         model: The model.
-        syncs: Whether those are wanted, too, from their own gradients to the sum of all.
-        readings: Whether laps have a `Reading`.
-        fingerprints: Whether they have a fingerprint of the replica's part of the batch.
+        syncs: True to also measure the time from own gradients to the sum of all.
+        readings: True to add a `Reading` to every lap.
+        fingerprints: True to add a fingerprint of the replica's part of the batch to every lap.
     """
     instrumentation = StepInstrumentation.of(model)
     stopwatch = instrumentation.shared(Stopwatch)
     if not instrumentation.is_used(stopwatch):
         stopwatch.forget_listeners()  # of an earlier `fit`
-    heard = stopwatch.listen(_Wanted(syncs, readings, fingerprints))
+    measurements = stopwatch.listen(_Requested(syncs, readings, fingerprints))
     if not is_scheduled(model.distribute_strategy):  # whose workers cannot call Python here
         instrumentation.use(stopwatch)
-    return heard
+    return measurements
 
 
 class Stopwatch(StepInstrument):
-    """Takes times within a step.
+    """Measures times within a step.
 
-    The only replica of a process has TensorFlow's clock. Of several that will not do: operations
-    with a state wait for each other across the replicas of a process. There a function of Python's
-    without a state is called when its inputs are there, and must give something that is needed, or
-    it is left out. So it is where a `Reading` or a fingerprint is wanted.
+    A process with a single replica uses TensorFlow's clock. With several replicas this is not
+    possible, because stateful operations wait for each other across the replicas of a process.
+    Then a stateless Python function is called when its inputs are available. The step must depend
+    on its result, or TensorFlow would prune it from the graph. The same method is used if a
+    `Reading` or a fingerprint is requested.
     """
 
     def __init__(self, model: keras.Model) -> None:
-        self._listeners: list[Heard] = []
-        self._wanted = _Wanted()
+        self._listeners: list[Measurements] = []
+        self._requested = _Requested()
         strategy = model.distribute_strategy
         is_alone = not is_scheduled(strategy) and replicas_here(strategy) == 1
-        self._noted = noted_times.NotedTimes() if is_alone else None
+        self._recorded = recorded_times.RecordedTimes() if is_alone else None
         self._replica = 0
 
     def forget_listeners(self) -> None:
-        self._listeners, self._wanted = [], _Wanted()
-        if self._noted is not None:
-            self._noted.take()
+        self._listeners, self._requested = [], _Requested()
+        if self._recorded is not None:
+            self._recorded.take()
 
-    def listen(self, wanted: _Wanted) -> Heard:
-        """From now on."""
-        heard = Heard(collect=self._collect)
-        self._listeners.append(heard)
-        self._wanted |= wanted
-        return heard
+    def listen(self, requested: _Requested) -> Measurements:
+        """Adds a listener and returns the object that receives its measurements."""
+        measurements = Measurements(collect=self._collect)
+        self._listeners.append(measurements)
+        self._requested |= requested
+        return measurements
 
     @property
     def is_in_graph(self) -> bool:
-        """Whether times are recorded in the graph, and fetched by `Heard.collect`."""
-        is_plain = not (self._wanted.readings or self._wanted.fingerprints)
+        """True if times are recorded in the graph, to be fetched by `Measurements.collect`."""
+        is_plain = not (self._requested.readings or self._requested.fingerprints)
         # `tf.timestamp` raises an error if op determinism is enabled.
-        return self._noted is not None and is_plain and not is_op_determinism_on()
+        return self._recorded is not None and is_plain and not is_op_determinism_on()
 
     def _collect(self) -> None:
-        if self._noted is None:
+        if self._recorded is None:
             return
-        for begun_s, computed_s, summed_s in self._noted.take().tolist():
-            lap = Lap(self._replica, begun_s, computed_s - begun_s)
-            for heard in self._listeners:
-                heard.laps.append(lap)
-            if summed_s != noted_times.NOT_NOTED:
+        for start_s, computed_s, summed_s in self._recorded.take().tolist():
+            lap = Lap(self._replica, start_s, computed_s - start_s)
+            for measurements in self._listeners:
+                measurements.laps.append(lap)
+            if summed_s != recorded_times.NOT_RECORDED:
                 sync = Sync(self._replica, summed_s - computed_s)
-                for heard in self._listeners:
-                    heard.syncs.append(sync)
+                for measurements in self._listeners:
+                    measurements.syncs.append(sync)
 
     # The hooks of an instrument
 
     def signature(self) -> Hashable:
-        return self._wanted, self.is_in_graph
+        return self._requested, self.is_in_graph
 
     def before(self, step: ReplicaStep, batch: Any) -> Any:
         if step.is_compiled:
             return batch
         if not self.is_in_graph:
-            batch, step.notes[_BEGUN] = self.begun(batch)
+            batch, step.notes[_STARTED] = self.record_start(batch)
             return batch
-        self._note_trace()
+        self._count_trace()
         self._replica = int(tf.get_static_value(step.replica))
-        tensors = _tensors_of(batch)
-        step.notes[_BEGUN] = begun = noted_times.now(tensors, tensors[0])
-        with tf.control_dependencies([begun]):
+        tensors = _get_tensors(batch)
+        step.notes[_STARTED] = started = recorded_times.now(tensors, tensors[0])
+        with tf.control_dependencies([started]):
             return tf.nest.map_structure(_identity, batch, expand_composites=True)
 
     def after_gradients(
         self, step: ReplicaStep, optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any]
     ) -> Sequence[Any]:
-        begun = step.notes.get(_BEGUN)
-        if begun is None or not gates.is_here(begun):
+        started = step.notes.get(_STARTED)
+        if started is None or not gates.is_here(started):
             return gradients
         if self.is_in_graph:
-            if _COMPUTED not in step.notes:  # the first optimizer's gradients are the ones
-                gradients, step.notes[_COMPUTED] = _when_there(gradients)
+            if _COMPUTED not in step.notes:  # only the first optimizer's gradients are timed
+                gradients, step.notes[_COMPUTED] = _timed(gradients)
             return gradients
-        del step.notes[_BEGUN]
-        reading = self._reading(step, optimizer, gradients) if self._wanted.readings else ()
-        fingerprinted = step.plain_data() if self._wanted.fingerprints else ()
-        gradients, computed = self.computed(begun, gradients, reading, fingerprinted)
-        if self._wanted.syncs and step.is_one_of_several:
+        del step.notes[_STARTED]
+        reading = self._reading(step, optimizer, gradients) if self._requested.readings else ()
+        fingerprinted = step.plain_data() if self._requested.fingerprints else ()
+        gradients, computed = self.record_gradients(started, gradients, reading, fingerprinted)
+        if self._requested.syncs and step.is_one_of_several:
             step.notes[_COMPUTED, id(optimizer)] = computed
         return gradients
 
@@ -209,23 +210,25 @@ class Stopwatch(StepInstrument):
         self, step: ReplicaStep, optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any]
     ) -> Sequence[Any]:
         if self.is_in_graph:
-            is_wanted = self._wanted.syncs and step.is_one_of_several
-            if is_wanted and _COMPUTED in step.notes and _SUMMED not in step.notes:
-                gradients, step.notes[_SUMMED] = _when_there(gradients)
+            is_requested = self._requested.syncs and step.is_one_of_several
+            if is_requested and _COMPUTED in step.notes and _SUMMED not in step.notes:
+                gradients, step.notes[_SUMMED] = _timed(gradients)
             return gradients
         computed = step.notes.pop((_COMPUTED, id(optimizer)), None)
         if computed is None or not gates.is_here(computed):
             return gradients
-        return self.summed(computed, gradients)
+        return self.record_sums(computed, gradients)
 
     def after(self, step: ReplicaStep, logs: Any) -> None:
-        if self._noted is None or not self.is_in_graph or _COMPUTED not in step.notes:
+        if self._recorded is None or not self.is_in_graph or _COMPUTED not in step.notes:
             return
-        noted = [step.notes[name] for name in (_BEGUN, _COMPUTED, _SUMMED) if name in step.notes]
-        if all(map(gates.is_here, noted)):
-            self._noted.note(*noted)
+        recorded = [
+            step.notes[name] for name in (_STARTED, _COMPUTED, _SUMMED) if name in step.notes
+        ]
+        if all(map(gates.is_here, recorded)):
+            self._recorded.record(*recorded)
 
-    # How
+    # Internals
 
     @staticmethod
     def _reading(
@@ -233,7 +236,7 @@ class Stopwatch(StepInstrument):
     ) -> tuple[tf.Tensor, ...]:
         together = share.current()
         factor = tf.ones([])
-        if together is not None:  # from this one's part in the mean over all samples to its own
+        if together is not None:  # from its contribution to the global mean to its own mean
             factor *= together.replicas
             if id(optimizer) in together.in_loss:
                 factor = tf.math.divide_no_nan(factor, together.weight)
@@ -243,75 +246,76 @@ class Stopwatch(StepInstrument):
         loss = step.loss() if step.losses else tf.constant(math.nan)
         return step.samples(), loss, norm
 
-    def begun(self, data: Any) -> tuple[Any, tf.Tensor]:
-        """`data`, not before the time that is given beside it."""
-        self._note_trace()
-        tensors = _tensors_of(data)
-        begun = _called(_now, tensors, _part_of(tensors[0]))
-        with tf.control_dependencies([begun]):
-            return tf.nest.map_structure(_identity, data, expand_composites=True), begun
+    def record_start(self, data: Any) -> tuple[Any, tf.Tensor]:
+        """Returns `data`, and the time at which it was available, on which it depends."""
+        self._count_trace()
+        tensors = _get_tensors(data)
+        started = _python_call(_now, tensors, _first_value(tensors[0]))
+        with tf.control_dependencies([started]):
+            return tf.nest.map_structure(_identity, data, expand_composites=True), started
 
-    def _note_trace(self) -> None:
+    def _count_trace(self) -> None:
         if tf.inside_function():
-            for heard in self._listeners:
-                heard.traces += 1
+            for measurements in self._listeners:
+                measurements.traces += 1
 
-    def computed(
+    def record_gradients(
         self,
-        begun: tf.Tensor,
+        started: tf.Tensor,
         own: Sequence[Any],
         reading: Sequence[tf.Tensor] = (),
         fingerprinted: Sequence[tf.Tensor] = (),
     ) -> tuple[list[Any], tf.Tensor]:
-        """Notes a lap when the gradients `own` of this replica are all there.
+        """Records a lap once all gradients of this replica are available.
 
         Args:
-            begun: From `begun`.
-            own: Gradients; None where a variable has none.
-            reading: What a `Reading` consists of.
-            fingerprinted: The arrays that make the fingerprint.
+            started: The time returned by `record_start`.
+            own: The replica's gradients; None for a variable without one.
+            reading: The values of a `Reading`.
+            fingerprinted: The arrays to compute the fingerprint from.
 
         Returns:
-            The same gradients, of which one waits for that; and the time.
+            The same gradients, one of which depends on the recording; and the time.
         """
 
-        def note(part: Any, replica: Any, begun_s: Any, *others: Any) -> np.ndarray:
+        def note(part: Any, replica: Any, start_s: Any, *others: Any) -> np.ndarray:
             read, arrays = others[: len(reading)], others[len(reading) :]
-            return self._note(replica, begun_s, read, arrays)
+            return self._note(replica, start_s, read, arrays)
 
-        return _behind(note, own, _number(), begun, *reading, *fingerprinted)
+        return _record_when_ready(note, own, _number(), started, *reading, *fingerprinted)
 
-    def summed(self, computed: tf.Tensor, summed: Sequence[Any]) -> list[Any]:
-        """As `computed`, for the sums over all replicas: how long they came behind that."""
+    def record_sums(self, computed: tf.Tensor, summed: Sequence[Any]) -> list[Any]:
+        """Records the wait from `computed` to the sums over all replicas; returns the sums, one of
+        which depends on the recording."""
 
         def note(part: Any, replica: Any, computed_s: Any) -> np.ndarray:
             now_s = time.perf_counter()
             sync = Sync(int(replica), now_s - float(computed_s))
-            for heard in self._listeners:
-                heard.syncs.append(sync)
+            for measurements in self._listeners:
+                measurements.syncs.append(sync)
             return np.array(now_s)
 
-        gradients, _ = _behind(note, summed, _number(), computed)
+        gradients, _ = _record_when_ready(note, summed, _number(), computed)
         return gradients
 
     def _note(
-        self, replica: Any, begun_s: Any, reading: Sequence[Any], fingerprinted: Sequence[Any]
+        self, replica: Any, start_s: Any, reading: Sequence[Any], fingerprinted: Sequence[Any]
     ) -> np.ndarray:
         now_s = time.perf_counter()
         lap = Lap(
             int(replica),
-            float(begun_s),
-            now_s - float(begun_s),
+            float(start_s),
+            now_s - float(start_s),
             Reading(*(float(each) for each in reading)) if reading else None,
-            fingerprint_of(fingerprinted) if fingerprinted else None,
+            compute_fingerprint(fingerprinted) if fingerprinted else None,
         )
-        for heard in self._listeners:
-            heard.laps.append(lap)
+        for measurements in self._listeners:
+            measurements.laps.append(lap)
         return np.array(now_s)
 
 
-def fingerprint_of(arrays: Sequence[Any]) -> str:
-    """Of their bytes; text as a pipeline has it, too."""
+def compute_fingerprint(arrays: Sequence[Any]) -> str:
+    """Returns a hash of the arrays' bytes; strings are hashed in UTF-8, as pipelines store them."""
     found = xxhash.xxh3_64()
     for each in arrays:
         array = np.ascontiguousarray(each)
@@ -324,7 +328,7 @@ def fingerprint_of(arrays: Sequence[Any]) -> str:
     return digest
 
 
-def _tensors_of(data: Any) -> list[tf.Tensor]:
+def _get_tensors(data: Any) -> list[tf.Tensor]:
     flat = tf.nest.flatten(data, expand_composites=True)
     return [each for each in flat if isinstance(each, tf.Tensor)]
 
@@ -333,41 +337,41 @@ def _number() -> Any:
     return tf.distribute.get_replica_context().replica_id_in_sync_group
 
 
-def _behind(
+def _record_when_ready(
     note: Callable[..., np.ndarray], gradients: Sequence[Any], *arguments: Any
 ) -> tuple[list[Any], tf.Tensor]:
-    """Has `note` called with a part of a gradient and `arguments` when all gradients are there."""
-    present, place = _smallest_of(gradients)
+    """Calls `note` with a part of a gradient and `arguments` once all gradients are available."""
+    present, place = _find_smallest(gradients)
     every = [dense(gradients[i]) for i in present]
-    noted = _called(note, every, _part_of(dense(gradients[place])), *arguments)
-    waiting = _only_behind(noted, gradients[place])
-    return [*gradients[:place], waiting, *gradients[place + 1 :]], noted
+    recorded = _python_call(note, every, _first_value(dense(gradients[place])), *arguments)
+    waiting = _make_dependent(recorded, gradients[place])
+    return [*gradients[:place], waiting, *gradients[place + 1 :]], recorded
 
 
-def _smallest_of(gradients: Sequence[Any]) -> tuple[list[int], int]:
+def _find_smallest(gradients: Sequence[Any]) -> tuple[list[int], int]:
     """Returns the indices of all gradients, and of the smallest one."""
     present = [i for i, gradient in enumerate(gradients) if gradient is not None]
     return present, min(present, key=lambda i: size_of(gradients[i]))
 
 
-def _when_there(gradients: Sequence[Any]) -> tuple[list[Any], tf.Tensor]:
+def _timed(gradients: Sequence[Any]) -> tuple[list[Any], tf.Tensor]:
     """Returns the gradients, one of which waits for the timestamp, and the timestamp."""
-    present, place = _smallest_of(gradients)
-    there = noted_times.now([dense(gradients[i]) for i in present], dense(gradients[place]))
+    present, place = _find_smallest(gradients)
+    there = recorded_times.now([dense(gradients[i]) for i in present], dense(gradients[place]))
     with tf.control_dependencies([there]):
         waiting = tf.nest.map_structure(_identity, gradients[place], expand_composites=True)
     return [*gradients[:place], waiting, *gradients[place + 1 :]], there
 
 
-def _only_behind(stamp: tf.Tensor, gradient: Any) -> Any:
+def _make_dependent(stamp: tf.Tensor, gradient: Any) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
-        values = _only_behind(stamp, gradient.values)
+        values = _make_dependent(stamp, gradient.values)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    # A control edge to what is an identity would be taken away with the call.
+    # TensorFlow would remove a control edge to an identity operation, and with it the call.
     return tf.where(stamp >= 0, gradient, tf.zeros_like(gradient))
 
 
-def _called(
+def _python_call(
     function: Callable[..., np.ndarray], after: Sequence[tf.Tensor], *arguments: tf.Tensor
 ) -> tf.Tensor:
     with tf.control_dependencies(after):
@@ -379,9 +383,9 @@ def _now(_: Any) -> np.ndarray:
     return np.array(time.perf_counter())
 
 
-def _part_of(tensor: tf.Tensor) -> tf.Tensor:
-    """Something small that is made of `tensor`: what has only constants to begin with would be
-    called once, when the graph is made."""
+def _first_value(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns a small value that depends on `tensor`: a function of constants only would be folded,
+    that is, called only once when the graph is built."""
     return tf.reshape(tensor, [-1])[:1]
 
 

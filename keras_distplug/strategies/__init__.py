@@ -1,1 +1,1 @@
-"""Where the step runs: which strategy, and how a model gets under it."""
+"""Choice of a `tf.distribute` strategy, and placement of the model inside its scope."""

@@ -1,8 +1,8 @@
-"""Where a model is trained: as it is, or made inside the scope of the strategy.
+"""Places a model inside the scope of a strategy.
 
-A model made outside that scope is read (`Blueprint.of`), made again inside it (`rebuild`), and gets
-the trained state written back (`hand_back`). Reading comes first, because TensorFlow may have to be
-restarted before the scope exists.
+A model created outside that scope is read (`Blueprint.of`) and rebuilt inside it (`rebuild`), and
+the trained state is written back into it (`hand_back`). It is read first because TensorFlow may
+have to be restarted before the scope exists.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from keras_distplug.backend.tensorflow.parameter_server import embeddings
 from keras_distplug.backend.tensorflow.runtime import models, workers
 from keras_distplug.backend.tensorflow.runtime.embedding_tables import Table, wholes
 from keras_distplug.core.errors import ConfigurationError, ModelError
-from keras_distplug.strategies.recompile import Recompile, recompile_of
+from keras_distplug.strategies.recompile import Recompile, make_recompile
 
 Origin: TypeAlias = "keras.Model | Blueprint | Callable[[], keras.Model]"
 
 _LOOKUPS = (keras.layers.StringLookup, keras.layers.IntegerLookup, keras.layers.TextVectorization)
-_WEIGHTS = ""  # beside the names of optimizers
+_WEIGHTS = ""  # a key that no optimizer's name can equal
 
 
 @dataclass(frozen=True)
 class Placement:
-    """What `distributed_fit` decided.
+    """A model and the strategy it is trained under.
 
     Args:
-        strategy: The strategy that the model is trained under.
-        model: The model that is trained, inside the scope of `strategy`.
-        origin: What it was made from: itself, the caller's model, or the caller's function.
+        strategy: The strategy.
+        model: The model to be trained, inside the scope of `strategy`.
+        origin: The source of `model`: the model itself, the blueprint of the caller's model, or the
+            caller's function.
     """
 
     strategy: tf.distribute.Strategy
@@ -44,7 +45,7 @@ class Placement:
     origin: Origin
 
     def hand_back(self) -> None:
-        """Write the trained state into the caller's model, if that is another one."""
+        """Writes the trained state into the caller's model, if that is a different object."""
         if isinstance(self.origin, Blueprint):
             self.origin.hand_back(self.model)
 
@@ -55,12 +56,12 @@ def place(
     own_arguments: Mapping[str, Any],
     min_shard_bytes: int | None,
 ) -> Placement:
-    """Make the model inside the scope of `strategy`, unless it is to be trained as it is.
+    """Creates the model inside the scope of `strategy`, unless `origin` can be trained as it is.
 
     For `own_arguments` see `require_usable`, for `min_shard_bytes` see `embeddings.split`.
 
     Raises:
-        ModelError: If the model cannot be made, or cannot be trained.
+        ModelError: If the model cannot be created or trained.
         ConfigurationError: If it cannot be trained with these arguments.
     """
     if isinstance(origin, keras.Model):
@@ -73,12 +74,12 @@ def place(
 
 
 def require_usable(model: Any, where: str, own_arguments: Mapping[str, Any]) -> None:
-    """Refuse a model that cannot be trained, or not with these arguments.
+    """Raises an error if the model cannot be trained, or cannot be trained with these arguments.
 
     Args:
-        model: What should be a compiled model.
-        where: Where it comes from, for messages.
-        own_arguments: Arguments that neither `distributed_fit` nor Keras' `fit` knows.
+        model: The object to check, which should be a compiled model.
+        where: The origin of the object, for messages.
+        own_arguments: Arguments that neither `distributed_fit` nor Keras' `fit` accepts.
     """
     if not isinstance(model, keras.Model):
         raise ModelError(
@@ -92,25 +93,25 @@ def require_usable(model: Any, where: str, own_arguments: Mapping[str, Any]) -> 
         )
     if own_arguments and not models.has_own_fit(model):
         raise ConfigurationError(
-            "Expected the arguments of `distributed_fit`, which are those of `Model.fit` and some "
-            f"more. Received: {', '.join(sorted(own_arguments))}. Only a model whose class has its "
-            f"own `fit` takes others; {type(model).__name__} has Keras'."
+            "Expected arguments of `distributed_fit`, which accepts those of `Model.fit` and a few "
+            f"more. Received: {', '.join(sorted(own_arguments))}. Other arguments are only passed "
+            f"to a class that overrides `fit`; {type(model).__name__} does not."
         )
 
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A compiled model, as far as it can be told without TensorFlow.
+    """The description and state of a compiled model, readable without TensorFlow's runtime.
 
     Args:
-        model: The caller's object.
-        recompile: Compiles a model as the caller's is compiled.
-        assets: Files of layers that have some besides their configuration, such as the vocabulary
-            of a tokenizer: the bytes of each, by its path, for each of `layers_of`.
-        values: The arrays of `_state_of`, of what is built.
-        optimizer_targets: What the optimizers train; see `models.optimizer_targets`.
-        is_revived: True if TensorFlow is restarted before `rebuild`: the variables of the caller's
-            model are dead then, and `hand_back` replaces them.
+        model: The caller's model.
+        recompile: A function that compiles another model like the caller's.
+        assets: For every layer of `layers_of`, its asset files, such as the vocabulary of a
+            tokenizer: their contents by relative path.
+        values: The arrays of `_get_state`, as far as the model is built.
+        optimizer_targets: The variables that the optimizers train; see `models.optimizer_targets`.
+        is_revived: True if TensorFlow is restarted before `rebuild`. This destroys the variables
+            of the caller's model, and `hand_back` replaces them.
     """
 
     model: keras.Model
@@ -122,10 +123,10 @@ class Blueprint:
 
     @classmethod
     def of(cls, model: keras.Model, *, is_revived: bool) -> Blueprint:
-        """Read everything that `rebuild` needs.
+        """Reads everything that `rebuild` needs.
 
         Raises:
-            ModelError: If the model is of a kind that cannot be rebuilt.
+            ModelError: If a model of this kind cannot be rebuilt.
         """
         if not models.is_clonable(model):
             _require_config(model)
@@ -140,11 +141,11 @@ class Blueprint:
                 )
         return cls(
             model=model,
-            recompile=recompile_of(model),
+            recompile=make_recompile(model),
             assets=[_assets(layer) for layer in layers],
             values={
                 owner: [np.asarray(each.numpy()) for each in variables]
-                for owner, variables in _state_of(model).items()
+                for owner, variables in _get_state(model).items()
                 if variables and owner in (_WEIGHTS, *targets)
             },
             optimizer_targets=targets,
@@ -152,23 +153,23 @@ class Blueprint:
         )
 
     def rebuild(self, strategy: tf.distribute.Strategy) -> keras.Model:
-        """Return a model like the caller's, in its state. Call it in the scope of `strategy`.
+        """Returns a copy of the caller's model and its state. Call it in the scope of `strategy`.
 
         Raises:
-            ModelError: If the result is not like the caller's model.
+            ModelError: If the result differs from the caller's model.
         """
-        model = self._again()
+        model = self._rebuilt()
         _load_assets(models.layers_of(model), self.assets)
         _freeze_like(model, self.model)
         self.recompile(model)
         if _WEIGHTS in self.values:
             if not model.built:
                 _build_like(model, self.model)
-            self._require_same(_state_of(model)[_WEIGHTS])
-            _freeze_like(model, self.model)  # what was built now
+            self._require_same(_get_state(model)[_WEIGHTS])
+            _freeze_like(model, self.model)  # the newly built variables
         models.build_optimizers(model, self.optimizer_targets)
-        from_chief = _chiefs_value if workers.is_multi_worker(strategy) else np.asarray
-        made = _state_of(model)
+        from_chief = _broadcast_from_chief if workers.is_multi_worker(strategy) else np.asarray
+        made = _get_state(model)
         for owner, values in self.values.items():
             for variable, value in zip(made[owner], values, strict=True):
                 variable.assign(from_chief(value))
@@ -176,17 +177,17 @@ class Blueprint:
         return model
 
     def hand_back(self, trained: keras.Model) -> None:
-        """Write the state of `trained`, which is from `rebuild`, into the caller's model."""
+        """Writes the state of `trained`, a result of `rebuild`, into the caller's model."""
         caller = self.model
         if self.is_revived:
-            for variable in models.all_variables(caller):  # their values come later
+            for variable in models.all_variables(caller):  # their values are assigned below
                 models.revive(variable, np.zeros(variable.shape, variable.dtype))
             models.drop_functions(caller)
-        theirs = _state_of(trained)
-        if len(_state_of(caller)[_WEIGHTS]) < len(theirs[_WEIGHTS]):
+        theirs = _get_state(trained)
+        if len(_get_state(caller)[_WEIGHTS]) < len(theirs[_WEIGHTS]):
             _build_like(caller, trained)
         models.build_optimizers(caller, models.optimizer_targets(trained))
-        mine = _state_of(caller)
+        mine = _get_state(caller)
         for owner, variables in theirs.items():
             for variable, like in zip(mine[owner], variables, strict=True):
                 variable.assign(np.asarray(like.numpy()))
@@ -194,56 +195,56 @@ class Blueprint:
         caller.history = getattr(trained, "history", None)
         caller.stop_training = trained.stop_training
 
-    def _again(self) -> keras.Model:
+    def _rebuilt(self) -> keras.Model:
         caller = self.model
         classes = {type(layer).__name__: type(layer) for layer in models.layers_of(caller)}
         try:
-            # Keras would look into the optimizer, whose variables may be dead by now.
+            # Keras would inspect the optimizer, whose variables may no longer be alive.
             with keras.saving.custom_object_scope(classes), models.without_compilation(caller):
                 if models.is_clonable(caller):
                     return keras.models.clone_model(caller)
                 return type(caller).from_config(caller.get_config())
         except Exception as error:
             raise ModelError(
-                f"The model {caller.name!r} of class {type(caller).__name__} could not be made "
-                f"again inside the strategy's scope: {error}. Check `get_config` and `from_config` "
+                f"The model {caller.name!r} of class {type(caller).__name__} could not be rebuilt "
+                f"inside the strategy's scope: {error}. Check `get_config` and `from_config` "
                 "of its class and its layers, or pass a function that builds and compiles the "
                 "model: `distributed_fit(build, ...)`."
             ) from error
 
     def _require_same(self, variables: Sequence[keras.Variable | Table]) -> None:
         made = [(v.path, tuple(v.shape)) for v in variables]
-        originals = zip(_state_of(self.model)[_WEIGHTS], self.values[_WEIGHTS], strict=True)
-        wanted = [(v.path, value.shape) for v, value in originals]
-        if [shape for _, shape in made] != [shape for _, shape in wanted]:
+        originals = zip(_get_state(self.model)[_WEIGHTS], self.values[_WEIGHTS], strict=True)
+        expected = [(v.path, value.shape) for v, value in originals]
+        if [shape for _, shape in made] != [shape for _, shape in expected]:
             difference = next(
-                (pair for pair in zip(wanted, made, strict=False) if pair[0][1] != pair[1][1]),
-                (f"{len(wanted)} variables", f"{len(made)} variables"),
+                (pair for pair in zip(expected, made, strict=False) if pair[0][1] != pair[1][1]),
+                (f"{len(expected)} variables", f"{len(made)} variables"),
             )
             raise ModelError(
-                f"The model {self.model.name!r}, made again inside the strategy's scope, differs "
+                f"The model {self.model.name!r}, rebuilt inside the strategy's scope, differs "
                 f"from the original: expected {difference[0]}, received {difference[1]}. Its "
-                "`get_config` does not say all that its variables depend on. Mend it, or pass a "
+                "`get_config` omits something that its variables depend on. Fix it, or pass a "
                 "function that builds and compiles the model: `distributed_fit(build, ...)`."
             )
 
 
-def _chiefs_value(value: np.ndarray) -> tf.Tensor:
-    """The chief's `value`, on every worker. To be called inside the strategy's scope.
+def _broadcast_from_chief(value: np.ndarray) -> tf.Tensor:
+    """Returns the chief's `value` on every worker. Call it inside the strategy's scope.
 
-    TensorFlow broadcasts the initial value of a mirrored variable from the chief, but not what is
-    assigned to one.
+    TensorFlow broadcasts the initial value of a mirrored variable from the chief, but not later
+    assignments.
     """
     value = np.asarray(value)
-    # The collective knows few types; these hold all values of the others.
+    # The collective supports few dtypes; these can represent all values of the others.
     wide = {"f": np.float32, "V": np.float32, "u": np.int64, "i": np.int64}.get(value.dtype.kind)
     carrier = value if value.dtype in (np.float64, bool) or wide is None else value.astype(wide)
     return tf.cast(tf.Variable(carrier, trainable=False).read_value(), value.dtype)
 
 
-def _state_of(model: keras.Model) -> dict[str, list[keras.Variable | Table]]:
-    """Return the weights and seed generators of `model`, and the variables of each optimizer by its
-    name. Tables are whole."""
+def _get_state(model: keras.Model) -> dict[str, list[keras.Variable | Table]]:
+    """Returns the weights and seed generators of `model`, and every optimizer's variables under
+    its name. Sharded embedding tables count as one variable."""
     metrics = {id(variable) for variable in model.metrics_variables}
     return {
         _WEIGHTS: wholes(each for each in model.variables if id(each) not in metrics),
@@ -256,15 +257,15 @@ def _require_config(model: keras.Model) -> None:
         model.get_config()
     except NotImplementedError as error:
         raise ModelError(
-            f"The model {model.name!r} of class {type(model).__name__} was made outside the "
-            "strategy's scope and cannot be made again inside it: it has no `get_config`. "
+            f"The model {model.name!r} of class {type(model).__name__} was created outside the "
+            "strategy's scope and cannot be rebuilt inside it: it has no `get_config`. "
             f"Give {type(model).__name__} a `get_config` method, or pass a function that builds "
             "and compiles the model: `distributed_fit(build, ...)`."
         ) from error
 
 
 def _assets(layer: keras.Layer) -> dict[str, bytes]:
-    """Returns the files that Keras would put into a `.keras` file for this layer."""
+    """Returns the asset files that Keras would store in a `.keras` file for this layer."""
     if not hasattr(layer, "save_assets"):
         return {}
     with tempfile.TemporaryDirectory() as folder:
@@ -286,12 +287,12 @@ def _load_assets(layers: Sequence[keras.Layer], assets: Sequence[Mapping[str, by
 
 
 def _freeze_like(model: keras.Model, caller: keras.Model) -> None:
-    """Makes trainable what is trainable in the caller's model: a configuration need not say what
-    was frozen since the layers were made."""
+    """Copies `trainable` from the caller's model, since a configuration does not always record
+    which layers were frozen after they were created."""
     mine, theirs = ([each, *models.layers_of(each)] for each in (model, caller))
     if [type(layer) for layer in mine] != [type(layer) for layer in theirs]:
-        return  # of models that are not built; the others are compared
-    for layer, like in zip(mine, theirs, strict=True):  # a layer comes before those within it
+        return  # only if the models are not built; built ones are compared later
+    for layer, like in zip(mine, theirs, strict=True):  # a layer precedes its sublayers
         if layer.trainable != like.trainable:
             layer.trainable = like.trainable
     for variable, like in zip(model.weights, caller.weights, strict=False):

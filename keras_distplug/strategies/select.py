@@ -1,4 +1,4 @@
-"""From the environment to the name of a strategy."""
+"""Chooses a strategy from the environment."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Cluster(Protocol):
 
 @dataclass(frozen=True)
 class Choice:
-    """A strategy's name and why it was chosen."""
+    """The name of a strategy, and the reason for choosing it."""
 
     name: str
     reason: str
@@ -40,11 +40,11 @@ def choose(requested: str, cluster: Cluster, gpus: int) -> Choice:
 
     Args:
         requested: One of `NAMES`.
-        cluster: The cluster that this process is part of.
-        gpus: GPUs that this process sees.
+        cluster: The cluster that this process belongs to.
+        gpus: The number of GPUs visible to this process.
 
     Raises:
-        ConfigurationError: For an unknown name, or one that the cluster contradicts.
+        ConfigurationError: If the name is unknown, or does not fit the cluster.
     """
     if requested not in NAMES:
         raise ConfigurationError(
@@ -54,25 +54,25 @@ def choose(requested: str, cluster: Cluster, gpus: int) -> Choice:
     if cluster.task_type == "evaluator":
         raise ConfigurationError(
             f"Expected a task that trains. Received: an 'evaluator' task ({cluster.source}), which "
-            "would train the whole model alone. Training validates between epochs: give `fit` "
-            "`validation_data`, and leave the evaluator out of the job, or give it a script that "
-            "reads checkpoints (`keras-distplug export`)."
+            "would train the whole model on its own. Training validates between epochs: pass "
+            "`validation_data` to `fit` and remove the evaluator from the job, or give it a script "
+            "that reads checkpoints (`keras-distplug export`)."
         )
-    choice = _automatic(cluster, gpus) if requested == "auto" else Choice(requested, "asked for")
+    choice = _automatic(cluster, gpus) if requested == "auto" else Choice(requested, "requested")
     if choice.name == "parameter_server" or "ps" in cluster.cluster:
         _check_parameter_server(choice, cluster)
         return choice
     if choice.name == "multi_worker" and cluster.world_size < 2:
         raise ConfigurationError(
             "strategy='multi_worker' needs a cluster of at least two workers, but this process is "
-            "alone. Start the script with `keras-distplug run --workers 2 -- python train.py`, "
-            "with srun, or set TF_CONFIG."
+            "not part of one. Start the script with "
+            "`keras-distplug run --workers 2 -- python train.py` or with srun, or set TF_CONFIG."
         )
     if choice.name != "multi_worker" and cluster.world_size > 1:
         raise ConfigurationError(
-            f"strategy={choice.name!r} was asked for, but {cluster.source} describes a cluster of "
-            f"{cluster.world_size} workers, each of which would train a model of its own into the "
-            "same directory. Use strategy='multi_worker' or 'auto', or start one process only."
+            f"strategy={choice.name!r} was requested, but {cluster.source} describes a cluster of "
+            f"{cluster.world_size} workers, which would all train separate models into the same "
+            "directory. Use strategy='multi_worker' or 'auto', or start only one process."
         )
     return choice
 
@@ -81,9 +81,9 @@ def _check_parameter_server(choice: Choice, cluster: Cluster) -> None:
     has = ", ".join(f"{len(tasks)} {task!r}" for task, tasks in cluster.cluster.items())
     if choice.name != "parameter_server":
         raise ConfigurationError(
-            f"strategy={choice.name!r} was asked for, but {cluster.source} describes a cluster "
-            f"with parameter servers ({has}). Use strategy='parameter_server' or 'auto', or leave "
-            "the 'ps' tasks out."
+            f"strategy={choice.name!r} was requested, but {cluster.source} describes a cluster "
+            f"with parameter servers ({has}). Use strategy='parameter_server' or 'auto', or remove "
+            "the 'ps' tasks."
         )
     missing = [task for task in ("chief", "worker", "ps") if task not in cluster.cluster]
     if missing:
@@ -91,13 +91,13 @@ def _check_parameter_server(choice: Choice, cluster: Cluster) -> None:
             "strategy='parameter_server' needs a cluster with one 'chief', which runs `fit`, "
             "'worker' tasks, which compute, and 'ps' tasks, which hold the variables. Received: "
             f"{has or 'a single process'} ({cluster.source}). Missing: {', '.join(missing)}. Start "
-            "the script with `keras-distplug run --workers 2 --ps 1 -- python train.py`, or give "
-            "each process a TF_CONFIG with all three."
+            "the script with `keras-distplug run --workers 2 --ps 1 -- python train.py`, or set a "
+            "TF_CONFIG with all three task types for every process."
         )
     if "evaluator" in cluster.cluster:
         raise ConfigurationError(
-            "An 'evaluator' task has nothing to do here: the chief evaluates between epochs. "
-            f"Received: {has} ({cluster.source}). Leave it out."
+            "Expected no 'evaluator' task: with parameter servers, the chief evaluates between "
+            f"epochs. Received: {has} ({cluster.source}). Remove the evaluator."
         )
 
 

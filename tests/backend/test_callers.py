@@ -1,4 +1,4 @@
-"""What our callbacks see of the `fit` that calls them."""
+"""Callbacks identify the `fit` that calls them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def look() -> Thing:
     return found
 
 
-def test_a_local_variable_is_not_kept() -> None:
-    """What a function lets go is gone, though somebody has looked at it."""
+def test_local_variables_are_released() -> None:
+    """An object that a function releases is freed, even if its local variables were read."""
     thing = Thing()
     before = weakref.ref(thing)
     assert look() is thing
@@ -43,7 +43,7 @@ def test_a_local_variable_is_not_kept() -> None:
 
 
 class Looks(keras.callbacks.Callback):
-    """Asks, in all ways that we have, who calls."""
+    """Determines its caller in all available ways."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,9 +70,9 @@ def model() -> keras.Model:
     return made
 
 
-def test_the_fit_that_calls() -> None:
-    """It is known from within until an exception ends it, and to no other thread and no other `fit`
-    after that."""
+def test_calling_fit() -> None:
+    """A `fit` is identified from within until an exception ends it, and not from other threads or
+    from a later `fit`."""
     looks, other = Looks(), Looks()
     x = np.zeros((6, 2))
     with pytest.raises(KeyError, match="enough"):
@@ -96,13 +96,14 @@ def test_the_fit_that_calls() -> None:
     assert seen == [False, False]
 
 
-def test_another_frame_in_its_place() -> None:
-    """Where an error leaves the list to somebody, the frame's place in memory is soon another's."""
+def test_frame_with_reused_address() -> None:
+    """If an error keeps the list alive, another frame may get the same address; it is told apart
+    by its code."""
     still_there, frame = Thing(), sys._getframe()
     for code, is_it in ((look.__code__, False), (frame.f_code, True)):
         assert Calling(weakref.ref(still_there), id(frame), code).is_above(frame) == is_it
 
 
-def test_code_of_this_package() -> None:
-    """It is no user's, wherever it stands."""
+def test_package_code_is_not_the_users() -> None:
+    """The package's code is not the user's, wherever it is installed."""
     assert str(Path(keras_distplug.__file__).parent) in frames.NOT_THE_USERS

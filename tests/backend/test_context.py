@@ -1,4 +1,4 @@
-"""The key-value store, over a context that only pretends."""
+"""The key-value store, with a fake context."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from keras_distplug.backend.tensorflow.runtime import context  # noqa: E402
 
 
 class Pretended:
-    """A context whose service has no words, and answers unless it is frozen or gone."""
+    """A context whose service has no values, and answers unless it is frozen or lost."""
 
     coordination_service = SimpleNamespace(
         coordinated_job_list=[SimpleNamespace(name="worker", num_tasks=2)],
@@ -65,31 +65,32 @@ def get(timeout_s: float = 0.3) -> Any:
     return context.ServiceKeyValues().get("a word", timeout_s)
 
 
-def test_word_of_a_lost_worker(pretended: Pretended) -> None:
-    """Who waits for a word hears that a worker is lost."""
+def test_wait_ends_if_a_worker_is_lost(pretended: Pretended) -> None:
+    """A wait for a value ends with an error if a worker is lost."""
     pretended.states[1] = "heartbeat timeout"
     with pytest.raises(ConnectionError, match="a word: heartbeat timeout"):
         get(timeout_s=50)
 
 
-def test_no_word(pretended: Pretended) -> None:
-    """Where all workers are well, the time is waited for."""
+def test_wait_times_out(pretended: Pretended) -> None:
+    """If all workers are healthy, the wait lasts until the timeout."""
     with pytest.raises(TimeoutError, match="a word"):
         get()
     assert pretended.asked > 1
 
 
-def test_many_workers_look_seldom(pretended: Pretended) -> None:
-    """Of many workers each looks so seldom that all together ask as often as few."""
+def test_check_interval_grows_with_workers(pretended: Pretended) -> None:
+    """The interval between checks grows with the number of workers, so that the total rate does
+    not."""
     jobs = [SimpleNamespace(name="worker", num_tasks=64 * 100)]
     pretended.coordination_service = SimpleNamespace(coordinated_job_list=jobs)
     with pytest.raises(TimeoutError, match="a word"):
-        get(1.0)  # which else is 20 looks
+        get(1.0)  # enough for 20 checks of a few workers
     assert pretended.asked == 0
 
 
 def test_frozen_service(pretended: Pretended) -> None:
-    """A service that does not answer is waited for, too; it is asked once, and never for states."""
+    """A frozen service is waited for, too; it gets one request, and never one for states."""
     pretended.thaws = threading.Event()
     with pytest.raises(TimeoutError, match="a word"):
         get()
@@ -100,7 +101,7 @@ def test_frozen_service(pretended: Pretended) -> None:
 
 
 def test_lost_service(pretended: Pretended) -> None:
-    """A service that is gone is told as such."""
+    """A lost service is reported as lost."""
     pretended.is_gone = True
     with pytest.raises(ConnectionError, match="refused"):
         get()
@@ -112,16 +113,16 @@ def report(message: str) -> None:
     context.ServiceKeyValues().report(message)
 
 
-def test_default_of_tensorflow(pretended: Pretended) -> None:
-    """Without a time-out of ours, TensorFlow's is known."""
+def test_default_heartbeat_timeout(pretended: Pretended) -> None:
+    """If no timeout was set, TensorFlow's default is returned."""
     assert context.ServiceKeyValues().heartbeat_timeout_s == 10.0
 
 
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
-def test_deletes_what_is_below() -> None:
-    """With a key the service deletes all below it, so that one message makes room for a word of
-    each worker."""
+def test_delete_is_recursive() -> None:
+    """The service deletes all keys below a deleted key, so that one message deletes the values of
+    all workers."""
     script = Path(__file__).parents[1] / "workers" / "upstream.py"
     ended = run_workers(
         [str(script), "lost_word"], 2, env={"KERAS_DISTPLUG_AUTO_INIT": "0"}, timeout_s=240

@@ -1,4 +1,4 @@
-"""What `fit` still lacks, and the private corners of it that stand in for that."""
+"""Features that `fit` still lacks, and the private parts that replace them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from keras_distplug.backend.tensorflow.replicas import replica_values  # noqa: E
 
 
 class Within(keras.callbacks.Callback):
-    """Calls something in `on_train_begin`, and notes which batches come."""
+    """Calls a function in `on_train_begin`, and records the batches."""
 
     def __init__(self, call: Any = lambda loop: None) -> None:
         super().__init__()
@@ -44,15 +44,15 @@ def fit(callback: Within, **arguments: Any) -> keras.callbacks.History:
 
 
 def test_upstream() -> None:
-    """Once `fit` can begin within an epoch by itself, `Loop.begin_at` can go."""
+    """Once `fit` can start within an epoch, `Loop.begin_at` can be removed."""
     arguments = inspect.signature(keras.Model.fit).parameters
     assert "initial_epoch" in arguments
     assert not {"initial_step", "initial_batch", "initial_steps"} & arguments.keys()
     assert not hasattr(keras.callbacks.Callback(), "epoch_iterator")
 
 
-def test_found() -> None:
-    """The loop of the innermost `fit` is found, and none outside of one."""
+def test_innermost_loop_is_found() -> None:
+    """The loop of the innermost `fit` is found, and none outside a `fit`."""
     outer = Within()
     inner = Within(lambda loop: fit(outer))
     fit(inner)
@@ -62,14 +62,14 @@ def test_found() -> None:
 
 @pytest.mark.parametrize(("batch", "first"), [(0, [0, 1, 2, 3]), (3, [3]), (4, []), (math.inf, [])])
 def test_begin_at(batch: float, first: list[int]) -> None:
-    """The first epoch begins with that batch, the next one with its first."""
+    """The first epoch starts with that batch, the next one with its first batch."""
     callback = Within(lambda loop: loop.begin_at(batch))
     fit(callback, epochs=2)
     assert callback.seen == [*first, 0, 1, 2, 3]
 
 
 def test_logs_of_an_epoch_without_batches() -> None:
-    """An epoch that has no batch left has the logs that it is given, once."""
+    """An epoch that has no batch left gets the given logs, once."""
     undo = []
 
     def begin(callback: Within) -> Any:

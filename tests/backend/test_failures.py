@@ -1,4 +1,4 @@
-"""What `fit`, `evaluate` and `predict` raise instead of an error."""
+"""Replacement of errors of `fit`, `evaluate` and `predict`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ METHODS = ("fit", "evaluate", "predict")
 
 @pytest.fixture
 def trainer(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Keras' class, whose methods fail."""
+    """Returns Keras' class, with methods that fail."""
 
     def failing(self: Any, error: Exception, **_: Any) -> None:
         """Trains."""
@@ -33,9 +33,11 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_looked_up_before(method: str, trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A method of a model that was looked up before is explained, too, as in `model.fit(...,
-    callbacks=defaults())`, also where another library has wrapped it."""
+def test_method_looked_up_earlier(
+    method: str, trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors are replaced even if the method was looked up before, as in `model.fit(...,
+    callbacks=defaults())`, also if another library has wrapped it."""
     stock = getattr(trainer, method)
     filtered = filter_traceback(lambda *given, **named: stock(*given, **named))
     monkeypatch.setattr(trainer, method, functools.wraps(filtered)(lambda *given: filtered(*given)))
@@ -50,8 +52,8 @@ def test_looked_up_before(method: str, trainer: Any, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("method", METHODS)
 def test_explained(method: str, trainer: Any) -> None:
-    """What is explained is raised from the error, with the model's strategy known; what is not
-    passes as it is. The methods keep their names."""
+    """The replacement is raised from the original error, and the function gets the model's
+    strategy; other errors are unchanged. The methods keep their metadata."""
     asked: list[Any] = []
 
     def explain(error: Exception, strategy: Any) -> Exception | None:

@@ -1,4 +1,4 @@
-"""The next batch of a worker, and how long it waits for its own data."""
+"""Fetching a worker's next batch, and timing the wait for its own data."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def of_this_worker(samples: int, there: int) -> tuple[int, int]:
 
 
 def taken(model: Any, distributed: Any) -> list[tuple[list[list[int]], int]]:
-    """The shapes of what each replica gets, and how many samples all have, until the end."""
+    """Returns the shapes of all replicas' batches and the total number of samples, per step."""
     strategy, iterator = model.distribute_strategy, iter(distributed)
     found = []
 
@@ -37,27 +37,28 @@ def taken(model: Any, distributed: Any) -> list[tuple[list[list[int]], int]]:
 
     try:
         while True:
-            steps._fetched(model, note, of_this_worker, iterator)
+            steps._run_next_step(model, note, of_this_worker, iterator)
     except tf.errors.OutOfRangeError:
         return found
 
 
 def test_listeners(model: Any) -> None:
-    """Each one hears of each fetch, that of the end as well, until it wants no more."""
+    """Every listener is called for every fetch, including the last empty one, until removed."""
     one: list[float] = []
     other: list[float] = []
-    steps.hear_of_fetches(model, one.append)
-    steps.hear_of_fetches(model, other.append)
+    steps.add_fetch_listener(model, one.append)
+    steps.add_fetch_listener(model, other.append)
     numbers = tf.data.Dataset.range(8).batch(4)
     batches = model.distribute_strategy.experimental_distribute_dataset(numbers)
     assert taken(model, batches) == [([[2], [2]], 4)] * 2
-    steps.hear_no_more_of_fetches(model, one.append)
+    steps.remove_fetch_listener(model, one.append)
     taken(model, batches)
     assert (len(one), len(other)) == (3, 6)
 
 
 def test_replica_without_a_batch(model: Any) -> None:
-    """It has no samples, also where all batches have as many, of a size that is not known."""
+    """A replica without a batch gets no samples, even if all batches have the same number and an
+    unknown size."""
     rows = tf.data.Dataset.range(6).map(lambda number: tf.range(number))
     batches = rows.padded_batch(2, drop_remainder=True)
     assert batches.element_spec.shape.as_list() == [2, None]
@@ -66,6 +67,6 @@ def test_replica_without_a_batch(model: Any) -> None:
 
 
 def test_upstream() -> None:
-    """TensorFlow's stand-in for such a batch has samples; where it has none, `_without_samples` is
-    not needed any more."""
+    """TensorFlow's dummy for such a batch has samples; once it has none, `_without_samples` is no
+    longer needed."""
     assert input_lib._dummy_tensor_fn(tf.TensorSpec([2, None], tf.int64)).shape == [2, 0]

@@ -1,4 +1,4 @@
-"""Iterators that take long to end."""
+"""Iterators whose destruction takes long."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.tf, pytest.mark.timeout(120)]
 
 
 class Slow:
-    """Ends when it may, and says in which thread."""
+    """Waits for permission in its destructor, and records the thread."""
 
     def __init__(self) -> None:
         self.may_end, self.ended = threading.Event(), threading.Event()
@@ -42,9 +42,9 @@ class Slow:
         return Iterator()
 
 
-def test_nobody_waits() -> None:
-    """Who drops an iterator does not wait for its end, which comes once nobody has it any more,
-    whatever others there are that somebody has."""
+def test_dropping_does_not_wait() -> None:
+    """Dropping an iterator does not wait for its destruction, which happens once the last reference
+    is gone, regardless of other iterators."""
     kept, slow = Slow(), Slow()
     another, iterator = kept.as_iterator(), slow.as_iterator()
     iterators.end_beside(another)
@@ -60,8 +60,8 @@ def test_nobody_waits() -> None:
     assert kept.ended.wait(60)
 
 
-def test_one_that_takes_long() -> None:
-    """Others end meanwhile."""
+def test_slow_destruction_delays_no_other() -> None:
+    """A slow destruction does not delay others."""
     long, short = Slow(), Slow()
     for each in (long, short):
         iterators.end_beside(each.as_iterator())
@@ -85,7 +85,7 @@ def test_dropped_by_the_garbage_collector() -> None:
 
 
 def dropped(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
-    """What is handed over from now on."""
+    """Returns a list that collects the parts handed over from now on."""
     handed_over: list[list[Any]] = []
     monkeypatch.setattr(iterators, "_hand_over", handed_over.append)
     return handed_over
@@ -93,8 +93,8 @@ def dropped(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
 
 @pytest.mark.parametrize("strategy", ["default", "mirrored"])
 def test_passes_over_data(monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
-    """Each iterator over the data of a `fit` ends in this way, be it ours or one of a strategy; and
-    TensorFlow's own is among what is handed over."""
+    """All iterators over the data of a `fit`, ours and those of a strategy, are destroyed in this
+    way, including TensorFlow's own."""
     handed_over = dropped(monkeypatch)
     data = Positioned(TfData(tf.data.Dataset.range(9).batch(2), seed=0))
     if strategy == "mirrored":
@@ -112,7 +112,7 @@ def test_passes_over_data(monkeypatch: pytest.MonkeyPatch, strategy: str) -> Non
 
 
 def resources(parts: Any) -> list[tf.Tensor]:
-    """The handles of TensorFlow's iterators, however deep in what is handed over."""
+    """Returns the handles of TensorFlow's iterators, at any depth of the parts."""
     if isinstance(parts, tf.Tensor):
         return [parts] if parts.dtype in (tf.resource, tf.variant) else []
     if isinstance(parts, (list, tuple)):
@@ -124,7 +124,7 @@ def resources(parts: Any) -> list[tf.Tensor]:
 
 
 def test_fork() -> None:
-    """A forked process, which has no such thread, does not wait for one."""
+    """A forked process does not have the thread, and does not wait for it."""
     slow, after = Slow(), Slow()
     iterator, late = slow.as_iterator(), after.as_iterator()
     iterators.end_beside(iterator)
@@ -159,8 +159,8 @@ iterators.end_beside(kept)
 """
 
 
-def test_one_that_never_ends() -> None:
-    """It does not keep the process for ever."""
+def test_destruction_that_never_ends() -> None:
+    """A destruction that never ends does not keep the process alive forever."""
     script = (
         SLOW.replace("time.sleep(1)", "time.sleep(9999)") + "iterators._ENDING_S = 1\ndel dropped\n"
     )
@@ -169,8 +169,8 @@ def test_one_that_never_ends() -> None:
     )
 
 
-def test_end_of_the_process() -> None:
-    """The interpreter does not end before they have, nor does it wait for what is still held."""
+def test_process_exit() -> None:
+    """The interpreter waits for running destructions at its exit, but not for iterators in use."""
     done = subprocess.run(
         [sys.executable, "-c", SLOW + "del dropped\nprint('over', flush=True)\n"],
         capture_output=True,

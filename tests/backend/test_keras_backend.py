@@ -1,4 +1,4 @@
-"""Keras' other backends are refused with one error, and distributions that do nothing reported."""
+"""Other Keras backends are refused with one error; distributions without effect are reported."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ assert "keras" not in sys.modules
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 @pytest.mark.parametrize("place", ["variable", "file"])
 def test_first_use(backend: str, place: str, tmp_path: Path) -> None:
-    """The first name that needs Keras is an error, before Keras loads the other backend."""
+    """The first use of a name that needs Keras is an error, before Keras loads the backend."""
     if place == "file":
         (tmp_path / "keras.json").write_text(f'{{"backend": "{backend}"}}')
         extra = {"KERAS_HOME": str(tmp_path)}
@@ -51,7 +51,7 @@ def test_first_use(backend: str, place: str, tmp_path: Path) -> None:
 
 
 def test_loaded_keras(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backend of an imported Keras counts, whatever the environment says by then."""
+    """The backend of an imported Keras takes precedence over the environment."""
     monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
     monkeypatch.setattr(keras_backend, "_loaded", lambda: "jax")
     with pytest.raises(ConfigurationError, match="Received: 'jax'"):
@@ -62,7 +62,7 @@ def test_loaded_keras(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_configured(tmp_path: Path) -> None:
-    """Without a variable or a readable file, it is TensorFlow, as in Keras."""
+    """Without a variable or a readable file, the backend is TensorFlow, as in Keras."""
     assert keras_backend._configured({"KERAS_HOME": str(tmp_path)}) == "tensorflow"
     for text in ("[", "[]", "{}", '{"backend": "tensorflow"}'):
         (tmp_path / "keras.json").write_text(text)
@@ -71,13 +71,13 @@ def test_configured(tmp_path: Path) -> None:
 
 @pytest.mark.tf
 def test_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A distribution of Keras, which does nothing, is reported; without one, nothing is."""
+    """A Keras distribution, which has no effect, is reported; without one, there is no warning."""
     import keras
 
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="keras.distribution")
         keras_distplug.defaults(tmp_path)
-    distribution = type("DataParallel", (), {})()  # Keras 3.10 makes none under TensorFlow
+    distribution = type("DataParallel", (), {})()  # Keras 3.10 cannot create one under TensorFlow
     before = keras.distribution.distribution()
     keras.distribution.set_distribution(distribution)
     try:

@@ -13,8 +13,7 @@ from keras_distplug.backend.tensorflow.runtime import keras_callbacks  # noqa: E
 
 
 def test_upstream() -> None:
-    """keras-team/keras#14862: a callback has no way to give its state away. When this fails, take
-    it from there."""
+    """keras-team/keras#14862: callbacks have no API for their state. When this fails, use it."""
     for name in ("state_dict", "get_state", "get_config"):
         assert not hasattr(keras.callbacks.EarlyStopping, name)
 
@@ -34,8 +33,8 @@ def test_upstream() -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_is_known(callback: keras.callbacks.Callback, known: set[str]) -> None:
-    """The attributes that decide how training goes on are there in this version of Keras."""
+def test_state(callback: keras.callbacks.Callback, known: set[str]) -> None:
+    """The attributes that influence further training exist in this version of Keras."""
     if isinstance(callback, keras.callbacks.EarlyStopping):
         callback.on_train_begin()
         known = known | {"best_weights"}
@@ -52,6 +51,6 @@ def test_what_is_known(callback: keras.callbacks.Callback, known: set[str]) -> N
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_nothing_is_known(callback: keras.callbacks.Callback) -> None:
-    """Those whose past decides nothing have no state."""
+def test_no_state(callback: keras.callbacks.Callback) -> None:
+    """Callbacks whose past has no influence have no state."""
     assert keras_callbacks.state_of(callback) is None

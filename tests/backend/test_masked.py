@@ -1,4 +1,4 @@
-"""Updates that change nothing where a step is left out, of every optimizer of Keras."""
+"""Masked updates of all Keras optimizers, which change nothing if a step is skipped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import tensorflow as tf  # noqa: E402
 
 from keras_distplug.backend.tensorflow.replicas import masked  # noqa: E402
 
-OTHERS = {"LossScaleOptimizer", "MultiOptimizer", "Optimizer"}  # that wrap some, or are none
+OTHERS = {"LossScaleOptimizer", "MultiOptimizer", "Optimizer"}  # wrappers and base classes
 NAMES = sorted(
     name
     for name, kind in vars(keras.optimizers).items()
@@ -26,7 +26,7 @@ NAMES = sorted(
 
 
 def made(name: str) -> tuple[keras.optimizers.Optimizer, list[keras.Variable]]:
-    # Weight decay, which not all know, changes weights past the optimizer's own methods.
+    # Weight decay, which some do not use, changes weights outside the optimizer's own methods.
     kind = getattr(keras.optimizers, name)
     optimizer = kind(0.1, weight_decay=0.01)
     shapes = [(4, 3), (3,), (5, 2)]
@@ -49,14 +49,14 @@ def state(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_optimizer(name: str) -> None:
-    """It changes not a bit where a step is left out, and what it always does where none is."""
+    """Not a bit changes if a step is skipped; otherwise the update is the usual one."""
     optimizer, variables = made(name)
     stock, stock_variables = made(name)
     assert masked.knows(optimizer)
 
     @tf.function
     def update(ok: tf.Tensor, value: tf.Tensor) -> None:
-        with masked.changed_only_if(ok, [*optimizer.variables, *variables]):
+        with masked.masked_updates(ok, [*optimizer.variables, *variables]):
             optimizer.apply(gradients(value), variables)
 
     @tf.function
@@ -66,8 +66,8 @@ def test_every_optimizer(name: str) -> None:
     for value in (0.5, -0.25):
         try:
             as_always(tf.constant(value))
-        except AttributeError:  # Muon of Keras 3.10 asks a tf.Variable for its path
-            pytest.skip("as Keras has it, it does not work on TensorFlow")
+        except AttributeError:  # Muon of Keras 3.10 uses the `path` of a tf.Variable
+            pytest.skip("Keras' own version does not work on TensorFlow")
         update(tf.constant(True), tf.constant(value))
         before = state(optimizer, variables)
         assert before == state(stock, stock_variables)
@@ -75,8 +75,8 @@ def test_every_optimizer(name: str) -> None:
         assert state(optimizer, variables) == before
 
 
-def test_those_of_users() -> None:
-    """What they do is not known."""
+def test_custom_optimizers() -> None:
+    """Custom optimizers are not supported, because they may do anything."""
 
     class Own(keras.optimizers.SGD):
         pass
@@ -84,10 +84,10 @@ def test_those_of_users() -> None:
     assert not masked.knows(Own())
 
 
-def test_nothing_stays() -> None:
-    """Behind an update, variables change as ever."""
+def test_patches_are_removed() -> None:
+    """After a masked update, variables change as usual."""
     optimizer, variables = made("Adam")
-    with masked.changed_only_if(tf.constant(False), variables):
+    with masked.masked_updates(tf.constant(False), variables):
         optimizer.apply(gradients(1.0), variables)
     before = variables[0].numpy()
     variables[0].assign(before + 1)

@@ -1,4 +1,4 @@
-"""Every replaced method of Keras or TensorFlow says which versions that is for."""
+"""Every replaced method of Keras or TensorFlow declares the versions it is for."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ def test_object() -> None:
     assert [changed.method(), other.method()] == ["ours", "stock"]
 
 
-def test_for_a_while() -> None:
-    """Also where an object has it from its class, and where the body fails."""
+def test_temporary_patch() -> None:
+    """The original is restored, also if an object inherits it from its class and if the block
+    raises an error."""
     one = Upstreams()
     for target in (Upstreams, one):
         with suppress(KeyError), UPSTREAM.patched(target, "method", lambda *_: "ours"):
@@ -41,7 +42,7 @@ def test_for_a_while() -> None:
 
 @pytest.mark.parametrize("target", [Upstreams, Upstreams(), importlib])
 def test_upstream_has_changed(target: object) -> None:
-    """What is replaced has to be there."""
+    """A method to be replaced must exist."""
     with pytest.raises(VersionError) as caught:
         UPSTREAM.patch(target, "renamed", lambda: "ours")
     assert "to have `renamed`, as in Keras 3.10 to 3.15 (keras-team/keras#20585)" in str(
@@ -52,7 +53,7 @@ def test_upstream_has_changed(target: object) -> None:
 
 @pytest.mark.tf
 def test_tested_versions() -> None:
-    """A release that takes newer versions has to look at every replaced method."""
+    """A release that supports newer versions must have checked every replaced method."""
     (low, _), (tensorflow_low, tensorflow_high) = TESTED["keras"], TESTED["tensorflow"]
     keras_high = TESTED["keras"][1]
     ranges = {

@@ -1,4 +1,4 @@
-"""Private names of Keras that moved are found in the place that the installed version has."""
+"""Private names of Keras that were moved are found in the installed version's place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.tf
 
 
 def test_places() -> None:
-    """The first place that exists counts; a name without a place is an error that lists them."""
+    """The first existing place is used; if there is none, the error lists all places."""
     from keras_distplug.backend.tensorflow.runtime.private_names import _first
     from keras_distplug.core.errors import VersionError
 
@@ -25,7 +25,7 @@ def test_places() -> None:
 
 
 def test_names() -> None:
-    """They are what Keras itself uses."""
+    """The names refer to the objects that Keras itself uses."""
     import keras
 
     from keras_distplug.backend.tensorflow.runtime import private_names

@@ -1,4 +1,4 @@
-"""What comes out of fit, evaluate and predict does not depend on the number of workers."""
+"""The results of fit, evaluate and predict do not depend on the number of workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def outcomes(mode: str, folder: Path, workers: int) -> tuple[list[Outcome], str]
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """One process, Keras alone, the same global batch."""
+    """Returns the results of one process with plain Keras and the same global batch."""
     [outcome], _ = outcomes("reference", tmp_path_factory.mktemp("reference"), workers=1)
     return outcome
 
@@ -61,10 +61,10 @@ def assert_close(found: list[Outcome], reference: Outcome) -> None:
     ],
 )
 def test_workers(mode: str, workers: int, reference: Outcome, tmp_path: Path) -> None:
-    """Weights, optimizer, History, evaluate and predict are those of one process, to 1e-5, and the
-    same bits on every worker: synchronized BatchNormalization, a regularizer, sample weights,
-    metrics, validation data, clipping by the global norm, an uneven last batch."""
+    """Weights, optimizer, History, evaluate and predict equal those of one process within 1e-5, and
+    are bit-identical on every worker: with synchronized BatchNormalization, a regularizer, sample
+    weights, metrics, validation data, clipping by the global norm, and an uneven last batch."""
     found, printed = outcomes(mode, tmp_path, workers)
     assert_close(found, reference)
-    if mode != "plain_fit":  # there the script makes the strategy
+    if mode != "plain_fit":  # in that mode, the script creates the strategy
         assert re.search(rf"{workers} workers, {workers} replicas", printed)

@@ -38,29 +38,30 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 def test_counts(found: Found) -> None:
-    """No step, and no sample of an epoch, is lost where two workers count at once: by Keras' own
-    `assign_add`, by what assigns sums, and by the optimizer."""
+    """No step and no sample is lost if two workers count concurrently: with Keras' `assign_add`,
+    with metrics that assign sums, and in the optimizer."""
     counts = found["counts"]
     assert counts.pop("steps") == 3 * STEPS
     assert counts.pop("precision") <= STEPS * BATCH
     assert counts == {name: STEPS * BATCH for name in ("loss", "accuracy", "auc")}
 
 
-def test_several_steps_at_once(found: Found) -> None:
-    """`steps_per_execution`: the same counts."""
+def test_steps_per_execution(found: Found) -> None:
+    """With `steps_per_execution`, counts are the same."""
     assert found["executions"] == {"steps": STEPS, "loss": STEPS * BATCH}
 
 
 def test_messages(found: Found) -> None:
-    """Beside its gradients and what it adds to metrics, a worker sends whether all is finite."""
+    """Besides gradients and changes of metrics, a worker sends one message that says if all values
+    are finite."""
     messages = found["messages"]
     assert messages["gradients"] == 4
     assert messages["sent"] == messages["gradients"] + messages["sums"] + 1
 
 
 def test_learns(found: Found) -> None:
-    """History has each epoch, with its validation, and both get better; saved files hold the
-    model, which computes in a single process what it did here."""
+    """History has every epoch with its validation, and both improve; the saved model computes the
+    same in a single process."""
     learned = found["learned"]
     history = learned["history"]
     assert {len(values) for values in history.values()} == {4}
@@ -71,8 +72,8 @@ def test_learns(found: Found) -> None:
 
 
 def test_validation(found: Found) -> None:
-    """Data of every kind is validated on in each epoch, by the chief, as in one process; and again
-    by `evaluate` behind `fit`."""
+    """The chief validates on data of every kind in every epoch, as in one process; `evaluate` after
+    `fit` gives the same."""
     for name, each in found["validated"].items():
         assert len(each["losses"]) == (2 if name == "every second" else 4), name
         assert each["losses"] == pytest.approx(each["expected"], rel=1e-4), name
@@ -81,15 +82,15 @@ def test_validation(found: Found) -> None:
 
 
 def test_statistics(found: Found) -> None:
-    """The moving means of BatchNormalization are those of its inputs, as far as 160 steps while the
-    layer before it learns can tell."""
+    """The moving means of BatchNormalization correlate with its inputs' means, which change during
+    the 160 steps because the previous layer learns."""
     learned = found["learned"]
     assert np.corrcoef(learned["moving_mean"], learned["mean"])[0, 1] > 0.9
 
 
 def test_model_from_outside(found: Found) -> None:
-    """A model made outside the scope has what was learned; a plain `fit` with `resumable` data has
-    as many steps as these have batches."""
+    """A model created outside the scope gets the trained state; a plain `fit` with `resumable` data
+    runs one step per batch."""
     assert found["own_model"] == {"steps": STEPS, "plain": 20}
 
 
@@ -99,15 +100,15 @@ def test_own_fit(found: Found) -> None:
 
 
 def test_function_of_a_context(found: Found) -> None:
-    """Both workers have read, each what was made for it."""
+    """Both workers read, and each one reads the data created for it."""
     seen = found["of_context"]["seen"]
     assert sum(seen) == STEPS * BATCH
     assert min(seen) > 0
 
 
 def test_not_finite(found: Found) -> None:
-    """A batch with NaN, which comes to each worker once in ten, changes no weight, statistic or
-    metric, and is counted and told."""
+    """A batch with NaN, which every worker gets once in ten steps, changes no weight, statistic or
+    metric, and is counted and reported."""
     not_finite = found["not_finite"]
     left_out = STEPS - not_finite["steps"]
     assert left_out > 0
@@ -117,13 +118,13 @@ def test_not_finite(found: Found) -> None:
 
 
 def test_nothing_finite(found: Found) -> None:
-    """Where all is NaN, training ends with the error for that."""
+    """If all batches are NaN, training ends with the error for that."""
     assert found["only_nan"] == {"error": "NonFiniteError"}
 
 
-def test_goes_on(found: Found) -> None:
-    """Behind an error in the middle of an epoch, training goes on with the step behind the last
-    checkpoint, which holds all that was scheduled before it, and the epoch's metrics go on."""
+def test_resume(found: Found) -> None:
+    """After an error in mid-epoch, training resumes with the step after the last checkpoint, which
+    includes all steps scheduled before it, and the epoch's metrics continue."""
     assert found["goes_on"] == {
         "began": STEPS + 20,
         "first": 20,
@@ -134,29 +135,29 @@ def test_goes_on(found: Found) -> None:
 
 
 def test_averages(found: Found) -> None:
-    """Moving averages of weights that do not change are these."""
+    """Moving averages of weights that do not change equal the weights."""
     assert found["averages"]["apart"] < 1e-6
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 def test_split_table(found: Found, optimizer: str) -> None:
-    """Steps one behind the other, with a table that is split, make of weights and optimizer what a
-    single process makes of them with a whole one; and so does a model from outside the scope."""
+    """Sequential steps with a split table change weights and optimizer like a single process with a
+    whole table, also for a model from outside the scope."""
     compared = dict(found["tables"][optimizer])
     assert compared.pop("learned") > 0.01
     assert max(compared.values()) < 1e-5
 
 
 def test_servers_of_a_split_table(found: Found) -> None:
-    """No server has more than a half of its rows, and each has the slots of those that it has."""
+    """No server has more than half of the rows, and every server has the slots of its rows."""
     (first, one), (second, other) = found["tables"]["weights"]
     assert (first, second, {one, other}) == (51, 50, {0, 1})
     assert found["tables"]["slots"] == [[51, one], [51, one], [50, other], [50, other]]
 
 
 def test_rows_of_tables(found: Found) -> None:
-    """A gradient has the rows that were looked up, a negative one from the end, by their number in
-    their part; no table is read as a whole, be it split or not."""
+    """A gradient has the rows that were looked up, by their number in their part; negative indices
+    count from the end. No table, split or not, is read as a whole."""
     dense = [[1], [4, 1]]
     split, whole = [[[0, 1, 50], [0, 49]], dense], [[[0, 1, 50, 51, 100]], dense]
     assert found["tables"]["read"] == split
@@ -165,21 +166,21 @@ def test_rows_of_tables(found: Found) -> None:
 
 @pytest.mark.parametrize("how", ["saved", "exported", "set", "loaded", "shared"])
 def test_files_of_a_split_table(found: Found, how: str) -> None:
-    """What is saved or exported, weights that are set or loaded, and what else asks for the
-    embeddings have the table as a whole."""
+    """Saved and exported files, set and loaded weights, and other users of the embeddings contain
+    the whole table."""
     assert found["tables"][how] < 1e-6
 
 
 def test_split_table_of_workers(found: Found) -> None:
-    """Two workers count right, leave a NaN out, and learn; a checkpoint of a split table is taken
-    up whole, to the bit, with its optimizer's slots, and the other way round."""
+    """Two workers count correctly, skip a NaN, and learn; a checkpoint of a split table, including
+    its optimizer slots, is restored bit for bit into a whole one, and vice versa."""
     told = found["tables_of_workers"]
     assert told["parts"] == [2, 1, 2]
     assert told["apart"] == [0, 0]
     left_out = np.cumsum(told["left_out"])
     assert (left_out > 0).all()
     assert told["steps"] == [STEPS * (n + 1) - left_out[n] for n in range(3)]
-    # How far depends on how old the weights are that steps start from: 0.57 of it, on a busy day.
+    # The ratio depends on how stale the weights are: 0.57 on a busy machine.
     assert told["loss"][-1] < 0.8 * told["loss"][0]
 
 
@@ -197,7 +198,7 @@ def test_split_table_of_workers(found: Found) -> None:
     ],
 )
 def test_split_table_refused(found: Found, case: str, error: str) -> None:
-    """What a table cannot be split for is an error that says what to do."""
+    """Features that a split table does not support are refused with a remedy."""
     assert re.match(error, found["tables_refused"][case])
 
 
@@ -212,10 +213,10 @@ def test_split_table_refused(found: Found, case: str, error: str) -> None:
         ("constraint", "ModelError: .* constraint on "),
         ("stateful", "ModelError: .* stateful layer"),
         ("generator", "DataError: .* the Python generator is in this process"),
-        ("endless", "DataError: .* Give `steps_per_epoch`"),
+        ("endless", "DataError: .* Pass `steps_per_epoch`"),
         ("plain", "DataError: .*distributed_fit"),
     ],
 )
 def test_refused(found: Found, case: str, error: str) -> None:
-    """What would be wrong is an error that says what to do."""
+    """Features that would give wrong results are refused with a remedy."""
     assert re.match(error, found["refused"][case])

@@ -35,7 +35,7 @@ def model() -> keras.Model:
 
 
 def test_dispatch_is_installed_on_first_use_and_removable() -> None:
-    """Importing the package leaves Keras alone; `defaults()` installs the dispatch, once."""
+    """Importing the package does not change Keras; `defaults()` installs the dispatch, once."""
     method = private_names.Trainer._maybe_symbolic_build
     kd.defaults("unused")
     dispatch = private_names.Trainer._maybe_symbolic_build
@@ -49,15 +49,15 @@ def test_dispatch_is_installed_on_first_use_and_removable() -> None:
 
 
 def test_dispatch_leaves_other_models_alone() -> None:
-    """A model that is not under MultiWorkerMirroredStrategy trains as Keras has it."""
+    """A model that is not under MultiWorkerMirroredStrategy trains as in plain Keras."""
     trainer.install_dispatch()
     mine = model()
     mine.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
     assert not is_marked(mine)
 
 
-def test_one_device_takes_no_step_without_data() -> None:
-    """Data of unknown length ends where it ends; plain Keras takes one more step."""
+def test_one_device_runs_no_step_without_data() -> None:
+    """Data of unknown length causes no additional step, as it does in plain Keras."""
     mine = model()
     assert kd.adapt(mine) is mine
     dataset = tf.data.Dataset.from_tensor_slices((np.ones((8, 2)), np.ones((8, 1)))).batch(4)
@@ -72,7 +72,7 @@ def mirrored() -> tf.distribute.Strategy:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_one_device_with_xla(known: bool) -> None:
-    """A step that XLA compiles stays as Keras has it, and makes its variables in the first one."""
+    """A step that XLA compiles is unchanged, and creates its variables when it first runs."""
     weights = []
     for adapted in (False, True):
         keras.utils.set_random_seed(0)
@@ -87,8 +87,8 @@ def test_one_device_with_xla(known: bool) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(*weights, strict=True))
 
 
-def test_keras_is_put_back(mirrored: tf.distribute.Strategy) -> None:
-    """What is mended in Keras' own modules is so while a step of ours is traced only."""
+def test_keras_is_restored(mirrored: tf.distribute.Strategy) -> None:
+    """Keras' own modules are only patched while a step of an adapted model is traced."""
     places = [(private_names.nn, name) for name in empty_batches._OPERATIONS]
     places.append((keras_loss, "scale_loss_for_distribution"))
     stock = [getattr(*place) for place in places]
@@ -109,8 +109,8 @@ def test_keras_is_put_back(mirrored: tf.distribute.Strategy) -> None:
 
 
 @pytest.mark.parametrize("use", ["fit", "evaluate", "predict"])
-def test_only_an_empty_replica_pays(mirrored: tf.distribute.Strategy, use: str) -> None:
-    """Keras is mended for the one batch that leaves a replica without samples, and no other."""
+def test_patches_only_for_empty_replicas(mirrored: tf.distribute.Strategy, use: str) -> None:
+    """Keras is only patched for a batch that leaves a replica without samples."""
     stock, mended = private_names.nn.conv, []
 
     class Looks(keras.layers.Layer):
@@ -135,7 +135,7 @@ def test_only_an_empty_replica_pays(mirrored: tf.distribute.Strategy, use: str) 
 
 
 def test_callbacks_adapt(mirrored: tf.distribute.Strategy, tmp_path: Path) -> None:
-    """A plain `fit` under MirroredStrategy with our callbacks clips what one process would."""
+    """A plain `fit` under MirroredStrategy with our callbacks clips gradients like one process."""
     x, y = np.eye(6, 2, dtype="float32"), np.arange(6, dtype="float32")[:, None]
     made = []
     for scope in (tf.distribute.get_strategy().scope(), mirrored.scope()):
@@ -149,8 +149,8 @@ def test_callbacks_adapt(mirrored: tf.distribute.Strategy, tmp_path: Path) -> No
         np.testing.assert_allclose(alone.numpy(), together.numpy(), rtol=1e-5)
 
 
-def test_other_models_stay_as_they_are(mirrored: tf.distribute.Strategy) -> None:
-    """What is adapted is one model, its optimizer, losses and variables: no class is touched."""
+def test_other_models_are_unchanged(mirrored: tf.distribute.Strategy) -> None:
+    """Only one model, its optimizer, losses and variables are adapted; no class is changed."""
     loss = keras.losses.MeanSquaredError()
     with mirrored.scope():
         mine, other = (
@@ -168,21 +168,21 @@ def test_other_models_stay_as_they_are(mirrored: tf.distribute.Strategy) -> None
         assert not is_marked(part)
 
 
-def test_uneven_batches_are_warned_of(mirrored: tf.distribute.Strategy) -> None:
-    """Once, with the numbers; not for a batch that divides."""
+def test_warning_about_uneven_batches(mirrored: tf.distribute.Strategy) -> None:
+    """An uneven batch causes one warning with the numbers; an even batch causes none."""
     with mirrored.scope():
         uneven, even = model(), model()
     x, y = np.ones((15, 2)), np.ones((15, 1))
     with pytest.warns(UserWarning, match=r"of 5 samples .* by the 2 replicas .* of 4 or 6 is"):
         kd.adapt(uneven).fit(x, y, batch_size=5, verbose=0)
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*does not divide.*")
+        warnings.filterwarnings("error", message=".*is not divisible.*")
         uneven.fit(x, y, batch_size=5, verbose=0)
         kd.adapt(even).fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(4), verbose=0)
 
 
-def test_data_that_are_distributed_already(mirrored: tf.distribute.Strategy) -> None:
-    """They give the same as those that Keras distributes."""
+def test_already_distributed_data(mirrored: tf.distribute.Strategy) -> None:
+    """Data distributed by the user gives the same result as data distributed by Keras."""
     x = np.random.default_rng(0).normal(size=(16, 2)).astype("float32")
     data = tf.data.Dataset.from_tensor_slices((x, x[:, :1]))
     histories = []

@@ -1,8 +1,8 @@
-"""What upstream gets wrong. When one of these fails, upstream is mended: drop the override.
+"""Upstream bugs. When one of these tests fails, upstream is fixed: remove the override.
 
-The run's summary lists what is still needed with the installed versions, and what is not: a test
-that fails, or skips itself, has found its fault mended; where it ends in another error than a
-failed assertion, that is not known.
+The summary of the run lists which overrides the installed versions still need. A test that fails,
+or skips itself, has found its bug fixed; one that ends with an error other than a failed assertion
+is inconclusive.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def findings(case: str, workers: int) -> dict[str, Any]:
     )
     outputs = "\n".join(f"{each.returncode}:\n{each.output}" for each in ended)
     if any(each.returncode for each in ended):
-        raise RuntimeError(outputs)  # nothing was found, and nothing is mended
+        raise RuntimeError(outputs)  # inconclusive
     found: dict[str, Any] = {}
     for line in ended[0].output.splitlines():
         if line.startswith("FOUND "):
@@ -50,7 +50,7 @@ def mirrored() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def losses() -> dict[str, Any]:
-    """[one process, two replicas] each."""
+    """Returns a pair per finding: [one process, two replicas]."""
     return findings("mirrored_losses", workers=1)
 
 
@@ -71,38 +71,38 @@ def test_fit(multi_worker: dict[str, Any]) -> None:
 
 
 def test_logs(multi_worker: dict[str, Any]) -> None:
-    """The same issue, behind it: `reduce_per_replica` fails on a step's scalar logs."""
+    """The same issue, later on: `reduce_per_replica` fails on a step's scalar logs."""
     assert "reduce_per_replica" in multi_worker["logs"]
 
 
 def test_statistics(multi_worker: dict[str, Any]) -> None:
-    """BatchNormalization's moving statistics are not brought together over replicas."""
+    """BatchNormalization's moving statistics are not aggregated over replicas."""
     assert multi_worker["statistics"] == "NONE"
 
 
 def test_predict_from_files(multi_worker: dict[str, Any]) -> None:
-    """`predict` of a dataset read from files is out of order, or repeats one worker's share."""
+    """`predict` on a dataset read from files is out of order, or repeats one worker's part."""
     assert multi_worker["predict"] != [2.0 * number for number in range(8)]
 
 
 def test_late_strategy() -> None:
-    """tensorflow/tensorflow#35297: the strategy cannot be made once a tensor exists."""
+    """tensorflow/tensorflow#35297: the strategy cannot be created once a tensor exists."""
     assert findings("late", workers=2)["late"][0] == "RuntimeError"
 
 
-def test_word_of_a_lost_worker() -> None:
-    """The coordination service lets one wait for the word of a worker that it knows to be lost."""
+def test_wait_for_a_lost_worker() -> None:
+    """The coordination service does not interrupt a wait for the value of a lost worker."""
     assert findings("lost_word", workers=2)["lost"] == "DeadlineExceededError"
 
 
 def test_uneven_batch(mirrored: dict[str, Any]) -> None:
-    """Replicas count the same in the loss, however many samples each has."""
+    """Replicas have equal weights in the loss, regardless of their numbers of samples."""
     assert np.allclose(*mirrored["even"], rtol=1e-5)
     assert not np.allclose(*mirrored["uneven"], rtol=1e-3)
 
 
 def test_clipping(mirrored: dict[str, Any]) -> None:
-    """Gradients are clipped on each replica before they are summed."""
+    """Gradients are clipped on every replica before they are summed."""
     assert not np.allclose(*mirrored["clipped"], rtol=1e-3)
 
 
@@ -117,15 +117,15 @@ def test_losses(finding: str, losses: dict[str, Any]) -> None:
 
 
 def test_activity_regularizer(losses: dict[str, Any]) -> None:
-    """Keras 3.10 divides what is a sum over samples by the number of replicas."""
+    """Keras 3.10 divides a sum over samples by the number of replicas."""
     alone, together = losses["activity"]
     if np.allclose(alone["loss"], together["loss"], rtol=1e-5):
-        pytest.skip("this Keras divides it by the number of samples, which is right")
+        pytest.skip("this Keras divides it by the number of samples, which is correct")
     assert not np.allclose(alone["loss"], together["loss"], rtol=1e-2)
 
 
 def test_steps_per_execution(mirrored: dict[str, Any]) -> None:
-    """A `while_loop` cannot hold what replicas do together."""
+    """A `while_loop` cannot contain a collective."""
     assert mirrored["steps_per_execution"][:1] == ["InvalidArgumentError"]
 
 
@@ -137,12 +137,12 @@ def test_conditional_updates(finding: str, mirrored: dict[str, Any]) -> None:
 
 
 def test_overflow() -> None:
-    """Only the first replica is asked whether its gradients are finite."""
+    """Only the first replica's gradients are checked for non-finite values."""
     assert findings("mirrored_overflow", workers=1)["finite"] is False
 
 
 def test_second_strategy() -> None:
-    """The collectives of two MirroredStrategy objects have the same numbers, but not shapes."""
+    """The collectives of two MirroredStrategy objects have equal numbers, but different shapes."""
     assert findings("second_strategy", workers=1)["second"][0] == "InvalidArgumentError"
 
 
@@ -158,7 +158,7 @@ def test_predict_on_batch(mirrored: dict[str, Any]) -> None:
 
 
 def test_generator(mirrored: dict[str, Any]) -> None:
-    """The first batch of a generator is taken for its shapes and not trained on."""
+    """The first batch of a generator is consumed to determine shapes, and not trained on."""
     alone, together = mirrored["generated"]
     assert not np.allclose(alone, together, rtol=1e-2)
 
@@ -167,22 +167,22 @@ def test_split_batch() -> None:
     """TensorFlow 2.21 computes in the memory of the user's array."""
     found = findings("split_batch", workers=1)
     if found["version"].startswith("2.18."):
-        pytest.skip("this TensorFlow does not yet")
+        pytest.skip("this TensorFlow does not do this yet")
     assert found["changed"]
 
 
 def test_unknown_cardinality() -> None:
-    """A step without data, on a single device, too."""
+    """With unknown cardinality, there is a step without data, even on a single device."""
     assert findings("alone", workers=1)["steps for 2 batches of unknown number"] == 3
 
 
 def test_empty_convolution(empty: dict[str, Any]) -> None:
-    """oneDNN gives a convolution of no samples the shape of its input."""
+    """oneDNN gives the result of a convolution of no samples the shape of its input."""
     assert empty["shape"] == [0, 3, 3, 1]
 
 
 def test_gradient_of_an_empty_pool() -> None:
-    """oneDNN aborts the process at the gradient of a maximum pool of no samples."""
+    """oneDNN aborts the process in the gradient of max pooling of no samples."""
     [ended] = run_workers([str(SCRIPT), "empty_pool"], 1, timeout_s=240)
     assert ended.returncode == -signal.SIGABRT
     assert "before" in ended.output
@@ -190,7 +190,7 @@ def test_gradient_of_an_empty_pool() -> None:
 
 
 def test_own_tracker() -> None:
-    """A metric that a step of one's own updates with the loss sees it divided by the replicas."""
+    """A metric that a custom step updates with the loss sees it divided by the replicas."""
     tracked, loss = findings("own_tracker", workers=1)["tracked"]
     assert np.isclose(tracked * 2, loss, rtol=1e-3)
 
@@ -201,7 +201,7 @@ def test_empty_statistics(empty: dict[str, Any]) -> None:
 
 
 def test_central_storage(central: dict[str, Any]) -> None:
-    """Metrics count what was there once for each replica; statistics cannot be assigned."""
+    """Metrics count their previous state once per replica; statistics cannot be assigned."""
     alone, together = central["metrics"]
     assert not np.allclose(alone[0], together[0], rtol=1e-2)
     assert central["statistics"][0] == "ValueError"
@@ -210,12 +210,12 @@ def test_central_storage(central: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("callback", ["EarlyStopping", "ReduceLROnPlateau"])
 def test_callbacks_forget(callback: str) -> None:
-    """keras-team/keras#14862: a `fit` that begins takes from callbacks what they know."""
+    """keras-team/keras#14862: the start of a `fit` resets the state of callbacks."""
     assert findings("forgetful", workers=1)[callback] == [1, 0]
 
 
-def test_locals_of_callers() -> None:
-    """Python before 3.13 keeps what a frame's `f_locals` has given (PEP 667)."""
+def test_frame_locals() -> None:
+    """Python before 3.13 keeps the dictionary returned by a frame's `f_locals` (PEP 667)."""
 
     class Thing:
         pass
@@ -234,9 +234,8 @@ def test_locals_of_callers() -> None:
 
 
 def test_parameter_server() -> None:
-    """`fit` reads data on the chief, which fails; `assign_add` of Keras' variables writes what it
-    has read; rows are taken of a table that was read as a whole; gradients of a table that a
-    partitioner has split fail."""
+    """`fit` reads data on the chief, which fails; `assign_add` of Keras' variables reads, adds and
+    assigns; a lookup reads the whole table; gradients of a table split by a partitioner fail."""
     found = findings("parameter_server", workers=1)
     assert found["fit"] == "ValueError"
     assert found["assigned by"] == ["AssignVariableOp"]

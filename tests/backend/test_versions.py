@@ -16,8 +16,8 @@ from keras_distplug.core.errors import VersionError
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
 
-def test_lowest_versions_are_those_of_the_package() -> None:
-    """pyproject.toml and the check at run time have the same lower limits."""
+def test_lowest_versions_match_pyproject() -> None:
+    """pyproject.toml and the check at run time have the same lower bounds."""
     extras = PROJECT["optional-dependencies"]
     declared = {*PROJECT["dependencies"], *extras["tensorflow"], *extras["tensorflow-cpu"]}
     for name in ("keras", "tensorflow", "tensorflow-cpu"):
@@ -26,7 +26,7 @@ def test_lowest_versions_are_those_of_the_package() -> None:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **installed: str) -> None:
-    """Lets pip know these distributions only, and nothing be imported yet."""
+    """Simulates that only these distributions are installed, and nothing is imported yet."""
 
     def version(name: str) -> str:
         if name.replace("-", "_") not in installed:
@@ -53,7 +53,7 @@ def test_tested_versions(monkeypatch: pytest.MonkeyPatch, tensorflow: str, keras
     ["tensorflow_cpu", "tensorflow_intel", "tensorflow_macos", "tf_nightly", "tf_nightly_cpu"],
 )
 def test_other_distributions(monkeypatch: pytest.MonkeyPatch, distribution: str) -> None:
-    """Every build of TensorFlow counts as TensorFlow, and messages give its own name."""
+    """Every build of TensorFlow counts as TensorFlow, and messages use its own name."""
     name = distribution.replace("_", "-")
     pretend(monkeypatch, **{distribution: "2.21.0"}, keras_nightly="3.15.0.dev2026010103")
     versions.check()
@@ -64,7 +64,7 @@ def test_other_distributions(monkeypatch: pytest.MonkeyPatch, distribution: str)
 
 
 def test_distributions_that_overwrite_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two distributions of one module, the one whose files are there counts."""
+    """Of two distributions of one module, the one whose files are installed counts."""
     pretend(monkeypatch, keras="3.15.1", keras_nightly="3.16.0.dev2026102704", tensorflow="2.21.0")
     monkeypatch.setattr(versions, "_loaded", {"keras": "3.16.0.dev2026102704"}.get)
     assert str(versions.find("keras")) == "keras-nightly 3.16.0.dev2026102704"
@@ -83,7 +83,7 @@ def test_distributions_that_overwrite_each_other(monkeypatch: pytest.MonkeyPatch
 def test_refused(
     monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], complaint: str
 ) -> None:
-    """A package that is missing or too old is an error that says what to install."""
+    """A missing or outdated package is an error that says what to install."""
     pretend(monkeypatch, **installed)
     with pytest.raises(VersionError, match=complaint) as raised:
         versions.check()
@@ -107,7 +107,7 @@ def check_twice() -> None:
 def test_newer_versions(
     monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], newer: str
 ) -> None:
-    """A version that is newer than the tested ones causes one warning, or an error if asked."""
+    """A version newer than the tested ones causes one warning, or an error if requested."""
     pretend(monkeypatch, **installed)
     with pytest.warns(UserWarning, match=newer + r".* was tested with, \w+>=\d") as caught:
         check_twice()
@@ -118,7 +118,7 @@ def test_newer_versions(
 
 
 def test_other_import_errors() -> None:
-    """An import that fails outside Keras' and TensorFlow's private modules is not explained."""
+    """A failed import outside Keras' and TensorFlow's private modules is not explained."""
     assert versions.explain(ModuleNotFoundError("No module named 'mine'", name="mine")) is None
     assert versions.explain(ImportError("cannot import name 'x'")) is None
 
@@ -159,7 +159,7 @@ assert fitted.epoch == [0, 1], fitted.epoch
 
 @pytest.mark.tf
 def test_keras_3_99(tmp_path: Path) -> None:
-    """A Keras of the future trains with a warning; a name that it no longer has is an error."""
+    """A future Keras version trains with a warning; a missing private name is an error."""
     ran = subprocess.run(
         [sys.executable, "-c", KERAS_3_99],
         cwd=tmp_path,

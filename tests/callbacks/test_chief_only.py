@@ -1,4 +1,4 @@
-"""Whose files those of a callback are, in one process that takes itself for one of several."""
+"""Files of callbacks on the chief and on other workers, simulated in one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from support import small
 
 import keras_distplug as kd
-from keras_distplug.callbacks.chief_only import LeftToTheChief
+from keras_distplug.callbacks.chief_only import ChiefOnlyPlaceholder
 from keras_distplug.checkpoint.callback_states import CallbackStates
 
 pytestmark = [pytest.mark.tf, pytest.mark.timeout(120)]
@@ -44,8 +44,8 @@ def fit(callbacks: list[keras.callbacks.Callback]) -> keras.Model:
 
 
 @pytest.mark.parametrize("role", [None, "0"])
-def test_the_chief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str | None) -> None:
-    """On the chief, and in a single process, callbacks are what they were."""
+def test_chief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str | None) -> None:
+    """On the chief, and in a single process, callbacks are unchanged."""
     if role is not None:
         monkeypatch.setenv("TF_CONFIG", tf_config(int(role)))
     given = writers(tmp_path)
@@ -57,13 +57,13 @@ def test_the_chief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str | 
 
 
 def test_another_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On another worker, those of Keras that write files go on with files elsewhere, one for all
-    epochs; others are left out. To ask twice changes nothing."""
+    """On another worker, Keras' file-writing callbacks write to a scratch folder, one file for all
+    epochs; other callbacks do nothing. A second call changes nothing."""
     monkeypatch.setenv("TF_CONFIG", tf_config(1))
     given = writers(tmp_path)
     found = [kd.chief_only(each) for each in given]
     assert found[:4] == given[:4]
-    assert isinstance(found[4], LeftToTheChief)
+    assert isinstance(found[4], ChiefOnlyPlaceholder)
     assert found[4].stands_for is given[4]
     places = [found[0].filepath, found[1].filepath, found[2].filename, found[3].log_dir]
     assert [kd.chief_only(each) for each in found[:4]] == given[:4]
@@ -85,7 +85,7 @@ def test_another_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class Counts(keras.callbacks.Callback):
-    """Knows something."""
+    """Has state."""
 
     def __init__(self, known: int) -> None:
         super().__init__()
@@ -98,8 +98,9 @@ class Counts(keras.callbacks.Callback):
         self.known = state["known"]
 
 
-def test_what_callbacks_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the chief's callbacks know comes back to the same ones, though one is left to it."""
+def test_state_of_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state of the chief's callbacks is restored to the same ones on other workers, even if one
+    is replaced there."""
     model = small.model()
     states, arrays = CallbackStates([Counts(1), Counts(2)], model).capture()
     monkeypatch.setenv("TF_CONFIG", tf_config(1))
@@ -110,7 +111,7 @@ def test_what_callbacks_know(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("end", ["", "raise KeyError", "sys.exit(3)"])
 def test_scratch(tmp_path: Path, end: str) -> None:
-    """What is elsewhere is gone when the process has ended, however it does."""
+    """The scratch folder is deleted when the process exits, for whatever reason."""
     script = (
         "import sys, keras, keras_distplug as kd\n"
         "logger = kd.chief_only(keras.callbacks.CSVLogger('log.csv'))\n"
@@ -138,9 +139,11 @@ def test_scratch(tmp_path: Path, end: str) -> None:
         keras.callbacks.EarlyStopping,
     ],
 )
-def test_what_belongs_on_all(callback: object) -> None:
-    """A callback that training depends on is refused, on the chief, too."""
-    with pytest.raises(kd.errors.ConfigurationError, match=r"belongs on all|Expected a callback"):
+def test_refused(callback: object) -> None:
+    """A callback that influences training is refused, also on the chief."""
+    with pytest.raises(
+        kd.errors.ConfigurationError, match=r"must run on all|Expected a Keras callback"
+    ):
         kd.chief_only(callback)
 
 

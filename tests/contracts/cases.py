@@ -1,4 +1,4 @@
-"""Small models and data. Nothing divides by the number of replicas: batches of 10, 10 and 7."""
+"""Small models and data. Batches of 10, 10 and 7 samples do not divide evenly among replicas."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _random = np.random.default_rng(0)
 
 
 def _aligned(array: np.ndarray) -> np.ndarray:
-    """A copy in memory that TensorFlow takes as it is, without copying."""
+    """Returns a copy in aligned memory, which TensorFlow uses without copying."""
     bytes_ = np.empty(array.nbytes + 64, "uint8")
     start = -bytes_.ctypes.data % 64
     copy = bytes_[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -34,7 +34,7 @@ Z = _random.normal(size=(SAMPLES, 3)).astype("float32")
 
 
 def batches(*arrays: Any, samples: int = SAMPLES) -> Any:
-    """A dataset of global batches: (x, y) or (x, y, sample_weight)."""
+    """Returns a dataset of global batches: (x, y) or (x, y, sample_weight)."""
     given = arrays or (X, Y)
     whole = tf.data.Dataset.from_tensor_slices(given)
     return whole.take(samples).batch(GLOBAL_BATCH)
@@ -87,7 +87,7 @@ def mlp(
     dense: Any = None,
     **compiled: Any,
 ) -> Any:
-    """4 inputs; `hidden` layers behind the first one."""
+    """Returns a model with 4 inputs, and with the `hidden` layers after the first one."""
     model = keras.Sequential(
         [
             keras.Input((4,)),
@@ -101,7 +101,7 @@ def mlp(
 
 
 def built(model: Any) -> Any:
-    """ScheduleFreeAdamW loses the initial weights where Keras builds it inside the first step."""
+    """Builds the optimizer: ScheduleFreeAdamW loses the initial weights if the first step does."""
     model.optimizer.build(model.trainable_variables)
     return model
 
@@ -120,7 +120,7 @@ def words(
     batch_size: int | None = None,
     **embedding: Any,
 ) -> Any:
-    """Sequences of 5 words."""
+    """Returns a model of sequences of 5 words."""
     model = keras.Sequential(
         [
             keras.Input((5,), batch_size, dtype="int64"),
@@ -133,7 +133,7 @@ def words(
 
 
 def of_ragged_words() -> Any:
-    """A mean over the words of each sample."""
+    """Returns a model that averages over the words of every sample."""
     inputs = keras.Input((None,), dtype="int64", ragged=True)
     model = keras.Model(inputs, keras.layers.Dense(2)(_mean_of_ragged()(inputs)))
     model.compile(keras.optimizers.SGD(0.1), "mse")
@@ -185,7 +185,7 @@ def images(*layers: Any, loss: Any = "mse") -> Any:
 
 
 def segmentation(loss: Any) -> Any:
-    """Three classes for each of 16 places of a picture."""
+    """Returns a model with three classes for every one of 16 positions in an image."""
     layers = [keras.Input((6, 6, 2)), keras.layers.Conv2D(3, 3)]
     model = keras.Sequential(layers)
     model.compile(keras.optimizers.SGD(0.1), loss)
@@ -213,7 +213,7 @@ def own_convolution() -> Any:
 
 
 def two_outputs(as_dict: bool = False, **losses: Any) -> Any:
-    """Two inputs and two outputs."""
+    """Returns a model with two inputs and two outputs."""
     first, second = keras.Input((4,), name="a"), keras.Input((3,), name="b")
     both = keras.layers.Dense(5, activation="tanh")(keras.layers.Concatenate()([first, second]))
     out = {
@@ -241,7 +241,7 @@ def two_inputs(as_dict: bool = False) -> Any:
 
 
 def subclassed() -> Any:
-    """Builds its layers at the first batch."""
+    """Returns a subclassed model that builds its layers at the first batch."""
 
     class Own(keras.Model):
         def __init__(self) -> None:
@@ -267,7 +267,7 @@ def adds_loss(*behind: Any) -> Any:
 
 
 def own_train_step(scales: bool = True) -> Any:
-    """Written as Keras' guide has it; one that does not scale its loss is weighted all the same."""
+    """Returns a model with a `train_step` as in Keras' guide; optionally without loss scaling."""
 
     class Own(keras.Model):
         def train_step(self, data: Any) -> Any:
@@ -289,7 +289,7 @@ def own_train_step(scales: bool = True) -> Any:
 
 
 def own_logs() -> Any:
-    """A step that logs one metric, and as the loss something that is not the tracker's result."""
+    """Returns a model whose step logs one metric, and a loss that is not the tracker's result."""
 
     class Own(keras.Model):
         def train_step(self, data: Any) -> Any:
@@ -305,7 +305,7 @@ def own_logs() -> Any:
 
 
 def own_loss_object() -> Any:
-    """A loss of its own, as an object, and a metric of its own."""
+    """Returns a model whose step uses a custom loss object and a custom metric."""
 
     class Own(keras.Model):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -336,7 +336,7 @@ def own_loss_object() -> Any:
 
 
 def own_trackers() -> Any:
-    """Means of the loss and of a part of it, and both of them logged as they are, too."""
+    """Returns a model whose step logs the loss and a part of it, and the means of both."""
 
     class Own(keras.Model):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -398,7 +398,10 @@ def own_compute_loss() -> Any:
 
 
 def two_optimizers(scales: bool = False) -> Any:
-    """Trained in turns, as the two halves of an adversarial network are. The first one `scales`."""
+    """Returns a model whose layers are trained in turns, like the halves of an adversarial network.
+
+    `scales` makes the step scale the loss of the first optimizer.
+    """
 
     class Own(keras.Model):
         def compile(self, first: Any, second: Any) -> None:
@@ -435,7 +438,7 @@ def _functional(kind: Any, optimizer: Any, metrics: Any = ("mae",)) -> Any:
 
 
 def seeded() -> Any:
-    """Every layer that draws random numbers, not connected to each other."""
+    """Returns a model with every layer that draws random numbers, not connected to each other."""
 
     class Holder(keras.Model):
         def __init__(self) -> None:
@@ -473,6 +476,6 @@ def normalized(synchronized: bool) -> Any:
 
 
 def switch_compiled(model: Any) -> Any:
-    """Compiles once more, after it was adapted and trained."""
+    """Compiles the model again, after it was adapted and trained."""
     model.compile(keras.optimizers.SGD(0.1, clipnorm=0.05), "mae", metrics=["mse"])
     return model

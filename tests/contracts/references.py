@@ -1,4 +1,4 @@
-"""Outcomes to be had where one process computes something else. Run with plain Keras."""
+"""Expected outcomes if one process computes something else. They are run with plain Keras."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ tf: Any = Lazily("tensorflow")
 
 
 def of_known_length(row: Row, replicas: int) -> uses.Outcome:
-    """Plain Keras takes a step more in each epoch when it does not know the length."""
+    """Uses data of known length: plain Keras otherwise runs an additional step per epoch."""
     return uses.fit(cases.batches)(row.build())
 
 
 def different_everywhere(row: Row, replicas: int) -> uses.Outcome:
-    """Each replica draws its own numbers; the same ones from the same state; other ones next."""
+    """Every replica draws different numbers, the same ones from the same state, and then others."""
     model = row.build()
     return {
         layer.name: np.array([replicas, True, False])
@@ -29,7 +29,7 @@ def different_everywhere(row: Row, replicas: int) -> uses.Outcome:
 
 
 def replica_by_replica(row: Row, replicas: int) -> uses.Outcome:
-    """One step, by hand: statistics of each replica's own part of the batch.
+    """Computes one step by hand, with statistics of every replica's own part of the batch.
 
     Gradients and moving statistics are means over the samples of the global batch.
     """

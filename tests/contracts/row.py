@@ -1,4 +1,4 @@
-"""What a row of the matrix is."""
+"""A row of the matrix."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from contracts import uses
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that has to be right.
+    """One case that must give the right result.
 
     Args:
-        build: Makes the compiled model, inside the strategy's scope.
-        use: What is done with it; gives what is compared.
-        reference: Gives the outcome to be had on a number of replicas, with plain Keras in one
-            process. None: the same use of the same model.
-        refused: What an error has to say, where there is to be one.
-        error: The largest that passes, as max|a - b| / max|b| of each array.
+        build: A function that makes the compiled model, inside the strategy's scope.
+        use: A function that uses the model and returns the values to compare.
+        reference: A function that returns the expected outcome for a number of replicas, with plain
+            Keras in one process. None for the same use of the same model.
+        refused: A part of the expected error message; None if no error is expected.
+        error: The largest accepted error, as max|a - b| / max|b| per array.
         policy: Keras' dtype policy.
         needs: A name that the installed Keras may not have yet, such as `optimizers.Muon`.
-        lowest: Whether the lowest supported versions run it, too.
+        lowest: True if the case also runs with the lowest supported versions.
     """
 
     build: Callable[[], Any]

@@ -1,4 +1,4 @@
-"""What has to come out the same however many replicas compute it: one row a line."""
+"""The cases whose results must not depend on the number of replicas: one row per line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ lay: Any = Lazily("keras.layers")
 los: Any = Lazily("keras.losses")
 
 MIXED = 5e-3
-BFLOAT16 = 2**-7  # its last bit, which not all processors round alike
+BFLOAT16 = 2**-7  # its last bit, which processors round differently
 
 
 def weighted() -> Any:
@@ -120,12 +120,12 @@ ROWS: dict[str, dict[str, Row]] = {
         "class weights, mean_with_sample_weight": Row(lambda: classifier(reduction="mean_with_sample_weight"), fit_arrays(X, CLASSES, class_weight={0: 0.3, 1: 2.0, 2: 1.0})),
         "ignore_class": Row(lambda: cases.segmentation(los.SparseCategoricalCrossentropy(from_logits=True, ignore_class=1)), fit_and_evaluate(cases.segments)),
         "ignore_class, masked outputs": Row(lambda: words(lay.Dense(3), loss=los.SparseCategoricalCrossentropy(from_logits=True, ignore_class=1), mask_zero=True), fit(lambda: batches(WORDS, WORDS % 3))),
-        "Dice of each sample": Row(lambda: mlp(loss=los.Dice(axis=1)), fit_and_evaluate()),
+        "Dice per sample": Row(lambda: mlp(loss=los.Dice(axis=1)), fit_and_evaluate()),
         "Dice of the batch": Row(lambda: mlp(loss=los.Dice()), fit(), refused="compares the samples"),
         "Tversky of the batch": Row(lambda: mlp(loss="tversky"), fit(), refused="compares the samples"),
         "Circle": Row(lambda: mlp(loss=los.Circle()), fit(), refused="compares the samples"),
         "a function of samples": Row(lambda: mlp(loss=cases.of_samples), fit_and_evaluate()),
-        "a function that gives a scalar": Row(lambda: mlp(loss=cases.of_a_batch), fit_and_evaluate()),
+        "a function that returns a scalar": Row(lambda: mlp(loss=cases.of_a_batch), fit_and_evaluate()),
         "masked outputs": Row(lambda: words(lay.Dense(2), mask_zero=True), fit_and_evaluate(tagged_words)),
         "masked outputs, mean_with_sample_weight": Row(lambda: words(lay.Dense(2), loss=los.MeanSquaredError(reduction="mean_with_sample_weight"), mask_zero=True), fit_and_evaluate(tagged_words)),
         "masked outputs, sum": Row(lambda: words(lay.Dense(2), loss=los.MeanSquaredError(reduction="sum"), mask_zero=True), fit(tagged_words)),
@@ -161,24 +161,24 @@ ROWS: dict[str, dict[str, Row]] = {
     "Batches": {
         "a tail smaller than the replicas": Row(lambda: cases.normalized(True), fit_and_evaluate(lambda: batches(IMAGES, Y, samples=21)), lowest=True),
         "such a tail, add_loss": Row(cases.adds_loss, fit_and_evaluate(lambda: batches(samples=21))),
-        "such a tail, a function that gives a scalar": Row(lambda: mlp(loss=cases.of_a_batch), fit_and_evaluate(lambda: batches(samples=21))),
+        "such a tail, a function that returns a scalar": Row(lambda: mlp(loss=cases.of_a_batch), fit_and_evaluate(lambda: batches(samples=21))),
         "such a tail, DepthwiseConv, SeparableConv": Row(lambda: images(lay.DepthwiseConv2D(2, depth_multiplier=2), lay.SeparableConv2D(3, 2)), fit_and_evaluate(lambda: batches(IMAGES, Y, samples=21))),
         "such a tail, Conv2DTranspose, pools": Row(lambda: images(lay.Conv2DTranspose(3, 3), lay.MaxPooling2D(2), lay.AveragePooling2D(2)), fit_and_evaluate(lambda: batches(IMAGES, Y, samples=21))),
         "such a tail, Conv1D, Conv1DTranspose, pool": Row(lambda: images(lay.Reshape((16, 3)), lay.Conv1D(2, 3, padding="causal"), lay.Conv1DTranspose(2, 3), lay.MaxPooling1D(2)), fit_and_evaluate(lambda: batches(IMAGES, Y, samples=21))),
         "such a tail, Conv3D, pool": Row(lambda: images(lay.Reshape((4, 4, 3, 1)), lay.Conv3D(2, 2), lay.MaxPooling3D(2)), fit_and_evaluate(lambda: batches(IMAGES, Y, samples=21))),
         "such a tail, ConvLSTM2D": Row(lambda: images(lay.Reshape((2, 4, 2, 3)), lay.ConvLSTM2D(2, 2)), fit_and_evaluate(lambda: batches(IMAGES, Y, samples=21))),
-        "such a tail, a layer of its own": Row(lambda: images(cases.own_convolution()), fit_and_evaluate(lambda: batches(IMAGES, Y, samples=21))),
+        "such a tail, custom layer": Row(lambda: images(cases.own_convolution()), fit_and_evaluate(lambda: batches(IMAGES, Y, samples=21))),
         "such a tail, own statistics": Row(lambda: cases.normalized(False), uses.stays_finite),
         "unknown cardinality": Row(lambda: mlp(opt.AdamW(0.01, weight_decay=0.1)), fit(cases.of_unknown_length), references.of_known_length, lowest=True),
         "steps_per_epoch": Row(mlp, fit(cases.repeated, steps_per_epoch=4)),
         "steps_per_execution": Row(lambda: mlp(opt.Adam(0.01), steps_per_execution=2, metrics=["mae"]), fit_and_evaluate(), lowest=True),
-        "steps_per_execution, more than there are": Row(lambda: mlp(opt.Adam(0.01), steps_per_execution=5), fit()),
+        "steps_per_execution, larger than the epoch": Row(lambda: mlp(opt.Adam(0.01), steps_per_execution=5), fit()),
         "steps_per_execution, unknown cardinality": Row(lambda: mlp(steps_per_execution=2), fit(cases.of_unknown_length)),
         "validation_data": Row(lambda: mlp(metrics=["mae"]), fit(validation_data=batches, validation_freq=2, epochs=4)),
     },
     "Metrics": {
         "AUC, Precision, Recall, counts": Row(lambda: mlp(loss="binary_crossentropy", metrics=[keras.metrics.AUC(num_thresholds=20), keras.metrics.Precision(), keras.metrics.Recall(), keras.metrics.TruePositives()]), fit_and_evaluate(lambda: batches(X, (Y > 0.5).astype("float32")))),
-        "F1, R2, root of the mean square": Row(lambda: mlp(metrics=[keras.metrics.F1Score(threshold=0.5), keras.metrics.R2Score(), keras.metrics.RootMeanSquaredError()]), fit_and_evaluate()),
+        "F1, R2, RMSE": Row(lambda: mlp(metrics=[keras.metrics.F1Score(threshold=0.5), keras.metrics.R2Score(), keras.metrics.RootMeanSquaredError()]), fit_and_evaluate()),
         "MeanIoU, accuracy": Row(lambda: classifier(metrics=["accuracy", keras.metrics.MeanIoU(3, sparse_y_pred=False)]), fit_and_evaluate(classes)),
     },
     "Ways of training": {
@@ -188,14 +188,14 @@ ROWS: dict[str, dict[str, Row]] = {
         "custom train_step": Row(cases.own_train_step, fit_and_evaluate()),
         "custom train_step, loss not scaled": Row(lambda: cases.own_train_step(scales=False), steps),
         "custom train_step and test_step": Row(cases.own_loss_object, fit_and_evaluate()),
-        "custom train_step, logs of its own": Row(cases.own_logs, fit()),
+        "custom train_step, custom logs": Row(cases.own_logs, fit()),
         "custom train_step, trackers and losses logged": Row(cases.own_trackers, fit_and_evaluate(), lowest=True),
         "custom compute_loss": Row(cases.own_compute_loss, fit_and_evaluate()),
         "fit, evaluate, fit": Row(mlp, uses.fit_evaluate_fit),
         "compiled again": Row(mlp, uses.compiled_twice),
         "train_on_batch, test_on_batch, predict_on_batch": Row(lambda: mlp(metrics=["mae", keras.metrics.TruePositives(thresholds=0.1)]), uses.on_batches, lowest=True),
         "predict": Row(lambda: cases.normalized(False), predict(lambda: batches(IMAGES, samples=21))),
-        "predict of a short tail, behind training on batches that are even": Row(lambda: images(lay.MaxPooling2D(2)), uses.fit_evenly_and_predict),
+        "predict with a short tail, after training on even batches": Row(lambda: images(lay.MaxPooling2D(2)), uses.fit_evenly_and_predict),
         "predict, steps_per_execution": Row(lambda: mlp(steps_per_execution=2), predict(lambda: X, batch_size=10)),
     },
 }

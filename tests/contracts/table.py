@@ -39,8 +39,8 @@ def full_table(results: Results) -> str:
         "# Every row in every set-up",
         "",
         "The largest error, as max|a - b| / max|b| of an array, over weights, optimizer, History "
-        "and what else a row compares; `tests/contracts/rows.py` says what each row is. Written by "
-        "`python tests/contracts/table.py`.",
+        "and the other values that a row compares. `tests/contracts/rows.py` defines the rows. "
+        "Written by `python tests/contracts/table.py`.",
         "",
         *heading(["", *columns]),
     ]
@@ -52,7 +52,7 @@ def full_table(results: Results) -> str:
 
 
 def short_table(results: Results) -> str:
-    """For each family the number of its rows and the largest error of those that compute."""
+    """Returns the number of rows and the largest error per family, without refused rows."""
     columns = columns_of(results)
     lines = heading(["", "rows", *columns])
     for family, rows in results.items():

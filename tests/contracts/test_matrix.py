@@ -1,10 +1,10 @@
-"""Each row of `rows.py` in each set-up: as one process of plain Keras, or refused with an error.
+"""Every row of `rows.py` in every setup: equal to one process of plain Keras, or refused.
 
-In CI, a fifth of the rows runs in one set-up, by turns in one of several workers and in one of a
-single process; all of it, half an hour on two cores, is `nightly`. An eighth, in one set-up, is
-what CI runs with the lowest versions.
+In CI, a fifth of the rows run, in one setup each, alternately with several workers and in a single
+process; the whole matrix, half an hour on two cores, is `nightly`. With the lowest versions, CI
+runs an eighth of the rows, in one setup each.
 
-pytest tests/contracts -rP          shows the largest error of each row
+pytest tests/contracts -rP          shows the largest error of every row
 python tests/contracts/table.py     runs all, and writes the table in docs/verified.md
 """
 
@@ -27,7 +27,7 @@ pytest.importorskip("tensorflow")
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
 
 SCRIPT = Path(__file__).parents[1] / "workers" / "matrix.py"
-A_ROW_TIMEOUT_S = 40  # on the average
+A_ROW_TIMEOUT_S = 40  # on average
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ COLUMNS = {
     "3 workers": Column("multi_worker", 3, 1),
     "2 workers x 2": Column("multi_worker", 2, 2),
 }
-# What each row has its turn in.
+# The setups in which CI runs the rows, in turn.
 TURNS = ("2 workers", "2 mirrored", "3 workers", "3 mirrored")
 TURNS += ("2 workers", "2 central", "2 workers x 2", "2 mirrored")
 NAMES = [(family, name) for family, rows in ROWS.items() for name in rows]
@@ -57,7 +57,7 @@ NAMES = [(family, name) for family, rows in ROWS.items() for name in rows]
 
 @dataclass(frozen=True)
 class Ran:
-    """One set-up, all of whose rows have run."""
+    """A setup whose rows have all run."""
 
     folder: Path
     names: list[tuple[str, str]]
@@ -72,9 +72,9 @@ class Matrix:
         self._folder = folder
         every = sorted({row for rows in columns.values() for row in rows}, key=NAMES.index)
         replicas = sorted({COLUMNS[column].replicas for column in columns})
-        # Tracing keeps one core busy for each process.
+        # Tracing keeps one core per process busy.
         with ThreadPoolExecutor(2) as two_at_a_time:
-            reference = two_at_a_time.submit(  # the longest, so it begins first
+            reference = two_at_a_time.submit(  # the longest, so it starts first
                 self._run, "reference", every, KERAS_DISTPLUG_TEST_REPLICAS=json.dumps(replicas)
             )
             alone = {
@@ -104,18 +104,20 @@ class Matrix:
 
 @pytest.fixture(scope="session")
 def matrix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    """Runs what this session will ask for: one group of processes for each column."""
-    wanted: dict[str, list[tuple[str, str]]] = {}
+    """Runs the rows that this session needs, in one group of processes per column."""
+    requested: dict[str, list[tuple[str, str]]] = {}
     for item in request.session.items:
         if getattr(item, "originalname", "") == test_row.__name__:
-            asked = item.callspec.params  # type: ignore[attr-defined]
-            if is_there(ROWS[asked["family"]][asked["name"]]):
-                wanted.setdefault(asked["column"], []).append((asked["family"], asked["name"]))
-    return Matrix(tmp_path_factory.mktemp("matrix"), wanted)
+            params = item.callspec.params  # type: ignore[attr-defined]
+            if is_available(ROWS[params["family"]][params["name"]]):
+                requested.setdefault(params["column"], []).append(
+                    (params["family"], params["name"])
+                )
+    return Matrix(tmp_path_factory.mktemp("matrix"), requested)
 
 
-def is_there(row: Row) -> bool:
-    """Does the installed Keras have what the row needs?"""
+def is_available(row: Row) -> bool:
+    """True if the installed Keras has the name that the row needs."""
     if row.needs is None:
         return True
     module, _, name = row.needs.rpartition(".")
@@ -149,7 +151,7 @@ def test_row(
     for key, value in (("family", family), ("row", name), ("column", column)):
         record_property(key, value)
     row = ROWS[family][name]
-    if not is_there(row):
+    if not is_available(row):
         pytest.skip(f"this Keras has no {row.needs}")
     matrix: Matrix = request.getfixturevalue("matrix")
     ran = matrix.columns[column]
@@ -184,7 +186,8 @@ def test_row(
 
 
 def largest_error(found: np.ndarray, expected: np.ndarray) -> float:
-    """max|a - b| / max|b|; infinite where only one of them is finite, or their signs differ."""
+    """Returns max|a - b| / max|b|; infinite if `a` is finite where `b` is not, or vice versa, or if
+    their infinities have different signs."""
     a, b = found.astype("float64"), expected.astype("float64")
     finite = np.isfinite(b)
     if (

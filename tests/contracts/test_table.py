@@ -1,4 +1,4 @@
-"""The tables that people read are those that the last run of all rows wrote."""
+"""The published tables are those that the last run of all rows has written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_all_rows_are_in_the_table() -> None:
 
 
 def test_the_table_says_what_passes() -> None:
-    """Errors are below the bar of the row, refusals where the row says so."""
+    """Errors are within the limit of the row; rows are refused if the row says so."""
     for family, rows in results().items():
         for name, row in rows.items():
             expected = ROWS[family][name]
@@ -35,6 +35,6 @@ def test_the_table_says_what_passes() -> None:
 
 
 def test_tables() -> None:
-    """docs/verified.md and MATRIX.md hold the tables as they are written."""
+    """docs/verified.md and MATRIX.md contain the tables as written."""
     assert table.between_marks(table.PAGE.read_text()) == table.short_table(results())
     assert table.FULL.read_text() == table.full_table(results())

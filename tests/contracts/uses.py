@@ -1,4 +1,4 @@
-"""What is done with a row's model. Each gives named arrays that must not depend on replicas."""
+"""Uses of a row's model. They return named arrays that must not depend on the replicas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Use = Callable[[Any], Outcome]
 
 
 def outcome(model: Any, **others: Any) -> Outcome:
-    """The state of a model, and what else there is, in one level."""
+    """Returns the state of a model and additional values as a flat mapping."""
     optimizers = [v for v in vars(model).values() if isinstance(v, keras.optimizers.Optimizer)]
     parts = {
         "weight": [v.numpy() for v in model.weights],
@@ -33,7 +33,7 @@ def outcome(model: Any, **others: Any) -> Outcome:
 
 
 def steps(model: Any) -> Outcome:
-    """`train_on_batch` for all batches: the train function, without a dataset."""
+    """Calls `train_on_batch` for all batches: the train function, without a dataset."""
     logs = [
         model.train_on_batch(X[start : start + GLOBAL_BATCH], Y[start : start + GLOBAL_BATCH])
         for start in range(0, SAMPLES, GLOBAL_BATCH)
@@ -42,12 +42,13 @@ def steps(model: Any) -> Outcome:
 
 
 def steps_of_weights(model: Any) -> Outcome:
-    """Under a strategy Keras builds an optimizer over all weights, otherwise over those it gets."""
+    """Runs `steps` and returns only the weights: under a strategy, Keras builds an optimizer for
+    all weights, otherwise for those that it gets."""
     return {name: value for name, value in steps(model).items() if name.startswith("weight")}
 
 
 def fit(data: Callable[[], Any] = cases.batches, **arguments: Any) -> Use:
-    """`fit`, for one epoch where nothing else is said."""
+    """Returns a use that calls `fit`, by default for one epoch."""
 
     def use(model: Any) -> Outcome:
         given = {"epochs": 1, "verbose": 0, **arguments}
@@ -82,7 +83,7 @@ def fit_and_evaluate(data: Callable[[], Any] = cases.batches) -> Use:
 
 
 def of_own_arrays(use: Use) -> Use:
-    """As `use`; and the arrays that the data are views of stay as they are."""
+    """Returns a use that also checks that the arrays underlying the data are unchanged."""
     return lambda model: {**use(model), "x": X.copy(), "y": Y.copy()}
 
 
@@ -103,7 +104,7 @@ def predict(data: Callable[[], Any], **arguments: Any) -> Use:
 
 
 def fit_evenly_and_predict(model: Any) -> Outcome:
-    """Training that leaves no replica without samples, and then data that do."""
+    """Trains with samples on every replica, and then uses data that leave a replica without any."""
     cases_of = (cases.IMAGES, cases.Y)
     fit(lambda: cases.batches(*cases_of, samples=20))(model)
     predicted = predict(lambda: cases.batches(cases.IMAGES, samples=21))(model)
@@ -113,7 +114,7 @@ def fit_evenly_and_predict(model: Any) -> Outcome:
 
 
 def on_batches(model: Any) -> Outcome:
-    """The three methods, on a batch, on an uneven one and on a single sample."""
+    """Calls the three methods with an even batch, an uneven one and a single sample."""
     found: dict[str, Any] = {}
     for samples in (10, 7, 1):
         x, y = X[:samples], Y[:samples]
@@ -124,7 +125,7 @@ def on_batches(model: Any) -> Outcome:
 
 
 def fit_evaluate_fit(model: Any) -> Outcome:
-    """A second `fit` goes on from the first."""
+    """Calls `fit`, `evaluate` and again `fit`, which continues from the first."""
     first = fit()(model)
     evaluated = evaluate()(model)
     second = fit()(model)
@@ -141,13 +142,13 @@ def compiled_twice(model: Any) -> Outcome:
 
 
 def stays_finite(model: Any) -> Outcome:
-    """A replica without samples has no statistics of its own."""
+    """Checks that weights stay finite if a replica without samples has no statistics."""
     fit(lambda: cases.batches(cases.IMAGES, Y, samples=21))(model)
     return {"finite": np.array([np.isfinite(v.numpy()).all() for v in model.weights])}
 
 
 def overflow(model: Any) -> Outcome:
-    """The loss scale overflows in the first steps, and on one replica alone in the last one."""
+    """Makes the loss scale overflow in the first steps, and on only one replica in the last."""
     steps(model)
     x = X[:GLOBAL_BATCH].copy()
     x[0] = 3e38
@@ -156,7 +157,7 @@ def overflow(model: Any) -> Outcome:
 
 
 def random_numbers(model: Any) -> Outcome:
-    """How many of the replicas draw something else, and whether that can be had again."""
+    """Returns, per layer, how many replicas draw different numbers, and if these are repeatable."""
     strategy = model.distribute_strategy
     found: dict[str, Any] = {}
     for layers, shape in ((model.on_sequences, (8, 5, 4)), (model.on_images, (8, 6, 6, 2))):

@@ -1,4 +1,4 @@
-"""Checksums of what is the same on all replicas."""
+"""Checksums of values that are the same on all replicas."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ def trained(strategy: tf.distribute.Strategy, dtype: str = "float32") -> keras.M
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_same(dtype: str) -> None:
-    """Replicas that went well have the same, though their metrics differ; first numbers count."""
+def test_healthy_replicas(dtype: str) -> None:
+    """Healthy replicas have equal checksums although their metrics differ. They are numbered from
+    `first_replica` on."""
     made = trained(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]), dtype)
     found = checksums(made, 4)()
     assert list(found) == [4, 5]
@@ -43,8 +44,8 @@ def test_same(dtype: str) -> None:
     assert "mean_absolute_error" not in names
 
 
-def test_values_of_then() -> None:
-    """They are those of the moment at which they were taken."""
+def test_values_at_the_call() -> None:
+    """Checksums are those of the values at the time of the call."""
     made = trained(tf.distribute.get_strategy())
     before = checksums(made, 0)()
     later = checksums(made, 0)
@@ -55,8 +56,8 @@ def test_values_of_then() -> None:
     assert checksums(made, 0)() != before
 
 
-def test_each_variable() -> None:
-    """One that differs on a replica is found under its own name."""
+def test_differing_variable() -> None:
+    """A variable that differs on a replica is found under its own name."""
     made = trained(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]))
     kernel = made.trainable_variables[-2]
     one, other = (np.array(each) for each in replica_values.parts(kernel))
@@ -67,7 +68,7 @@ def test_each_variable() -> None:
 
 
 def test_checksum() -> None:
-    """Any array has one; a sign of zero counts."""
+    """Any array has a checksum; the sign of zero counts."""
     assert checksum(np.float32(0)) != checksum(np.float32(-0.0))
     assert checksum(np.zeros((2, 0))) == checksum(np.zeros(0))
     x = np.arange(6).reshape(2, 3)

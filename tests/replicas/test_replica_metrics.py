@@ -1,4 +1,4 @@
-"""What replicas tell of themselves, in one process. Several workers are in
+"""Metrics of replicas in one process. Several workers are tested in
 tests/scenarios/test_metrics_of_workers.py."""
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def data(samples: int = BATCHES * BATCH) -> tf.data.Dataset:
 
 
 class Reported(kd.ReplicaMetrics):
-    """Keeps what the chief hears."""
+    """Keeps the reports that the chief receives."""
 
     def __init__(self, every_steps: int = 1, **arguments: Any) -> None:
         super().__init__(every_steps=every_steps, **arguments)
@@ -80,7 +80,7 @@ class Reported(kd.ReplicaMetrics):
 
 
 def expected(made: keras.Model, x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """Loss and norm of the gradients of these samples alone, by a tape."""
+    """Returns loss and gradient norm of these samples alone, computed with a tape."""
     with tf.GradientTape() as tape:
         loss = tf.reduce_mean((y - made(x, training=True)) ** 2)
     gradients = tape.gradient(loss, [v.value for v in made.trainable_variables])
@@ -99,7 +99,7 @@ def expected(made: keras.Model, x: np.ndarray, y: np.ndarray) -> tuple[float, fl
 )
 @pytest.mark.parametrize("strategy", ["one", "mirrored", "central"])
 def test_own_values(strategy: str, arguments: dict[str, Any]) -> None:
-    """Each replica's are those of its own samples alone, also where it has fewer than others."""
+    """A replica's values are those of its own samples, even if it has fewer than others."""
     made, alone = model(strategy, **arguments), model("one")
     weights: list[list[np.ndarray]] = []
 
@@ -113,7 +113,7 @@ def test_own_values(strategy: str, arguments: dict[str, Any]) -> None:
     x, y = arrays(samples)
     replicas = made.distribute_strategy.num_replicas_in_sync
     _, *others = metrics.reports
-    # The first step has no time of its own.
+    # The first step is not timed.
     assert [report.steps for report in metrics.reports] == [2, *[1] * (BATCHES - 2)]
     for number, report in enumerate(others, 2):
         assert sorted(each.replica for each in report.replicas) == list(range(replicas))
@@ -136,7 +136,7 @@ def test_own_values(strategy: str, arguments: dict[str, Any]) -> None:
 
 
 def test_curves(tmp_path: Path) -> None:
-    """TensorBoard gets a curve for each replica and worker, and how they are spread."""
+    """TensorBoard gets a curve for every replica and worker, and their spread."""
     made = model()
     metrics = Reported(log_dir=tmp_path, every_steps=2)
     made.fit(data(), epochs=2, verbose=0, callbacks=[metrics])
@@ -159,8 +159,8 @@ def test_curves(tmp_path: Path) -> None:
         assert curves[how]["distplug/loss"] == [(s, pytest.approx(of(v))) for s, v in reported]
 
 
-def test_curves_go_on(tmp_path: Path) -> None:
-    """Where a checkpoint is taken up, with the number of the step."""
+def test_curves_continue(tmp_path: Path) -> None:
+    """After resuming from a checkpoint, curves continue at the right step."""
     for epochs in (1, 2):
         callbacks = [*kd.defaults(tmp_path / "run"), kd.ReplicaMetrics(tmp_path / "logs", 3)]
         model().fit(data(), epochs=epochs, verbose=0, callbacks=callbacks)
@@ -169,7 +169,7 @@ def test_curves_go_on(tmp_path: Path) -> None:
 
 
 def test_in_logs() -> None:
-    """What is asked for comes with the logs of each epoch, so that it is in `History`."""
+    """Requested values are in the logs of every epoch, and thus in `History`."""
     names = ["loss_spread", "loss_max", "gradient_norm_median", "step_ms_max", "samples_per_s_p95"]
     seen: list[Mapping[str, Any]] = []
     metrics = Reported(logs=names)
@@ -187,7 +187,7 @@ def test_in_logs() -> None:
         assert seen[epoch] == {name: each[epoch] for name, each in history.items()}
 
 
-def test_early_stopping_by_it() -> None:
+def test_early_stopping_on_spread() -> None:
     stops = keras.callbacks.EarlyStopping("replica/loss_spread", mode="min", patience=0)
     metrics = kd.ReplicaMetrics(every_steps=2, logs=["loss_spread"])
     history = model().fit(data(), epochs=9, verbose=0, callbacks=[stops, metrics]).history
@@ -199,7 +199,7 @@ def test_early_stopping_by_it() -> None:
 @pytest.mark.parametrize("strategy", ["one", "mirrored", "central"])
 @pytest.mark.parametrize("kind", ["executions", "defaults"])
 def test_same_bits(strategy: str, kind: str, tmp_path: Path) -> None:
-    """Not a bit of the training changes."""
+    """The results of training are bit-identical with and without the callback."""
     arguments = {"steps_per_execution": 3} if kind == "executions" else {}
     bare, watched = (model(strategy, **arguments) for _ in range(2))
     metrics = kd.ReplicaMetrics(
@@ -215,7 +215,7 @@ def test_same_bits(strategy: str, kind: str, tmp_path: Path) -> None:
 
 
 class Drifts(keras.callbacks.Callback):
-    """Gives the last replica another value of a variable, behind a batch."""
+    """Changes a variable on the last replica after a batch."""
 
     def __init__(self, variable: int, behind: int) -> None:
         super().__init__()
@@ -226,14 +226,14 @@ class Drifts(keras.callbacks.Callback):
         if self.seen == self.behind:
             variable = self.model.trainable_variables[self.variable]
             *others, last = [np.array(each) for each in replica_values.parts(variable)]
-            last.flat[0] = np.nextafter(last.flat[0], np.float32(9))  # the least that there is
+            last.flat[0] = np.nextafter(last.flat[0], np.float32(9))  # the smallest change
             replica_values.set_parts(variable, [*others, last])
 
 
 @pytest.mark.parametrize("strategy", ["mirrored", "central"])
 def test_diverged(strategy: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Weights that differ in the last bit of one value are told of, once; what central storage
-    keeps once cannot."""
+    """A single-bit difference between weights is reported once. With central storage there is only
+    one copy, which cannot differ."""
     heard: list[Divergence] = []
     metrics = kd.ReplicaMetrics(check_every_steps=2, on_divergence=heard.append)
     callbacks = [Drifts(1, behind=3), metrics, kd.RunLog(tmp_path)]
@@ -249,8 +249,8 @@ def test_diverged(strategy: str, tmp_path: Path, caplog: pytest.LogCaptureFixtur
     [found] = heard
     assert found.step == 4
     assert found.variable == "model/dense/bias" or found.variable.endswith("/bias")
-    assert found.replicas == (0, 1)  # nobody knows which of two is right
-    assert "replicas: at step 4, `" in caplog.text
+    assert found.replicas == (0, 1)  # with two replicas, there is no majority
+    assert "replicas: at step 4, the values of `" in caplog.text
 
 
 def test_never_compared() -> None:
@@ -262,7 +262,7 @@ def test_never_compared() -> None:
 
 @pytest.mark.parametrize("is_same", [True, False])
 def test_same_data(is_same: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Replicas that are given the same samples, which a wrong split does."""
+    """Replicas that are given the same samples, as by a wrong split, are reported."""
     x, y = arrays()
     halves = [each.reshape(BATCHES, 2, BATCH // 2, -1) for each in (x, y)]
     if is_same:
@@ -271,7 +271,7 @@ def test_same_data(is_same: bool, caplog: pytest.LogCaptureFixture) -> None:
     doubled = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
     metrics = kd.ReplicaMetrics(every_steps=2, fingerprints=True)
     model().fit(doubled, verbose=0, callbacks=[metrics])
-    told = "replicas: 0, 1 are given the same data as each other, in each of the 2 steps"
+    told = "replicas: 0, 1 received the same data in all 2 steps"
     assert caplog.text.count(told) == is_same
 
 
@@ -281,9 +281,9 @@ class Past(keras.Model):
 
 
 @pytest.mark.parametrize("arguments", [{"kind": Past}, {"strategy": "one", "jit_compile": True}])
-def test_nothing_seen(arguments: dict[str, Any], tmp_path: Path) -> None:
-    """It says what it cannot see, and shows the rest."""
-    with pytest.warns(UserWarning, match="ReplicaMetrics sees nothing of this model's replicas"):
+def test_unmeasurable_model(arguments: dict[str, Any], tmp_path: Path) -> None:
+    """It warns about metrics that it cannot measure, and records the others."""
+    with pytest.warns(UserWarning, match="ReplicaMetrics cannot measure the replicas of this"):
         model(**arguments).fit(data(), verbose=0, callbacks=[kd.ReplicaMetrics(tmp_path, 2)])
     assert {run: set(tags) for run, tags in curves_in(tmp_path).items()} == {
         "worker-0": {"distplug/step_ms", "distplug/memory_mb"}
@@ -301,8 +301,8 @@ class OwnLoss(keras.Model):
         return {"loss": loss}
 
 
-def test_loss_of_its_own() -> None:
-    """A loss that is not from `compute_loss` is not known; the rest is."""
+def test_custom_loss() -> None:
+    """A loss that does not come from `compute_loss` is unknown; other values are known."""
     metrics = Reported(logs=["loss_max", "gradient_norm_max"])
     history = model("one", OwnLoss).fit(data(), verbose=0, callbacks=[metrics]).history
     assert set(history) == {"loss", "replica/gradient_norm_max"}
@@ -317,9 +317,9 @@ def test_loss_of_its_own() -> None:
         ({"log_dir": "ftp://host/logs"}, "a URL that begins with one of memory, s3, .*ftp://host"),
         (
             {"storage_options": {"key": "k"}},
-            "`storage_options` is for `log_dir`, which is not given",
+            "`storage_options` only together with `log_dir`",
         ),
-        ({"logs": ["loss"]}, "`logs` to be a list of names among loss_min, "),
+        ({"logs": ["loss"]}, "`logs` to be a list of names from loss_min, "),
         ({"logs": "loss_max"}, "`logs` to be a list of names"),
     ],
 )
@@ -329,7 +329,8 @@ def test_arguments(arguments: dict[str, Any], told: str) -> None:
 
 
 def test_no_folder(tmp_path: Path) -> None:
-    """It is an error before any training: at once, or in `fit` if it is gone by then."""
+    """A folder that cannot be used is an error before training: immediately, or in `fit` if it
+    became unusable in the meantime."""
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match=r"Expected a folder\. Received: .*logs"):
         kd.ReplicaMetrics(tmp_path / "file" / "logs")
@@ -337,13 +338,13 @@ def test_no_folder(tmp_path: Path) -> None:
     (tmp_path / "folder").touch()
     made = model()
     before = [each.tobytes() for each in made.get_weights()]
-    with pytest.raises(ConfigurationError, match="`log_dir` to be a folder that can be written to"):
+    with pytest.raises(ConfigurationError, match="`log_dir` to be a writable folder"):
         made.fit(data(), verbose=0, callbacks=[metrics])
     assert [each.tobytes() for each in made.get_weights()] == before
 
 
 def test_curves_in_a_store(tmp_path: Path) -> None:
-    """They come there as whole files."""
+    """Curves are uploaded to a store as whole files."""
     url = f"memory://{uuid.uuid4().hex}"
     metrics = Reported(log_dir=url, every_steps=2)
     model().fit(data(), epochs=2, verbose=0, callbacks=[metrics])
@@ -359,7 +360,7 @@ def test_curves_in_a_store(tmp_path: Path) -> None:
 def test_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What TensorBoard does not get is told, once, and training goes on."""
+    """A failed write of TensorBoard data is reported once, and training continues."""
 
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -368,11 +369,11 @@ def test_full_disk(
     metrics = Reported(log_dir=tmp_path)
     model().fit(data(), verbose=0, callbacks=[metrics])
     assert len(metrics.reports) == BATCHES - 1
-    assert caplog.text.count("are written no more: [Errno 28] No space left on device") == 1
+    assert caplog.text.count("are no longer written: [Errno 28] No space left on device") == 1
 
 
-def test_behind_an_error() -> None:
-    """The next `fit` of the same callback is as any other."""
+def test_fit_after_an_error() -> None:
+    """After a `fit` that failed, the callback works normally in the next one."""
 
     class Fails(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -389,7 +390,7 @@ def test_behind_an_error() -> None:
 
 
 def test_epochs_of_one_batch() -> None:
-    """Their steps have a time, too."""
+    """Steps of epochs with a single batch are timed, too."""
     metrics = Reported(every_steps=2)
     model().fit(data(BATCH), epochs=5, verbose=0, callbacks=[metrics])
     assert [each.step for each in metrics.reports] == [2, 3, 4, 5]

@@ -1,4 +1,4 @@
-"""How long messages take to the chief and back."""
+"""The round-trip times of messages to the chief and back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ EMPTY_S, BYTE_S = 0.002, 1e-6
 
 
 class Line:
-    """A network of which each message takes its time, which is noted and does not pass."""
+    """A network with a simulated clock, on which every message takes its time."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -44,8 +44,8 @@ def trips(line: Line) -> RoundTrips:
 
 @pytest.mark.parametrize("size", [0, 1000, PAYLOAD_BYTES, 10**8])
 @pytest.mark.parametrize("noise_s", [0.0, 0.3])
-def test_reckoned(size: int, noise_s: float, line: Line) -> None:
-    """From what two sizes take, whatever else keeps some of the messages."""
+def test_extrapolation(size: int, noise_s: float, line: Line) -> None:
+    """Any size is extrapolated from the times of two sizes, even if some messages are delayed."""
     line.noise_s = noise_s
     found_s, is_new = trips(line).seconds_for(size)
     assert found_s == pytest.approx(EMPTY_S + size * BYTE_S, rel=1e-2)
@@ -53,8 +53,8 @@ def test_reckoned(size: int, noise_s: float, line: Line) -> None:
     assert line.kept == {}
 
 
-def test_known_for_a_while(line: Line) -> None:
-    """What is known is not asked for again at once."""
+def test_measurement_interval(line: Line) -> None:
+    """A measurement is not repeated before its interval has passed."""
     made = trips(line)
     first_s, _ = made.seconds_for(10**6)
     heard = line.heard

@@ -1,4 +1,4 @@
-"""A replica that the others wait for, in one process. What times are like on several workers is in
+"""A replica that the others wait for, in one process. Real times on several workers are tested in
 tests/scenarios/test_stragglers_of_workers.py."""
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def model(replicas: int = 2, kind: type = keras.Model, **compiled: Any) -> keras
 
 @pytest.fixture
 def slow_from(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """From which step on replica 1 takes twice the time of the other, and how many there are."""
+    """The step from which replica 1 takes twice as long as the other, and the number of laps."""
     chosen = [0, 0]
 
     def note(self: Stopwatch, replica: Any, *_: Any) -> np.ndarray:
@@ -57,8 +57,8 @@ def slow_from(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_told(steps: int, slow_from: list[int], caplog: pytest.LogCaptureFixture) -> None:
-    """Behind as many windows in a row as it takes, in a line and to whoever asks."""
+def test_reported(steps: int, slow_from: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    """After enough consecutive windows, a straggler is logged and passed to the function."""
     slow_from[0] = 3 * WINDOW
     heard: list[tuple[int, Straggler]] = []
     watchdog = kd.StragglerWatchdog(
@@ -72,7 +72,7 @@ def test_told(steps: int, slow_from: list[int], caplog: pytest.LogCaptureFixture
 
 
 def test_second_fit(slow_from: list[int]) -> None:
-    """Each `fit` looks anew."""
+    """Every `fit` starts from scratch."""
     heard: list[Straggler] = []
     made, watchdog = model(), kd.StragglerWatchdog(WINDOW, on_straggler=heard.append)
     for _ in range(2):
@@ -80,8 +80,8 @@ def test_second_fit(slow_from: list[int]) -> None:
     assert [each.replica for each in heard] == [1, 1]
 
 
-def test_alone() -> None:
-    """A single replica has nobody to be compared with, and its step stays as it is."""
+def test_single_replica() -> None:
+    """A single replica cannot be compared, and its step stays unchanged."""
     inputs = keras.Input((4,))
     made = keras.Model(inputs, keras.layers.Dense(1)(inputs))
     made.compile("sgd", "mse")
@@ -94,14 +94,14 @@ class Past(keras.Model):
         return {"loss": tf.constant(0.0)}
 
 
-def test_nothing_seen() -> None:
-    with pytest.warns(UserWarning, match="StragglerWatchdog sees no times of this model"):
+def test_unmeasurable_model() -> None:
+    with pytest.warns(UserWarning, match="StragglerWatchdog cannot measure the replicas"):
         model(kind=Past).fit(data(), verbose=0, callbacks=[kd.StragglerWatchdog(WINDOW)])
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_beside_that_of_defaults(is_first: bool, slow_from: list[int], tmp_path: Path) -> None:
-    """One of the user's own takes the place of that among `defaults()`, wherever it stands."""
+def test_replaces_the_default(is_first: bool, slow_from: list[int], tmp_path: Path) -> None:
+    """The user's own instance replaces the one among `defaults()`, regardless of the order."""
     heard: list[Straggler] = []
     own = kd.StragglerWatchdog(WINDOW, on_straggler=heard.append)
     theirs = kd.defaults(tmp_path)

@@ -1,4 +1,4 @@
-"""Who is slow, and who only now and then."""
+"""Distinguishing stragglers from replicas that are only occasionally slow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def paces(
     input_s: Sequence[float] = (),
     network_s: Sequence[float | None] = (),
 ) -> list[StepReport]:
-    """A window of as many workers, of one replica each or of some."""
+    """Returns one window's reports of several workers, with one or more replicas each."""
     return [
         StepReport(
             rank,
@@ -44,49 +44,50 @@ def judged(
     *windows: list[StepReport], threshold: float = 0.75, needed: int = 3
 ) -> list[list[Straggler]]:
     judge = Judge(threshold, needed)
-    return [judge.hear(each) for each in windows]
+    return [judge.add(each) for each in windows]
 
 
 FINE = paces([0.05, 0.05, 0.05])
 SLOW = paces([0.05, 0.10, 0.05])
 
 
-def test_slow_in_each_window() -> None:
-    """Told once, in the window that makes it sure, with the times of that and its own past."""
+def test_slow_in_every_window() -> None:
+    """A straggler is reported once, in the decisive window, with that window's times and its own
+    past."""
     told = judged(FINE, FINE, *[SLOW] * 5)
     assert [len(each) for each in told] == [0, 0, 0, 0, 1, 0, 0]
     [found] = told[4]
     assert found == Straggler("compute", 1, "worker-1 on h", 1, 0.10, 0.05, 0.05)
     assert found.score == 0.5
     assert str(found) == (
-        "replica 1 (worker-1 on h) takes 100 ms to compute its gradients in each step, others "
-        "50 ms; all wait for it; before, it took 50 ms"
+        "replica 1 (worker-1 on h) takes 100 ms per step to compute its gradients, others "
+        "take 50 ms; all workers wait for it (it used to take 50 ms)"
     )
 
 
-def test_slow_from_the_beginning() -> None:
+def test_slow_from_the_start() -> None:
     told = judged(*[SLOW] * 3)
     assert told[2][0].past_s is None
-    assert "before" not in str(told[2][0])
+    assert "used to take" not in str(told[2][0])
 
 
-def test_over() -> None:
-    """That it is as fast as others again takes as many windows, and then it may come again."""
+def test_recovery() -> None:
+    """Recovery takes the same number of windows, after which a straggler may be reported again."""
     told = judged(*[SLOW] * 3, FINE, FINE, SLOW, *[FINE] * 4, *[SLOW] * 3)
     ends = [(number, each.is_over) for number, found in enumerate(told) for each in found]
     assert ends == [(2, False), (8, True), (12, False)]
     assert str(told[8][0]) == (
-        "replica 1 (worker-1 on h) takes no longer than others any more to compute its gradients"
+        "replica 1 (worker-1 on h) no longer takes longer than the others to compute its gradients"
     )
 
 
-def test_now_and_then() -> None:
+def test_occasionally_slow() -> None:
     assert not any(judged(*[SLOW, SLOW, FINE] * 20))
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_wandering(seed: int) -> None:
-    """Slowness that goes from one to the next is nobody's, for all that somebody is always slow."""
+def test_moving_slowness(seed: int) -> None:
+    """Slowness that moves from replica to replica is not reported, although one is always slow."""
     draws = random.Random(seed)
     windows, last = [], -1
     for _ in range(30):
@@ -98,51 +99,53 @@ def test_wandering(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_noise(seed: int) -> None:
-    """A quarter more or less, for each by itself, is nobody's."""
+    """Independent noise of 12 % is not reported."""
     draws = random.Random(seed)
     assert not any(
         judged(*[paces([0.05 * draws.uniform(0.88, 1.12) for _ in range(3)]) for _ in range(200)])
     )
 
 
-def test_what_does_not_matter() -> None:
-    """Ten times as long as others, but a hundredth of the step."""
+def test_insignificant_slowness() -> None:
+    """A replica that takes ten times as long as others, but a hundredth of the step, is ignored."""
     assert not any(judged(*[paces([0.0001, 0.001])] * 9))
 
 
 def test_two() -> None:
-    """Of two, the other one is the median."""
+    """With two replicas, each is compared with the other."""
     told = judged(*[paces([0.09, 0.05])] * 3)
     assert [(each.cause, each.worker) for each in told[2]] == [("compute", 0)]
 
 
 def test_replicas_of_a_worker() -> None:
-    """One of several devices of a machine."""
+    """A straggler may be one of several devices of a machine."""
     told = judged(*[paces([{0: 0.05, 1: 0.05}, {2: 0.05, 3: 0.08}])] * 3)
     assert [(each.worker, each.replica) for each in told[2]] == [(1, 3)]
 
 
 def test_input() -> None:
-    """Waiting for data is a worker's, and told from computing."""
+    """Waiting for data concerns a worker, and is distinguished from computing."""
     told = judged(*[paces([0.02, 0.02, 0.02], [0.0, 0.0, 0.06])] * 3)
     [found] = told[2]
     assert (found.cause, found.worker, found.replica) == ("input", 2, None)
-    assert str(found).startswith("worker-2 on h takes 60 ms for its data in each step, others 0 ms")
+    assert str(found).startswith(
+        "worker-2 on h takes 60 ms per step to get its data, others take 0 ms"
+    )
 
 
 def test_network() -> None:
-    """That of one worker, beside those of the others; the chief has none."""
+    """A worker's network is compared with those of the others, except the chief's."""
     told = judged(*[paces([0.02] * 4, network_s=[None, 0.01, 0.01, 0.06])] * 3)
     [found] = told[2]
     assert (found.cause, found.worker, found.replica) == ("network", 3, None)
     assert str(found).startswith(
-        "worker-3 on h takes 60 ms to bring its gradients to the chief and back in each step, "
-        "others 10 ms; all wait for it"
+        "worker-3 on h takes 60 ms per step to send its gradients to the chief and back, "
+        "others take 10 ms; all workers wait for it"
     )
 
 
-def test_network_measured_now_and_then() -> None:
-    """One measurement counts once, in however many windows it is the newest."""
+def test_stale_network_measurements() -> None:
+    """A measurement counts only once, even if it is the newest in several windows."""
     new = paces([0.02] * 3, network_s=[None, 0.01, 0.06])
     old = [replace(each, is_network_new=False) for each in new]
     told = judged(new, *[old] * 9, new, *[old] * 9, new)
@@ -150,7 +153,7 @@ def test_network_measured_now_and_then() -> None:
 
 
 def test_network_of_the_only_other_worker() -> None:
-    """Beside its own past, if there is one."""
+    """It is compared with its own past, if there is one."""
     fine, slow = (paces([0.02] * 2, network_s=[None, s]) for s in (0.01, 0.06))
     assert not any(judged(*[slow] * 9))
     told = judged(fine, fine, *[slow] * 4, *[fine] * 3)
@@ -158,8 +161,8 @@ def test_network_of_the_only_other_worker() -> None:
     [found] = told[4]
     assert (found.cause, found.worker, found.others_s, found.past_s) == ("network", 1, None, 0.01)
     assert str(found) == (
-        "worker-1 on h takes 60 ms to bring its gradients to the chief and back in each step; all "
-        "wait for it; before, it took 10 ms"
+        "worker-1 on h takes 60 ms per step to send its gradients to the chief and back; all "
+        "workers wait for it (it used to take 10 ms)"
     )
 
 
@@ -168,7 +171,7 @@ def test_both() -> None:
     assert {(each.cause, each.worker) for each in told[2]} == {("compute", 2), ("input", 0)}
 
 
-def test_alone() -> None:
-    """One replica has nobody to be compared with; devices of one process have one input."""
+def test_single_replica() -> None:
+    """A single replica cannot be compared; the devices of one process share one input."""
     assert not any(judged(*[paces([0.05], [0.05])] * 5))
     assert not any(judged(*[paces([{0: 0.05, 1: 0.05}], [0.05])] * 5))

@@ -170,7 +170,7 @@ def test_some_batches_are_late(kept: int, tmp_path: Path, monkeypatch: pytest.Mo
     """What most steps do not wait for is waiting, too, however many steps a window has, and where
     the data end without having said so."""
     monkeypatch.setattr("keras_distplug.step.stopwatch._KEPT", kept)
-    monkeypatch.setattr("keras_distplug.step.step_windows._AT_ONCE", kept)
+    monkeypatch.setattr("keras_distplug.step.step_windows._MOST_IN_GRAPH", kept)
     fit([kd.RunLog(tmp_path)], x=stalling(40, 5, 0.1), y=None, batch_size=None, epochs=1)
     [found] = logged(tmp_path, "")
     [window] = [each for each in of_kind(found, Window) if each.steps]

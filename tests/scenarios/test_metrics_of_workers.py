@@ -95,6 +95,6 @@ def test_diverged(job: Job) -> None:
 def test_same_data(job: Job) -> None:
     """A dataset that is not split over the workers is told of, once, and a right one is not."""
     numbers = ", ".join(map(str, range(job.workers)))
-    told = f"replicas: {numbers} are given the same data as each other"
+    told = f"replicas: {numbers} received the same data"
     assert job.output.count(told) == 1
-    assert job.output.count("are given the same data") == 1
+    assert job.output.count("received the same data") == 1

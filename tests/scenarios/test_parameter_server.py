@@ -91,7 +91,7 @@ def test_told_to_go(tmp_path: Path) -> None:
         assert running.wait("chief", 0, LIMIT_S) == 0, running.told()
         for task in running.tasks[1:]:
             assert running.wait(*task, 60) == 0, running.told()
-        assert "the chief has been gone for 1 s" in running.output("ps", 0).read_text()
+        assert "the chief has been unreachable for 1 s" in running.output("ps", 0).read_text()
     found = outcome(tmp_path)
     assert (found["began"], found["steps"]) == (done, 2 * STEPS)
     assert (found["samples"], saved) == (STEPS * BATCH, [str(done)])

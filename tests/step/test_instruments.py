@@ -1,4 +1,4 @@
-"""Instruments that users write: what they are given in a step, and what they may decide."""
+"""Custom instruments: their arguments in a step, and their decisions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BATCHES = 4
 
 
 class Norms(kd.StepInstrument):
-    """Notes the norm of every replica's own gradients."""
+    """Records the norm of every replica's own gradients."""
 
     def __init__(self) -> None:
         self.norms: list[tuple[int, float]] = []
@@ -89,7 +89,7 @@ def fit(trained: keras.Model, *callbacks: Any) -> None:
     ],
 )
 def test_measured(strategy: str, compiled: dict[str, Any]) -> None:
-    """It hears of every step of every replica; the weights are those without it."""
+    """An instrument sees every step of every replica, and does not change the weights."""
     plain, measured, norms = model(strategy, **compiled), model(strategy, **compiled), Norms()
     kd.adapt(plain)
     fit(plain)
@@ -103,7 +103,7 @@ def test_measured(strategy: str, compiled: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("strategy", ["one", "mirrored"])
 def test_refused(strategy: str) -> None:
-    """Nothing of a step whose update is not allowed stays; with others that measure, too."""
+    """A step whose update is not allowed leaves no changes, also if other instruments measure."""
     trained, norms = model(strategy), Norms()
     before = trained.get_weights()
     fit(trained, kd.NaNWatchdog(), Uses(Refuses(), norms))
@@ -113,8 +113,8 @@ def test_refused(strategy: str) -> None:
     assert len(norms.norms) == BATCHES * (2 if strategy == "mirrored" else 1)
 
 
-def test_next_fit_is_without_it() -> None:
-    """Nor is it in an `evaluate` that it was given to, nor in the `fit` after that."""
+def test_removed_after_fit() -> None:
+    """An instrument is not in the next `fit` without it, nor in an `evaluate` with it."""
     trained, norms = model(), Norms()
     fit(trained, Uses(norms))
     fit(trained)
@@ -126,7 +126,7 @@ def test_next_fit_is_without_it() -> None:
 
 
 def test_traced_again() -> None:
-    """A step is traced again if an instrument would build other operations, and else is not."""
+    """A step is only traced again if an instrument would build other operations."""
 
     class Scales(kd.StepInstrument):
         factor, traces = 1.0, 0
@@ -148,7 +148,8 @@ def test_traced_again() -> None:
     before = trained.get_weights()
     fit(trained, Uses(scales))
     assert scales.traces > traces
-    np.testing.assert_array_equal(before[0], trained.get_weights()[0])  # of inputs that are 0
+    # Inputs of 0 leave the weights unchanged.
+    np.testing.assert_array_equal(before[0], trained.get_weights()[0])
 
 
 def test_no_instrument() -> None:
@@ -157,7 +158,7 @@ def test_no_instrument() -> None:
 
 
 def test_parameter_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers that take steps by themselves could not report to it."""
+    """Workers that run steps independently cannot report to an instrument, which is refused."""
     monkeypatch.setattr(instrumentation, "is_scheduled", lambda strategy: True)
     with pytest.raises(ConfigurationError, match="under ParameterServerStrategy"):
         kd.instrument_step(model(), Norms())

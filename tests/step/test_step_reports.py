@@ -1,4 +1,4 @@
-"""Reports of steps, and what is told from them."""
+"""Reports of steps, and the conclusions from them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from keras_distplug.step.step_reports import (
     StepReport,
     as_text,
     from_text,
-    merged,
-    with_same_data,
+    merge_reports,
+    replicas_with_same_data,
 )
 
 ONE = ReplicaReport(0, 0.1, 0.2, 4.0, 1.0, 3.0, ("a", "b"))
@@ -21,15 +21,15 @@ OTHER = ReplicaReport(1, 0.3, None, 4.0, None, 5.0, ("a", "c"))
 REPORT = StepReport(0, "worker-0 on h", 10, 10, 0.5, (ONE, OTHER), 0.01, 1000)
 
 
-def test_text() -> None:
-    """There and back."""
+def test_round_trip() -> None:
+    """A report survives a round trip through text."""
     assert from_text(as_text(REPORT)) == REPORT
     nan = replace(REPORT, replicas=(replace(ONE, loss=float("nan")),))
     assert str(from_text(as_text(nan))) == str(nan)
 
 
 def test_merged() -> None:
-    """Each step counts once; what is not known of a window counts in none."""
+    """Every step has the same weight; unknown values of a window are ignored."""
     longer = replace(
         REPORT,
         step=40,
@@ -39,7 +39,7 @@ def test_merged() -> None:
         input_s=None,
         memory_bytes=2000,
     )
-    found = merged([REPORT, longer])
+    found = merge_reports([REPORT, longer])
     assert (found.step, found.steps, found.memory_bytes) == (40, 40, 2000)
     assert (found.step_s, found.input_s) == (pytest.approx(0.8), 0.01)
     one, other = found.replicas
@@ -48,22 +48,22 @@ def test_merged() -> None:
 
 
 def test_merged_totals() -> None:
-    """They are sums, of what is known."""
+    """Totals are sums of the known values."""
     known = replace(REPORT, input_total_s=0.5, sync_total_s=1.0)
-    found = merged([known, REPORT, known])
+    found = merge_reports([known, REPORT, known])
     assert (found.input_total_s, found.sync_total_s) == (1.0, 2.0)
-    assert merged([REPORT]).input_total_s is None
+    assert merge_reports([REPORT]).input_total_s is None
 
 
 def test_same_data() -> None:
-    """In each step of the window, not in some."""
-    assert with_same_data([REPORT]) == ()
+    """The data must be the same in every step of the window, not only in some."""
+    assert replicas_with_same_data([REPORT]) == ()
     same = replace(REPORT, worker=1, replicas=(replace(OTHER, replica=2, fingerprints=("a", "b")),))
-    assert with_same_data([REPORT, same]) == (0, 2)
+    assert replicas_with_same_data([REPORT, same]) == (0, 2)
     unknown = replace(
         REPORT, replicas=(replace(ONE, fingerprints=()), replace(OTHER, fingerprints=()))
     )
-    assert with_same_data([unknown]) == ()
+    assert replicas_with_same_data([unknown]) == ()
 
 
 WHERE = {0: "worker-0 on h", 1: "worker-0 on h", 2: "worker-1 on i"}
@@ -75,16 +75,17 @@ def test_no_divergence() -> None:
 
 
 def test_divergence() -> None:
-    """The first variable that differs, and whose it is: that of the fewest."""
+    """The first variable that differs is reported, and the replicas in the minority."""
     found = divergence(7, {0: SAME, 1: SAME, 2: SAME | {"model/b": "9", "model/c": "9"}}, WHERE)
     assert found == Divergence(7, "model/b", 2, (2,), ("worker-1 on i",))
     assert str(found) == (
-        "at step 7, `model/b`, and 1 more, of replica 2 (worker-1 on i) differs from that of "
-        "others: they train different models from here on. Go on from a checkpoint from before it"
+        "at step 7, the values of `model/b` (and 1 more) on replica 2 (worker-1 on i) differ from "
+        "those of other replicas: they now train different models. Resume from a checkpoint saved "
+        "before this step"
     )
 
 
 def test_divergence_of_two() -> None:
-    """Nobody knows which of two is right."""
+    """Without a majority, both replicas are reported."""
     found = divergence(7, {0: SAME, 2: SAME | {"model/c": "9"}}, WHERE)
     assert found == Divergence(7, "model/c", 1, (0, 2), ("worker-0 on h", "worker-1 on i"))

@@ -1,4 +1,4 @@
-"""Times within a step: of each replica, before it waits for the others."""
+"""Times within a step, measured on every replica before it waits for the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tensorflow.python.framework import config  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.backend.tensorflow import trainer  # noqa: E402
-from keras_distplug.step import noted_times  # noqa: E402
+from keras_distplug.step import recorded_times  # noqa: E402
 from keras_distplug.step.step_windows import OwnWindows  # noqa: E402
 from keras_distplug.step.stopwatch import Lap, listen  # noqa: E402
 
@@ -28,7 +28,7 @@ SLOW_S = 0.05
 
 
 class Sleeps(keras.layers.Layer):
-    """Takes its time on one replica."""
+    """Sleeps on one replica."""
 
     def __init__(self, replica: int) -> None:
         super().__init__()
@@ -53,12 +53,12 @@ class Watches(keras.callbacks.Callback):
     def set_model(self, model):
         super().set_model(model)
         trainer.adapt(model)
-        self._heard = listen(model)
+        self._measurements = listen(model)
 
     @property
     def laps(self):
-        self._heard.collect()
-        return self._heard.laps
+        self._measurements.collect()
+        return self._measurements.laps
 
 
 def strategy_of(name: str) -> tf.distribute.Strategy:
@@ -81,7 +81,7 @@ def model(
             outputs = layer(outputs)
         made = kind(inputs, outputs)
         make = compiled.pop("optimizer", lambda: keras.optimizers.Adam(0.01))
-        metrics = ["mae"] if kind is keras.Model else None  # a step of its own updates none
+        metrics = ["mae"] if kind is keras.Model else None  # a custom step updates none
         made.compile(make(), "mse", metrics=metrics, **compiled)
     return trainer.adapt(made)
 
@@ -99,22 +99,22 @@ def laps_of(made: keras.Model, *callbacks: keras.callbacks.Callback) -> list[Lap
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_laps(strategy: str) -> None:
-    """Each replica tells of each step; their times are of this process's clock."""
+    """Every replica reports every step, with times of this process's clock."""
     made = model(strategy)
-    begun_s = time.perf_counter()
+    start_s = time.perf_counter()
     laps = laps_of(made)
     ended_s = time.perf_counter()
     replicas = made.distribute_strategy.num_replicas_in_sync
     assert sorted(each.replica for each in laps) == sorted(list(range(replicas)) * BATCHES)
     for each in laps:
-        assert begun_s < each.begun_s < ended_s
+        assert start_s < each.start_s < ended_s
         assert each.compute_s > 0
-        assert each.begun_s + each.compute_s < ended_s
+        assert each.start_s + each.compute_s < ended_s
 
 
 @pytest.mark.parametrize("strategy", ["mirrored", "central"])
 def test_slow_replica(strategy: str) -> None:
-    """What one takes longer is its own time, and none of the others'."""
+    """A replica's slowness counts in its own time, not in that of the others."""
     laps = laps_of(model(strategy, Sleeps(1)))
     slow, other = ([each for each in laps if each.replica == replica] for replica in (1, 0))
     assert min(each.compute_s for each in slow) >= SLOW_S
@@ -153,7 +153,7 @@ class InAFunction(Own):
     ids=["plain", "executions", "eager", "accumulation", "clipping", "loss scale", "own step"],
 )
 def test_same_bits(strategy: str, arguments: dict[str, Any]) -> None:
-    """Not a bit changes, with the gate of NaNWatchdog or without, and each step is told of."""
+    """Results are bit-identical with and without NaNWatchdog's gate, and every step is reported."""
     bare, watched, both = (model(strategy, **arguments) for _ in range(3))
     expected = bare.fit(data(), verbose=0).history
     for each, others in ((watched, []), (both, [kd.NaNWatchdog()])):
@@ -165,15 +165,15 @@ def test_same_bits(strategy: str, arguments: dict[str, Any]) -> None:
 
 
 def test_step_in_a_function() -> None:
-    """What cannot be seen from within does no harm."""
+    """A step inside the user's own `tf.function` cannot be measured, but is not harmed."""
     bare, watched = model(kind=InAFunction), model(kind=InAFunction)
     bare.fit(data(), verbose=0)
     laps_of(watched)
     assert small.state(watched) == small.state(bare)
 
 
-def test_for_one_fit() -> None:
-    """The next `fit`, without it, takes no times, and NaN is kept out only where that is wanted."""
+def test_removed_after_fit() -> None:
+    """The next `fit` without it is not measured, and NaN is only prevented if requested."""
     made = model()
     watches = Watches()
     made.fit(data(), verbose=0, callbacks=[watches])
@@ -194,7 +194,7 @@ def test_several_listeners() -> None:
 
 
 def test_no_python_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The only replica of a process notes times without a call of Python's."""
+    """With a single replica per process, times are recorded without calling Python."""
 
     def refuse(*given: Any, **named: Any) -> None:
         raise AssertionError("tf.numpy_function")
@@ -206,7 +206,7 @@ def test_no_python_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorFlow's clock refuses then, also in a second `fit` of a model that is traced."""
+    """Op determinism forbids TensorFlow's clock, even in a second `fit` of a traced model."""
     made = model()
     assert len(laps_of(made)) == BATCHES
     tf.config.experimental.enable_op_determinism()
@@ -217,7 +217,7 @@ def test_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_check_numerics() -> None:
-    """Times are no NaN, which somebody may be looking for."""
+    """Times are never NaN, which a user's checks would report."""
     tf.debugging.enable_check_numerics()
     try:
         assert len(laps_of(model())) == BATCHES
@@ -225,17 +225,17 @@ def test_check_numerics() -> None:
         tf.debugging.disable_check_numerics()
 
 
-def test_clock_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was noted by then is not known."""
+def test_system_clock_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times that were recorded before the clock was set are discarded."""
     watches = Watches()
     model().fit(data(), verbose=0, callbacks=[watches])
-    set_back_s = noted_times._offset_s() + 5
-    monkeypatch.setattr(noted_times, "_offset_s", lambda: set_back_s)
+    set_back_s = recorded_times._offset_s() + 5
+    monkeypatch.setattr(recorded_times, "_offset_s", lambda: set_back_s)
     assert list(watches.laps) == []
 
 
 class Windows(keras.callbacks.Callback):
-    """A window of all steps, of which one is behind another one that a callback takes."""
+    """Measures a window of all steps, after one of which a callback runs an additional step."""
 
     def set_model(self, model):
         super().set_model(model)
@@ -256,8 +256,8 @@ class Windows(keras.callbacks.Callback):
         self.report = self.windows.end_window()
 
 
-def test_step_of_a_callback() -> None:
-    """Each wait is that of its own step."""
+def test_additional_step_in_a_callback() -> None:
+    """Waits are assigned to the right steps even if a callback runs an additional step."""
     made, windows = model("one", Sleeps(0)), Windows()
     made.fit(data(), verbose=0, callbacks=[windows])
     assert windows.report.input_total_s is not None
@@ -266,7 +266,7 @@ def test_step_of_a_callback() -> None:
 
 
 def test_fit_within_a_scope() -> None:
-    """There, the variables that keep the times are not the strategy's."""
+    """Within a strategy's scope, the variables with the times are not the strategy's."""
     with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
         made = model()
         assert len(laps_of(made)) == BATCHES
@@ -274,5 +274,5 @@ def test_fit_within_a_scope() -> None:
 
 
 def test_compiled_by_xla() -> None:
-    """There are no times of what XLA has compiled."""
+    """A step compiled by XLA is not measured."""
     assert laps_of(model(jit_compile=True)) == []

@@ -16,8 +16,8 @@ def mirrored() -> tf.distribute.Strategy:
     return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
 
-def test_of_the_strategy(mirrored: tf.distribute.Strategy) -> None:
-    """The one given, the one in scope, or that of `init()`: here, of one device."""
+def test_current_strategy(mirrored: tf.distribute.Strategy) -> None:
+    """The strategy is the one passed, the one in scope, or that of `init()`: here, one device."""
     assert kd.global_batch(32, mirrored) == 64
     assert kd.scaled_learning_rate(0.1, mirrored) == 0.2
     with mirrored.scope():
@@ -27,7 +27,7 @@ def test_of_the_strategy(mirrored: tf.distribute.Strategy) -> None:
 
 
 @pytest.mark.parametrize("per_replica", [0, -1, 2.5, True, "32"])
-def test_what_is_no_number_of_samples(per_replica: object) -> None:
-    """Refused, with what was received."""
+def test_invalid_batch_size(per_replica: object) -> None:
+    """An invalid batch size is refused, and the message shows it."""
     with pytest.raises(ConfigurationError, match=f"at least 1. Received: {per_replica!r}"):
         kd.global_batch(per_replica)  # type: ignore[arg-type]

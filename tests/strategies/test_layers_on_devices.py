@@ -1,4 +1,4 @@
-"""Layers that are placed by `tf.device`: a run that is resumed computes where it did before."""
+"""Layers placed with `tf.device`: a resumed run computes on the same devices as before."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import keras_distplug as kd  # noqa: E402
 
 
 class On(keras.layers.Layer):
-    """Has its weights, and computes, on a device."""
+    """Keeps its weights and computes on a device."""
 
     def __init__(self, device: str, units: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class On(keras.layers.Layer):
 
 
 class Stages(keras.Model):
-    """A pipeline of two devices that Keras cannot build by itself."""
+    """A pipeline over two devices that Keras cannot build automatically."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def branches() -> keras.Model:
 
 
 def said_to_be_built() -> keras.Model:
-    """Keras then takes the model for built, and its layers not."""
+    """Returns a model that Keras considers built, although its layers are not."""
     model = Stages()
     with pytest.warns(UserWarning, match="does not have a `build"):
         model.build((None, 4))
@@ -80,7 +80,8 @@ def fit(name: str, *callbacks: keras.callbacks.Callback) -> Any:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_interrupted(name: str, tmp_path: Path) -> None:
-    """The bits of plain Keras, with weights and slots of the optimizer on the same devices."""
+    """An interrupted run gives the bits of plain Keras, with weights and optimizer slots on the
+    same devices."""
     plain = fit(name)
 
     def backup(folder: str) -> kd.BackupAndRestore:

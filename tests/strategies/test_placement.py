@@ -1,4 +1,4 @@
-"""A model made outside the scope goes into it, and its owner gets everything back."""
+"""A model created outside the scope is moved into it, and gets the trained state back."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def close(found: keras.Model, expected: keras.Model) -> None:
 
 @pytest.mark.parametrize("make", [deterministic, subclass])
 def test_model_from_outside(make: Any, mirrored: tf.distribute.Strategy, tmp_path: Path) -> None:
-    """The caller's own model holds the trained weights and optimizer state; trained on, it goes on
-    as one that never left."""
+    """The caller's model has the trained weights and optimizer state, and further training gives
+    the same result as without the strategy."""
     given = {"x": small.X, "y": small.Y, "batch_size": 10, "shuffle": False, "verbose": 0}
     expected, mine = make(), make()
     for model in (expected, mine):
@@ -88,10 +88,10 @@ def test_model_from_outside(make: Any, mirrored: tf.distribute.Strategy, tmp_pat
 
 
 @pytest.mark.parametrize("rate", [None, 0.3])
-def test_model_that_is_not_built(
+def test_unbuilt_model(
     rate: float | None, mirrored: tf.distribute.Strategy, tmp_path: Path
 ) -> None:
-    """A model that has no weights yet has them afterwards, also if it has the state of a seed."""
+    """An unbuilt model is built afterwards, even if it has a seed generator's state."""
     between = [] if rate is None else [keras.layers.Dropout(rate)]
     model = keras.Sequential([keras.layers.Dense(3), *between, keras.layers.Dense(1)])
     model.compile("adam", "mse")
@@ -101,8 +101,8 @@ def test_model_that_is_not_built(
     assert small.state(model) == small.state(history.model)
 
 
-def test_model_made_inside_the_scope(mirrored: tf.distribute.Strategy, tmp_path: Path) -> None:
-    """A model made inside a scope is trained as it is, under its own strategy."""
+def test_model_created_in_scope(mirrored: tf.distribute.Strategy, tmp_path: Path) -> None:
+    """A model created inside a scope is trained as it is, under its own strategy."""
     with mirrored.scope():
         model = deterministic()
     history = kd.distributed_fit(
@@ -111,10 +111,10 @@ def test_model_made_inside_the_scope(mirrored: tf.distribute.Strategy, tmp_path:
     assert history.model is model
 
 
-def test_named_strategy_of_a_model_inside_a_scope(
+def test_strategy_name_of_a_model_in_scope(
     mirrored: tf.distribute.Strategy, tmp_path: Path
 ) -> None:
-    """Naming the kind of strategy that the model is under is no contradiction."""
+    """The name of the strategy that the model is already under is accepted."""
     with mirrored.scope():
         model = deterministic()
     given = {"x": small.X, "y": small.Y, "batch_size": 10, "verbose": 0}
@@ -123,7 +123,7 @@ def test_named_strategy_of_a_model_inside_a_scope(
 
 
 def test_adapted_normalization(mirrored: tf.distribute.Strategy, tmp_path: Path) -> None:
-    """What a layer has learned from data before goes along."""
+    """State that a layer has learned from data with `adapt` is moved, too."""
 
     def normalized() -> keras.Model:
         keras.utils.set_random_seed(3)
@@ -146,7 +146,7 @@ def test_adapted_normalization(mirrored: tf.distribute.Strategy, tmp_path: Path)
 def test_several_outputs_and_an_uneven_batch(
     mirrored: tf.distribute.Strategy, tmp_path: Path
 ) -> None:
-    """The losses of single outputs in History are those of one process too."""
+    """The losses of single outputs in History equal those of one process, too."""
 
     def two_outputs() -> keras.Model:
         keras.utils.set_random_seed(3)
@@ -168,7 +168,7 @@ def test_several_outputs_and_an_uneven_batch(
 
 
 class Unmovable(keras.Model):
-    """No `get_config`, and a `compile` of its own."""
+    """Has no `get_config`, and overrides `compile`."""
 
     def __init__(self, units: int) -> None:
         super().__init__()
@@ -181,8 +181,8 @@ class Unmovable(keras.Model):
         return self.dense(inputs)
 
 
-def test_one_device_takes_every_model(tmp_path: Path) -> None:
-    """Where nothing has to move, every model that Keras can train is trained."""
+def test_one_device_accepts_every_model(tmp_path: Path) -> None:
+    """If the model need not be moved, any model that Keras can train is accepted."""
     model = Unmovable(1)
     model.compile()
     history = kd.distributed_fit(model, small.X, small.Y, directory=tmp_path, verbose=0)
@@ -203,7 +203,7 @@ class OwnCompile(Subclass):
 
 @keras.saving.register_keras_serializable("tests")
 class Configured(OwnCompile):
-    """Says by itself how it is compiled."""
+    """Implements `get_compile_config` and `compile_from_config`."""
 
     def compile(self, factors: list[float]) -> None:  # type: ignore[override]
         super().compile("sgd", scale=factors[0] * factors[1], loss="mse")
@@ -218,7 +218,7 @@ class Configured(OwnCompile):
 
 @keras.saving.register_keras_serializable("tests")
 class TwoOptimizers(Subclass):
-    """Trains its layers with one optimizer each, which its `compile` is given."""
+    """Trains its two layers with one optimizer each, passed to its `compile`."""
 
     def compile(self, first: Any, second: Any) -> None:  # type: ignore[override]
         super().compile(first, loss="mse")
@@ -258,8 +258,8 @@ def compiled(kind: type[keras.Model], *given: Any, **named: Any) -> keras.Model:
     ids=["keeps an argument", "says how", "two optimizers"],
 )
 def test_own_compile(make: Any, mirrored: tf.distribute.Strategy, tmp_path: Path) -> None:
-    """A model whose `compile` is its own is compiled again as it was, and its optimizers go along
-    both ways."""
+    """A model that overrides `compile` is compiled again in the same way, and its optimizers' state
+    is moved in both directions."""
     given = {"x": small.X, "y": small.Y, "batch_size": 10, "shuffle": False, "verbose": 0}
     expected, mine = make(), make()
     for model in (expected, mine):
@@ -272,11 +272,11 @@ def test_own_compile(make: Any, mirrored: tf.distribute.Strategy, tmp_path: Path
             assert getattr(mine, name).iterations.numpy() == 6
 
 
-def test_xla_that_keras_chose(
+def test_xla_chosen_by_keras(
     mirrored: tf.distribute.Strategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model from outside, for which Keras chose XLA because there is a GPU, trains without it
-    under a strategy, as one that is made there does."""
+    """If Keras chose XLA for a model because of a GPU, the model still trains without XLA under a
+    strategy, like one created in its scope."""
     with monkeypatch.context() as patch:
         gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
         patch.setattr(tf.config, "list_physical_devices", lambda kind=None: [gpu])
@@ -288,7 +288,7 @@ def test_xla_that_keras_chose(
 
 
 def test_frozen_layers(mirrored: tf.distribute.Strategy, tmp_path: Path) -> None:
-    """What was frozen since the model was made stays frozen, though no configuration says so."""
+    """Layers frozen after their creation stay frozen, although no configuration records it."""
     given = {"x": small.X, "y": small.Y, "batch_size": 10, "shuffle": False, "verbose": 0}
 
     def frozen() -> keras.Model:
@@ -307,7 +307,7 @@ def test_frozen_layers(mirrored: tf.distribute.Strategy, tmp_path: Path) -> None
 
 @keras.saving.register_keras_serializable("tests")
 class Vocabulary(keras.layers.Layer):
-    """Keeps what it knows in files, as a tokenizer does."""
+    """Saves its state in files, like a tokenizer."""
 
     words: tuple[str, ...] = ()
 
@@ -323,7 +323,7 @@ class Vocabulary(keras.layers.Layer):
 
 
 def test_files_of_layers(mirrored: tf.distribute.Strategy, tmp_path: Path) -> None:
-    """What a layer would save as files goes along."""
+    """A layer's asset files are moved, too."""
     model = keras.Sequential([keras.Input((4,)), Vocabulary(), keras.layers.Dense(1)])
     model.layers[0].words = ("a", "b", "c")
     model.compile("sgd", "mse")
@@ -334,15 +334,15 @@ def test_files_of_layers(mirrored: tf.distribute.Strategy, tmp_path: Path) -> No
 
 
 def test_one_device(tmp_path: Path) -> None:
-    """On one device the model is trained where it is."""
+    """On one device, the model is trained in place."""
     model = deterministic()
     history = kd.distributed_fit(model, small.X, small.Y, directory=tmp_path, verbose=0)
     assert history.model is model
 
 
 @pytest.mark.parametrize("fault", [0, 1])
-def test_mirrored_run_goes_on(fault: int, mirrored: tf.distribute.Strategy, tmp_path: Path) -> None:
-    """A run on two replicas that was interrupted ends in the bits of one that was not."""
+def test_resume_mirrored_run(fault: int, mirrored: tf.distribute.Strategy, tmp_path: Path) -> None:
+    """An interrupted run on two replicas ends bit-identical to an uninterrupted one."""
 
     def fit(folder: str, *stop: small.Stop) -> keras.Model:
         model = deterministic()

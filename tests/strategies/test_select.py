@@ -24,36 +24,36 @@ ALONE = single_process()
     ],
 )
 def test_auto(cluster: Role, gpus: int, name: str, reason: str) -> None:
-    """A cluster comes first, then several GPUs; the reason is said."""
+    """A cluster takes precedence over several GPUs; the reason is recorded."""
     choice = choose("auto", cluster, gpus)
     assert (choice.name, choice.reason) == (name, reason)
 
 
 def test_parameter_servers() -> None:
-    """Tasks of the kind `ps` choose the parameter server strategy."""
+    """If there are `ps` tasks, the parameter server strategy is chosen."""
     choice = choose("auto", WITH_PS, 2)
     assert (choice.name, choice.reason) == ("parameter_server", "TF_CONFIG has 'ps' tasks")
     assert choose("parameter_server", WITH_PS, 0).name == "parameter_server"
 
 
 @pytest.mark.parametrize("missing", ["chief", "worker", "ps"])
-def test_parts_of_a_cluster_with_parameter_servers(missing: str) -> None:
-    """Each kind of task is needed, and the one that is missing is named."""
+def test_missing_task_type(missing: str) -> None:
+    """Every task type is required, and the message names the missing one."""
     cluster = {task: tasks for task, tasks in WITH_PS.cluster.items() if task != missing}
     role = Role(next(iter(cluster)), 0, cluster, "TF_CONFIG")
     with pytest.raises(ConfigurationError, match=f"Missing: {missing}"):
         choose("parameter_server", role, 0)
 
 
-def test_parameter_servers_of_nobody() -> None:
-    """A single process has none."""
+def test_single_process_has_no_parameter_servers() -> None:
+    """A single process has no parameter servers."""
     with pytest.raises(ConfigurationError, match=r"a single process .*Missing: chief, worker, ps"):
         choose("parameter_server", ALONE, 0)
 
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_evaluator(inside: bool) -> None:
-    """An evaluator, in the cluster or beside it, does not train; the others do without it."""
+    """An evaluator, inside or outside the cluster, does not train; the others train without it."""
     cluster = {"chief": ("a:1",), "worker": ("b:1",)} | ({"evaluator": ("c:1",)} if inside else {})
     for name in NAMES:
         with pytest.raises(ConfigurationError, match="an 'evaluator' task"):
@@ -64,20 +64,20 @@ def test_evaluator(inside: bool) -> None:
 
 
 def test_parameter_servers_and_an_evaluator() -> None:
-    """An evaluator has nothing to do."""
+    """An evaluator is refused."""
     role = Role("evaluator", 0, {**WITH_PS.cluster, "evaluator": ("d:1",)}, "TF_CONFIG")
     with pytest.raises(ConfigurationError, match="'evaluator'"):
         choose("auto", role, 0)
 
 
 @pytest.mark.parametrize("name", ["one_device", "mirrored", "multi_worker", "central_storage"])
-def test_another_strategy_beside_parameter_servers(name: str) -> None:
-    """A cluster with parameter servers is for that strategy."""
+def test_wrong_strategy_for_parameter_servers(name: str) -> None:
+    """A cluster with parameter servers requires that strategy."""
     with pytest.raises(ConfigurationError, match="a cluster with parameter servers"):
         choose(name, WITH_PS, 0)
 
 
-def test_who_trains_beside_parameter_servers() -> None:
+def test_roles_with_parameter_servers() -> None:
     """The chief alone has callbacks and saves; workers and parameter servers serve."""
     assert (WITH_PS.world_size, WITH_PS.workers, WITH_PS.rank) == (1, ("chief-0",), 0)
     assert WITH_PS.is_chief
@@ -90,6 +90,6 @@ def test_who_trains_beside_parameter_servers() -> None:
 
 @pytest.mark.parametrize("name", ["one_device", "mirrored"])
 def test_one_process_of_a_cluster(name: str) -> None:
-    """A cluster whose workers would each train a model of their own is refused."""
-    with pytest.raises(ConfigurationError, match="each of which would train a model of its own"):
+    """A cluster whose workers would train separate models is refused."""
+    with pytest.raises(ConfigurationError, match="would all train separate models"):
         choose(name, TWO, 2)

@@ -1,4 +1,4 @@
-"""When a server's job is over."""
+"""The end of a server's job."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from keras_distplug.strategies import servers  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "_LOOK_S", 0.02)
+    monkeypatch.setattr(servers, "_POLL_S", 0.02)
 
 
 def test_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server waits for a chief that is not there yet, goes on while it is, or is back in time,
-    and ends when it has been gone for as long as it may."""
+    """A server waits for a chief that has not started, continues as long as it is reachable or
+    comes back in time, and ends after it has been unreachable for the allowed time."""
     looks = [False] * 50 + [True] + [False] * 3 + [True] + [False] * 1000
     seen = iter(looks)
     monkeypatch.setattr(servers, "_listens", lambda _: next(seen))
@@ -32,15 +32,15 @@ def test_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_listens() -> None:
-    """Whether somebody listens is what the machine says."""
+    """A listening port is reachable, a closed one is not."""
     with socket.create_server(("127.0.0.1", 0)) as chief:
         address = f"127.0.0.1:{chief.getsockname()[1]}"
         assert servers._listens(address)
     assert not servers._listens(address)
 
 
-def test_gone_at_last() -> None:
-    """The chief of a real port."""
+def test_chief_is_lost() -> None:
+    """The wait ends after a chief with a real port has closed it."""
     chief = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{chief.getsockname()[1]}"
     waiting = threading.Thread(target=servers.wait_for_end, args=(address, 0.1), daemon=True)
@@ -54,7 +54,7 @@ def test_gone_at_last() -> None:
 
 @pytest.mark.parametrize("given", ["soon", "-1", "nan"])
 def test_patience(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
-    """What is no number of seconds is refused."""
+    """A value that is not a number of seconds is refused."""
     monkeypatch.setenv(servers.PATIENCE, given)
     with pytest.raises(ConfigurationError, match=servers.PATIENCE):
         servers.serve({"chief": ["a:1"], "ps": ["b:1"]}, "ps", 0, lambda: None)

@@ -1,5 +1,5 @@
-"""The only code that touches private names of Keras and TensorFlow.
+"""The only code that uses private names of Keras and TensorFlow.
 
-Each module says which versions need it and which upstream issue it works around;
-`tests/backend/test_upstream.py` fails when upstream no longer needs it.
+Every module names the versions that need it and the upstream issue it works around;
+`tests/backend/test_upstream.py` fails once a workaround is no longer needed.
 """

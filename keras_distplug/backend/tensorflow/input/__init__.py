@@ -1,1 +1,1 @@
-"""How Keras and TensorFlow read data."""
+"""Keras' and TensorFlow's reading of data."""

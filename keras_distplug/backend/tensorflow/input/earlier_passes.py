@@ -1,9 +1,8 @@
-"""How often datasets were read before `fit` reads them.
+"""Counts how often datasets were read before `fit` reads them.
 
-A shuffle draws another order for every iterator that is made of it, such as the one of
-`layer.adapt(ds)` or of an earlier `fit`, and keeps its state where nothing can read it (TensorFlow
-2.18 to 2.21). So iterators are counted, from the import of this package or of TensorFlow on,
-whichever comes later.
+A shuffle draws a new order for every iterator created from it, such as that of `layer.adapt(ds)` or
+of an earlier `fit`, and its state cannot be read (TensorFlow 2.18 to 2.21). Therefore iterators are
+counted from the import of this package or of TensorFlow on, whichever is later.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _counts: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictio
 
 
 def watch() -> None:
-    """Counts from now on, or from the import of TensorFlow on. Does not import it."""
+    """Starts counting, immediately or once TensorFlow is imported. Does not import it."""
     if (module := sys.modules.get(_DATASETS)) is not None:
         _count_iterators(module)
     elif "tensorflow" not in sys.modules and not any(isinstance(f, _Finder) for f in sys.meta_path):
@@ -40,14 +39,14 @@ def watch() -> None:
 
 
 def of_shuffles(dataset: Any) -> list[tuple[int, int]]:
-    """Iterators that were made of every shuffle in `dataset`, from its end on, and how many of
-    these were read."""
+    """Returns, for every shuffle in `dataset` from its end on, the numbers of iterators that were
+    created and of those that were read."""
     return [_counts.get(each, (0, 0)) for each in _chain(dataset) if _is_shuffle(each)]
 
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Counts no iterators that this thread makes."""
+    """Excludes iterators created by this thread from the count."""
     _paused.count = getattr(_paused, "count", 0) + 1
     try:
         yield
@@ -56,12 +55,12 @@ def paused() -> Iterator[None]:
 
 
 def restore(dataset: Any, counts: Sequence[tuple[int, int]], *, or_more: bool = False) -> None:
-    """Puts back what `of_shuffles` gave in another process.
+    """Restores a result of `of_shuffles` from another process.
 
     Args:
         dataset: The dataset.
-        counts: What it gave.
-        or_more: Leave higher counts.
+        counts: The result of `of_shuffles`.
+        or_more: True to keep higher counts. Defaults to `False`.
     """
     shuffles = filter(_is_shuffle, _chain(dataset))
     for each, (made, read) in zip(shuffles, counts, strict=False):
@@ -70,13 +69,13 @@ def restore(dataset: Any, counts: Sequence[tuple[int, int]], *, or_more: bool = 
 
 
 def add(dataset: Any, made: int, read: int, *, least: tuple[int, int] = (0, 0)) -> None:
-    """Counts iterators of another dataset that stands for this one.
+    """Counts iterators, possibly of another dataset that replaces this one.
 
     Args:
         dataset: The dataset.
-        made: Iterators that were made.
-        read: Iterators that were read.
-        least: How many of both there have been before, at least.
+        made: The number of iterators that were created.
+        read: The number of iterators that were read.
+        least: Lower bounds of both counts before the addition. Defaults to `(0, 0)`.
     """
     for each in _chain(dataset):
         before = map(max, _counts.get(each, (0, 0)), least)
@@ -84,7 +83,7 @@ def add(dataset: Any, made: int, read: int, *, least: tuple[int, int] = (0, 0)) 
 
 
 def made_from(dataset: Any) -> Iterator[Any]:
-    """Yields `dataset` and all datasets that it was made from by transformations. By no recursion:
+    """Yields `dataset` and all datasets that it was transformed from. It does not recurse, because
     chains can be long."""
     left = [dataset]
     while left:
@@ -118,7 +117,7 @@ def _count_iterators(module: ModuleType) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Waits for the module to be imported, once."""
+    """An import hook that waits for the first import of the module."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

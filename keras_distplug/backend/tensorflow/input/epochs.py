@@ -1,8 +1,7 @@
 """The loop of Keras' `fit` over the batches of an epoch.
 
-Keras 3.10 to 3.15 can begin a `fit` with any epoch, but not within one, and gives its
-`EpochIterator` to nobody. It is a local variable of `fit`, and found in the frames of those who
-call a callback.
+Keras 3.10 to 3.15 can start a `fit` at any epoch, but not within one, and do not expose their
+`EpochIterator`. It is a local variable of `fit`, which is found in the frames that call a callback.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _UPSTREAM = Upstream(keras="3.10 to 3.15")
 
 
 def of_fit() -> Loop | None:
-    """The loop of the innermost `fit` that calls; None if Keras' own `fit` is not among them."""
+    """Returns the loop of the innermost calling `fit`; None if Keras' `fit` is not a caller."""
     for frame in frames.callers(sys._getframe(1)):
         if frame.f_code.co_name == "fit":
             found = frames.local(frame, "epoch_iterator")
@@ -37,14 +36,14 @@ def of_fit() -> Loop | None:
 
 
 def is_of_fit(iterator: Any) -> bool:
-    """Whether it is what the innermost `fit` that calls draws its training data from."""
+    """True if the innermost calling `fit` reads its training data from `iterator`."""
     loop = of_fit()
     return loop is not None and loop.is_over(iterator)
 
 
 def arguments_of_fit(names: Iterable[str]) -> dict[str, Any]:
-    """What the `fit` that calls was given by these names, or has made of it: validation data that
-    it has split off, for example."""
+    """Returns the calling `fit`'s local variables with these names: its arguments, possibly changed
+    since, such as validation data split off by `validation_split`."""
     for frame in frames.callers(sys._getframe(1)):
         if frame.f_code.co_name == "fit" and frames.local(frame, "epoch_iterator") is not None:
             return {name: frames.local(frame, name) for name in names}
@@ -52,7 +51,7 @@ def arguments_of_fit(names: Iterable[str]) -> dict[str, Any]:
 
 
 def before_reading(model: keras.Model, act: Callable[[Loop], object]) -> None:
-    """Calls `act` with the loop of every `fit` of `model` before that looks at its data."""
+    """Calls `act` with the loop of every `fit` of `model`, before `fit` inspects the data."""
     stock = model._maybe_symbolic_build
 
     def _maybe_symbolic_build(iterator: Any = None, data_batch: Any = None) -> None:
@@ -64,14 +63,15 @@ def before_reading(model: keras.Model, act: Callable[[Loop], object]) -> None:
 
 
 def of_validation(model: keras.Model) -> Loop | None:
-    """The loop over the validation data of a `fit`, which is made once; None if there is none."""
+    """Returns the loop over a `fit`'s validation data, which is created once; None if it does not
+    exist."""
     found = getattr(model, "_eval_epoch_iterator", None)
     return None if found is None else Loop(found)
 
 
 def before_validation(model: keras.Model, act: Callable[[], None]) -> None:
-    """Calls `act` once, when `fit` is about to make its iterator over the validation data. Keras
-    reads some of that data to make it, and calls no callback before."""
+    """Calls `act` once, before `fit` creates its iterator over the validation data. Keras reads
+    some of the data for this, without calling a callback first."""
     stock = model._should_eval
 
     def _should_eval(epoch: int, validation_freq: int | list[int]) -> bool:
@@ -85,13 +85,13 @@ def before_validation(model: keras.Model, act: Callable[[], None]) -> None:
 
 
 class Loop:
-    """What `fit` or `evaluate` draws batches from."""
+    """The source from which `fit` or `evaluate` draws batches."""
 
     def __init__(self, epochs: EpochIterator) -> None:
         self._epochs = epochs
 
     def is_over(self, iterator: Any) -> bool:
-        """Whether it draws from this iterator of Keras."""
+        """True if it draws from this Keras iterator."""
         return self._epochs is iterator
 
     @property
@@ -100,7 +100,7 @@ class Loop:
 
     @property
     def whole_dataset(self) -> tf.data.Dataset | None:
-        """Yields global batches; None if the user has distributed the dataset himself."""
+        """The dataset of global batches; None if the user has distributed the dataset."""
         if self.is_dataset:
             given = self.adapter.get_tf_dataset()
         else:
@@ -113,30 +113,30 @@ class Loop:
 
     @property
     def is_dataset(self) -> bool:
-        """Whether the data is a tf.data.Dataset of the user's."""
+        """True if the user's data is a tf.data.Dataset."""
         return isinstance(self.adapter, data_adapters.TFDatasetAdapter)
 
     @property
     def arrays(self) -> tuple[Any, int] | None:
-        """The arrays that Keras makes batches of, nested as these are, and the size of a batch.
-        None if not all are arrays of numbers."""
+        """The arrays from which Keras makes batches, in the structure of a batch, and the batch
+        size. None if not all are arrays of numbers."""
         if not isinstance(self.adapter, data_adapters.ArrayDataAdapter):
             return None
         given = keras.tree.flatten(self.adapter._inputs)
         if not all(isinstance(each, np.ndarray) and each.dtype.kind in "fiub" for each in given):
             return None
-        arrays = keras.tree.map_structure(_in_floatx, self.adapter._inputs)
+        arrays = keras.tree.map_structure(_to_floatx, self.adapter._inputs)
         return arrays, self.adapter.batch_size
 
     @property
     def given_arrays(self) -> Any:
-        """The arrays that Keras makes batches of, of any kind; None for other data."""
+        """The arrays of any kind from which Keras makes batches; None for other data."""
         is_array = isinstance(self.adapter, data_adapters.ArrayDataAdapter)
         return self.adapter._inputs if is_array else None
 
     @property
     def is_generator(self) -> bool:
-        """Whether one Python generator gives the batches of all epochs."""
+        """True if a single Python generator yields the batches of all epochs."""
         return isinstance(self.adapter, data_adapters.GeneratorDataAdapter)
 
     @property
@@ -147,8 +147,8 @@ class Loop:
 
     @property
     def py_dataset(self) -> tuple[keras.utils.PyDataset, bool, dict[int, float] | None, Any] | None:
-        """The user's, if the data is one; whether it is shuffled; the weights of classes; and what
-        batches are like."""
+        """The user's `PyDataset`, True if it is shuffled, the class weights, and the spec of its
+        batches. None for other data."""
         adapter = self.adapter
         if not isinstance(adapter, data_adapters.PyDatasetAdapter):
             return None
@@ -156,30 +156,30 @@ class Loop:
         return adapter.py_dataset, adapter.shuffle, adapter.class_weight, signature
 
     def release(self) -> None:
-        """Frees what Keras has made of the data, before others make the same of them."""
+        """Frees the dataset that Keras has made from the data, before an equal one is made."""
         self._epochs._distributed_dataset = None
 
     def draw_from(self, adapter: data_adapters.data_adapter.DataAdapter) -> None:
-        """Gives `fit` other data than it has made by itself."""
+        """Replaces the data of `fit`."""
         self._epochs.data_adapter = adapter
         self._epochs._distributed_dataset = adapter.get_tf_dataset()
 
     @property
     def is_shuffled_at_random(self) -> bool:
-        """Whether Keras draws the order of arrays in a way that nobody can repeat."""
+        """True if Keras draws the order of arrays without a seed, so that it cannot be repeated."""
         is_array = isinstance(self.adapter, data_adapters.ArrayDataAdapter)
         return is_array and self.adapter._shuffle is True and global_seed() is None
 
     @property
     def is_shuffled_by_seed(self) -> bool:
-        """Whether Keras draws the order of arrays from TensorFlow's global seed."""
+        """True if Keras draws the order of arrays from TensorFlow's global seed."""
         is_array = isinstance(self.adapter, data_adapters.ArrayDataAdapter)
         return is_array and bool(self.adapter._shuffle) and global_seed() is not None
 
     @property
     def samples_in_order(self) -> tuple[int, int] | None:
-        """The size of a batch and the number of samples, if Keras cuts batches out of samples whose
-        order does not depend on the size."""
+        """The batch size and the number of samples, if Keras splits samples into batches and their
+        order does not depend on the batch size; otherwise None."""
         adapter = self.adapter
         is_array = isinstance(adapter, data_adapters.ArrayDataAdapter)
         if not is_array or adapter._shuffle == "batch":
@@ -189,42 +189,43 @@ class Loop:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """As `fit` was given it."""
+        """The argument of `fit`."""
         steps: int | None = self._epochs.steps_per_epoch
         return steps
 
     @property
     def keeps_iterator(self) -> bool:
-        """Whether epochs draw from one iterator, as long as it lasts."""
+        """True if epochs share one iterator until it is exhausted."""
         return self._epochs.steps_per_epoch is not None
 
     @property
     def goes_on(self) -> bool:
-        """Whether the next epoch draws from the iterator that the present one leaves."""
+        """True if the next epoch continues with the current epoch's iterator."""
         return self.keeps_iterator and self._epochs._current_iterator is not None
 
     @property
     def counted(self) -> dict[str, Any]:
-        """What Keras counts of the iterator under way, and has learned of the data's length."""
+        """Keras' count of batches read from the current iterator, and the data's known length."""
         seen = self._epochs._steps_seen if self.goes_on else 0
         return {"seen": seen, "num_batches": self._epochs._num_batches}
 
     def count(self, counted: Mapping[str, Any]) -> None:
-        """Puts back what `counted` gave."""
+        """Restores a value of `counted`."""
         self._epochs._num_batches = counted["num_batches"]
         self._epochs._steps_seen = counted["seen"]
 
     def go_on(self) -> None:
-        """Makes the iterator that the next epoch goes on with, unless it makes one itself."""
+        """Creates the iterator that the next epoch continues with, unless Keras does so."""
         if self.keeps_iterator:
             self._epochs._current_iterator = iter(self.dataset)
 
     def batches_done(self, trained: int, left: int) -> int:
-        """The number of the batch that an epoch goes on with, such that it ends where it should.
+        """Returns the number of the batch with which a resumed epoch continues, so that it ends at
+        the right batch.
 
         Args:
-            trained: Batches' worth of samples that it has had.
-            left: Batches that the iterator under way has left; negative if that is not known.
+            trained: The number of samples trained in this epoch, in batches.
+            left: The number of batches left in the current iterator; negative if unknown.
         """
         at_once: int = self._epochs.steps_per_execution
         if self._epochs.steps_per_epoch is not None:
@@ -237,27 +238,27 @@ class Loop:
         return at_once * (math.ceil(total / at_once) - math.ceil(left / at_once))
 
     def begin_at(self, batch: float) -> None:
-        """Makes the next epoch begin with this batch. `math.inf`: it has no batch left."""
+        """Makes the next epoch start with this batch; `math.inf` if it has no batch left."""
         stock = self._epochs._enumerate_iterator
 
         def remaining() -> Iterator[Any]:
             del vars(self._epochs)["_enumerate_iterator"]
             if batch != math.inf:
-                # Keras counts, and draws a batch behind each of these only.
+                # These items are only Keras' counters; it draws a batch after every one.
                 yield from (item for item in stock() if item[0] >= batch)
 
         _UPSTREAM.patch(self._epochs, "_enumerate_iterator", remaining)
 
 
-def _in_floatx(array: np.ndarray) -> np.ndarray:
+def _to_floatx(array: np.ndarray) -> np.ndarray:
     return array.astype(keras.config.floatx(), copy=False) if array.dtype.kind == "f" else array
 
 
 def begin_with_logs(model: keras.Model, logs: Mapping[str, Any]) -> Callable[[], None]:
-    """Gives an epoch that has no batch left the logs of its last one, but not its validation.
+    """Gives an epoch that has no batch left the logs of its last batch. Validation is not affected.
 
     Returns:
-        What undoes it.
+        A function that undoes this.
     """
     stock = model._get_metrics_result_or_logs
 
@@ -268,7 +269,7 @@ def begin_with_logs(model: keras.Model, logs: Mapping[str, Any]) -> Callable[[],
         undo()
         metrics = model._compile_metrics
         if not found and metrics is not None and not metrics.built:
-            return dict(logs)  # they have no result before the first step
+            return dict(logs)  # metrics have no result before the first step
         return stock(found or dict(logs))
 
     _UPSTREAM.patch(model, "_get_metrics_result_or_logs", with_logs)

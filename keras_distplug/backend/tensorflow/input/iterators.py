@@ -1,11 +1,10 @@
-"""The end of an iterator, which may take TensorFlow a minute.
+"""Destroys iterators in the background, because TensorFlow may need a minute for it.
 
-TensorFlow 2.18 to 2.21: a thread that tunes the pipeline is told of the end before it can see that
-it has come (`CancellationManager::StartCancel` calls back first and sets `IsCancelled` then). Where
-it looks up in between it goes to sleep again, until it would tune next, and whoever has dropped the
-iterator waits for it: of `fit`, between two epochs. Of eight iterators, dropped two seconds after
-they were made, it was one that took half a second; the tuning comes less and less often, down to
-once a minute.
+TensorFlow 2.18 to 2.21: a thread that tunes the pipeline is notified of the cancellation before it
+can see it (`CancellationManager::StartCancel` calls back before it sets `IsCancelled`). If the
+thread checks in between, it sleeps until the next tuning, and the code that dropped the iterator
+waits for it: `fit`, between two epochs. One of eight iterators that were dropped two seconds after
+their creation took half a second; the interval between tunings grows to up to a minute.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ import weakref
 from typing import Any
 
 _NAME = "keras_distplug-iterators"
-_ENDING_S = 90.0  # more than the minute that TensorFlow may take
+_ENDING_S = 90.0  # more than the minute that TensorFlow may need
 
 
 def end_beside(iterator: Any) -> None:
-    """Has a thread end what `iterator` is made of, once `iterator` itself is gone.
+    """Destroys the parts of `iterator` in a thread, once `iterator` itself has been released.
 
-    Whoever drops it never waits. The end of the process does, for as long as that makes sense.
+    The code that drops the iterator never waits. The process waits at its exit, for a limited time.
     """
     _thread()
     weakref.finalize(iterator, _hand_over, list(vars(iterator).values()))
@@ -48,25 +47,25 @@ def _thread() -> threading.Thread:
 
 
 def _hand_over(parts: list[Any]) -> None:
-    # The list goes along, for whoever lets go of what is in it last is the one who waits. The
-    # garbage collector may come here from anywhere: nothing may be asked that has a lock.
+    # The list itself is handed over, because whoever releases the last reference to a part waits.
+    # The garbage collector may call this at any point, so nothing here may take a lock.
     if _thread().is_alive():
         _parts.put(parts)
-    else:  # the process ends, or is a fork
+    else:  # the process is exiting, or is a fork
         parts.clear()
 
 
 def _end() -> None:
     ending: list[threading.Thread] = []
     while (parts := _parts.get()) is not None:
-        # One that takes its minute keeps no other one.
+        # One thread per iterator, so that a slow one does not delay others.
         thread = threading.Thread(target=parts.clear, name=_NAME, daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # the process has begun to end
+        except RuntimeError:  # the process is exiting
             parts.clear()
         ending = [each for each in (*ending, thread) if each.is_alive()]
-    # What comes later has no end: data that hang.
+    # If it takes longer than this, the data hangs and the thread never ends.
     until_s = time.monotonic() + _ENDING_S
     for thread in ending:
         thread.join(max(0.0, until_s - time.monotonic()))

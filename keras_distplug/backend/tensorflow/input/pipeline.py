@@ -1,11 +1,11 @@
-"""A tf.data pipeline, taken apart and put together again with other seeds.
+"""Analyzes a tf.data pipeline and rebuilds it with other seeds.
 
-TensorFlow 2.18 to 2.21. Every reshuffling op draws two seeds from a generator of its own whenever
-it makes an iterator (`RandomSeedGenerator`: Philox with the key `seed` and the counter `seed2`).
-An op below another shuffle, a `repeat` or a `concatenate` does so at a time that depends on how far
-the passes before were read, by whom, and how fast; so a pass cannot be had again by its number.
-Names of dataset ops, and `DatasetToGraphV2`, are public; datasets made of a variant, the table of
-ops, and a dataset's inputs are not.
+TensorFlow 2.18 to 2.21. Every reshuffling op draws two seeds from its own generator whenever it
+creates an iterator (`RandomSeedGenerator`: Philox with the key `seed` and the counter `seed2`). An
+op below another shuffle, a `repeat` or a `concatenate` does so at a time that depends on how much,
+by whom and how fast earlier passes were read; therefore a pass cannot be reproduced from its
+number. The names of dataset ops and `DatasetToGraphV2` are public; datasets created from a variant,
+the table of ops, and a dataset's inputs are not.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.framework import config
 
 from keras_distplug.backend.tensorflow.input.earlier_passes import made_from
-from keras_distplug.backend.tensorflow.input.pipeline_constants import constants_of
+from keras_distplug.backend.tensorflow.input.pipeline_constants import find_constants
 from keras_distplug.backend.tensorflow.input.pipeline_steps import (
     RESHUFFLING,
     Step,
-    element_types_of,
-    inputs_of,
-    node_of,
-    steps_of,
+    get_element_types,
+    get_inputs,
+    node_name,
+    parse_steps,
 )
 from keras_distplug.backend.tensorflow.input.pipeline_variables import (
     Variable,
+    find_resources,
     is_variable,
-    resources_of,
 )
 from keras_distplug.backend.tensorflow.runtime.attached import attach, attached
 
-_MOST_BYTES = 512 * 2**20  # of tensors in the pipeline: taking it apart copies them
+_MOST_BYTES = 512 * 2**20  # of tensors in the pipeline, which the analysis copies
 _LARGE_BYTES = 1024  # of one tensor
 
-# What makes the iterator of its input together with its own, once.
+# Ops that create their input's iterator together with their own, exactly once.
 _EAGER = re.compile(
     r"(Parallel)?(Batch|PaddedBatch|Map|MapAndBatch|Filter|Prefetch|Options|Take|Skip|Zip|Shard"
     r"|Unbatch|Rebatch|Window|Scan|TakeWhile|Interleave|FlatMap|AssertCardinality|Model"
     r"|DirectedInterleave|SlidingWindow)Dataset(V\d)?"
 )
-_SHUFFLES = re.compile(r"ShuffleDataset(V\d)?")  # makes it when its first element is read
+_SHUFFLES = re.compile(r"ShuffleDataset(V\d)?")  # creates it when its first element is read
 _MAPS = re.compile(r"(Parallel)?MapDataset(V\d)?")
 _BATCHES = re.compile(r"BatchDatasetV2|ParallelBatchDataset")
 _BESIDE = re.compile(r"(Prefetch|Options)Dataset")
@@ -63,21 +63,23 @@ _COUNT = "distplug_batches_to_leave_out"
 
 
 class UnreadableError(Exception):
-    """The pipeline cannot be taken apart; says why."""
+    """Raised if a pipeline cannot be analyzed, with the reason."""
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """The place in a pipeline where elements are left out, as near to the files as gives the same
-    others.
+    """The place in a pipeline where elements are skipped.
 
-    Maps, and batches, of elements that are left out are not computed: which elements come does not
-    depend on what pure maps make of them, so that these go above shuffles and repeats.
+    It is as close to the source as possible without changing the remaining elements.
+
+    Maps and batches of skipped elements are not computed. The results of pure maps do not influence
+    the order of elements, so these maps can be moved above shuffles and repeats.
 
     Args:
-        at: What is read there.
-        above: From the output on, what stays above it.
-        ordering: What of the elements' order is decided above it, and goes below.
+        at: The step that is read there.
+        above: The steps that stay above the cut, from the output on.
+        ordering: The steps above the cut that determine the order of elements. They are moved below
+            it.
     """
 
     at: Step
@@ -88,26 +90,26 @@ class _Cut:
     def batches(self) -> list[Step]:
         return [step for step in self.above if _BATCHES.fullmatch(step.op)]
 
-    def elements_of(self, batches: int, samples: int) -> int:
-        """How many elements make so many batches, and samples of them."""
+    def count_elements(self, batches: int, samples: int) -> int:
+        """Returns the number of elements in this many batches plus additional samples."""
         sizes = [step.numbers["batch_size"] for step in self.batches]
         return batches * math.prod(sizes) + samples * math.prod(sizes[1:])
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The transformations of a dataset, those that are read first."""
+    """The transformations of a dataset; a step comes after the steps that it reads."""
 
     steps: tuple[Step, ...]
     _dataset: tf.data.Dataset
     _graph: graph_pb2.GraphDef
     _output: str
-    _held: Mapping[str, tf.Tensor]  # values of large constants, which the graph has no more
-    _resources: Mapping[str, Mapping[str, tf.Tensor]]  # by the step that refers to them
+    _held: Mapping[str, tf.Tensor]  # values of large constants that were removed from the graph
+    _resources: Mapping[str, Mapping[str, tf.Tensor]]  # by the step that uses them
 
     @property
     def variables(self) -> list[Variable]:
-        """Those that reading it changes, in the order in which its steps refer to them."""
+        """The variables that reading changes, in the order in which the steps use them."""
         steps = [step for step in self.steps if step.changes_variables]
         handles = itertools.chain.from_iterable(
             self._resources.get(step.node, {}).values() for step in steps
@@ -116,8 +118,8 @@ class Pipeline:
         return [Variable(each) for each in by_id.values() if is_variable(each)]
 
     def constants(self) -> list[tf.Tensor]:
-        """The tensors that elements are made of, and the names of files."""
-        return constants_of(self.steps, self._graph, self._held)
+        """Returns the tensors that elements are made of, and the names of files."""
+        return find_constants(self.steps, self._graph, self._held)
 
     @property
     def options(self) -> tf.data.Options:
@@ -132,7 +134,7 @@ class Pipeline:
 
     @property
     def chain(self) -> Iterator[Step]:
-        """From the output on, as long as one reads one other."""
+        """The steps from the output on, as long as a step reads exactly one other."""
         step = self.step(self._output)
         yield step
         while len(step.inputs) == 1:
@@ -141,7 +143,7 @@ class Pipeline:
 
     @property
     def global_batch(self) -> Step | None:
-        """What makes batches of samples; None if it is not one of the ops for that."""
+        """The step that batches samples; None if it is not one of the known batching ops."""
         step = self.step(self._output)
         while not _BATCHES.fullmatch(step.op):
             if len(step.inputs) != 1 or step.op == "UnbatchDataset":
@@ -151,15 +153,16 @@ class Pipeline:
 
     @property
     def bound_to_batches(self) -> str | None:
-        """Title of what keeps samples from being left out; None if nothing does."""
+        """The title of the step that prevents skipping single samples; None if there is none."""
         cut = self._cut()
         return None if cut.batches else (*cut.ordering, cut.at)[0].title
 
     def drawn_once(self, *, by_reading: bool = False) -> frozenset[str]:
-        """Nodes that draw their seeds exactly once an iterator, when it is made.
+        """Returns the nodes that draw their seeds exactly once per iterator, when it is created.
 
         Args:
-            by_reading: Those that draw when the first element is read, instead.
+            by_reading: True to return those that draw when the first element is read, instead.
+                Defaults to `False`.
         """
         paths: Counter[str] = Counter()
         lazy = set()
@@ -173,7 +176,7 @@ class Pipeline:
                 continue
             step = self.step(node)
             makes_later = _SHUFFLES.fullmatch(step.op) is not None
-            joins = step.op == "ConcatenateDataset"  # makes its second input after its first one
+            joins = step.op == "ConcatenateDataset"  # creates its second input after the first
             is_once &= makes_later or joins or _EAGER.fullmatch(step.op) is not None
             waiting += [
                 (each, is_once, is_lazy or makes_later or (joins and number > 0))
@@ -184,7 +187,8 @@ class Pipeline:
         )
 
     def shuffles(self) -> list[str]:
-        """Nodes of shuffles, from the end of the pipeline on, each as often as it is read."""
+        """Returns the nodes of shuffles from the end of the pipeline on, repeated if they are read
+        more than once."""
         found, waiting = [], [self._output]
         while waiting:
             step = self.step(waiting.pop())
@@ -194,7 +198,7 @@ class Pipeline:
         return found
 
     def cached(self) -> frozenset[str]:
-        """Nodes that a cache reads, for good, at the first pass."""
+        """Returns the nodes that are read only in the first pass, because of a cache."""
         caches = [step for step in self.steps if step.op.startswith("CacheDataset")]
         found: set[str] = set()
         waiting = [each for step in caches for each in step.inputs]
@@ -207,19 +211,20 @@ class Pipeline:
     def remaker(
         self, nodes: Sequence[str], fixed: frozenset[str]
     ) -> Callable[[Sequence[tuple[int, int]], int, int], tf.data.Dataset]:
-        """A function of seeds, and of numbers of batches and of samples to leave out at the begin,
-        that gives the dataset so, with no memory of passes.
+        """Returns a function that rebuilds the dataset from seeds and from the numbers of batches
+        and samples to skip at the start. The result keeps no state of earlier passes.
 
         Args:
-            nodes: Have a `seed` and a `seed2`; the function takes theirs in this order.
-            fixed: Those of `nodes` whose seeds are the ones to shuffle with, not those to draw
-                from.
+            nodes: Nodes with a `seed` and a `seed2`; the function expects their seeds in this
+                order.
+            fixed: The nodes that shuffle with the given seeds directly, instead of drawing seeds
+                from them.
         """
         made = {}
         cut, shared = self._cut(), _merged(self._resources)
 
         def remade(seeds: Sequence[tuple[int, int]], batches: int, samples: int) -> tf.data.Dataset:
-            elements = cut.elements_of(batches, samples)
+            elements = cut.count_elements(batches, samples)
             leaves_out = elements > 0
             if leaves_out not in made:
                 made[leaves_out] = self._maker(nodes, fixed, cut if leaves_out else None, shared)
@@ -229,13 +234,13 @@ class Pipeline:
         return remade
 
     def reseeded(self, nodes: Sequence[str], seeds: tf.Tensor) -> tf.data.Dataset:
-        """The dataset with other seeds, within a function that may run elsewhere.
+        """Returns the dataset with other seeds, in a function that may run in another process.
 
         Args:
-            nodes: Have a `seed` and a `seed2`.
-            seeds: A row of two for each of them.
+            nodes: Nodes with a `seed` and a `seed2`.
+            seeds: A row of two seeds per node.
         """
-        # Elsewhere variables and tables are not in reach, so that it has copies of them.
+        # Variables and tables are not accessible from another process, so copies are used.
         made = self._maker(nodes, frozenset(), None, shared={})
         return made(seeds, tf.constant(0, tf.int64))
 
@@ -248,14 +253,14 @@ class Pipeline:
     ) -> Callable[[tf.Tensor, tf.Tensor], tf.data.Dataset]:
         graph = graph_pb2.GraphDef()
         graph.CopyFrom(self._graph)
-        _keep_what_is_read(graph, self._output, shared)
-        output = self._output if cut is None else _leave_out(graph, cut)
+        _remove_unread(graph, self._output, shared)
+        output = self._output if cut is None else _insert_skip(graph, cut)
         by_name = {node.name: node for node in graph.node}
         seeds_of: dict[str, tuple[str, str]] = {}
         fresh: list[str] = []
         for name in nodes:
             node = by_name[name]
-            inputs = inputs_of(node)
+            inputs = get_inputs(node)
             seeds_of[name] = (inputs["seed"], inputs["seed2"])
             if "seed_generator" in inputs:
                 fresh.append(inputs["seed_generator"])
@@ -282,7 +287,7 @@ class Pipeline:
         with tf.device("CPU:0"):
             specs = [tf.TensorSpec([len(nodes), 2], tf.int64), tf.TensorSpec([], tf.int64)]
             function = tf.compat.v1.wrap_function(build, specs)
-        dataset = self._dataset  # keeps alive what the graph only refers to
+        dataset = self._dataset  # keeps resources alive that the graph only refers to
 
         def remade(seeds: tf.Tensor, elements: tf.Tensor) -> tf.data.Dataset:
             variant = function(seeds, elements)
@@ -311,20 +316,20 @@ class Pipeline:
 
 
 def _take_large(graph: graph_pb2.GraphDef, dataset: tf.data.Dataset) -> dict[str, tf.Tensor]:
-    """Takes the values of large constants out of `graph`. They are the tensors that `dataset` was
-    made of, as far as possible, so that they are held once."""
-    given = itertools.chain.from_iterable(map(_tensors_of, made_from(dataset)))
-    candidates = [each for each in given if _bytes_of(each) > _LARGE_BYTES]
+    """Removes the values of large constants from `graph` and returns them. If possible, these are
+    the tensors that `dataset` was created from, so that they are in memory only once."""
+    given = itertools.chain.from_iterable(map(_get_tensors, made_from(dataset)))
+    candidates = [each for each in given if _count_bytes(each) > _LARGE_BYTES]
     found: dict[str, tf.Tensor] = {}
     for node in graph.node:
         if node.op != "Const":
             continue
         value = node.attr["value"].tensor
         content = value.tensor_content  # a copy
-        is_variant = value.dtype == tf.variant.as_datatype_enum  # of ragged and sparse tensors
+        is_variant = value.dtype == tf.variant.as_datatype_enum  # a ragged or sparse tensor
         if is_variant or len(content) + sum(map(len, value.string_val)) <= _LARGE_BYTES:
             continue
-        own = (each for each in candidates if content and _is_value_of(value, content, each))
+        own = (each for each in candidates if content and _has_value(value, content, each))
         found[node.name] = next(own, None)
         if found[node.name] is None:
             # `tf.make_ndarray` cannot read strings that were serialized here.
@@ -335,7 +340,7 @@ def _take_large(graph: graph_pb2.GraphDef, dataset: tf.data.Dataset) -> dict[str
     return found
 
 
-def _is_value_of(value: Any, content: bytes, tensor: tf.Tensor) -> bool:
+def _has_value(value: Any, content: bytes, tensor: tf.Tensor) -> bool:
     shape = [dim.size for dim in value.tensor_shape.dim]
     if value.dtype != tensor.dtype.as_datatype_enum or shape != list(tensor.shape):
         return False
@@ -343,10 +348,10 @@ def _is_value_of(value: Any, content: bytes, tensor: tf.Tensor) -> bool:
     return bool(hashed(content) == hashed(tensor))
 
 
-def _leave_out(graph: graph_pb2.GraphDef, cut: _Cut) -> str:
-    """Makes a place for a number of elements to leave out at the cut. Returns the new output."""
+def _insert_skip(graph: graph_pb2.GraphDef, cut: _Cut) -> str:
+    """Inserts a step that skips a number of elements at the cut. Returns the new output."""
     by_name = {node.name: node for node in graph.node}
-    types, shapes = element_types_of(by_name[cut.at.node])
+    types, shapes = get_element_types(by_name[cut.at.node])
     leaving_out = graph.node.add(name="distplug_leave_out", op="SkipDataset")
     leaving_out.input.extend(["", _COUNT])
     for node in [leaving_out, *(by_name[each.node] for each in cut.ordering)]:
@@ -360,10 +365,10 @@ def _leave_out(graph: graph_pb2.GraphDef, cut: _Cut) -> str:
 
 
 def read(dataset: tf.data.Dataset) -> Pipeline:
-    """Takes `dataset` apart, the first time.
+    """Analyzes `dataset`; the result is cached.
 
     Raises:
-        UnreadableError: If that is not possible.
+        UnreadableError: If the dataset cannot be analyzed.
     """
     found = attached(dataset, Pipeline)
     if found is None:
@@ -373,14 +378,16 @@ def read(dataset: tf.data.Dataset) -> Pipeline:
 
 
 def _read(dataset: tf.data.Dataset) -> Pipeline:
-    held = sum(map(_bytes_of, itertools.chain.from_iterable(map(_tensors_of, made_from(dataset)))))
+    held = sum(
+        map(_count_bytes, itertools.chain.from_iterable(map(_get_tensors, made_from(dataset))))
+    )
     if held > _MOST_BYTES:
         raise UnreadableError(f"it holds {held / 2**20:.0f} MB of tensors")
     try:
         serialized = tf.raw_ops.DatasetToGraphV2(
             input_dataset=dataset._variant_tensor,
             external_state_policy=1,
-            strip_device_assignment=False,  # without a device, `tf.py_function` does not run again
+            strip_device_assignment=False,  # a rebuilt `tf.py_function` needs its device
         )
     except tf.errors.OpError as error:
         raise UnreadableError(str(error.message).partition("\n")[0]) from error
@@ -390,24 +397,26 @@ def _read(dataset: tf.data.Dataset) -> Pipeline:
     del text
     large = _take_large(whole, dataset)
     graph = graph_pb2.GraphDef()
-    graph.CopyFrom(whole)  # without the memory of what was taken
+    graph.CopyFrom(whole)  # frees the memory of the removed values
     del whole
     [returned] = [node for node in graph.node if node.op == "_Retval"]
-    output = node_of(returned.input[0])
+    output = node_name(returned.input[0])
     graph.node.remove(returned)
-    functions = _functions_of(dataset)
-    resources = resources_of(graph, functions)
+    functions = _get_functions(dataset)
+    resources = find_resources(graph, functions)
     read_ = graph_pb2.GraphDef()
     read_.CopyFrom(graph)
-    _keep_what_is_read(read_, output, _merged(resources))
+    _remove_unread(read_, output, _merged(resources))
     if copied := sorted({node.op for node in read_.node if _RESOURCES.fullmatch(node.op)}):
-        raise UnreadableError(f"what its functions refer to cannot be found ({', '.join(copied)})")
-    steps = tuple(steps_of(graph, functions))
+        raise UnreadableError(
+            f"resources used by its functions cannot be found ({', '.join(copied)})"
+        )
+    steps = tuple(parse_steps(graph, functions))
     return Pipeline(steps, dataset, graph, output, large, resources)
 
 
-def _functions_of(dataset: tf.data.Dataset) -> dict[str, Any]:
-    """What transformations of `dataset` were given to call, by the names in its graph."""
+def _get_functions(dataset: tf.data.Dataset) -> dict[str, Any]:
+    """Returns the functions of the transformations in `dataset`, by their names in its graph."""
     return {
         each.function.name.decode(): each
         for part in made_from(dataset)
@@ -419,22 +428,23 @@ def _merged(resources: Mapping[str, Mapping[str, tf.Tensor]]) -> dict[str, tf.Te
     return {name: tensor for own in resources.values() for name, tensor in own.items()}
 
 
-def _keep_what_is_read(graph: graph_pb2.GraphDef, output: str, given: Collection[str]) -> None:
-    """Removes from `graph` whatever only `given` needs, and them."""
+def _remove_unread(graph: graph_pb2.GraphDef, output: str, given: Collection[str]) -> None:
+    """Removes the nodes `given`, and those that only they need, from `graph`."""
     by_name = {node.name: node for node in graph.node}
     read, waiting = set(), [output]
     while waiting:
         name = waiting.pop()
         if name not in read and name not in given:
             read.add(name)
-            waiting += map(node_of, by_name[name].input)
+            waiting += map(node_name, by_name[name].input)
     for node in list(graph.node):
         if node.name not in read:
             graph.node.remove(node)
 
 
 def draw(seed: int, seed2: int, number: int) -> tuple[int, int]:
-    """The seeds that a reshuffling op with these draws for its iterator of that number."""
+    """Returns the seeds that a reshuffling op with the given seeds draws for its `number`-th
+    iterator."""
     block = tf.raw_ops.StatelessRandomUniformFullIntV2(
         shape=[4],
         key=tf.constant([seed % 2**64], tf.uint64),
@@ -453,7 +463,8 @@ def is_op_determinism_on() -> bool:
 def from_numbers(
     make: Callable[..., tf.data.Dataset], numbers: int
 ) -> Callable[..., tf.data.Dataset]:
-    """`make`, a function of so many integers, traced once: a call of it takes a millisecond."""
+    """Returns a traced version of `make`, a function of `numbers` integers: tracing happens once,
+    and a call takes a millisecond."""
     specs: list[Any] = []
 
     @tf.function(input_signature=[tf.TensorSpec([], tf.int64)] * numbers, autograph=False)  # type: ignore[untyped-decorator]
@@ -474,12 +485,13 @@ def from_numbers(
     return dataset
 
 
-def _tensors_of(dataset: tf.data.Dataset) -> list[tf.Tensor]:
+def _get_tensors(dataset: tf.data.Dataset) -> list[tf.Tensor]:
     held = tf.nest.flatten(getattr(dataset, "_tensors", ()))
     return [each for each in held if isinstance(each, tf.Tensor) and hasattr(each, "numpy")]
 
 
-def _bytes_of(tensor: tf.Tensor) -> int:
-    """Without what its elements refer to: strings, and parts of ragged and sparse tensors."""
+def _count_bytes(tensor: tf.Tensor) -> int:
+    """Returns the size of a tensor, without the contents of strings and the components of ragged
+    and sparse tensors."""
     elements: int = tensor.shape.num_elements() or 0
     return elements * int(tensor.dtype.size)

@@ -1,4 +1,4 @@
-"""Variables and tables that the functions of a tf.data pipeline refer to."""
+"""Variables and tables used by the functions of a tf.data pipeline."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 
-from keras_distplug.backend.tensorflow.input.pipeline_steps import arguments_of, is_dataset
+from keras_distplug.backend.tensorflow.input.pipeline_steps import get_arguments, is_dataset
 
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable that functions of a pipeline refer to, whoever has made it."""
+    """A variable used by functions of a pipeline, regardless of its creator."""
 
     handle: tf.Tensor
 
     @property
     def dtype(self) -> tf.DType:
-        return tf.as_dtype(self._told.dtype)
+        return tf.as_dtype(self._shape_data.dtype)
 
     @property
     def nbytes(self) -> int:
-        elements: int = tf.TensorShape(self._told.shape).num_elements() or 0
+        elements: int = tf.TensorShape(self._shape_data.shape).num_elements() or 0
         return elements * int(self.dtype.size)
 
     @property
-    def _told(self) -> Any:
+    def _shape_data(self) -> Any:
         return self.handle._handle_data.shape_and_type[0]
 
     def read(self) -> np.ndarray:
@@ -45,18 +45,19 @@ class Variable:
             tf.raw_ops.AssignVariableOp(resource=self.handle, value=given)
 
 
-def resources_of(
+def find_resources(
     graph: graph_pb2.GraphDef, functions: Mapping[str, Any]
 ) -> dict[str, dict[str, tf.Tensor]]:
-    """Variables, tables and the like that `functions` refer to: for each op of the graph, by the
-    nodes that make copies of them. TensorFlow writes down their values, not whose they are."""
+    """Returns the variables, tables and other resources that `functions` use: for every op of the
+    graph, by the nodes that create copies of them. TensorFlow serializes the resources' values, not
+    their identities."""
     captured = {name: each.function.captured_inputs for name, each in functions.items()}
     found: dict[str, dict[str, tf.Tensor]] = {}
     for node in graph.node:
         called = {name: value.func.name for name, value in node.attr.items() if value.func.name}
         for attribute, function in called.items() if is_dataset(node) else ():
             if function in captured:
-                given = _arguments_of(node, attribute if len(called) > 1 else "")
+                given = _get_arguments(node, attribute if len(called) > 1 else "")
                 pairs = zip(given, captured[function], strict=True)
                 own = {name: tensor for name, tensor in pairs if tensor.dtype == tf.resource}
                 found.setdefault(node.name, {}).update(own)
@@ -64,12 +65,12 @@ def resources_of(
 
 
 def is_variable(handle: tf.Tensor) -> bool:
-    told = getattr(handle, "_handle_data", None)
-    return told is not None and len(told.shape_and_type) == 1
+    shape_data = getattr(handle, "_handle_data", None)
+    return shape_data is not None and len(shape_data.shape_and_type) == 1
 
 
-def _arguments_of(node: Any, function: str) -> list[str]:
-    """Nodes that an op gives on to its function with this attribute; "" for its only one."""
+def _get_arguments(node: Any, function: str) -> list[str]:
+    """Returns the nodes that an op passes to its function in this attribute, or only one ("")."""
     pattern = re.compile(rf"{function or '.*'}_?other_arg(ument)?s")
-    read = (nodes for each, nodes in arguments_of(node) if pattern.fullmatch(each.name))
+    read = (nodes for each, nodes in get_arguments(node) if pattern.fullmatch(each.name))
     return list(chain.from_iterable(read))

@@ -1,9 +1,9 @@
-"""Input pipelines: Keras' adapters, a dataset's batch size, a dataset's way into a fresh context.
+"""Keras' data adapters, the batch size of a dataset, and the transfer of datasets to a new context.
 
-Keras 3.10 to 3.15 take a `DataAdapter` instance as `x` as it is, and a
-`tf.distribute.DistributedDataset` from it as it is; neither class is exported.
-TensorFlow 2.18 to 2.21: `DatasetToGraphV2`/`DatasetFromGraph` are public ops, the dataset that
-wraps their result is not.
+Keras 3.10 to 3.15 accept a `DataAdapter` instance as `x`, and a `tf.distribute.DistributedDataset`
+returned by it, without converting them; neither behavior is documented. TensorFlow 2.18 to 2.21:
+`DatasetToGraphV2` and `DatasetFromGraph` are public ops, but the dataset class that wraps their
+result is private.
 """
 
 from __future__ import annotations
@@ -30,52 +30,52 @@ _PYTHON_OPS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
 
 
 class LateDistributedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
-    """What `fit` reads as it is, and that learns from `fit` for which strategy."""
+    """A dataset that `fit` reads without converting it, and that gets its strategy from `fit`."""
 
-    is_endless = False  # whether workers read it over and over, as long as steps are scheduled
+    is_endless = False  # True if workers read it repeatedly, as long as steps are scheduled
 
     def use(self, strategy: tf.distribute.Strategy) -> None:
         raise NotImplementedError
 
     def note_looked(self) -> None:
-        """To be called when `fit` or `evaluate` would have looked at a batch before it reads."""
+        """Called if `fit` or `evaluate` would have inspected a batch before iterating."""
 
     def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
-        """What one of the workers reads that ParameterServerStrategy schedules steps on. It is made
-        there, in a function that is traced here.
+        """Returns the dataset that a worker reads under ParameterServerStrategy. It is created on
+        the worker, by a function that is traced in this process.
 
         Args:
-            worker: Its number.
-            workers: How many there are.
-            seed: Two numbers, for orders of its own.
+            worker: The worker's number.
+            workers: The number of workers.
+            seed: Two numbers, for shuffling differently on every worker.
         """
         raise NotImplementedError
 
 
 class SameDataset(dataset_ops.UnaryUnchangedStructureDataset):  # type: ignore[misc]
-    """A dataset with the elements of another one, as a base of what is more than a dataset."""
+    """A dataset with the same elements as another, as a base class for datasets with extra data."""
 
     def __init__(self, dataset: tf.data.Dataset) -> None:
         super().__init__(dataset, dataset._variant_tensor)
 
 
-def tell_strategy(iterator: Any, strategy: tf.distribute.Strategy) -> None:
-    """Tells the data of an epoch iterator of Keras, if they ask for it, who reads them."""
+def pass_strategy(iterator: Any, strategy: tf.distribute.Strategy) -> None:
+    """Passes the strategy to the data of a Keras epoch iterator, if the data needs it."""
     dataset = getattr(iterator, "_distributed_dataset", None)
     if isinstance(dataset, LateDistributedDataset):
         dataset.use(strategy)
 
 
 class PyReader:
-    """Reads `PyDataset`s whose batches are like those of `first`, with as many Python workers.
+    """Reads `PyDataset`s with batches like those of `first`, with as many Python workers.
 
-    Keras' own adapter restarts its workers and their order in every epoch, even in the middle of a
-    pass. Here every iterator has its own workers until it is exhausted.
+    Keras' adapter restarts its workers and their order in every epoch, even in the middle of a
+    pass. Here, every iterator has its own workers until it is exhausted.
 
     Args:
         first: A `PyDataset`.
-        class_weight: As in `Model.fit`.
-        signature: The spec of its batches, if Keras has read them already.
+        class_weight: The class weights, as in `Model.fit`; None for no weights.
+        signature: The spec of the batches, if Keras has already read some. Defaults to `None`.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class PyReader:
     ) -> None:
         self._adapter = PyDatasetAdapter(first, class_weight=class_weight)
         self._adapter._output_signature = signature
-        self.whole = self.dataset(lambda: first)  # looks at the first batches, if nobody has
+        self.whole = self.dataset(lambda: first)  # reads the first batches unless already read
 
     def dataset(self, begin: Callable[[], keras.utils.PyDataset]) -> tf.data.Dataset:
-        """What `begin` returns when an iterator begins to read."""
+        """Returns a dataset that reads the result of `begin`, called when an iterator starts."""
         self._adapter._get_iterator = lambda: self._read(begin)
         return self._adapter.get_tf_dataset()
 
@@ -114,32 +114,32 @@ def _worked(batches: keras.utils.PyDataset) -> Generator[Any, None, None]:
 
 
 class GeneratorReader:
-    """Reads generators whose batches are like the first ones of `first`."""
+    """Reads generators with batches like the first ones of `first`."""
 
     def __init__(self, first: Iterator[Any]) -> None:
         self._adapter = GeneratorDataAdapter(first)
         self._rest = self._adapter.generator
 
     def rest(self) -> Iterator[Any]:
-        """All batches of `first`, once."""
+        """Returns an iterator over all batches of `first`. Call it once."""
         rest: Iterator[Any] = self._rest()
         return rest
 
     def dataset(self, make: Callable[[], Iterator[Any]]) -> tf.data.Dataset:
-        adapter = copy.copy(self._adapter)  # asks for its generator when it is read
+        adapter = copy.copy(self._adapter)  # calls its `generator` when it is read
         adapter.generator = make
         return adapter.get_tf_dataset()
 
 
-def peeked_at(adapter: DataAdapter) -> Any:
-    """The first batch of a Python generator, which Keras has read for its shapes; None for other
-    data."""
+def peeked_batch(adapter: DataAdapter) -> Any:
+    """Returns the first batch of a Python generator, which Keras has read to determine shapes; None
+    for other data."""
     return adapter._first_batches[0] if isinstance(adapter, GeneratorDataAdapter) else None
 
 
 def without_first(dataset: tf.data.Dataset, adapter: DataAdapter, batches: int) -> tf.data.Dataset:
-    """`dataset`, which `adapter` has made, without so many batches. Those of a Python generator are
-    made, but not converted."""
+    """Returns `dataset`, created by `adapter`, without its first `batches` batches. Those of a
+    Python generator are produced, but not converted."""
     if not isinstance(adapter, GeneratorDataAdapter):
         return dataset.skip(batches)
     rest = copy.copy(adapter)
@@ -155,7 +155,7 @@ class LoaderReader:
     """Reads a torch `DataLoader` as Keras does.
 
     Args:
-        adapter: Keras'.
+        adapter: Keras' adapter of the loader.
     """
 
     def __init__(self, adapter: TorchDataLoaderAdapter) -> None:
@@ -166,7 +166,7 @@ class LoaderReader:
 
     @classmethod
     def of(cls, data: Any) -> LoaderReader | None:
-        """None if `data` is something else."""
+        """Returns a reader of `data`; None if it is not a `DataLoader`."""
         return cls(TorchDataLoaderAdapter(data)) if is_torch_loader(data) else None
 
     @property
@@ -175,7 +175,7 @@ class LoaderReader:
         return count
 
     def dataset(self, begin: Callable[[], Iterator[Any]]) -> tf.data.Dataset:
-        """What `begin` returns when an iterator begins to read."""
+        """Returns a dataset that reads the result of `begin`, called when an iterator starts."""
         adapter = copy.copy(self._adapter)
         adapter._dataloader = _Iterable(begin)
         return adapter.get_tf_dataset()
@@ -201,7 +201,7 @@ def class_weighted(
 
 
 def batch_size(dataset: tf.data.Dataset) -> int | None:
-    """Samples in a full batch of `dataset`, or None if that cannot be seen."""
+    """Returns the number of samples in a full batch of `dataset`; None if it is unknown."""
     computed = int(tf.raw_ops.ComputeBatchSize(input_dataset=dataset._variant_tensor).numpy())
     if computed > 0:
         return computed
@@ -218,7 +218,7 @@ def batch_size(dataset: tf.data.Dataset) -> int | None:
 
 @dataclass(frozen=True)
 class DatasetGraph:
-    """A dataset as bytes. Tensors in it are embedded: at most 2 GB."""
+    """A serialized dataset. Its tensors are embedded, so it is limited to 2 GB."""
 
     graph: bytes
     element_spec: Any
@@ -236,14 +236,15 @@ def to_graph(dataset: tf.data.Dataset) -> DatasetGraph:
 
 def from_graph(saved: DatasetGraph) -> tf.data.Dataset:
     with tf.init_scope():
-        # A constant of a function would be folded into a dataset, which cannot be sent to a worker.
+        # In a function, the constant would be folded into a dataset, which cannot be sent to a
+        # worker.
         graph = tf.constant(saved.graph)
     variant = tf.raw_ops.DatasetFromGraph(graph_def=graph)
     return dataset_ops._VariantDataset(variant, saved.element_spec).with_options(saved.options)
 
 
 def python_ops(saved: DatasetGraph) -> set[str]:
-    """Names of the ops in `saved` that call back into Python."""
+    """Returns the names of the ops in `saved` that call Python functions."""
     graph = graph_pb2.GraphDef.FromString(saved.graph)
     used = {node.op for node in graph.node}
     used |= {node.op for function in graph.library.function for node in function.node_def}

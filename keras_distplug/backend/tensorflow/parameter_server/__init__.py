@@ -1,1 +1,1 @@
-"""Steps that workers take by themselves, and variables that parameter servers hold."""
+"""Steps that workers run independently, and variables on parameter servers."""

@@ -1,15 +1,15 @@
-"""Tables of embeddings on parameter servers, and those whose rows are split over several.
+"""Embedding tables on parameter servers, optionally split by rows over several servers.
 
-What is wrong upstream (Keras 3.10 to 3.15, TensorFlow 2.18 to 2.21; no issue of either is known):
+Upstream bugs (Keras 3.10 to 3.15, TensorFlow 2.18 to 2.21; no known issue for either):
 
-- `take` of Keras reads all of a table before it takes rows of it, and in each step all of it goes
+- Keras' `take` reads the whole table before it selects rows, so that every step transfers all of it
   to the worker: with 256 MB, a step took a hundred times as long.
-- TensorFlow's `variable_partitioner` gives Keras a `ShardedVariable`, which it takes for a single
-  one: "'ShardedVariable' object has no attribute 'handle'", as soon as there is a gradient.
+- With TensorFlow's `variable_partitioner`, Keras gets a `ShardedVariable` and treats it as a single
+  variable: "'ShardedVariable' object has no attribute 'handle'" in the first gradient computation.
 
-Here rows are looked up where they are. Where a table is split, a layer has a Keras variable for
-each part, each with as many rows as the others, or one less. TensorFlow places one after the other
-on the next server, and what optimizers keep of it beside it.
+Here, rows are looked up on the server that holds them. If a table is split, the layer has one Keras
+variable per part, with numbers of rows that differ by at most one. TensorFlow distributes the parts
+round-robin over the servers, and places their optimizer slots on the same servers.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ _CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
 
 @contextmanager
 def split(min_shard_bytes: int | None) -> Iterator[None]:
-    """Splits the tables of layers that are made and built meanwhile under ParameterServerStrategy.
+    """Splits the tables of layers that are built within the `with` block under
+    ParameterServerStrategy.
 
     Args:
-        min_shard_bytes: Those larger than this, as `MinSizePartitioner` of TensorFlow has it, into
-            as many parts as there are servers at most. None leaves all whole.
+        min_shard_bytes: The minimum size of a part in bytes, as in TensorFlow's
+            `MinSizePartitioner`. There are at most as many parts as servers. None splits no table.
     """
     stock = keras.layers.Embedding.build
 
     def build(layer: keras.layers.Embedding, input_shape: Any = None) -> None:
-        count = _parts_for(layer, tf.distribute.get_strategy(), min_shard_bytes)
+        count = _count_parts(layer, tf.distribute.get_strategy(), min_shard_bytes)
         if count == 1 or layer.built:
             stock(layer, input_shape)
         else:
@@ -59,72 +60,74 @@ def split(min_shard_bytes: int | None) -> Iterator[None]:
 
 
 def require_split(model: keras.Model, min_shard_bytes: int | None) -> None:
-    """
+    """Checks that no table of an existing model should have been split.
+
     Raises:
-        ModelError: If `model`, which is there already, has a table that should have been split.
+        ModelError: If `model` has such a table.
     """
     for layer in layers_of(model):
         strategy = model.distribute_strategy
-        if not _is_split(layer) and _parts_for(layer, strategy, min_shard_bytes) > 1:
+        if not _is_split(layer) and _count_parts(layer, strategy, min_shard_bytes) > 1:
             raise ModelError(
                 f"The table of layer {layer.name!r} is larger than min_shard_bytes="
-                f"{min_shard_bytes}, but the model {model.name!r} was made inside the strategy's "
-                "scope before that was known. Pass a function that builds and compiles the model, "
-                "`distributed_fit(build, ...)`, or make the model outside the scope."
+                f"{min_shard_bytes}, but the model {model.name!r} was already created inside the "
+                "strategy's scope. Pass a function that builds and compiles the model, "
+                "`distributed_fit(build, ...)`, or create the model outside the scope."
             )
 
 
 def adapt(model: keras.Model) -> None:
-    """Makes layers of `model` look up rows where they are, and what takes or gives values of it, or
-    its optimizers, see whole tables. Call it again for what was built since."""
+    """Makes the layers of `model` look up rows on their servers, and makes methods that read or set
+    the values of the model and its optimizers use whole tables. Call it again for newly built
+    layers."""
     layers = layers_of(model)
     for layer in layers:
         if type(layer) is keras.layers.Embedding and layer.built and "call" not in vars(layer):
-            _UPSTREAM.patch(layer, "call", _lookup(layer, [layer._embeddings]))
+            _UPSTREAM.patch(layer, "call", _make_lookup(layer, [layer._embeddings]))
     if not any(map(_is_split, layers)):
         return
     for each in (model, *layers):
         _see_wholes(each)
     for optimizer in optimizers_of(model).values():
         if "save_own_variables" not in vars(optimizer):
-            _UPSTREAM.patch(optimizer, "save_own_variables", _saving(_variables_of(optimizer)))
+            _UPSTREAM.patch(optimizer, "save_own_variables", _saving(_variable_getter(optimizer)))
             _UPSTREAM.patch(optimizer, "load_own_variables", _loading(optimizer))
 
 
-def refuse_what_stays_wrong(model: keras.Model, refuse: Callable[[str, str, str], None]) -> None:
-    """Calls `refuse` with what is wrong, why, and what helps."""
+def refuse_unsupported(model: keras.Model, refuse: Callable[[str, str, str], None]) -> None:
+    """Calls `refuse` with the unsupported feature, the reason and a remedy."""
     if getattr(model.distribute_strategy.extended, "_variable_partitioner", None) is not None:
         refuse(
             "is under a strategy with a variable_partitioner",
-            "Keras cannot train the variables that it makes",
-            "Leave it out, and give `distributed_fit` min_shard_bytes.",
+            "Keras cannot train the variables that the partitioner creates",
+            "Remove it, and pass min_shard_bytes to `distributed_fit`.",
         )
     tables = [layer for layer in layers_of(model) if _is_split(layer)]
     for layer in tables:
         if layer.lora_rank or layer.quantization_mode is not None:
             refuse(
-                f"has LoRA or a quantization in layer {layer.name!r}",
-                "a table that is split has neither",
-                "Leave min_shard_bytes out.",
+                f"has LoRA or quantization in layer {layer.name!r}",
+                "a split table supports neither",
+                "Omit min_shard_bytes.",
             )
         regularizer = layer.embeddings_regularizer
         if regularizer is not None and type(regularizer) not in _SUMMED:
             refuse(
                 f"has {type(regularizer).__name__} in layer {layer.name!r}",
-                "it would get each part of a table by itself",
-                "Use L1, L2 or L1L2, or leave min_shard_bytes out.",
+                "it would be applied to every part of a table separately",
+                "Use L1, L2 or L1L2, or omit min_shard_bytes.",
             )
     for optimizer in optimizers_of(model).values() if tables else ():
-        why = "each part of a table would be taken for a variable of its own"
+        why = "every part of a table would be treated as a separate variable"
         if optimizer.clipnorm:
-            remedy = "Use global_clipnorm, or leave min_shard_bytes out."
+            remedy = "Use global_clipnorm, or omit min_shard_bytes."
             refuse("clips gradients by clipnorm", why, remedy)
         if (name := type(optimizer).__name__) in _OF_WHOLES:
-            refuse(f"has {name}", why, "Use another optimizer, or leave min_shard_bytes out.")
+            refuse(f"has {name}", why, "Use another optimizer, or omit min_shard_bytes.")
 
 
-def _parts_for(layer: Any, strategy: tf.distribute.Strategy, min_shard_bytes: int | None) -> int:
-    # One derived of it may use the table in any way.
+def _count_parts(layer: Any, strategy: tf.distribute.Strategy, min_shard_bytes: int | None) -> int:
+    # A subclass may use the table in any way.
     if not (type(layer) is keras.layers.Embedding and min_shard_bytes and is_scheduled(strategy)):
         return 1
     servers = len(resolver_of(strategy).cluster_spec().as_dict()["ps"])
@@ -141,8 +144,8 @@ def _is_split(layer: keras.Layer) -> bool:
 
 def _build(layer: keras.layers.Embedding, count: int) -> None:
     def make(dtype: Any) -> tf.Tensor:
-        """An initializer has a seed, and would give all parts the same rows."""
-        with tf.device(_CHIEF):  # which has room for it: it saves it as a whole, too
+        """Initializes the whole table: a seeded initializer would give all parts the same rows."""
+        with tf.device(_CHIEF):  # the chief has enough memory, as it also saves whole tables
             shape = (layer.input_dim, layer.output_dim)
             return tf.convert_to_tensor(layer.embeddings_initializer(shape, dtype=dtype))
 
@@ -151,7 +154,7 @@ def _build(layer: keras.layers.Embedding, count: int) -> None:
     def initial_rows(begin: int, end: int) -> Callable[..., tf.Tensor]:
         def initializer(shape: Any, dtype: Any = None) -> tf.Tensor:
             with tf.device(_CHIEF):
-                # Keras also asks within a graph, out of which no tensor leads.
+                # Keras also calls this within a graph, whose tensors cannot be used outside.
                 return (initial if tf.executing_eagerly() else make)(dtype)[begin:end]
 
         return initializer
@@ -159,7 +162,7 @@ def _build(layer: keras.layers.Embedding, count: int) -> None:
     each, rest = divmod(layer.input_dim, count)
     parts, begin = [], 0
     for number in range(count):
-        size = each + (number < rest)  # as `tf.nn.embedding_lookup` has it
+        size = each + (number < rest)  # as `tf.nn.embedding_lookup` expects
         parts.append(
             layer.add_weight(
                 shape=(size, layer.output_dim),
@@ -173,7 +176,7 @@ def _build(layer: keras.layers.Embedding, count: int) -> None:
     initial.cache_clear()
     [table] = wholes(parts)
     override(layer, _TABLE, table)
-    _UPSTREAM.patch(layer, "call", _lookup(layer, parts))
+    _UPSTREAM.patch(layer, "call", _make_lookup(layer, parts))
     _UPSTREAM.patch(layer, "save_own_variables", _saving(lambda: [table]))
     _UPSTREAM.patch(layer, "load_own_variables", lambda store: table.assign(store["0"]))
     _see_wholes(layer)
@@ -181,13 +184,13 @@ def _build(layer: keras.layers.Embedding, count: int) -> None:
     announce(f"the table of layer {layer.name!r} is split over {count} parameter servers")
 
 
-def _lookup(
+def _make_lookup(
     layer: keras.layers.Embedding, parts: list[keras.Variable]
 ) -> Callable[[Any], tf.Tensor]:
     stock = layer.call
 
     def look_up(indices: tf.Tensor) -> tf.Tensor:
-        indices = tf.where(indices < 0, indices + layer.input_dim, indices)  # as Keras has it
+        indices = tf.where(indices < 0, indices + layer.input_dim, indices)  # as in Keras
         return tf.nn.embedding_lookup([part.value for part in parts], indices)
 
     def call(inputs: Any) -> Any:
@@ -217,7 +220,7 @@ def _see_wholes(owner: keras.Layer) -> None:
     _UPSTREAM.patch(owner, "set_weights", set_weights)
 
 
-def _variables_of(optimizer: keras.optimizers.Optimizer) -> Callable[[], list[Any]]:
+def _variable_getter(optimizer: keras.optimizers.Optimizer) -> Callable[[], list[Any]]:
     return lambda: wholes(optimizer.variables)
 
 

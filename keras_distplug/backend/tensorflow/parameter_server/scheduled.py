@@ -1,17 +1,17 @@
-"""`fit` under ParameterServerStrategy: the chief schedules steps, and workers take them.
+"""`fit` under ParameterServerStrategy: the chief schedules steps, and workers run them.
 
-What is wrong upstream (Keras 3.10 to 3.15, TensorFlow 2.18 to 2.21; no issue of either is known):
+Upstream bugs (Keras 3.10 to 3.15, TensorFlow 2.18 to 2.21; no known issue for either):
 
 - `fit`, `evaluate` and `predict` read the data on the chief, which TensorFlow refuses ("you need to
-  pass this dataset to ClusterCoordinator.create_per_worker_dataset"), and run each step there.
-- Keras' variables `assign` what they have read: of two workers that do it at once, one is lost.
-  `shared_state.py` mends that.
-- The queue of TensorFlow's coordinator takes 262,144 steps at once, so that whoever counts them
-  would be through with an epoch before a worker has begun it.
+  pass this dataset to ClusterCoordinator.create_per_worker_dataset"), and run every step there.
+- Keras' variables `assign` a value derived from one that they have read: if two workers do so at
+  the same time, one update is lost. `shared_state.py` fixes this.
+- The queue of TensorFlow's coordinator accepts 262,144 steps, so that the chief would have
+  scheduled a whole epoch before a worker has started it.
 
-What a model's `fit` does here: its batches are scheduled on workers, which read data of their own;
-the chief waits for all of them before it looks at metrics or weights. `evaluate`, `predict` and the
-`*_on_batch` methods run on the chief alone, with the variables where they are.
+Here, `fit` schedules a model's batches on workers, which read their own data; the chief waits for
+all scheduled steps before it reads metrics or weights. `evaluate`, `predict` and the `*_on_batch`
+methods run on the chief only; the variables remain on their servers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_distplug.backend.tensorflow.input.readers import LateDistributedDataset, tell_strategy
+from keras_distplug.backend.tensorflow.input.readers import LateDistributedDataset, pass_strategy
 from keras_distplug.backend.tensorflow.parameter_server import embeddings, shared_state
 from keras_distplug.backend.tensorflow.replicas import gates, optimizers, touched
 from keras_distplug.backend.tensorflow.runtime.attached import attach, attached
@@ -40,13 +40,13 @@ from keras_distplug.core.errors import DataError, ModelError
 
 _UPSTREAM = Upstream(keras="3.10 to 3.15", tensorflow="2.18 to 2.21")
 
-_LOOK_S = 0.5
+_POLL_S = 0.5
 _ON_CHIEF = ("evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
 
 def adapt(model: keras.Model) -> None:
-    """Makes the methods of a model under ParameterServerStrategy work; once for each model."""
-    _refuse_what_stays_wrong(model)
+    """Makes the methods of a model work under ParameterServerStrategy. Call it once per model."""
+    _refuse_unsupported(model)
     schedule = Schedule(model)
     attach(model, schedule)
     _UPSTREAM.patch(model, "_maybe_symbolic_build", schedule.build)
@@ -57,17 +57,17 @@ def adapt(model: keras.Model) -> None:
 
 
 def schedule_of(model: keras.Model) -> Schedule:
-    """That of a model that is adapted."""
+    """Returns the schedule of an adapted model."""
     schedule = attached(model, Schedule)
     assert schedule is not None, "the model is not adapted"
     return schedule
 
 
 def settle(model: keras.Model) -> None:
-    """Waits until all steps that were scheduled are done. Without effect under other strategies.
+    """Waits until all scheduled steps are finished. Has no effect under other strategies.
 
     Raises:
-        Exception: What one of them has failed with.
+        Exception: The error of a step that failed.
     """
     schedule = attached(model, Schedule)
     if schedule is not None:
@@ -78,7 +78,7 @@ class Schedule:
     """The steps of one model.
 
     Args:
-        model: Under ParameterServerStrategy.
+        model: A model under ParameterServerStrategy.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -87,22 +87,22 @@ class Schedule:
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self._strategy)
         self._workers = len(resolver_of(self._strategy).cluster_spec().as_dict()["worker"])
         self._data: LateDistributedDataset | None = None
-        self._left_out: shared_state.LeftOut | None = None
-        self._leaves_out = False  # of the next `fit`
+        self._skipped: shared_state.SkippedSteps | None = None
+        self._skips_non_finite = False  # for the next `fit`
         with self._strategy.scope():
-            # Once for each time that a worker has begun to read, it being started again among them.
-            self._begun = touched.leave_out(
+            # The number of times that every worker has started reading, including restarts.
+            self._starts = touched.leave_out(
                 tf.Variable(tf.zeros([self._workers], tf.int64), trainable=False)
             )
 
-    # What Keras calls
+    # Called by Keras
 
     def build(self, iterator: Any = None, data_batch: Any = None) -> None:
         if iterator is not None:
             data = getattr(iterator, "_distributed_dataset", None)
             is_for_chief = vars(self._model)["_distribute_strategy"] is None  # in `evaluate`
             if is_for_chief:
-                tell_strategy(iterator, of_chief())
+                pass_strategy(iterator, of_chief())
                 spec = iterator.data_adapter.get_tf_dataset().element_spec
             elif isinstance(data, LateDistributedDataset):
                 data.use(self._strategy)
@@ -110,46 +110,49 @@ class Schedule:
                 data.is_endless = iterator.steps_per_epoch is not None
                 if iterator.steps_per_epoch is None and iterator.data_adapter.num_batches is None:
                     raise DataError(
-                        "How many batches an epoch has is not known: the data have no end, or do "
-                        "not say where it is. Give `steps_per_epoch`."
+                        "Expected a known number of batches per epoch. Received: data that is "
+                        "infinite or of unknown length. Pass `steps_per_epoch`."
                     )
                 spec = data.element_spec
             else:
                 raise DataError(
-                    "Under ParameterServerStrategy workers read the data by themselves. Received: "
-                    f"{type(iterator.data_adapter).__name__} of a plain `fit`. Use "
-                    "`keras_distplug.distributed_fit(model, x)`, or give `fit` "
-                    "`keras_distplug.resumable(x)`."
+                    "Under ParameterServerStrategy, workers read the data themselves. Received: "
+                    f"{type(iterator.data_adapter).__name__} from a plain `fit`. Use "
+                    "`keras_distplug.distributed_fit(model, x)`, or pass "
+                    "`keras_distplug.resumable(x)` to `fit`."
                 )
             data_batch = tf.nest.map_structure(_spec_of_any_size, spec)
         with self._strategy.scope():
             self._model._symbolic_build(data_batch=data_batch)
-        _refuse_what_stays_wrong(self._model)
+        _refuse_unsupported(self._model)
         shared_state.share(self._model)
         embeddings.adapt(self._model)
 
     def make_train_function(self, force: bool = False) -> Any:
-        """Keras calls it at the begin of each `fit`, behind the callbacks' `set_model`."""
+        """Called by Keras at the start of every `fit`, after the callbacks' `set_model`."""
         data, model = self._data, self._model
         if data is None:
-            raise DataError("There are no data to train on: `fit` has given none.")
-        left_out = self._left_out if self._leaves_out else None
-        self._leaves_out = False
+            raise DataError(
+                "Expected training data. Received: none from `fit`. Pass `x` to "
+                "`distributed_fit`, or `resumable(x)` to `fit`."
+            )
+        skipped = self._skipped if self._skips_non_finite else None
+        self._skips_non_finite = False
         for optimizer in optimizers_of(model).values():
-            gates.put_before(optimizer, left_out)
-        step = self._make_step(model.steps_per_execution, left_out)
+            gates.set_gate(optimizer, skipped)
+        step = self._make_step(model.steps_per_execution, skipped)
         iterators: list[Any] = []
         traces: list[Any] = []
 
         def function(_: Any) -> dict[str, Any]:
             if not iterators:
-                # Here, because what the model goes on from is known by now.
+                # Not earlier, because the model's initial state is only known here.
                 iterators.append(self._read_on_workers(data))
             [iterator] = iterators
             self._wait_for_workers()
             if traces:
-                # The coordinator's own `schedule` looks the trace up each time, and enters the
-                # strategy's scope for it: half a millisecond of the chief's time.
+                # The coordinator's `schedule` looks up the trace every time, within the strategy's
+                # scope, which takes half a millisecond on the chief.
                 self._coordinator._cluster.schedule(traces[0], (iterator,), {})
             else:
                 self._coordinator.schedule(step, args=(iterator,))
@@ -166,15 +169,15 @@ class Schedule:
 
     # Steps
 
-    def _make_step(self, steps: int, left_out: shared_state.LeftOut | None) -> Any:
+    def _make_step(self, steps: int, skipped: shared_state.SkippedSteps | None) -> Any:
         model, strategy = self._model, self._strategy
 
         @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
         def of_worker(batch: Any, numbers: tuple[tf.Tensor, tf.Tensor]) -> None:
-            # TensorFlow takes it out of a step that draws no random numbers.
+            # TensorFlow prunes this from a step that draws no random numbers.
             seed = tf.random.experimental.stateless_fold_in(*numbers)
             number = tf.random.stateless_uniform([], seed, 0, 2**62, tf.int64)
-            with shared_state.step(model, number, left_out):
+            with shared_state.step(model, number, skipped):
                 model.train_step(batch)
 
         @tf.function  # type: ignore[untyped-decorator]
@@ -188,21 +191,21 @@ class Schedule:
         return step
 
     def _wait_for_workers(self) -> None:
-        """Until no more steps wait for a worker than there are workers.
+        """Waits while as many steps as there are workers, or more, are queued.
 
-        A smaller queue would do that by itself, but then nobody could put a step back into it whose
-        worker was lost.
+        A smaller queue would have the same effect, but then a step whose worker was lost could not
+        be put back into it.
         """
         queue = self._coordinator._cluster.closure_queue
         with queue._queue_lock:
             while queue._queue.qsize() >= self._workers and queue._error is None:
-                queue._queue_free_slot_condition.wait(_LOOK_S)
+                queue._queue_free_slot_condition.wait(_POLL_S)
 
     def _read_on_workers(self, data: LateDistributedDataset) -> Any:
-        optimizer, workers, begun = self._model.optimizer, self._workers, self._begun
-        # What is trained already makes the order another one than before.
+        optimizer, workers, starts = self._model.optimizer, self._workers, self._starts
+        # The seed depends on the updates so far, so that a resumed run reads in another order.
         trained = 0 if optimizer is None else int(optimizer.iterations.numpy())
-        shared_state.begin_averages(self._model)
+        shared_state.initialize_averages(self._model)
 
         @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
         def of_worker() -> tf.data.Dataset:
@@ -210,7 +213,7 @@ class Schedule:
                 tf.distribute.coordinator.experimental_get_current_worker_index(), tf.int64
             )
             one = tf.IndexedSlices(tf.ones([1], tf.int64), tf.reshape(worker, [1]))
-            times = tf.gather(begun.scatter_add(one), worker)
+            times = tf.gather(starts.scatter_add(one), worker)
             seed = tf.stack([tf.constant(trained, tf.int64), worker])
             seed = tf.random.experimental.stateless_fold_in(seed, times)
             batches = data.of_worker(worker, workers, seed).repeat()
@@ -221,26 +224,26 @@ class Schedule:
 
         return iter(self._coordinator.create_per_worker_dataset(of_worker))
 
-    # What is left out
+    # Skipped steps
 
     def leave_out_non_finite(self) -> None:
-        """Has steps whose gradients or loss are not finite change nothing but the count of them."""
-        if self._left_out is None:
+        """Makes steps with non-finite gradients or loss change nothing except their count."""
+        if self._skipped is None:
             with self._strategy.scope():
-                self._left_out = shared_state.LeftOut()
-        self._leaves_out = True
-        self._left_out.reset()
+                self._skipped = shared_state.SkippedSteps()
+        self._skips_non_finite = True
+        self._skipped.reset()
         for optimizer in optimizers_of(self._model).values():
-            optimizers.give_gate(optimizer)
-        shared_state.note_losses(self._model)
+            optimizers.add_gate(optimizer)
+        shared_state.record_losses(self._model)
 
     def forget_left_out(self) -> None:
-        if self._left_out is not None:
-            self._left_out.reset()
+        if self._skipped is not None:
+            self._skipped.reset()
 
     def left_out(self) -> tuple[int, int]:
-        """Returns how many steps this `fit` has skipped, and how many of the last ones."""
-        return (0, 0) if self._left_out is None else self._left_out.counts()
+        """Returns the number of skipped steps in this `fit`, and the current consecutive number."""
+        return (0, 0) if self._skipped is None else self._skipped.counts()
 
 
 def _spec_of_any_size(spec: Any) -> Any:
@@ -273,13 +276,13 @@ def _on_chief(
 
 @contextmanager
 def _without_strategy(model: keras.Model) -> Iterator[None]:
-    """Lets Keras read data, and take steps, as in a single process."""
+    """Lets Keras read data and run steps as in a single process."""
     strategy = model._distribute_strategy
     _UPSTREAM.patch(model, "_distribute_strategy", None)
     try:
         validation = getattr(model, "_eval_epoch_iterator", None)
         if validation is not None and is_scheduled(validation._distribute_strategy):
-            # `fit` has made it for the workers.
+            # `fit` has created it for the workers.
             validation._distribute_strategy = model.distribute_strategy
             validation._distributed_dataset = validation.data_adapter.get_tf_dataset()
         yield
@@ -287,8 +290,8 @@ def _without_strategy(model: keras.Model) -> Iterator[None]:
         _UPSTREAM.patch(model, "_distribute_strategy", strategy)
 
 
-def _refuse_what_stays_wrong(model: keras.Model) -> None:
-    """What is not right where steps overlap, or cannot be run elsewhere."""
+def _refuse_unsupported(model: keras.Model) -> None:
+    """Raises an error for features that are wrong if steps overlap, or that workers cannot run."""
 
     def refuse(what: str, why: str, remedy: str) -> None:
         raise ModelError(
@@ -296,41 +299,41 @@ def _refuse_what_stays_wrong(model: keras.Model) -> None:
         )
 
     if model.run_eagerly:
-        refuse("has run_eagerly=True", "workers run functions of TensorFlow only", "Leave it out.")
+        refuse("has run_eagerly=True", "workers can only run TensorFlow functions", "Remove it.")
     if getattr(model, "jit_compile", False):
-        refuse("has jit_compile=True", "a step has variables elsewhere", "Leave jit_compile out.")
+        refuse("has jit_compile=True", "the variables of a step are remote", "Remove jit_compile.")
     for optimizer in optimizers_of(model).values():
         inner = inner_of(optimizer)
         if inner is not optimizer:
             refuse(
                 "has a LossScaleOptimizer",
-                "its scale would follow from whichever worker was last",
+                "its scale would depend on which worker was last",
                 "Use mixed_bfloat16, or float32.",
             )
         if inner.gradient_accumulation_steps:
             refuse(
                 "accumulates gradients",
-                "workers would add to, apply and clear the same sums at once",
-                "Leave gradient_accumulation_steps out, and use larger batches.",
+                "workers would add to, apply and clear the same sums concurrently",
+                "Remove gradient_accumulation_steps, and use larger batches.",
             )
         if inner.use_ema and inner.ema_overwrite_frequency:
             refuse(
                 "overwrites weights with their averages",
-                "what workers add to the weights meanwhile would be lost",
-                "Leave ema_overwrite_frequency out: the weights get the averages when `fit` ends.",
+                "concurrent updates of the weights would be lost",
+                "Remove ema_overwrite_frequency: the weights get the averages when `fit` ends.",
             )
     for layer in layers_of(model):
         if isinstance(layer, keras.layers.RNN) and layer.stateful:
             refuse(
                 f"has the stateful layer {layer.name!r}",
-                "no worker has the batch behind its last one",
+                "a worker does not get consecutive batches",
                 "Use stateful=False.",
             )
     for variable in all_variables(model):
         if getattr(variable, "constraint", None) is not None:
             refuse(
                 f"has a constraint on {variable.path}",
-                "what workers add to it while one applies the constraint would be lost",
-                "Use a regularizer, or leave the constraint out.",
+                "updates by other workers while one applies the constraint would be lost",
+                "Use a regularizer, or remove the constraint.",
             )
-    embeddings.refuse_what_stays_wrong(model, refuse)
+    embeddings.refuse_unsupported(model, refuse)

@@ -1,13 +1,14 @@
-"""Variables that several workers change at once, each in its own step.
+"""Variables that several workers change concurrently, in separate steps.
 
-What is wrong upstream where steps overlap (Keras 3.10 to 3.15; no issue is known):
-`assign_add` of Keras' variables is `assign(self + value)`, and metrics,
-seeds and statistics `assign`, so that what others have added between reading and writing is lost:
-425 of 600 counted. What optimizers do to the weights is TensorFlow's own `assign_add`.
+Upstream bug with overlapping steps (Keras 3.10 to 3.15; no known issue): `assign_add` of Keras'
+variables is `assign(self + value)`, and metrics, seeds and statistics use `assign`. Other workers'
+updates between reading and writing are lost: 425 of 600 samples were counted. Optimizers are not
+affected: they change weights with TensorFlow's own `assign_add`.
 
-So a step has values of its own, as tensors, of all that is not an optimizer's business: metrics
-begin at zero, statistics at what they are. Once, at its end, it adds to the variables what it has
-changed. Metrics are sums over batches here, as they are over replicas elsewhere.
+Therefore a step uses private values, as tensors, of all variables except those that optimizers
+change: metrics start at zero, statistics at their current values. At its end, it adds its changes
+to the variables in one operation each. Metrics are sums over batches here, as they are sums over
+replicas under other strategies.
 """
 
 from __future__ import annotations
@@ -30,27 +31,27 @@ _UPSTREAM = Upstream(keras="3.10 to 3.15")
 
 
 class _Kind(Enum):
-    SUM = auto()  # of what each step finds: metrics
-    STATISTIC = auto()  # moved by each step from where it was
-    SEED = auto()  # whoever is last
+    SUM = auto()  # the sum of all steps' contributions: metrics
+    STATISTIC = auto()  # every step adds a change
+    SEED = auto()  # the last assignment wins
 
 
 def share(model: keras.Model) -> None:
-    """Makes what steps do to the variables of `model` such as may overlap. Call it again for new
-    variables."""
+    """Makes assignments to the variables of `model` safe for overlapping steps. Call it again for
+    new variables."""
     for variable, _ in _held(model):
         if mark(variable):
-            _UPSTREAM.patch(variable, "_direct_assign", _in_step(variable))
+            _UPSTREAM.patch(variable, "_direct_assign", _assign_in_step(variable))
     for optimizer in optimizers_of(model).values():
         if mark(optimizer.iterations):
             _UPSTREAM.patch(optimizer.iterations, "assign_add", _natively(optimizer.iterations))
-    replica_state.give_streams(model, _number_of_step)
+    replica_state.separate_streams(model, _number_of_step)
 
 
-def begin_averages(model: keras.Model) -> None:
-    """Makes the moving averages of weights begin with these.
+def initialize_averages(model: keras.Model) -> None:
+    """Initializes the moving averages of weights with the weights.
 
-    Keras' optimizers make them so in their first step, which several workers may take at once.
+    Keras' optimizers do so in their first step, which several workers may run concurrently.
     """
     for optimizer in optimizers_of(model).values():
         averages = getattr(optimizer, "_model_variables_moving_average", None) or ()
@@ -61,32 +62,33 @@ def begin_averages(model: keras.Model) -> None:
 
 
 @contextmanager
-def step(model: keras.Model, number: tf.Tensor, left_out: LeftOut | None) -> Iterator[None]:
-    """A step of `model` is traced within it.
+def step(model: keras.Model, number: tf.Tensor, skipped: SkippedSteps | None) -> Iterator[None]:
+    """Uses private values of variables while a step of `model` is traced within the `with` block.
 
     Args:
-        model: One that `share` was called for.
-        number: Drawn for this step alone.
-        left_out: Counts steps that are not finite, which then change nothing else.
+        model: A model for which `share` was called.
+        number: A random number drawn for this step.
+        left_out: Counts steps that are not finite, and makes them change nothing else; None to
+            apply all steps.
     """
     natives = [(v, kind, v._value) for v, kind in _held(model)]
-    begun = []
+    initial = []
     for variable, kind, native in natives:
         zero = kind is _Kind.SUM
         value = tf.zeros(variable.shape, variable.dtype) if zero else native.read_value()
-        begun.append(value)
+        initial.append(value)
         _UPSTREAM.patch(variable, "_value", value)
     before = _current.step
     _current.step = found = _Step({id(v): native for v, _, native in natives}, number)
     try:
         yield
     finally:
-        ended = [variable._value for variable, _, _ in natives]
+        final = [variable._value for variable, _, _ in natives]
         for variable, _, native in natives:
             _UPSTREAM.patch(variable, "_value", native)
         _current.step = before
-    ok = left_out.count(found) if left_out is not None else None
-    for (_, kind, native), first, last in zip(natives, begun, ended, strict=True):
+    ok = skipped.count(found) if skipped is not None else None
+    for (_, kind, native), first, last in zip(natives, initial, final, strict=True):
         if last is first:
             continue
         if kind is _Kind.SEED:
@@ -96,8 +98,8 @@ def step(model: keras.Model, number: tf.Tensor, left_out: LeftOut | None) -> Ite
             native.assign_add(change if ok is None else tf.where(ok, change, 0))
 
 
-def note_losses(model: keras.Model) -> None:
-    """Lets a `LeftOut` see the losses of `model`."""
+def record_losses(model: keras.Model) -> None:
+    """Lets a `SkippedSteps` see the losses of `model`."""
     if not mark(model, "losses noted"):
         return
     stock = model.compute_loss
@@ -111,31 +113,31 @@ def note_losses(model: keras.Model) -> None:
     _UPSTREAM.patch(model, "compute_loss", compute_loss)
 
 
-class LeftOut(gates.Gate):
-    """Steps that are not finite, which are left out. To be made in the strategy's scope."""
+class SkippedSteps(gates.Gate):
+    """Skips and counts steps that are not finite. Create it in the strategy's scope."""
 
     def __init__(self) -> None:
-        # In all, and in a row.
+        # Total and consecutive number of skipped steps.
         self._counts = touched.leave_out(tf.Variable(tf.zeros([2], tf.int64), trainable=False))
 
     def reset(self) -> None:
         self._counts.assign([0, 0])
 
     def counts(self) -> tuple[int, int]:
-        """How many there were, and in a row by now."""
-        total, in_a_row = self._counts.numpy()
-        return int(total), int(in_a_row)
+        """Returns the total number of skipped steps, and the current consecutive number."""
+        total, consecutive = self._counts.numpy()
+        return int(total), int(consecutive)
 
     def count(self, step: _Step) -> tf.Tensor | None:
-        """Whether all of a step is finite; None if it tells nothing of that."""
+        """Counts the step if it is not finite. Returns True if it is; None if this is unknown."""
         if not step.finite:
             return None
-        ok = step.all_of(step.finite)
-        # There, and without a condition, it costs one message.
+        ok = step.all_true(step.finite)
+        # On the variable's device, and without a condition, this costs one message.
         with tf.device(self._counts.device):
-            in_a_row = self._counts.read_value()[1]
-            # Where steps overlap this may be off by what others do at the same moment.
-            self._counts.assign_add(tf.where(ok, tf.stack([0, -in_a_row]), [1, 1]))
+            consecutive = self._counts.read_value()[1]
+            # If steps overlap, this may be off by concurrent changes.
+            self._counts.assign_add(tf.where(ok, tf.stack([0, -consecutive]), [1, 1]))
         return ok
 
     def opens(
@@ -151,12 +153,12 @@ class LeftOut(gates.Gate):
             return None
         finite = [tf.reduce_all(tf.math.is_finite(gates.dense(each))) for each in present]
         step.finite += finite
-        return step.all_of([ok for ok in step.finite if gates.is_here(ok)])
+        return step.all_true([ok for ok in step.finite if gates.is_here(ok)])
 
 
 @dataclass
 class _Step:
-    """One that is being traced."""
+    """A step that is being traced."""
 
     natives: dict[int, Any]
     number: tf.Tensor
@@ -165,9 +167,9 @@ class _Step:
         self.finite: list[tf.Tensor] = []
         self._asked: tuple[list[tf.Tensor], tf.Tensor] | None = None
 
-    def all_of(self, finite: list[tf.Tensor]) -> tf.Tensor:
-        """Whether all are true; the same tensor for the same ones, as it is sent to other
-        processes."""
+    def all_true(self, finite: list[tf.Tensor]) -> tf.Tensor:
+        """Returns True if all are true; always the same tensor for the same arguments, because it
+        is sent to other processes."""
         before, ok = self._asked or ([], None)
         if ok is None or [id(each) for each in before] != [id(each) for each in finite]:
             ok = tf.reduce_all(tf.stack(finite))
@@ -176,14 +178,14 @@ class _Step:
 
 
 class _Current:
-    step: _Step | None = None  # of all threads: of one step, a condition is traced in another
+    step: _Step | None = None  # not per thread: a step's conditions are traced in other threads
 
 
 _current = _Current()
 
 
 def _held(model: keras.Model) -> list[tuple[keras.Variable, _Kind]]:
-    """What a step has values of its own of."""
+    """Returns the variables of which a step uses private values."""
     seeds = {id(generator.state) for generator in seed_generators_of(model)}
     metrics = {id(variable) for variable in model.metrics_variables}
     found = {id(v): (v, _Kind.SUM) for v in model.metrics_variables}
@@ -197,7 +199,7 @@ def _held(model: keras.Model) -> list[tuple[keras.Variable, _Kind]]:
     return list(found.values())
 
 
-def _in_step(variable: keras.Variable) -> Callable[[Any], None]:
+def _assign_in_step(variable: keras.Variable) -> Callable[[Any], None]:
     stock = variable._direct_assign
 
     def _direct_assign(value: Any) -> None:
@@ -209,7 +211,7 @@ def _in_step(variable: keras.Variable) -> Callable[[Any], None]:
         value = tf.cast(value, native.dtype)
         if gates.is_here(variable._value) or tf.executing_eagerly():
             _UPSTREAM.patch(variable, "_value", value)
-        else:  # within a condition or a loop of the step, out of which no tensor leads
+        else:  # within a condition or loop of the step, whose tensors cannot be used outside
             native.assign_add(value - variable._value)
 
     return _direct_assign
@@ -218,7 +220,7 @@ def _in_step(variable: keras.Variable) -> Callable[[Any], None]:
 def _natively(variable: keras.Variable) -> Callable[[Any], Any]:
     def assign_add(value: Any) -> Any:
         native = variable._value
-        with tf.device(native.device):  # a constant from elsewhere is a message
+        with tf.device(native.device):  # a constant from another device would cost a message
             native.assign_add(tf.cast(value, native.dtype))
         return variable
 
@@ -226,5 +228,6 @@ def _natively(variable: keras.Variable) -> Callable[[Any], Any]:
 
 
 def _number_of_step() -> tf.Tensor | None:
-    """For seeds: workers read the same state of them where steps overlap."""
+    """Returns the step's random number, which distinguishes its seeds: in overlapping steps,
+    workers read the same state of a seed generator."""
     return None if _current.step is None else _current.step.number

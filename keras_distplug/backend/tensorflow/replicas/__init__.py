@@ -1,1 +1,1 @@
-"""What one replica, or several together, compute in a step."""
+"""Computations of a step on one replica or across several."""

@@ -1,7 +1,7 @@
-"""How a model is compiled, and what of it is frozen.
+"""The compile configuration of a model, and its frozen layers and weights.
 
-Keras 3.10 to 3.15: `_compile_config` holds the arguments of `compile`, and each call makes a new
-one.
+Keras 3.10 to 3.15: `_compile_config` holds the arguments of `compile`; every call creates a new
+object.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Frozen = Mapping[str, Sequence[int]]
 
 
 def frozen(model: keras.Model) -> dict[str, list[int]]:
-    """The places of the layers and of the weights that are not trained."""
+    """Returns the positions of the layers and weights that are not trained."""
     layers = (model, *layers_of(model))
     return {
         "layers": [place for place, layer in enumerate(layers) if not layer._trainable],
@@ -29,8 +29,8 @@ def frozen(model: keras.Model) -> dict[str, list[int]]:
 
 
 def freeze(model: keras.Model, places: Frozen) -> None:
-    """Makes `frozen(model)` what `places` says."""
-    for place, layer in enumerate((model, *layers_of(model))):  # a layer before those within it
+    """Freezes and unfreezes layers and weights so that `frozen(model)` equals `places`."""
+    for place, layer in enumerate((model, *layers_of(model))):  # a layer precedes its sublayers
         is_trained = place not in places["layers"]
         if layer._trainable != is_trained:
             layer.trainable = is_trained
@@ -41,27 +41,29 @@ def freeze(model: keras.Model, places: Frozen) -> None:
 
 
 def identity(model: keras.Model) -> Any:
-    """Another object after each call of `compile`."""
+    """Returns an object that is replaced by every call of `compile`."""
     return getattr(model, "_compile_config", None)
 
 
 def config(model: keras.Model) -> Config | None:
-    """What the model is compiled with, JSON-able; None if Keras cannot tell."""
+    """Returns the JSON-serializable configuration that the model is compiled with; None if Keras
+    cannot serialize it."""
     if type(model).compile is not keras.Model.compile:
-        return None  # which may take, and keep, anything
+        return None  # an override may accept and store anything
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            told: dict[str, Any] = json.loads(json.dumps(identity(model).serialize()))
+            serialized: dict[str, Any] = json.loads(json.dumps(identity(model).serialize()))
             optimizer = keras.saving.serialize_keras_object(model.optimizer)
-            told["optimizer"] = json.loads(json.dumps(optimizer))
-    except Exception:  # noqa: BLE001 (a `get_config` of the user's raises what it likes)
+            serialized["optimizer"] = json.loads(json.dumps(optimizer))
+    except Exception:  # noqa: BLE001 (a user's `get_config` may raise anything)
         return None
-    return told
+    return serialized
 
 
 def are_alike(one: Config | None, other: Config | None) -> bool:
-    """Are two configs the same, but for what training changes and what Keras counts up?"""
+    """True if two configurations are equal apart from values that training changes and names that
+    Keras numbers."""
     return bool(_lasting(one) == _lasting(other))
 
 
@@ -74,21 +76,21 @@ def _lasting(value: Any) -> Any:
 
 
 def compile_like(model: keras.Model, there: Config) -> None:
-    """Compiles `model` as another one was, with its own objects where they are alike.
+    """Compiles `model` with the configuration of another, keeping its own objects if they match.
 
     Raises:
-        Exception: Any, if Keras cannot make what is in `there`.
+        Exception: Any exception of Keras if it cannot deserialize `there`.
     """
     here, arguments = config(model) or {}, dict(compile_arguments(model) or {})
     arguments["optimizer"] = model.optimizer
-    for name, told in there.items():
-        if not are_alike({name: here.get(name)}, {name: told}):
-            arguments[name] = keras.saving.deserialize_keras_object(told)
+    for name, serialized in there.items():
+        if not are_alike({name: here.get(name)}, {name: serialized}):
+            arguments[name] = keras.saving.deserialize_keras_object(serialized)
     _compile(model, arguments)
 
 
 def renew_optimizer(model: keras.Model) -> keras.optimizers.Optimizer:
-    """Gives `model` an optimizer that is not built, like the one that it has. Returns that one."""
+    """Replaces the optimizer of `model` by an unbuilt copy. Returns the previous one."""
     before = model.optimizer
     arguments = {
         **(compile_arguments(model) or {}),
@@ -99,7 +101,7 @@ def renew_optimizer(model: keras.Model) -> keras.optimizers.Optimizer:
 
 
 def copy_slots(before: keras.optimizers.Optimizer, after: keras.optimizers.Optimizer) -> None:
-    """Gives the variables of one optimizer the values of those of another with the same name."""
+    """Copies the values of one optimizer's variables to those of another with the same names."""
     known = {variable.name: variable for variable in before.variables}
     for variable in after.variables:
         if variable.name in known and variable.shape == known[variable.name].shape:
@@ -108,5 +110,5 @@ def copy_slots(before: keras.optimizers.Optimizer, after: keras.optimizers.Optim
 
 def _compile(model: keras.Model, arguments: Mapping[str, Any]) -> None:
     with model.distribute_strategy.scope():
-        keras.Model.compile(model, **arguments)  # a `compile` of the user's may take others
+        keras.Model.compile(model, **arguments)  # a user's override may have other parameters
     model.make_train_function()

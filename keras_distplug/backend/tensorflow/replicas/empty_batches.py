@@ -1,10 +1,10 @@
-"""Convolutions and pools of no samples: a replica gets none of a tail smaller than the number of
-replicas.
+"""Convolutions and pooling of empty batches, which a replica gets if the last batch is smaller than
+the number of replicas.
 
-TensorFlow 2.18 to 2.21 with oneDNN (the default on x86 with AVX-512): a convolution of an empty
-batch has its input's shape instead of its own, and whatever comes behind it fails. A `reshape` does
-not help: the shapes that graphs are optimized by are right, and it is optimized away. The gradient
-of a maximum pool of an empty batch aborts the process.
+TensorFlow 2.18 to 2.21 with oneDNN (the default on x86 with AVX-512): the result of a convolution
+of an empty batch has the shape of its input, and the operations that use it fail. A `reshape` does
+not help: the graph optimizer knows the correct shape and removes it. The gradient of max pooling of
+an empty batch aborts the process.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ _OPERATIONS = ("conv", "depthwise_conv", "separable_conv", "conv_transpose", "ma
 
 
 @contextmanager
-def computed_right(strategy: tf.distribute.Strategy) -> Iterator[None]:
-    """Lets Keras' operations take empty batches, while a step of several replicas is traced or run.
+def patched_operations(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Lets Keras' operations accept empty batches while a step of several replicas is traced or
+    run.
 
-    They are those of layers and of `keras.ops`; what calls `tf.nn` by itself is left as it is.
-    Steps on a single device, in other threads, see no difference.
+    This covers layers and `keras.ops`, but not direct calls of `tf.nn`. Steps on a single device,
+    in other threads, are not affected.
     """
     with ExitStack() as stack:
-        for name in _OPERATIONS if go_wrong(strategy) else ():
+        for name in _OPERATIONS if need_patches(strategy) else ():
             stock = getattr(private_names.nn, name)
-            stack.enter_context(_UPSTREAM.patched(private_names.nn, name, _of_any_batch(stock)))
+            stack.enter_context(_UPSTREAM.patched(private_names.nn, name, _accept_any_batch(stock)))
         yield
 
 
-def go_wrong(strategy: tf.distribute.Strategy) -> bool:
-    """Whether there is anything to mend."""
+def need_patches(strategy: tf.distribute.Strategy) -> bool:
+    """True if operations on empty batches give wrong results and need the patches."""
     on_cpu = any("CPU" in device for device in strategy.extended.worker_devices)
     return on_cpu and _shapes_get_lost()
 
@@ -53,10 +54,10 @@ def _shapes_get_lost() -> bool:
     return bool(empty.shape != (0, 2, 2, 3))
 
 
-_operation: Current[str] = Current()  # one calls another
+_operation: Current[str] = Current()  # the outermost one: one operation may call another
 
 
-def _of_any_batch(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _accept_any_batch(stock: Callable[..., Any]) -> Callable[..., Any]:
     choose = _choose_tensors if stock.__name__ == "max_pool" else _choose_operation
 
     @wraps(stock)
@@ -73,7 +74,7 @@ def _of_any_batch(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def _has_samples(inputs: tf.Tensor) -> tf.Tensor:
     share = current()
-    # Not in a function of the layer's own, which outlives this trace.
+    # Not in a layer's own `tf.function`, which outlives this trace.
     if share is not None and (
         tf.executing_eagerly() or tf.compat.v1.get_default_graph() is share.has_samples.graph
     ):
@@ -94,8 +95,11 @@ def _choose_operation(
 def _choose_tensors(
     has_samples: tf.Tensor, compute: Callable[[tf.Tensor], Any], inputs: tf.Tensor
 ) -> tf.Tensor:
-    """Inside of a condition, TensorFlow would not find the fast gradient of a maximum pool, which
-    makes a small network's step half as long again. Convolutions are a little faster inside."""
+    """Chooses between tensors instead of operations.
+
+    Inside a condition, TensorFlow does not use the fast gradient of max pooling, which makes a
+    small network's step take 1.5 times as long. Convolutions are slightly faster inside.
+    """
     outputs = compute(tf.cond(has_samples, lambda: inputs, lambda: _zeros_of_one(inputs)))
     return tf.cond(has_samples, lambda: outputs, lambda: outputs[:0])
 

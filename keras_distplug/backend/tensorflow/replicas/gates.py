@@ -1,8 +1,8 @@
-"""What stands between the gradients of a step and the weights, and takes back what else a step did.
+"""Gates between gradients and weights, which can also revert the other assignments of a step.
 
-Keras 3.10 to 3.15: an optimizer applies whatever it is given, and has no place to ask from (but
-`LossScaleOptimizer`, for itself). What a step assigns besides, such as metrics and the statistics
-of BatchNormalization, goes through `_direct_assign` of Keras' variables, which is private.
+Keras 3.10 to 3.15: an optimizer applies every update, and has no hook to prevent one (except in
+`LossScaleOptimizer`, for its own use). The other assignments of a step, such as to metrics and the
+statistics of BatchNormalization, go through `_direct_assign` of Keras' variables, which is private.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ _UPSTREAM = Upstream(keras="3.10 to 3.15")
 
 
 class Gate:
-    """Called in the context of a replica, with one gradient or None for each variable."""
+    """Decides about updates. It is called in the context of a replica, with one gradient or None
+    per variable."""
 
     def mark(self, optimizer: keras.optimizers.Optimizer, own: Sequence[Any]) -> Sequence[Any]:
-        """The gradients of this replica as the others shall get them."""
+        """Returns this replica's gradients as they should be sent to the others."""
         return own
 
     def received(
         self, optimizer: keras.optimizers.Optimizer, summed: Sequence[Any]
     ) -> Sequence[Any]:
-        """The gradients of all replicas together as the optimizer shall get them."""
+        """Returns the sum of all replicas' gradients as it should be given to the optimizer."""
         return summed
 
     def opens(
@@ -48,43 +49,43 @@ class Gate:
         summed: Sequence[Any],
         variables: Sequence[keras.Variable],
     ) -> tf.Tensor | None:
-        """Whether `summed`, those of all replicas together, are applied to `variables`; None: as if
-        there were no gate."""
+        """Returns True if `summed`, the gradients of all replicas together, should be applied to
+        `variables`; None to apply them unconditionally."""
         return None
 
 
 def dense(gradient: Any) -> tf.Tensor:
-    """The values of a gradient, some of which say only what is not 0."""
+    """Returns the values of a gradient; for a sparse one, only those that it contains."""
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 @dataclass(frozen=True)
 class _Gate:
-    """That of an optimizer."""
+    """The gate attached to an optimizer."""
 
     gate: Gate | None
 
 
 @dataclass(frozen=True)
-class _IsNoted:
-    """Whether the assignments to a variable are noted."""
+class _IsRecorded:
+    """Attached to a variable: True if its assignments are recorded."""
 
     value: bool
 
 
-def _gate_of(optimizer: keras.optimizers.Optimizer) -> Gate | None:
+def _get_gate(optimizer: keras.optimizers.Optimizer) -> Gate | None:
     found = attached(optimizer, _Gate)
     return None if found is None else found.gate
 
 
-def put_before(optimizer: keras.optimizers.Optimizer, gate: Gate | None) -> None:
-    """Makes `gate` that of an optimizer, or takes it away."""
+def set_gate(optimizer: keras.optimizers.Optimizer, gate: Gate | None) -> None:
+    """Attaches `gate` to an optimizer; None removes it."""
     attach(optimizer, _Gate(gate))
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def marked(optimizer: keras.optimizers.Optimizer, own: Sequence[Any]) -> Sequence[Any]:
-    gate = _gate_of(optimizer)
+    gate = _get_gate(optimizer)
     return own if gate is None else gate.mark(optimizer, own)
 
 
@@ -96,8 +97,8 @@ def apply(
     summed: Sequence[Any],
     variables: Any,
 ) -> Any:
-    """`stock(summed, variables)` if the gate of `optimizer` opens. No replica applies alone."""
-    gate = _gate_of(optimizer)
+    """Calls `stock(summed, variables)` on all replicas if the gate of `optimizer` opens."""
+    gate = _get_gate(optimizer)
     context = tf.distribute.get_replica_context()
     if gate is None or context is None:
         return stock(summed, variables)
@@ -110,13 +111,13 @@ def apply(
     if opens is None:
         return stock(summed, variables)
     if is_scheduled(tf.distribute.get_strategy()) and masked.knows(optimizer):
-        with masked.changed_only_if(opens, [*optimizer.variables, *trained]):
+        with masked.masked_updates(opens, [*optimizer.variables, *trained]):
             return stock(summed, variables)
 
     def update(present: Sequence[Any]) -> None:
         given = iter(present)
         grads = [None if gradient is None else next(given) for gradient in summed]
-        with _noting_in.at(None):
+        with _recording.at(None):
             stock(grads, variables)
 
     present = [gradient for gradient in summed if gradient is not None]
@@ -125,7 +126,7 @@ def apply(
 
 
 def _build(optimizer: Any, variables: Sequence[Any]) -> None:
-    """As `apply` would, which cannot do it within a condition."""
+    """Builds the optimizer like `apply` would, which is not possible within a condition."""
     if not optimizer.built:
         with keras.name_scope(optimizer.name, caller=optimizer):
             optimizer.build(variables)
@@ -139,7 +140,7 @@ def cond_over_replicas(
     if_false: Callable[[Any], None],
     arguments: Any,
 ) -> None:
-    """Runs one of two functions on all replicas, by the first one's `condition`."""
+    """Runs one of two functions on all replicas, depending on the first replica's `condition`."""
 
     def merged(strategy: tf.distribute.Strategy, condition: Any, arguments: Any) -> None:
         def on_all(function: Callable[[Any], None]) -> Callable[[], None]:
@@ -151,12 +152,12 @@ def cond_over_replicas(
     context.merge_call(merged, args=(condition, arguments))
 
 
-def of_first(
+def compute_once(
     context: tf.distribute.ReplicaContext, function: Callable[[Any], tf.Tensor], arguments: Any
 ) -> tf.Tensor:
-    """What `function` makes of the `arguments` of one replica of this process, for all of them.
+    """Returns the result of `function` for the first replica in this process, on all of them.
 
-    Where all have the same arguments, it is computed once instead of by each.
+    If all replicas have the same arguments, this computes the result only once.
     """
 
     def merged(strategy: tf.distribute.Strategy, arguments: Sequence[Any]) -> tf.Tensor:
@@ -169,88 +170,93 @@ def of_first(
 
 
 class Assigned:
-    """What one replica has assigned in a step, and its values before."""
+    """The variables that one replica has assigned in a step, with their previous values."""
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[Any, tf.Tensor]] = {}
 
     def note(self, variable: keras.Variable) -> None:
         if id(variable) not in self._before:
-            own = _own(variable)
+            own = _local_part(variable)
             self._before[id(variable)] = (own, own.read_value())
 
-    def keep_if(self, condition: tf.Tensor) -> None:
-        """Puts the values back where `condition` is false."""
-        kept = [(own, before) for own, before in self._before.values() if is_here(before)]
+    def restore_unless(self, condition: tf.Tensor) -> None:
+        """Restores the previous values if `condition` is false."""
+        saved = [(own, before) for own, before in self._before.values() if is_here(before)]
 
         def put_back() -> None:
-            for own, before in kept:
+            for own, before in saved:
                 own.assign(before)
 
-        # Where all is well, a condition costs less than assignments.
-        if kept:
+        # In the usual case, a condition costs less than assignments.
+        if saved:
             tf.cond(condition, lambda: None, put_back)
 
 
 def is_here(tensor: tf.Tensor) -> bool:
-    """Whether it is of the function that is being traced.
+    """True if `tensor` belongs to the function that is being traced.
 
-    One that the user made a `tf.function`, within a step, may be traced once and called in others:
-    what it took from this step would be out of scope there.
+    A user's `tf.function` within a step may be traced once and called in other steps, where tensors
+    captured from this step would be out of scope.
     """
     here: bool = tf.executing_eagerly() or tensor.graph is tf.compat.v1.get_default_graph()
     return here
 
 
-_noting_in: Current[Assigned] = Current()
+_recording: Current[Assigned] = Current()
 
 
 @contextmanager
-def assignments_noted() -> Iterator[Assigned]:
-    """Notes what variables are given, but for those that optimizers give to what they train."""
+def recorded_assignments() -> Iterator[Assigned]:
+    """Records assignments to variables, except those of optimizers to the variables they train."""
     assigned = Assigned()
-    new_ones = _new_variables_noted() if current_share() is None else nullcontext()
-    with _noting_in.at(assigned), new_ones:
+    new_ones = _recorded_new_variables() if current_share() is None else nullcontext()
+    with _recording.at(assigned), new_ones:
         yield assigned
 
 
-def note_assignments(variables: Sequence[keras.Variable]) -> None:
-    """Makes the assignments to `variables` such as are noted."""
+def record_assignments(variables: Sequence[keras.Variable]) -> None:
+    """Enables the recording of assignments to `variables`."""
     for variable in variables:
-        if attached(variable, _IsNoted) is None:
-            attach(variable, _IsNoted(True))
-            _UPSTREAM.patch(variable, "_direct_assign", _noting(variable, variable._direct_assign))
+        if attached(variable, _IsRecorded) is None:
+            attach(variable, _IsRecorded(True))
+            _UPSTREAM.patch(
+                variable, "_direct_assign", _recording_assign(variable, variable._direct_assign)
+            )
 
 
-def never_note_assignments(variables: Sequence[keras.Variable]) -> None:
+def never_record_assignments(variables: Sequence[keras.Variable]) -> None:
     for variable in variables:
-        attach(variable, _IsNoted(False))
+        attach(variable, _IsRecorded(False))
 
 
-def _noting(variable: keras.Variable, stock: Callable[[Any], None]) -> Callable[[Any], None]:
+def _recording_assign(
+    variable: keras.Variable, stock: Callable[[Any], None]
+) -> Callable[[Any], None]:
     def _direct_assign(value: Any) -> None:
-        noted = attached(variable, _IsNoted)
-        if _noting_in.now is not None and (noted is None or noted.value):
-            _noting_in.now.note(variable)
+        flag = attached(variable, _IsRecorded)
+        if _recording.now is not None and (flag is None or flag.value):
+            _recording.now.note(variable)
         stock(value)
 
     return _direct_assign
 
 
 @contextmanager
-def _new_variables_noted() -> Iterator[None]:
-    """Of one device, Keras makes metrics, and layers that nobody has built, in the first step."""
+def _recorded_new_variables() -> Iterator[None]:
+    """Records assignments to new variables: on a single device, Keras creates those of metrics and
+    of unbuilt layers in the first step."""
     stock = backend.Variable._direct_assign
 
     def _direct_assign(variable: keras.Variable, value: Any) -> None:
-        _noting(variable, functools.partial(stock, variable))(value)
+        _recording_assign(variable, functools.partial(stock, variable))(value)
 
     with _UPSTREAM.patched(backend.Variable, "_direct_assign", _direct_assign):
         yield
 
 
-def _own(variable: keras.Variable) -> tf.Variable:
-    """This replica's own part of a variable, or the central one that all share."""
+def _local_part(variable: keras.Variable) -> tf.Variable:
+    """Returns this replica's part of a variable, or the central one that all replicas share."""
     value = variable._value
     if isinstance(value, tf.distribute.DistributedValues):
         return value._get()

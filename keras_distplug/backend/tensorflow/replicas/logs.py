@@ -1,4 +1,4 @@
-"""Logs of a step: of one replica, of all of them, from the metrics.
+"""Logs of a step, combined over replicas or taken from the metrics.
 
 Keras 3.10 to 3.15 and TensorFlow 2.18 to 2.21: see `trainer.py`.
 """
@@ -15,7 +15,7 @@ from keras_distplug.backend.tensorflow.replicas.share import current
 
 
 class Logged:
-    """Names under which steps have logged the result of a metric, and those of anything else."""
+    """The names under which steps have logged metric results, and those of other values."""
 
     def __init__(self) -> None:
         self.results: set[str] = set()
@@ -32,7 +32,7 @@ class Logged:
         return name in self.results and name not in self.others
 
 
-def noted(metric: keras.metrics.Metric) -> Callable[[], Any]:
+def recorded_result(metric: keras.metrics.Metric) -> Callable[[], Any]:
     stock = metric.result
 
     def result() -> Any:
@@ -44,10 +44,10 @@ def noted(metric: keras.metrics.Metric) -> Callable[[], Any]:
     return result
 
 
-def of_all_replicas(model: keras.Model, logged: Logged) -> Callable[[Any], Any]:
-    """Takes the results of metrics that a step has logged from the metrics, over all replicas.
+def merged_results(model: keras.Model, logged: Logged) -> Callable[[Any], Any]:
+    """Replaces logged metric results by the metrics' results over all replicas.
 
-    Keras does so where the step has logged all of them, and nothing else.
+    Keras only does so if the step has logged all metrics and nothing else.
     """
     stock = model._get_metrics_result_or_logs
 
@@ -70,12 +70,13 @@ def of_all_replicas(model: keras.Model, logged: Logged) -> Callable[[Any], Any]:
 
 
 def _like(value: Any, result: Any) -> Any:
-    """Keras 3.10 gives results as Python's numbers, and what steps log as tensors."""
+    """Converts `result` to a tensor if `value` is one: Keras 3.10 returns results as Python
+    numbers, but steps log tensors."""
     return tf.convert_to_tensor(result, value.dtype) if tf.is_tensor(value) else result
 
 
 def mean(values: Sequence[Any]) -> Any:
-    """The mean of the local replicas' logs; the first of what has none."""
+    """Returns the mean of the local replicas' logs; the first one if they have no mean."""
     first = values[0]
     if len(values) == 1 or not tf.is_tensor(first) or not first.dtype.is_floating:
         return first
@@ -83,7 +84,7 @@ def mean(values: Sequence[Any]) -> Any:
 
 
 def mean_over_workers(outputs: Any) -> Any:
-    """Averages the scalars among a step's logs over all replicas, in one collective."""
+    """Averages the scalars of a step's logs over all replicas, in one collective."""
     flat = keras.tree.flatten(outputs)
     scalars = [
         i

@@ -1,19 +1,18 @@
-"""Losses of the global batch, where Keras takes those of each replica's part of it.
+"""Losses of the global batch, instead of those of the replicas' parts of it.
 
-What is wrong upstream on several replicas (Keras 3.10 to 3.15):
+Upstream bugs with several replicas (Keras 3.10 to 3.15):
 
 - `"mean_with_sample_weight"`, and any mean over a masked output, divides by the weights or valid
-  steps of this replica instead of those of the global batch (0.14 off for random weights).
-- A loss function that returns a scalar is not divided by the number of replicas, so that its
-  gradients and its value in History are R times too large.
+  time steps of this replica instead of those of the global batch (0.14 off for random weights).
+- A loss function that returns a scalar is not divided by the number of replicas, so its gradients
+  and its value in History are R times too large.
 - An `activity_regularizer` is a sum over the samples in Keras 3.10, but divided by the number of
   replicas, and so R times too small. Newer versions divide it by the number of samples.
-- Replicas are traced in turns, but what layers `add_loss` is kept on the layers, so that behind a
-  layer that waits for the other replicas (a synchronized BatchNormalization) a replica finds the
-  losses of another one.
-- The losses of single outputs in History are means over replicas, not over samples. A metric of a
-  custom `train_step` that is updated with a loss, and a loss that such a step logs, are R times too
-  small.
+- Replicas are traced in turns, but losses added with `add_loss` are stored on the layers. After a
+  layer that waits for the other replicas (a synchronized BatchNormalization), a replica therefore
+  finds the losses of another one.
+- The losses of single outputs in History are means over replicas, not over samples. A metric that a
+  custom `train_step` updates with a loss, and a loss that such a step logs, are R times too small.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ from keras_distplug.core.errors import ModelError
 _UPSTREAM = Upstream(keras="3.10 to 3.15")
 
 
-def of_global_batch(compiled: CompileLoss) -> None:
-    """Makes each of a model's compiled losses that of the global batch."""
+def use_global_batch(compiled: CompileLoss) -> None:
+    """Makes all compiled losses of a model those of the global batch."""
     if not mark(compiled):
         return
     stock = compiled.build
@@ -54,14 +53,14 @@ def of_global_batch(compiled: CompileLoss) -> None:
         _replace(compiled)
 
 
-def of_samples(loss: tf.Tensor) -> tf.Tensor:
-    """`loss`, where the replica has samples. A mean over none is NaN."""
+def zero_without_samples(loss: tf.Tensor) -> tf.Tensor:
+    """Returns `loss` if the replica has samples, otherwise 0: a mean over no samples is NaN."""
     share = current()
     return loss if share is None else tf.where(share.has_samples, loss, tf.zeros_like(loss))
 
 
-def count_by_samples(tracker: keras.metrics.Metric) -> None:
-    """Makes a tracker of losses the mean over samples, where it is not told how many there are."""
+def weight_by_samples(tracker: keras.metrics.Metric) -> None:
+    """Makes a tracker of losses compute the mean over samples if it gets no sample weights."""
     if mark(tracker):
         _UPSTREAM.patch(
             tracker, "update_state", _weighted_update(tracker.update_state, unscaled=False)
@@ -69,7 +68,7 @@ def count_by_samples(tracker: keras.metrics.Metric) -> None:
 
 
 def average_over_batches(metric: keras.metrics.Metric) -> None:
-    """Makes a mean that a custom step updates with a loss the mean over batches of that loss."""
+    """Makes a `Mean` that a custom step updates with a loss compute its mean over batches."""
     if type(metric) is not keras.metrics.Mean or not mark(metric):
         return
     stock = metric.update_state
@@ -80,13 +79,14 @@ def average_over_batches(metric: keras.metrics.Metric) -> None:
             return stock(values, sample_weight)
         if sample_weight is not None:
             return stock(values * tf.cast(share.replicas, values.dtype), sample_weight)
-        return stock(of_all_replicas(values), 1 / share.replicas)
+        return stock(scale_to_global(values), 1 / share.replicas)
 
     _UPSTREAM.patch(metric, "update_state", update_state)
 
 
-def of_all_replicas(value: Any) -> Any:
-    """A loss of this step as what the mean over replicas makes the loss; another value as it is."""
+def scale_to_global(value: Any) -> Any:
+    """Scales a loss of this step so that the mean over replicas is the global loss; returns any
+    other value unchanged."""
     share = current()
     if share is None or not _is_a_loss(value):
         return value
@@ -99,55 +99,55 @@ def _is_a_loss(value: Any) -> bool:
 
 
 @contextmanager
-def noted() -> Iterator[None]:
-    """Takes down the losses that a step computes."""
+def recorded() -> Iterator[None]:
+    """Records the losses that a step computes."""
     stock = keras_loss.scale_loss_for_distribution
-    with _UPSTREAM.patched(keras_loss, "scale_loss_for_distribution", noting(stock)):
+    with _UPSTREAM.patched(keras_loss, "scale_loss_for_distribution", recording(stock)):
         yield
 
 
-def noting(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+def recording(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compute_loss)
-    def noted(*args: Any, **kwargs: Any) -> Any:
+    def recorded(*args: Any, **kwargs: Any) -> Any:
         loss = compute_loss(*args, **kwargs)
         if (share := current()) is not None:
             share.losses.append(loss)
         return loss
 
-    return noted
+    return recorded
 
 
-def keep_apart(model: keras.Model) -> None:
-    """Keeps what the layers of `model` add to the loss with the replica that adds it."""
+def separate_added_losses(model: keras.Model) -> None:
+    """Keeps losses that the layers of `model` add separate for every replica."""
     for layer in (model, *layers_of(model)):
         if not isinstance(layer._losses, _AddedLosses):
             _UPSTREAM.patch(layer, "_losses", _AddedLosses(layer._losses))
 
 
 class _AddedLosses(MutableSequence[Any]):
-    """A layer's list of losses: in a step, that of the replica."""
+    """A layer's list of losses; within a step, the replica's own list."""
 
     def __init__(self, losses: Iterable[Any]) -> None:
         self._outside = list(losses)
 
-    def _here(self) -> list[Any]:
+    def _current_list(self) -> list[Any]:
         share = current()
         return self._outside if share is None else share.added_losses.setdefault(id(self), [])
 
     def __getitem__(self, index: Any) -> Any:
-        return self._here()[index]
+        return self._current_list()[index]
 
     def __setitem__(self, index: Any, loss: Any) -> None:
-        self._here()[index] = loss
+        self._current_list()[index] = loss
 
     def __delitem__(self, index: Any) -> None:
-        del self._here()[index]
+        del self._current_list()[index]
 
     def __len__(self) -> int:
-        return len(self._here())
+        return len(self._current_list())
 
     def insert(self, index: int, value: Any) -> None:
-        self._here().insert(index, value)
+        self._current_list().insert(index, value)
 
 
 def _replace(compiled: CompileLoss) -> None:
@@ -172,14 +172,14 @@ def _weighted_update(stock: Callable[..., Any], *, unscaled: bool) -> Callable[.
 
 
 class _GlobalLoss:
-    """This replica's part of a loss: the parts, each `Share.weight` times, add up to the loss."""
+    """This replica's part of a loss. The sum of all parts, times `Share.weight`, is the loss."""
 
     def __init__(self, loss: keras.losses.Loss, output: str) -> None:
         if loss.reduction in (None, "none"):
             raise ModelError(
                 f"The loss {loss.name!r} of output {output!r} has reduction={loss.reduction!r}, "
-                "which gives one value a sample and so no loss of a batch that several replicas "
-                'share. Use reduction="sum_over_batch_size" (the mean over samples) or "sum".'
+                "which returns one value per sample and thus no loss of a batch that is split over "
+                'replicas. Use reduction="sum_over_batch_size" (the mean over samples) or "sum".'
             )
         _refuse_what_mixes_samples(loss, output)
         self.name = loss.name
@@ -190,8 +190,8 @@ class _GlobalLoss:
         if share is None:
             return self._stock(y_true, y_pred, sample_weight)
         values, mask = self._unreduced(y_true, y_pred, sample_weight)
-        if values.shape.rank == 0:  # reduced by the function itself: taken as a mean over samples
-            return of_samples(values / tf.cast(share.replicas, values.dtype))
+        if values.shape.rank == 0:  # reduced by the function itself: treated as a mean over samples
+            return zero_without_samples(values / tf.cast(share.replicas, values.dtype))
         reduction = self._stock.reduction
         divisor = None
         if reduction == "mean_with_sample_weight" and not (sample_weight is None and mask is None):
@@ -207,7 +207,8 @@ class _GlobalLoss:
         return total * tf.cast(tf.math.divide_no_nan(1.0, share.weight), total.dtype)
 
     def _unreduced(self, y_true: Any, y_pred: Any, sample_weight: Any) -> tuple[Any, Any]:
-        """The values that are reduced, weighted, and which of them count; None if all do."""
+        """Returns the weighted values before reduction, and the mask of those that count; None if
+        all count."""
         masks = [private_names.get_keras_mask(y_pred)]
 
         def call(y_true: Any, y_pred: Any) -> Any:
@@ -229,17 +230,17 @@ def _refuse_what_mixes_samples(loss: keras.losses.Loss, output: str) -> None:
     if function is keras.losses.circle:
         instead = "Train on one device"
     elif function in (keras.losses.dice, keras.losses.tversky) and over_batch:
-        instead = "Give axis=(1, 2, 3) or whatever axes a sample has, or train on one device"
+        instead = "Pass axis=(1, 2, 3), or the axes that a sample has, or train on one device"
     else:
         return
     raise ModelError(
         f"The loss {loss.name!r} of output {output!r} compares the samples of a batch with each "
-        f"other, but each replica has some of them only. {instead}."
+        f"other, but a replica only has some of them. {instead}."
     )
 
 
 def _sum_of_weights(values: tf.Tensor, sample_weight: Any, mask: Any) -> tf.Tensor:
-    """What `"mean_with_sample_weight"` divides by."""
+    """Returns the divisor of `"mean_with_sample_weight"`."""
     weights = keras_loss.apply_mask(
         None if sample_weight is None else tf.convert_to_tensor(sample_weight),
         mask,
@@ -251,14 +252,14 @@ def _sum_of_weights(values: tf.Tensor, sample_weight: Any, mask: Any) -> tf.Tens
 
 
 def _valid_values(values: tf.Tensor, mask: Any) -> tf.Tensor:
-    """How many of `values` a mean over a masked output is taken of."""
+    """Returns the number of `values` that a mean over a masked output includes."""
     a_mask_value = tf.reduce_prod(tf.shape(values)[1:]) / tf.reduce_prod(tf.shape(mask)[1:])
     return tf.reduce_sum(tf.cast(mask, tf.float32)) * tf.cast(a_mask_value, tf.float32)
 
 
 @contextmanager
 def sums_over_samples(model: keras.Model) -> Iterator[None]:
-    """Makes `activity_regularizer`s those of the global batch, while a step runs or is traced."""
+    """Makes `activity_regularizer`s use the global batch while a step is traced or run."""
     with ExitStack() as stack:
         for layer in layers_of(model):
             regularizer = layer.activity_regularizer
@@ -278,7 +279,7 @@ def _activities_are_averaged() -> bool:
 
 
 def _undivided(regularizer: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def of_share(output: Any) -> Any:
+    def undivided(output: Any) -> Any:
         value, share = regularizer(output), current()
         if share is None:
             return value
@@ -286,4 +287,4 @@ def _undivided(regularizer: Callable[[Any], Any]) -> Callable[[Any], Any]:
             tf.math.divide_no_nan(float(share.replicas), share.weight), value.dtype
         )
 
-    return of_share
+    return undivided

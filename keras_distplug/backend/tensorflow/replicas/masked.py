@@ -1,8 +1,8 @@
-"""Updates that change nothing, without a condition around them.
+"""Masks updates, so that they change nothing, without a condition around them.
 
-TensorFlow 2.18 to 2.21 run a condition whose operations are on parameter servers with a message for
-each of them that says which branch was taken: the processes of a job took a third more time for a
-step. Here, what is added is zero instead.
+If operations within a condition are on parameter servers, TensorFlow 2.18 to 2.21 send a message
+for every operation to say which branch was taken, which made a step take a third more CPU time.
+Adding zeros avoids this.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _METHODS = ("assign", "assign_add", "assign_sub", "scatter_update", "scatter_add
 
 
 def knows(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether all that it does to variables goes through their methods. Those of users may call
-    operations of TensorFlow instead."""
+    """True if the optimizer changes variables only through their methods. Custom optimizers may
+    call TensorFlow operations instead."""
     is_of_keras = type(optimizer).__module__.partition(".")[0] == "keras"
     return is_of_keras and not hasattr(optimizer, "_inner_optimizers")
 
 
 @contextmanager
-def changed_only_if(ok: tf.Tensor, variables: Sequence[keras.Variable]) -> Iterator[None]:
-    """While an update is traced in it, what it does to `variables` is nothing unless `ok`. Those
-    that a step has values of its own of are left to it."""
+def masked_updates(ok: tf.Tensor, variables: Sequence[keras.Variable]) -> Iterator[None]:
+    """Makes an update traced within the `with` block change `variables` only if `ok` is true.
+    Variables whose values are replaced within the step are not affected."""
     held = {id(variable._value): variable._value for variable in variables}.values()
     natives = [value for value in held if isinstance(value, tf.Variable)]
     with ExitStack() as stack:
@@ -45,7 +45,8 @@ def _masked(native: tf.Variable, name: str, ok: tf.Tensor) -> Callable[..., Any]
     stock = getattr(native, name)
 
     def method(value: Any, *args: Any, **kwargs: Any) -> Any:
-        # There: each tensor from another process is a message, of which `ok` is one in any case.
+        # On the variable's device: every tensor from another process costs a message, and `ok`
+        # must be sent in any case.
         with tf.device(native.device):
             if isinstance(value, tf.IndexedSlices):
                 before = tf.gather(native, value.indices) if name == "scatter_update" else 0

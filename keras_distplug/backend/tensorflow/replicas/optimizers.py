@@ -1,9 +1,9 @@
 """Optimizers that see the gradients of the global batch.
 
-What is wrong upstream on several replicas (Keras 3.10 to 3.15):
+Upstream bugs with several replicas (Keras 3.10 to 3.15):
 
-- `apply` clips each replica's gradients before their sum instead of after it, and asks each replica
-  alone whether the gradients are finite (a hang, or NaN, when a loss scale overflows on one).
+- `apply` clips every replica's gradients before they are summed instead of afterwards, and checks
+  if they are finite on every replica separately (a hang, or NaN, if a loss scale overflows on one).
 - `gradient_accumulation_steps` and `ema_overwrite_frequency` update variables inside a `tf.cond` of
   one replica, which raises: TensorFlow updates in the context of all replicas.
 """
@@ -26,12 +26,12 @@ from keras_distplug.backend.tensorflow.runtime.patching import Upstream
 _UPSTREAM = Upstream(keras="3.10 to 3.15")
 
 
-def see_global_gradients(optimizer: keras.optimizers.Optimizer) -> None:
-    """Weights each replica by its samples and sums gradients before anything else is done to them.
+def use_global_gradients(optimizer: keras.optimizers.Optimizer) -> None:
+    """Weights every replica by its samples, and sums gradients before they are processed further.
 
-    The weight belongs on the loss: a layer that talks to other replicas, such as synchronized
-    BatchNormalization, sends gradients there. Gradients are weighted where a custom `train_step`
-    does not call `optimizer.scale_loss`.
+    The weight is applied to the loss, because a layer that communicates with other replicas, such
+    as synchronized BatchNormalization, sends gradients to them. If a custom `train_step` does not
+    call `optimizer.scale_loss`, gradients are weighted instead.
     """
     if not mark(optimizer):
         return
@@ -60,8 +60,8 @@ def see_global_gradients(optimizer: keras.optimizers.Optimizer) -> None:
     _UPSTREAM.patch(inner, "_backend_apply_gradients", _apply_over_replicas(inner))
 
 
-def give_gate(optimizer: keras.optimizers.Optimizer) -> None:
-    """Lets an optimizer of a single replica ask its gate."""
+def add_gate(optimizer: keras.optimizers.Optimizer) -> None:
+    """Makes the optimizer of a single replica call its gate."""
     if not mark(optimizer):
         return
     stock = optimizer.apply
@@ -75,7 +75,8 @@ def give_gate(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def _apply_over_replicas(optimizer: Any) -> Callable[..., None]:
-    """`_backend_apply_gradients` with its conditions in the context of all replicas."""
+    """Returns a `_backend_apply_gradients` that evaluates its conditions in the context of all
+    replicas."""
     stock = optimizer._backend_apply_gradients
 
     def _backend_apply_gradients(grads: Iterable[Any], trainable_variables: Iterable[Any]) -> None:
@@ -135,7 +136,7 @@ def _overwrite_with_average(
 def _summed(
     grads: Sequence[Any], weight: tf.Tensor | None, context: tf.distribute.ReplicaContext
 ) -> list[Any]:
-    """Sums `grads` over replicas, each times its `weight`; None stays None."""
+    """Sums `grads`, multiplied by the replica's `weight`, over all replicas; None stays None."""
     present = [grad for grad in grads if grad is not None]
     if not present:
         return list(grads)

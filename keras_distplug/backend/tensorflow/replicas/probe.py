@@ -1,8 +1,7 @@
-"""A step of a model, computed without its variables, its optimizers and other replicas.
+"""Runs a step of a model without changing variables, applying updates or involving other replicas.
 
-Keras 3.10 to 3.15: there is no hook around the calls of layers, which go through the attribute
-`call`; and a metric's variable of TensorFlow, read outside of a replica, asks all workers for
-theirs.
+Keras 3.10 to 3.15 have no hook around the calls of layers, which go through the attribute `call`.
+Reading a metric's TensorFlow variable outside a replica is a collective of all workers.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ OnGradients = Callable[[str, Sequence[Any], Sequence[keras.Variable]], None]
 
 @contextmanager
 def apart(model: keras.Model) -> Iterator[None]:
-    """What is assigned inside is gone afterwards, and reading a variable asks no other replica.
+    """Discards assignments made inside, and reads variables without involving other replicas.
 
-    For a single thread, outside of the scope of a strategy.
+    For use in a single thread, outside the scope of a strategy.
     """
     own = [
         (variable, variable._value.values[0].read_value())
@@ -45,7 +44,7 @@ def apart(model: keras.Model) -> Iterator[None]:
     tf.config.run_functions_eagerly(True)
     try:
         with (
-            Touched.of(model).kept(all_variables(model)),
+            Touched.of(model).restored(all_variables(model)),
             keras.StatelessScope(state_mapping=own, collect_losses=True),
         ):
             yield
@@ -60,12 +59,12 @@ def listening(
     on_loss: Callable[[Any], None],
     on_gradients: OnGradients,
 ) -> Iterator[None]:
-    """Tells what a step of `model` computes, in its order; optimizers apply nothing.
+    """Reports the computations of a step of `model`, in order; optimizers apply nothing.
 
     Args:
         model: The model.
-        on_call: Called with each layer behind its call, with what it was given and what it gives.
-        on_loss: Called with what `compute_loss` gives.
+        on_call: Called after every layer's call, with the layer, its arguments and its result.
+        on_loss: Called with the result of `compute_loss`.
         on_gradients: Called with the name of an optimizer, gradients, and their variables.
     """
     with ExitStack() as stack:
@@ -74,22 +73,22 @@ def listening(
             stack.enter_context(_UPSTREAM.patched(target, name, value))
 
         for layer in layers_of(model):
-            put(layer, "call", _telling(layer.call, functools.partial(on_call, layer)))
-        put(model, "compute_loss", _telling(model.compute_loss, lambda _, loss: on_loss(loss)))
+            put(layer, "call", _reporting(layer.call, functools.partial(on_call, layer)))
+        put(model, "compute_loss", _reporting(model.compute_loss, lambda _, loss: on_loss(loss)))
         for name, optimizer in optimizers_of(model).items():
             apply = functools.partial(_instead_of_apply, name, optimizer, on_gradients)
             put(optimizer, "apply", apply)
         yield
 
 
-def _telling(stock: Callable[..., Any], tell: Callable[[Any, Any], None]) -> Callable[..., Any]:
+def _reporting(stock: Callable[..., Any], report: Callable[[Any, Any], None]) -> Callable[..., Any]:
     @functools.wraps(stock)
-    def telling(*args: Any, **kwargs: Any) -> Any:
+    def reporting(*args: Any, **kwargs: Any) -> Any:
         given = stock(*args, **kwargs)
-        tell((args, kwargs), given)
+        report((args, kwargs), given)
         return given
 
-    return telling
+    return reporting
 
 
 def _instead_of_apply(
@@ -105,7 +104,7 @@ def _instead_of_apply(
 
 
 def _is_of_all_replicas(variable: keras.Variable) -> bool:
-    """Whether reading it brings the values of all replicas together."""
+    """True if reading the variable aggregates the values of all replicas."""
     value = variable._value
     return (
         isinstance(value, tf.distribute.DistributedValues)

@@ -1,7 +1,7 @@
-"""Numbers from the global generators of Python and NumPy that a step draws while it is traced.
+"""Detects numbers that a step draws from Python's and NumPy's global generators while it is traced.
 
-Such a number is a constant of the trace: every step uses it, and a process that traces the step
-again gets another one.
+Such a number becomes a constant of the trace: every step uses it, and a process that traces the
+step again gets a different one.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ _GENERATORS = (
     (np.random, "numpy.random", np.random.random_sample),
 )
 _NO_DRAWS = frozenset({"seed", "getstate", "setstate", "get_state", "set_state"})
-# What is drawn there is a variable's first value, which a checkpoint holds.
+# Numbers drawn there are initial values of variables, which a checkpoint contains.
 _MAKES_VARIABLES = frozenset({"build", "__init__"})
-_hears: Current[Drawn] = Current()
+_listener: Current[Drawn] = Current()
 _lock = threading.Lock()
 _stock: list[tuple[Any, str, Any]] = []
 _tracing = 0
 
 
 @contextmanager
-def heard(drawn: Drawn) -> Iterator[None]:
-    """Calls `drawn` with the frame that draws, and the name of the function, as `random.random`, if
-    this thread does.
+def watched(drawn: Drawn) -> Iterator[None]:
+    """Calls `drawn` whenever this thread draws a number, with the drawing frame and the function's
+    name, such as `random.random`.
 
-    Modules are patched while any thread is inside; replicas are traced by threads of their own.
+    Modules stay patched while any thread is inside; replicas are traced in separate threads.
     """
     _patch()
     try:
-        with _hears.at(drawn):
+        with _listener.at(drawn):
             yield
     finally:
         _restore()
@@ -63,7 +63,7 @@ def _patch() -> None:
             for name, function in list(vars(module).items()):
                 if getattr(function, "__self__", None) is generator and name not in _NO_DRAWS:
                     _stock.append((module, name, function))
-                    setattr(module, name, _noting(function, f"{title}.{name}"))
+                    setattr(module, name, _watched_function(function, f"{title}.{name}"))
 
 
 def _restore() -> None:
@@ -76,16 +76,16 @@ def _restore() -> None:
             _stock.clear()
 
 
-def _noting(function: Callable[..., Any], title: str) -> Callable[..., Any]:
+def _watched_function(function: Callable[..., Any], title: str) -> Callable[..., Any]:
     @functools.wraps(function)
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        drawn, caller = _hears.now, sys._getframe(1)
-        # In `tf.init_scope`, it is no constant.
+    def watching(*args: Any, **kwargs: Any) -> Any:
+        drawn, caller = _listener.now, sys._getframe(1)
+        # In `tf.init_scope`, the number does not become a constant.
         if drawn and not tf.executing_eagerly() and not _makes_variables(caller):
             drawn(caller, title)
         return function(*args, **kwargs)
 
-    return noted
+    return watching
 
 
 def _makes_variables(frame: FrameType) -> bool:

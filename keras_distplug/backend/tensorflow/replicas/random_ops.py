@@ -1,11 +1,11 @@
-"""Random ops of a step, whose state nobody can read, with their state in a variable.
+"""Replaces a step's random ops, whose state is unreadable, by twins with state in a variable.
 
-TensorFlow 2.18 to 2.21. The kernels of `tf.random.normal` and its like draw from Philox with the
-key `seed` and the counter `(0, seed2)`; each run moves the counter by 256 for each number that it
-gives (`GuardedPhiloxRandom`). Stateless ops with that key and counter give the same bits, so a
-variable that counts makes twins of them that can be saved. This is done in the graph of the step
-itself, and in its conditions and loops: there every op has one kernel. TensorFlow may give a
-function that a step calls twice two kernels with the same numbers.
+TensorFlow 2.18 to 2.21. The kernels of `tf.random.normal` and similar ops draw from Philox with the
+key `seed` and the counter `(0, seed2)`; every run advances the counter by 256 per number drawn
+(`GuardedPhiloxRandom`). Stateless ops with the same key and counter give the same bits, so a twin
+that keeps the counter in a variable can be saved. Ops are replaced in the graph of the step itself
+and in its conditions and loops, where every op has one kernel. In a function that a step calls
+twice, an op may have two kernels that draw the same numbers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from keras_distplug.backend.tensorflow.runtime.patching import Upstream
 
 _UPSTREAM = Upstream(tensorflow="2.18 to 2.21")
 
-_NUMBERS_APART = 256  # how far a kernel moves its counter for one number
+_NUMBERS_APART = 256  # by which a kernel advances its counter per number
 _PHILOX = 1
 _VECTORIZED = "tensorflow/python/ops/parallel_for/"
 _WITHIN = tuple(
@@ -42,10 +42,10 @@ _WITHIN = tuple(
 
 @dataclass(frozen=True)
 class _Draws:
-    """How far one op has drawn: its position, and the two seeds that its stream has."""
+    """The position of one op in its random stream, and the stream's two seeds."""
 
     state: ResourceVariable
-    begun_at: tuple[int, ...]
+    start: tuple[int, ...]
 
     @property
     def now(self) -> tuple[int, ...]:
@@ -53,38 +53,38 @@ class _Draws:
 
 
 class Draws:
-    """How far the random ops of a model's steps have drawn, by step, shapes of its batch and
-    number.
+    """The positions of the random ops of a model's steps, by step, shapes of the batch and index.
 
     Args:
-        is_shared: Whether several traces of a step are in use, and go on from each other.
+        is_shared: True if several traces of a step are in use and continue each other's streams.
     """
 
     def __init__(self, *, is_shared: bool) -> None:
         self._is_shared = is_shared
         _all_draws.add(self)
         self._ops: dict[str, _Draws] = {}
-        self._waiting: dict[str, tuple[int, ...]] = {}  # of those that are not traced yet
+        self._waiting: dict[str, tuple[int, ...]] = {}  # for ops that are not traced yet
 
     def has(self, handle: tf.Tensor) -> bool:
-        """Is `handle` that of a state?"""
+        """True if `handle` belongs to one of the state variables."""
         return any(each.state.handle is handle for each in self._ops.values())
 
     def states(self) -> dict[str, tuple[int, ...]]:
         return {**self._waiting, **{name: each.now for name, each in self._ops.items()}}
 
     def go_on_from(self, states: Mapping[str, Sequence[int]]) -> None:
-        """Puts back what `states` gave, before the steps run."""
+        """Restores a result of `states`. Call it before the steps run."""
         self._waiting = {name: tuple(state) for name, state in states.items()}
         for name in self._ops.keys() & states.keys():
             self._assign(name, self._waiting.pop(name))
 
     def keep(self) -> None:
-        """To be called when the package has a step traced anew, which plain Keras would not."""
+        """Keeps the positions if a step is traced again. Call it if the package, not Keras, causes
+        this."""
         self._waiting = self.states()
 
     def begin_anew(self) -> None:
-        """What TensorFlow's kernels do when it forgets them."""
+        """Restarts all streams, as TensorFlow's kernels do when the kernel cache is cleared."""
         self._waiting = {}
         with tf.init_scope():
             for name, each in list(self._ops.items()):
@@ -95,23 +95,23 @@ class Draws:
         self._ops[name] = _Draws(self._ops[name].state, state)
 
     def begin(self, name: str, seeds: tuple[int, int]) -> ResourceVariable:
-        """The state of an op that is traced. It begins anew, as its kernel would, unless another
-        trace of it has not run."""
+        """Returns the state variable of an op that is being traced. It starts from the beginning,
+        as a new kernel would, unless an earlier trace of the op has not run yet."""
         before = self._ops.get(name)
         if before is not None and self._is_shared:
             return before.state
-        begun_at = self._waiting.pop(name, (0, *seeds))
+        start = self._waiting.pop(name, (0, *seeds))
         with tf.init_scope(), tf.device("CPU:0"):
-            if before is not None and before.now == before.begun_at:
-                begun_at = before.begun_at
-            state = ResourceVariable(begun_at, trainable=False, dtype=tf.int64)
-        self._ops[name] = _Draws(state, begun_at)
+            if before is not None and before.now == before.start:
+                start = before.start
+            state = ResourceVariable(start, trainable=False, dtype=tf.int64)
+        self._ops[name] = _Draws(state, start)
         return state
 
 
 @contextmanager
 def counted(draws: Draws, step: str, data: Any) -> Iterator[None]:
-    """While a step of `data` is traced, has its random ops draw from positions that are known."""
+    """Replaces random ops by their twins while a step of `data` is traced."""
     install()
     shapes = ",".join(
         f"{value.dtype.name}{value.shape}"
@@ -129,11 +129,11 @@ class _Step:
     graph: tf.Graph
 
     def is_here(self) -> bool:
-        """Is an op that is made now one of the step, so that it has one kernel?"""
+        """True if an op created now belongs to the step itself, so that it has one kernel."""
         graph = tf.compat.v1.get_default_graph()
         while graph is not self.graph and isinstance(graph, _WITHIN):
             graph = graph.outer_graph
-        # There, TensorFlow makes an op for many numbers of one for one.
+        # In vectorized code, TensorFlow turns an op for one number into one for many.
         return graph is self.graph and not any(
             _VECTORIZED in frame.f_code.co_filename for frame in callers(sys._getframe())
         )
@@ -147,22 +147,24 @@ class _Step:
 
 _current: Current[_Step] = Current()
 _all_draws: weakref.WeakSet[Draws] = weakref.WeakSet()
-# They have to live as long as the graphs that use them.
+# State variables must live as long as the graphs that use them.
 _states_in: weakref.WeakKeyDictionary[tf.Graph, list[ResourceVariable]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def install() -> None:
-    """Puts the twins into TensorFlow's module. They are stock ops outside of `counted`."""
+    """Puts the twins into TensorFlow's module. Outside `counted`, they behave like stock ops."""
     if is_marked(gen_random_ops.random_uniform_int):
         return
-    twins = {name: _of_floats(getattr(gen_random_ops, name), _FLOATS[name]) for name in _FLOATS}
-    twins["random_uniform_int"] = _of_integers(gen_random_ops.random_uniform_int)
+    twins = {
+        name: _make_float_twin(getattr(gen_random_ops, name), _FLOATS[name]) for name in _FLOATS
+    }
+    twins["random_uniform_int"] = _make_integer_twin(gen_random_ops.random_uniform_int)
     for name, twin in twins.items():
         mark(twin)
         _UPSTREAM.patch(gen_random_ops, name, twin)
-    # `set_random_seed` and `clear_session` make TensorFlow forget its kernels.
+    # `set_random_seed` and `clear_session` clear TensorFlow's kernel cache.
     for name in ("_set_global_seed", "clear_kernel_cache"):
         _UPSTREAM.patch(Context, name, _forgetting(getattr(Context, name)))
 
@@ -185,7 +187,9 @@ _FLOATS = {
 }
 
 
-def _of_floats(stock: Callable[..., Any], stateless: Callable[..., Any]) -> Callable[..., Any]:
+def _make_float_twin(
+    stock: Callable[..., Any], stateless: Callable[..., Any]
+) -> Callable[..., Any]:
     def twin(shape: Any, dtype: Any, seed: int = 0, seed2: int = 0, name: str | None = None) -> Any:
         given = _drawn(shape, seed, seed2)
         if given is None:
@@ -195,7 +199,7 @@ def _of_floats(stock: Callable[..., Any], stateless: Callable[..., Any]) -> Call
     return twin
 
 
-def _of_integers(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _make_integer_twin(stock: Callable[..., Any]) -> Callable[..., Any]:
     def twin(
         shape: Any, minval: Any, maxval: Any, seed: int = 0, seed2: int = 0, name: str | None = None
     ) -> Any:
@@ -210,14 +214,14 @@ def _of_integers(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _drawn(shape: Any, seed: int, seed2: int) -> dict[str, Any] | None:
-    """What a stateless op takes to draw what a kernel with these seeds would; None where the kernel
-    shall draw."""
+    """Returns the arguments with which a stateless op draws the same numbers as a kernel with these
+    seeds; None to use the kernel."""
     step = _current.now
     if step is None or not (seed or seed2) or not step.is_here():
         return None
     state = step.state((seed, seed2))
     position, key, high = tf.unstack(tf.bitcast(state.read_value(), tf.uint64))
-    shape = tf.convert_to_tensor(shape, dtype_hint=tf.int32)  # of [], too
+    shape = tf.convert_to_tensor(shape, dtype_hint=tf.int32)  # the hint is for []
     numbers = tf.reduce_prod(tf.cast(shape, tf.int64))
     state.assign_add(tf.stack([numbers * _NUMBERS_APART, 0, 0]), read_value=False)
     return {"shape": shape, "key": key[None], "counter": tf.stack([position, high]), "alg": _PHILOX}

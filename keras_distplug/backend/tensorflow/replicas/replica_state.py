@@ -1,12 +1,12 @@
-"""State that replicas change while they compute: statistics, seeds, and central storage.
+"""State that replicas change during a step: statistics, seeds, and central storage.
 
-What is wrong upstream on several replicas (Keras 3.10 to 3.15, TensorFlow 2.18 to 2.21):
+Upstream bugs with several replicas (Keras 3.10 to 3.15, TensorFlow 2.18 to 2.21):
 
 - BatchNormalization's moving statistics differ between replicas: their aggregation is NONE. A
   replica without samples (a tail smaller than the number of replicas) makes them NaN.
-- Every replica has the same state of each seed generator, so all drop the same units.
-- Under CentralStorageStrategy, replicas share one variable: what has no aggregation cannot be
-  assigned, and metrics that `assign` count the state once for every replica.
+- The state of a seed generator is the same on every replica, so all replicas drop the same units.
+- Under CentralStorageStrategy, replicas share one variable: variables without an aggregation
+  cannot be assigned, and metrics that `assign` count the state once per replica.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _UPSTREAM = Upstream(keras="3.10 to 3.15", tensorflow="2.18 to 2.21")
 
 
 def share_state(model: keras.Model) -> None:
-    """Brings what replicas do to the state of `model` together. Call it again for new variables."""
+    """Merges the replicas' changes to the state of `model`. Call it again for new variables."""
     central = isinstance(
         model.distribute_strategy, tf.distribute.experimental.CentralStorageStrategy
     )
@@ -44,24 +44,24 @@ def share_state(model: keras.Model) -> None:
     }
     for variable in all_variables(model):
         if id(variable) in statistics and mark(variable):
-            (_average_centrally if central else _note_when_assigned)(variable)
+            (_average_centrally if central else _record_when_assigned)(variable)
         elif central and mark(variable):
             integer = tf.as_dtype(variable.dtype).is_integer
             if _aggregation(variable) == tf.VariableAggregation.SUM:
                 _add_centrally(variable)
             elif _aggregation(variable) == tf.VariableAggregation.NONE:
                 _assign_centrally(variable, at_once=integer or id(variable) in conditional)
-    give_streams(model, _replica)
+    separate_streams(model, _replica)
     for layer in (model, *layers_of(model)):
         if isinstance(layer, keras.layers.BatchNormalization) and mark(layer):
-            _UPSTREAM.patch(layer, "_moments", _moments_of(layer))
+            _UPSTREAM.patch(layer, "_moments", _make_moments(layer))
 
 
-def bring_together(share: Share) -> None:
-    """Gives all replicas the mean, over samples, of the statistics that this step has assigned.
+def merge_statistics(share: Share) -> None:
+    """Assigns the mean over samples of the statistics that this step has changed to all replicas.
 
-    Moving statistics are linear in those of a batch, so they are averaged after any number of
-    assignments, and in one collective for each dtype: TensorFlow packs small tensors badly.
+    Moving statistics are linear in those of a batch, so they can be averaged after any number of
+    assignments. One collective per dtype is used, because TensorFlow packs small tensors badly.
     """
     for dtype in sorted({variable.dtype for variable in share.touched.values()}):
         variables = [v for v in share.touched.values() if v.dtype == dtype]
@@ -83,13 +83,14 @@ def _aggregation(variable: keras.Variable) -> Any:
 
 
 def _part(value: Any, share: Share) -> tf.Tensor:
-    """What a replica adds to a mean over samples. One without samples may have computed NaN."""
+    """Returns a replica's contribution to a mean over samples; 0 if it has no samples, since it may
+    have computed NaN."""
     value = tf.convert_to_tensor(value)
     part = tf.cast(share.samples / share.total, value.dtype)
     return tf.where(share.has_samples, value * part, tf.zeros_like(value))
 
 
-def _moments_of(layer: keras.layers.BatchNormalization) -> Callable[..., Any]:
+def _make_moments(layer: keras.layers.BatchNormalization) -> Callable[..., Any]:
     stock = layer._moments
 
     def _moments(inputs: Any, mask: Any) -> Any:
@@ -98,7 +99,7 @@ def _moments_of(layer: keras.layers.BatchNormalization) -> Callable[..., Any]:
             return stock(inputs, mask)
         if layer.synchronized and mask is None:
             return _moments_on_all(inputs, layer.axis, share)
-        # Statistics of no samples would be NaN, and so the gradients behind them.
+        # Without samples, the statistics would be NaN, and so would the gradients that use them.
         mean, variance = stock(inputs, mask)
         mean = tf.where(share.has_samples, mean, tf.zeros_like(mean))
         return mean, tf.where(share.has_samples, variance, tf.ones_like(variance))
@@ -107,8 +108,8 @@ def _moments_of(layer: keras.layers.BatchNormalization) -> Callable[..., Any]:
 
 
 def _moments_on_all(inputs: tf.Tensor, axis: int, share: Share) -> tuple[tf.Tensor, tf.Tensor]:
-    """Mean and variance over all replicas as Keras computes them, in one collective. Keras takes
-    three, and three for the gradients."""
+    """Returns mean and variance over all replicas as Keras computes them, but in one collective.
+    Keras uses three, and three more for the gradients."""
     axis %= len(inputs.shape)
     others = [i for i in range(len(inputs.shape)) if i != axis]
     features = inputs.shape[axis]
@@ -119,7 +120,7 @@ def _moments_on_all(inputs: tf.Tensor, axis: int, share: Share) -> tuple[tf.Tens
     return mean, tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0)
 
 
-def _note_when_assigned(variable: keras.Variable) -> None:
+def _record_when_assigned(variable: keras.Variable) -> None:
     stock = variable._direct_assign
 
     def _direct_assign(value: Any) -> None:
@@ -142,7 +143,7 @@ def _average_centrally(variable: keras.Variable) -> None:
 
 
 def _add_centrally(variable: keras.Variable) -> None:
-    """Adds what each replica adds to its own copy under another strategy."""
+    """Adds every replica's change, which under other strategies is added to its own copy."""
     stock = variable._direct_assign
     central = variable._value
 
@@ -156,9 +157,9 @@ def _add_centrally(variable: keras.Variable) -> None:
 
 
 def _assign_centrally(variable: keras.Variable, *, at_once: bool) -> None:
-    """Assigns the first replica's value, where all assign the same.
+    """Assigns the first replica's value, assuming that all replicas assign the same.
 
-    `at_once`: without waiting for the others, which inside a `tf.cond` is not possible.
+    `at_once` assigns it without waiting for the other replicas, which is impossible in a `tf.cond`.
     """
     stock = variable._direct_assign
     central = variable._value
@@ -174,15 +175,15 @@ def _assign_centrally(variable: keras.Variable, *, at_once: bool) -> None:
     _UPSTREAM.patch(variable, "_direct_assign", _direct_assign)
 
 
-def give_streams(model: keras.Model, stream: Callable[[], tf.Tensor | None]) -> None:
-    """Has the seeds of `model` drawn from a stream for each number that `stream` gives, where it
-    gives one. The state is the same for all, as it is saved."""
+def separate_streams(model: keras.Model, stream: Callable[[], tf.Tensor | None]) -> None:
+    """Draws the seeds of `model` from a separate random stream per number returned by `stream`;
+    None uses the common stream. The saved state is the same for all streams."""
     for generator in seed_generators_of(model):
         if mark(generator):
-            _UPSTREAM.patch(generator, "next", _next_of(generator.next, stream))
+            _UPSTREAM.patch(generator, "next", _make_next(generator.next, stream))
 
 
-def _next_of(stock: Callable[..., Any], stream: Callable[[], tf.Tensor | None]) -> Any:
+def _make_next(stock: Callable[..., Any], stream: Callable[[], tf.Tensor | None]) -> Any:
     def next_seed(ordered: bool = True) -> Any:
         seed, number = stock(ordered=ordered), stream()
         if number is None:

@@ -1,7 +1,7 @@
-"""Variables of which each replica has a value of its own, such as those of metrics.
+"""Variables with a separate value on every replica, such as those of metrics.
 
-Keras 3.10 to 3.15, TensorFlow 2.18 to 2.21. To read such a variable as a whole adds the replicas
-up, which on several workers is a collective; the parts of this process are private.
+Keras 3.10 to 3.15, TensorFlow 2.18 to 2.21. Reading such a variable sums it over the replicas,
+which with several workers is a collective. Access to this process's own parts is private.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _UPSTREAM = Upstream(keras="3.10 to 3.15", tensorflow="2.18 to 2.21")
 
 
 def own_of_replicas(model: keras.Model) -> list[keras.Variable]:
-    """The variables of `model` whose values may differ between replicas, in Keras' order."""
+    """Returns the variables of `model` whose values may differ by replica, in Keras' order."""
     metrics = {id(variable) for variable in model.metrics_variables}
     return [
         variable
@@ -35,14 +35,14 @@ def own_of_replicas(model: keras.Model) -> list[keras.Variable]:
 
 
 def build(model: keras.Model, element_spec: Any) -> None:
-    """Makes the variables of metrics as the first step would.
+    """Creates the variables of metrics as the first step would.
 
-    Keras' own `_symbolic_build` calls the model as if it were evaluated, and what that gives may be
-    another structure.
+    Keras' `_symbolic_build` calls the model in inference mode, where the structure of its outputs
+    may be different.
 
     Args:
         model: A built model.
-        element_spec: Of a batch of its data.
+        element_spec: The structure of a batch of its data.
     """
     first = tf.nest.map_structure(_symbolic, element_spec)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(first)
@@ -62,12 +62,11 @@ def build(model: keras.Model, element_spec: Any) -> None:
 
 
 def when_built(model: keras.Model, then: Callable[[], None]) -> bool:
-    """Calls `then` as soon as the first step has made the variables of metrics, before they count.
-    A step that runs eagerly makes, and changes, some before others: `then` is called after every
-    part.
+    """Calls `then` once the first step has created the variables of metrics, before it uses them.
+    An eager step creates and changes some before others, so `then` is called after every part.
 
     Returns:
-        Whether there is anything left to be made.
+        True if there are parts that are not built yet.
     """
     waiting = [part for part in _compiled(model) if not part.built]
 
@@ -79,7 +78,7 @@ def when_built(model: keras.Model, then: Callable[[], None]) -> bool:
             stock(*args, **kwargs)
             waiting.remove(part)
             if not waiting or tf.executing_eagerly():
-                with tf.init_scope():  # a step that is being traced runs afterwards
+                with tf.init_scope():  # a step that is being traced runs later
                     then()
 
         _UPSTREAM.patch(part, "build", build)
@@ -96,8 +95,8 @@ def stop_waiting(model: keras.Model) -> None:
 
 
 def reset_unbuilt(model: keras.Model) -> None:
-    """Resets compiled metrics that no step has built, which `reset_metrics` leaves as they are: the
-    user's objects have variables before that."""
+    """Resets compiled metrics that no step has built yet. `reset_metrics` ignores these, although
+    the user's metric objects may already have variables."""
     arguments, metrics = compile_arguments(model), model._compile_metrics
     if arguments is None or metrics is None or metrics.built:
         return
@@ -112,24 +111,24 @@ def _compiled(model: keras.Model) -> list[Any]:
 
 
 def _symbolic(spec: Any) -> keras.KerasTensor:
-    one = getattr(spec, "_value_specs", (spec,))[0]  # of the first replica
+    one = getattr(spec, "_value_specs", (spec,))[0]  # the first replica's
     return keras.KerasTensor(one.shape, keras.backend.standardize_dtype(one.dtype))
 
 
 def parts(variable: Any) -> list[Any]:
-    """The values that the replicas of this process have of a variable of Keras or TensorFlow.
-    References: nothing is copied."""
+    """Returns the values of a Keras or TensorFlow variable on the replicas of this process, as
+    references, without copying."""
     return [part.read_value() for part in touched.parts(variable)]
 
 
 def set_parts(variable: Any, values: Sequence[Any]) -> None:
-    """Gives each replica of this process its value."""
+    """Assigns one of `values` to every replica of this process."""
     for part, value in zip(touched.parts(variable), values, strict=True):
         part.assign(value)
 
 
 def aggregation(variable: Any) -> str:
-    """How the values of the replicas become one, by Keras' name."""
+    """Returns Keras' name for the way in which the replicas' values are aggregated."""
     if isinstance(variable, keras.Variable):
         return str(variable.aggregation)
     return str(variable.aggregation.name).lower()

@@ -1,10 +1,10 @@
 """This replica's part of the global batch.
 
-Keras scales the loss of every replica by 1/R, R being the number of replicas, and the gradients are
-summed. That is the mean over the global batch of N samples only where each replica has N/R of them:
-one that has n has to count `weight` = R * n / N times. In whatever is added up over replicas, a
-loss or a loss metric, a replica's value counts `weight` times; what is not a mean over samples is
-divided by it before (`losses.py`).
+Keras scales the loss of every replica by 1/R, where R is the number of replicas, and sums the
+gradients. The result is the mean over the global batch of N samples only if every replica has N/R
+samples; a replica with n samples must be weighted by `weight` = R * n / N. Losses and loss metrics
+are therefore multiplied by `weight` in sums over replicas; values that are not means over samples
+are divided by it first (`losses.py`).
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from keras_distplug.backend.tensorflow.runtime.current import Current
 
 
 class Share:
-    """What one replica has of one step's global batch, as tensors of the trace of that step.
+    """One replica's part of a step's global batch, as tensors of the trace of that step.
 
     Args:
         data: The replica's part of the batch.
-        total: Samples in the global batch.
+        total: The number of samples in the global batch.
     """
 
     def __init__(self, data: Any, total: tf.Tensor) -> None:
-        self.samples = samples_of(data)
+        self.samples = count_samples(data)
         self.has_samples = self.samples > 0
-        self.in_loss: set[int] = set()  # optimizers that have weighted a loss, so not its gradients
+        self.in_loss: set[int] = set()  # optimizers that have weighted a loss, not its gradients
         self.touched: dict[int, keras.Variable] = {}  # statistics that this step has assigned
         self.results: list[Any] = []  # of metrics, which the step may log
-        self.losses: list[Any] = []  # which it may log, too, or update a metric with
-        self.at_end: list[Callable[[], None]] = []  # behind all that is brought together
+        self.losses: list[Any] = []  # which the step may log or update a metric with
+        self.at_end: list[Callable[[], None]] = []  # called after the merge of replica states
         self.added_losses: dict[int, list[Any]] = {}  # by the layer that has added them
         self.total = total
         self._context = tf.distribute.get_replica_context()
@@ -48,7 +48,7 @@ class Share:
         return self.samples * self.replicas / self.total
 
     def summed(self, value: Any) -> Any:
-        """The sum over all replicas."""
+        """Returns the sum over all replicas."""
         return self._context.all_reduce(tf.distribute.ReduceOp.SUM, value)
 
 
@@ -56,8 +56,8 @@ _current: Current[Share] = Current()
 
 
 @contextmanager
-def share_of(data: Any, total: tf.Tensor) -> Iterator[Share]:
-    """Makes the share that `data` is the current one."""
+def use_share(data: Any, total: tf.Tensor) -> Iterator[Share]:
+    """Makes the share of `data` the current one within the `with` block."""
     share = Share(data, total)
     with _current.at(share):
         yield share
@@ -67,13 +67,13 @@ def current() -> Share | None:
     return _current.now
 
 
-def first_of(batch: Any) -> Any:
+def first_tensor(batch: Any) -> Any:
     return next(value for value in keras.tree.flatten(batch) if value is not None)
 
 
-def samples_of(batch: Any) -> tf.Tensor:
+def count_samples(batch: Any) -> tf.Tensor:
     """The number of samples in a batch, as a float."""
-    first = first_of(batch)
+    first = first_tensor(batch)
     if isinstance(first, tf.RaggedTensor):
         count = first.nrows()
     elif isinstance(first, tf.SparseTensor):

@@ -1,11 +1,11 @@
-"""Steps of `fit`, `evaluate` and `predict` that several replicas take together.
+"""Steps of `fit`, `evaluate` and `predict` that several replicas run together.
 
-Keras 3.10 to 3.15 and TensorFlow 2.18 to 2.21: what is wrong with Keras' own is listed in
-`trainer.py`. What has to be mended outside of the model (`losses.py`,
-`empty_batches.py`) is so for as long as a step of it is traced or run.
+Keras 3.10 to 3.15 and TensorFlow 2.18 to 2.21: the bugs of Keras' own steps are listed in
+`trainer.py`. Patches outside the model (`losses.py`, `empty_batches.py`) are active only while a
+step of the model is traced or run.
 
-A distributed iterator asks all workers for each batch whether anybody has one, by an eager
-collective. What it would do around that is private: `_fetched` does it here.
+For every batch, a distributed iterator determines with an eager collective if any worker has data
+left. The code around that collective is private; `_run_next_step` replaces it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import input_lib
 
 from keras_distplug.backend.tensorflow.replicas import empty_batches, logs, losses, replica_state
-from keras_distplug.backend.tensorflow.replicas.share import first_of, samples_of, share_of
+from keras_distplug.backend.tensorflow.replicas.share import count_samples, first_tensor, use_share
 from keras_distplug.backend.tensorflow.runtime.attached import attach, attached
 from keras_distplug.backend.tensorflow.runtime.workers import is_multi_worker
 
@@ -29,18 +29,19 @@ OnData = Callable[[Any], Any]
 
 
 def maker(model: keras.Model, logged: logs.Logged) -> Callable[[OnData], OnData]:
-    """What makes a function of an iterator from a `train_step` or `test_step`."""
+    """Returns a replacement for `_make_function`, which turns a `train_step` or `test_step` into a
+    function of an iterator."""
     strategy = model.distribute_strategy
     several_workers = is_multi_worker(strategy)
 
     def _make_function(step_function: OnData) -> OnData:
         def of_replica(data: Any, total: Any) -> Any:
-            data = keras.tree.map_structure(_of_any_batch_size, data)
-            with _after(data), share_of(data, total) as share:
+            data = keras.tree.map_structure(_hide_batch_size, data)
+            with _after(data), use_share(data, total) as share:
                 found = step_function(data)
                 logged.note(found, share.results)
-                found = keras.tree.map_structure(losses.of_all_replicas, found)
-                replica_state.bring_together(share)
+                found = keras.tree.map_structure(losses.scale_to_global, found)
+                replica_state.merge_statistics(share)
                 for finish in share.at_end:
                     finish()
             return logs.mean_over_workers(found) if several_workers else found
@@ -49,27 +50,27 @@ def maker(model: keras.Model, logged: logs.Logged) -> Callable[[OnData], OnData]
             batch, total = given
             if not several_workers:
                 total = tf.add_n(_samples(batch, strategy))
-            with losses.sums_over_samples(model), losses.noted():
+            with losses.sums_over_samples(model), losses.recorded():
                 found = strategy.run(of_replica, args=(batch, total))
             return keras.tree.map_structure(
                 lambda value: logs.mean(strategy.experimental_local_results(value)), found
             )
 
-        on_data = _converted(model, step)
+        on_data = _convert_optionals(model, step)
         on_batch = _for_any_batch(model, on_data)
-        sums = _over_workers(strategy) if several_workers else _of_one_process
-        # An error in a function that workers run together leaves no collective working.
+        sums = _make_worker_sums(strategy) if several_workers else _local_sums
+        # After an error in a function that workers run together, no collective works any more.
         stepwise = model.run_eagerly or several_workers
         on_next = (
-            partial(_fetched, model, on_batch, sums)
+            partial(_run_next_step, model, on_batch, sums)
             if stepwise
-            else _in_one_call(strategy, on_data, on_batch)
+            else _fused_step(strategy, on_data, on_batch)
         )
 
         def function(iterator: Any) -> Any:
             if not isinstance(iterator, tf.data.Iterator | tf.distribute.DistributedIterator):
                 batch = split(next(iterator), strategy)
-                samples = sum(_sizes(strategy.experimental_local_results(first_of(batch))))
+                samples = sum(_sizes(strategy.experimental_local_results(first_tensor(batch))))
                 total, _ = sums(samples, 1)
                 found = on_batch((batch, total))
                 found = model._get_metrics_result_or_logs(found)
@@ -90,7 +91,7 @@ def maker(model: keras.Model, logged: logs.Logged) -> Callable[[OnData], OnData]
 
 
 def predict_maker(model: keras.Model) -> Callable[..., None]:
-    """`make_predict_function`, of a function that takes batches of any size."""
+    """Returns a `make_predict_function` whose function accepts batches of any size."""
     stock, strategy = model.make_predict_function, model.distribute_strategy
 
     def make_predict_function(force: bool = False) -> None:
@@ -105,7 +106,7 @@ def predict_maker(model: keras.Model) -> Callable[..., None]:
         def predict_function(batches: Any) -> Any:
             if all(_is_usual(batch, strategy) for batch in batches):
                 return usual(batches)
-            with empty_batches.computed_right(strategy):
+            with empty_batches.patched_operations(strategy):
                 return any_size(batches)
 
         model.predict_function = predict_function
@@ -113,12 +114,12 @@ def predict_maker(model: keras.Model) -> Callable[..., None]:
     return make_predict_function
 
 
-def only_with_data(model: keras.Model) -> Callable[[Any], Any]:
+def data_dependent_train_step(model: keras.Model) -> Callable[[Any], Any]:
     stock = model.train_step
 
     def train_step(data: Any) -> Any:
-        # XLA compiles the step into one operation, which waits for the data; and variables that are
-        # made in it must not.
+        # XLA compiles the step into one operation, which waits for the data anyway; and the
+        # creation of variables must not wait.
         if model.jit_compile:
             return stock(data)
         with _after(data):
@@ -129,11 +130,11 @@ def only_with_data(model: keras.Model) -> Callable[[Any], Any]:
 
 @contextmanager
 def _after(data: Any) -> Iterator[None]:
-    """Lets nothing that leaves a trace happen without `data`.
+    """Makes all operations with side effects depend on `data`.
 
-    TensorFlow inlines a step into the function that asks for data, and there runs what does not
-    depend on them although there are none. To make all operations wait would keep TensorFlow from
-    making one of several, such as a layer's product, bias and activation.
+    TensorFlow inlines a step into the function that fetches the data, and there runs operations
+    that do not depend on the data even if there is none. Making all operations wait would prevent
+    TensorFlow from fusing some, such as a layer's product, bias and activation.
     """
     if tf.executing_eagerly():
         yield
@@ -148,8 +149,8 @@ def _after(data: Any) -> Iterator[None]:
             operation._add_control_inputs(here)
 
 
-def _converted(model: keras.Model, step: OnData) -> OnData:
-    """For data in which Keras 3.11 and newer has an empty optional for None."""
+def _convert_optionals(model: keras.Model, step: OnData) -> OnData:
+    """Returns `step` for data in which Keras 3.11 and newer represent None by an empty optional."""
     as_it_is: OnData = tf.autograph.experimental.do_not_convert(step)
     convert = getattr(model, "_autoconvert_optionals", lambda function: function)
     converted: OnData = convert(as_it_is)
@@ -157,10 +158,11 @@ def _converted(model: keras.Model, step: OnData) -> OnData:
 
 
 def _for_any_batch(model: keras.Model, step: OnData) -> OnData:
-    """Two traces of a step, the second for a replica without samples, which is seldom needed.
+    """Returns a step with two traces, the second one for the rare case of a replica without
+    samples.
 
-    What Keras is mended with for that costs its operations their fusion. Workers may take different
-    ones: both have the same collectives.
+    The patches for that case prevent the fusion of operations. Workers may use different traces at
+    the same time, because both contain the same collectives.
     """
     strategy = model.distribute_strategy
     usual, any_size = (step if model.run_eagerly else _traced_once(step) for _ in range(2))
@@ -168,17 +170,18 @@ def _for_any_batch(model: keras.Model, step: OnData) -> OnData:
     def on_batch(given: Any) -> Any:
         if _is_usual(given[0], strategy):
             return usual(given)
-        with empty_batches.computed_right(strategy):
+        with empty_batches.patched_operations(strategy):
             return any_size(given)
 
     return on_batch
 
 
 def _traced_once(step: OnData) -> OnData:
-    """A function of batches whose trace does not depend on how many samples the first one has.
+    """Returns a function of batches whose trace does not depend on the size of the first batch.
 
-    TensorFlow makes one for batches of that size, and another for those of any size once a second
-    size comes. They differ in the last bits, and a training that goes on begins with another batch.
+    TensorFlow would trace the step for batches of the first size, and again for any size once it
+    meets a second size. The results differ in their last bits, and a resumed training starts with a
+    different batch.
     """
     function = tf.function(step, reduce_retracing=True)
     traced: set[Any] = set()
@@ -196,7 +199,8 @@ def _traced_once(step: OnData) -> OnData:
 
 
 def _spec_of_any_size(value: Any) -> Any:
-    """NotImplemented for what is not made of plain tensors."""
+    """Returns the spec of a value with any batch size; NotImplemented if it does not consist of
+    plain tensors."""
     if value is None:
         return None
     if isinstance(value, tf.Tensor):
@@ -210,35 +214,35 @@ def _spec_of_any_size(value: Any) -> Any:
 
 
 class _FetchListeners(list[Callable[[float], None]]):
-    """Those of a model."""
+    """The fetch listeners attached to a model."""
 
 
-def hear_of_fetches(model: keras.Model, on_fetch: Callable[[float], None]) -> None:
-    """Has `on_fetch` called with how many seconds this worker has waited for its own data, where
-    the workers of `model` then wait for each other to have some."""
+def add_fetch_listener(model: keras.Model, on_fetch: Callable[[float], None]) -> None:
+    """Calls `on_fetch` with the seconds that this worker has waited for its own data, if the
+    workers of `model` then synchronize."""
     listeners = attached(model, _FetchListeners) or _FetchListeners()
     listeners.append(on_fetch)
     attach(model, listeners)
 
 
-def hear_no_more_of_fetches(model: keras.Model, on_fetch: Callable[[float], None]) -> None:
+def remove_fetch_listener(model: keras.Model, on_fetch: Callable[[float], None]) -> None:
     if (listeners := attached(model, _FetchListeners)) is not None:
         listeners.remove(on_fetch)
 
 
-def _fetched(
+def _run_next_step(
     model: keras.Model, on_batch: OnData, sums: Callable[[int, int], Any], iterator: Any
 ) -> Any:
-    """Takes a step with the next batch, unless no replica of any worker has one left.
+    """Runs a step with the next batch, unless no replica of any worker has data left.
 
-    TensorFlow's iterator would have the workers tell each other that, and then the step how many
-    samples they have. Here it is one collective for both, which is traced once.
+    TensorFlow's iterator would exchange this information between the workers, and the step would
+    then exchange numbers of samples. Here, one collective does both, and it is traced only once.
     """
-    begun_s = time.perf_counter()
+    start_s = time.perf_counter()
     optionals = [own.get_next_as_optional_list() for own in iterator._iterators]
-    taken_s = time.perf_counter() - begun_s
+    waited_s = time.perf_counter() - start_s
     for on_fetch in list(attached(model, _FetchListeners) or ()):
-        on_fetch(taken_s)
+        on_fetch(waited_s)
     there = [bool(each.has_value()) for of_device in optionals for each in of_device]
     parts = input_lib._get_value_or_dummy(
         iterator._input_workers, optionals, produce_dummy=not all(there)
@@ -255,12 +259,12 @@ def _fetched(
 
 
 def _without_samples(dummy: Any) -> Any:
-    """TensorFlow's may have samples where they are of a size that is not known."""
+    """Removes samples from a TensorFlow dummy, which may have some if the size is unknown."""
     return dummy[:0] if isinstance(dummy, tf.Tensor) else dummy
 
 
-def _over_workers(strategy: tf.distribute.Strategy) -> Callable[[int, int], Any]:
-    """Two numbers of this worker -> the sums over all of them."""
+def _make_worker_sums(strategy: tf.distribute.Strategy) -> Callable[[int, int], Any]:
+    """Returns a function of two numbers of this worker that returns their sums over all workers."""
 
     @tf.function(input_signature=[tf.TensorSpec([2], tf.float32)])  # type: ignore[untyped-decorator]
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -270,14 +274,14 @@ def _over_workers(strategy: tf.distribute.Strategy) -> Callable[[int, int], Any]
     return lambda *numbers: summed(tf.constant(numbers, tf.float32))
 
 
-def _of_one_process(samples: int, there: int) -> tuple[None, int]:
-    return None, there  # the step counts its samples by itself
+def _local_sums(samples: int, there: int) -> tuple[None, int]:
+    return None, there  # the step itself counts the samples
 
 
-def _in_one_call(strategy: tf.distribute.Strategy, step: OnData, on_batch: OnData) -> OnData:
-    """Fetches a batch and takes its step in the same call, unless a replica has no samples.
+def _fused_step(strategy: tf.distribute.Strategy, step: OnData, on_batch: OnData) -> OnData:
+    """Fetches a batch and runs its step in the same call, unless a replica has no samples.
 
-    A call of its own to fetch takes a millisecond or two.
+    Fetching in a separate call takes one or two milliseconds.
     """
 
     @tf.function(reduce_retracing=True)  # type: ignore[untyped-decorator]
@@ -285,9 +289,9 @@ def _in_one_call(strategy: tf.distribute.Strategy, step: OnData, on_batch: OnDat
     def next_step(iterator: Any) -> Any:
         batch = iterator.get_next()
         done = _is_usual(batch, strategy)
-        # The batch is given back so that it is in use until the step ends. TensorFlow 2.21 else
-        # computes in its memory, which is that of the user's arrays where a generator gives them.
-        return _if(done, lambda: step((batch, None))), batch, done
+        # The batch is returned so that it stays in use until the step ends. Otherwise, TensorFlow
+        # 2.21 computes in its memory, which for a generator is the memory of the user's arrays.
+        return _compute_if(done, lambda: step((batch, None))), batch, done
 
     def on_next(iterator: Any) -> Any:
         found, batch, done = next_step(iterator)
@@ -296,8 +300,8 @@ def _in_one_call(strategy: tf.distribute.Strategy, step: OnData, on_batch: OnDat
     return on_next
 
 
-def _if(condition: Any, compute: Callable[[], Any]) -> Any:
-    """What `compute` gives, or anything of the same structure."""
+def _compute_if(condition: Any, compute: Callable[[], Any]) -> Any:
+    """Returns the result of `compute` if `condition` is true, or else zeros of its structure."""
     if condition is True:
         return compute()
     made = []
@@ -320,29 +324,31 @@ def _zeros_like(value: Any) -> Any:
 
 
 def _is_usual(batch: Any, strategy: tf.distribute.Strategy) -> Any:
-    """Whether Keras computes a step of `batch` right as it is."""
-    if not empty_batches.go_wrong(strategy):
+    """True if Keras computes a step of `batch` correctly without patches."""
+    if not empty_batches.need_patches(strategy):
         return True
-    sizes = [part.shape[0] for part in strategy.experimental_local_results(first_of(batch))]
+    sizes = [part.shape[0] for part in strategy.experimental_local_results(first_tensor(batch))]
     if None not in sizes:
         return all(sizes)
     return tf.reduce_all(tf.stack(_samples(batch, strategy)) > 0)
 
 
 def _sizes(parts: Sequence[Any]) -> list[int]:
-    """How many samples each part of a batch has."""
-    return [int(first_of(part).shape[0]) for part in parts]
+    """Returns the numbers of samples in the parts of a batch."""
+    return [int(first_tensor(part).shape[0]) for part in parts]
 
 
 def _samples(batch: Any, strategy: tf.distribute.Strategy) -> list[tf.Tensor]:
-    """How many samples each replica in this process has."""
-    return [samples_of(part) for part in strategy.experimental_local_results(first_of(batch))]
+    """Returns the numbers of samples on the replicas in this process."""
+    return [
+        count_samples(part) for part in strategy.experimental_local_results(first_tensor(batch))
+    ]
 
 
-def _of_any_batch_size(value: Any) -> Any:
+def _hide_batch_size(value: Any) -> Any:
     """Hides the number of samples from the trace, as a dataset's iterator does inside a function.
 
-    Keras weights the losses of single outputs by it where it is known, and by 1 where it is not.
+    Keras weights the losses of single outputs by that number if it is known, and otherwise by 1.
     """
     if tf.executing_eagerly() or not isinstance(value, tf.Tensor) or not value.shape.rank:
         return value
@@ -350,7 +356,7 @@ def _of_any_batch_size(value: Any) -> Any:
 
 
 def split(batch: Any, strategy: tf.distribute.Strategy) -> Any:
-    """Gives each replica its part of a global batch that every worker has as a whole."""
+    """Splits a global batch, which every worker has as a whole, over the replicas."""
     replicas = strategy.num_replicas_in_sync
     a_worker = len(strategy.extended.worker_devices)
 
@@ -360,7 +366,7 @@ def split(batch: Any, strategy: tf.distribute.Strategy) -> Any:
 
         def of_replica(context: tf.distribute.ValueContext) -> Any:
             place = context.replica_id_in_sync_group
-            if is_multi_worker(strategy):  # the order in which Keras brings outputs together
+            if is_multi_worker(strategy):  # the order in which Keras concatenates outputs
                 place = place % a_worker * (replicas // a_worker) + place // a_worker
             return value[samples * place // replicas : samples * (place + 1) // replicas]
 

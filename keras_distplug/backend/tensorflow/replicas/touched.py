@@ -1,7 +1,7 @@
-"""What a step touches: the variables that its trace captures, and ops that keep a random state.
+"""Records the variables that a step uses, and its ops that keep a random state.
 
-TensorFlow 2.18 to 2.21. A graph's captures are public; which of them are variables, and the graphs
-of functions that a step calls, are not.
+TensorFlow 2.18 to 2.21. A graph's captures are public, but there is no public way to tell which of
+them are variables, nor to get the graphs of functions that a step calls.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from keras_distplug.backend.tensorflow.runtime.workers import has_several_replic
 OnData = Callable[[Any], Any]
 _Handles = dict[int, tuple[tf.Tensor, str | None]]  # by `id`, each with the place of its use
 
-_left_out: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-# Their kernels count what they have drawn, each for itself, and tell nobody.
+_excluded: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+# The kernels of these ops keep private counters of the numbers they have drawn.
 _KEEPS_RANDOM_STATE = re.compile(
     r"Random(StandardNormal|Uniform|UniformInt|Shuffle|Gamma|PoissonV2|Poisson|Crop)"
     r"|(Parameterized)?TruncatedNormal|Multinomial|SampleDistortedBoundingBox(V2)?"
@@ -40,8 +40,8 @@ _KEEPS_RANDOM_STATE = re.compile(
 
 
 class Stage(enum.Enum):
-    """How far a step is: traced but not run, or, of one that runs eagerly, before or after its
-    first run."""
+    """The stage of a step: traced but not yet run or, for an eager step, before or after its first
+    run."""
 
     TRACED = enum.auto()
     BEGINS = enum.auto()
@@ -50,11 +50,11 @@ class Stage(enum.Enum):
 
 @dataclass
 class _Traced:
-    """What the traces of one step touch."""
+    """The variables and operations that the traces of one step use."""
 
     handles: _Handles = field(default_factory=dict)
     random_ops: dict[str, tuple[str, bool]] = field(default_factory=dict)
-    tables: list[str] = field(default_factory=list)  # places where tables change
+    tables: list[str] = field(default_factory=list)  # places where lookup tables change
     python_draws: dict[str, str] = field(default_factory=dict)  # functions by place
 
 
@@ -62,21 +62,22 @@ _CHANGES_TABLE = re.compile(r"LookupTable(Insert|Remove|Import)(V2)?")
 
 
 class Touched:
-    """What the steps of a model that were traced so far touch."""
+    """The variables and operations that a model's steps, as traced so far, use."""
 
     def __init__(self, *, has_replicas: bool = False) -> None:
         self.draws = random_ops.Draws(is_shared=has_replicas)
         self.on_step_known: Callable[[str, Stage], None] | None = None  # called with its name
-        # Called with the step's name. What callbacks can change was so when the step was traced, or
-        # is to be so when it is traced again: JSON by callback and path.
+        # `around_trace` is called with the step's name. `at_trace` has the values that callbacks
+        # can change at the time of tracing, `stored` those to be used when the step is traced
+        # again: JSON by callback and path.
         self.around_trace: Callable[[str], AbstractContextManager[None]] | None = None
         self.at_trace: dict[str, Mapping[Any, str]] = {}
         self.stored: dict[str, Mapping[Any, str]] = {}
-        # What of the model was so when `train_step` was traced, if it still runs.
+        # The frozen parts of the model when `train_step` was traced, if that trace is still in use.
         self.frozen: dict[str, list[int]] | None = None
-        self.steps: dict[str, OnData] = {}  # as the script has them
+        self.steps: dict[str, OnData] = {}  # the script's original steps
         self._traced: dict[str, _Traced] = {}  # by step
-        self._assigned: dict[str, _Handles] = {}  # the same of steps that run eagerly
+        self._assigned: dict[str, _Handles] = {}  # variables of steps that run eagerly, by step
 
     @classmethod
     def of(cls, model: keras.Model) -> Touched:
@@ -91,23 +92,24 @@ class Touched:
         return bool(self._traced)
 
     def has(self, variable: Any) -> bool:
-        """Has a step touched `variable`, of Keras or TensorFlow, or a replica's part of it?"""
-        ids = {id(handle) for handle in _handles_of(variable)}
+        """True if a step uses `variable`, of Keras or TensorFlow, or a replica's part of it."""
+        ids = {id(handle) for handle in _get_handles(variable)}
         return any(not ids.isdisjoint(traced.handles) for traced in self._traced.values())
 
     def random_ops(self) -> dict[str, tuple[str, bool]]:
-        """Places in the script, an op there whose draws nobody can resume, and whether it has a
-        seed."""
+        """Returns random ops whose draws cannot be resumed, by place in the script: the type of the
+        op, and True if it has a seed."""
         return {
             place: op for traced in self._traced.values() for place, op in traced.random_ops.items()
         }
 
     def tables(self) -> list[str]:
-        """Places in the script where a lookup table changes."""
+        """Returns the places in the script where a lookup table changes."""
         return [place for traced in self._traced.values() for place in traced.tables]
 
     def python_draws(self) -> dict[str, str]:
-        """Places in the script that draw from a generator of Python or NumPy, and by what."""
+        """Returns the functions that draw from a generator of Python or NumPy, by place in the
+        script."""
         return {
             place: function
             for traced in self._traced.values()
@@ -115,7 +117,7 @@ class Touched:
         }
 
     def forget(self, step: str) -> None:
-        """To be called when a step will be traced anew."""
+        """Discards the records of a step. Call it when the step will be traced again."""
         self._traced.pop(step, None)
         self._assigned.pop(step, None)
         if self.at_trace.pop(step, None) is not None:
@@ -124,8 +126,8 @@ class Touched:
             self.frozen = None
 
     def others(self, known: Iterable[Any]) -> list[str]:
-        """Where steps use variables that are not among `known`."""
-        ids = {id(handle) for variable in known for handle in _handles_of(variable)}
+        """Returns the places where steps use variables that are not among `known`."""
+        ids = {id(handle) for variable in known for handle in _get_handles(variable)}
         return [
             where or f"{step}, {_described(handle)}"
             for step, handles in self._handles_by_step()
@@ -139,11 +141,11 @@ class Touched:
         yield from self._assigned.items()
 
     @contextmanager
-    def kept(self, known: Iterable[Any]) -> Iterator[None]:
-        """Gives variables that steps touch, other than those `known`, their values back."""
-        ids = {id(handle) for variable in known for handle in _handles_of(variable)}
+    def restored(self, known: Iterable[Any]) -> Iterator[None]:
+        """Restores the variables that steps use, except those in `known`, at the end."""
+        ids = {id(handle) for variable in known for handle in _get_handles(variable)}
         values = [
-            (handle, tf.raw_ops.ReadVariableOp(resource=handle, dtype=_dtype_of(handle)))
+            (handle, tf.raw_ops.ReadVariableOp(resource=handle, dtype=_get_dtype(handle)))
             for traced in self._traced.values()
             for number, (handle, _) in traced.handles.items()
             if number not in ids
@@ -155,51 +157,53 @@ class Touched:
                 with tf.device(handle.device):
                     tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
-    def noting(
+    def recording(
         self,
         name: str,
         step: OnData,
         has_twins: Callable[[], bool],
         is_eager: Callable[[], bool] = lambda: False,
     ) -> OnData:
-        """Returns `step`, whose traces are noted.
+        """Returns a function like `step` that records its traces.
 
         Args:
-            name: Of the step, the same in another process.
-            step: Which computes with a batch.
-            has_twins: Whether its random ops are replaced by those of `random_ops`.
-            is_eager: Whether it runs eagerly in `fit`, and not only where somebody looks into it.
+            name: The name of the step, the same in every process.
+            step: The step, a function of a batch.
+            has_twins: A function that returns True if the step's random ops are replaced by those
+                of `random_ops`.
+            is_eager: A function that returns True if the step runs eagerly in `fit`, and not only
+                for a diagnosis.
         """
 
         self.steps[name] = step
 
-        def noted(data: Any) -> Any:
+        def recorded(data: Any) -> Any:
             if tf.executing_eagerly():
                 return self._run_eagerly(name, step, data) if is_eager() else step(data)
             twins = random_ops.counted(self.draws, name, data) if has_twins() else nullcontext()
             traced = self._traced.setdefault(name, _Traced())
 
             def drawn(frame: FrameType, function: str) -> None:
-                if (place := _place_of(frame)) is not None:
+                if (place := _frame_place(frame)) is not None:
                     traced.python_draws[place] = function
 
             around = nullcontext() if self.around_trace is None else self.around_trace(name)
-            with around, twins, python_draws.heard(drawn):
+            with around, twins, python_draws.watched(drawn):
                 found = step(data)
-            self._note(tf.compat.v1.get_default_graph(), name)
+            self._record(tf.compat.v1.get_default_graph(), name)
             return found
 
-        return noted
+        return recorded
 
     def _run_eagerly(self, name: str, step: OnData, data: Any) -> Any:
-        """Runs a step that is not traced; the first one tells which variables it assigns."""
+        """Runs a step that is not traced; the first run records the variables that it assigns."""
         if name in self._assigned:
             return step(data)
-        self._tell(name, Stage.BEGINS)
+        self._notify(name, Stage.BEGINS)
         assigned = self._assigned[name] = {}
 
         def on_op(op: str, inputs: Any, *_: Any, graph: Any = None, **__: Any) -> None:
-            if graph is None and op != "ReadVariableOp":  # reads are mostly not told
+            if graph is None and op != "ReadVariableOp":  # most reads are not reported
                 for each in filter(_is_variable, inputs):
                     assigned.setdefault(id(each), (each, _place_in_stack(sys._getframe(1))))
 
@@ -208,19 +212,19 @@ class Touched:
             found = step(data)
         finally:
             op_callbacks.remove_op_callback(on_op)
-        self._tell(name, Stage.RAN)
+        self._notify(name, Stage.RAN)
         return found
 
-    def _tell(self, step: str, stage: Stage) -> None:
+    def _notify(self, step: str, stage: Stage) -> None:
         if self.on_step_known is not None:
             self.on_step_known(step, stage)
 
-    def _note(self, graph: Any, step: str) -> None:
+    def _record(self, graph: Any, step: str) -> None:
         traced = self._traced.setdefault(step, _Traced())
         for handle, inside in graph.captures:
-            is_ours = _left_out.get(id(handle)) is handle or self.draws.has(handle)
+            is_ours = _excluded.get(id(handle)) is handle or self.draws.has(handle)
             if _is_variable(handle) and not is_ours and id(handle) not in traced.handles:
-                traced.handles[id(handle)] = handle, _place_of_use(inside)
+                traced.handles[id(handle)] = handle, _find_use(inside)
         for operation in _operations(graph, set()):
             if _CHANGES_TABLE.fullmatch(operation.type):
                 traced.tables.append(_place(operation) or "an unknown place")
@@ -229,23 +233,23 @@ class Touched:
                 place = _place(operation) or "an unknown place"
                 traced.random_ops.setdefault(place, (operation.type, bool(is_seeded)))
         with tf.init_scope():
-            self._tell(step, Stage.TRACED)
+            self._notify(step, Stage.TRACED)
 
 
 def leave_out(variable: Any) -> Any:
-    """A variable that the package adds to a step, and that belongs to no run."""
-    for handle in _handles_of(variable):
-        _left_out[id(handle)] = handle
+    """Excludes a variable that the package adds to a step and that is not part of a run's state."""
+    for handle in _get_handles(variable):
+        _excluded[id(handle)] = handle
     return variable
 
 
 def native(variable: Any) -> Any:
-    """TensorFlow's variable of one of Keras' or TensorFlow's."""
+    """Returns the TensorFlow variable of a Keras or TensorFlow variable."""
     return variable._value if isinstance(variable, keras.Variable) else variable
 
 
 def parts(variable: Any) -> tuple[Any, ...]:
-    """The variables of the replicas of this process."""
+    """Returns the variables of the replicas in this process."""
     of_all = native(variable)
     if isinstance(of_all, tf.distribute.DistributedValues):
         return tuple(of_all.values)
@@ -253,7 +257,7 @@ def parts(variable: Any) -> tuple[Any, ...]:
 
 
 def is_of_replicas(variable: Any) -> bool:
-    """May the values of the replicas differ?"""
+    """True if the replicas' values may differ."""
     of_all = native(variable)
     return isinstance(of_all, tf.distribute.DistributedValues) and (
         of_all.synchronization == tf.VariableSynchronization.ON_READ
@@ -261,26 +265,28 @@ def is_of_replicas(variable: Any) -> bool:
     )
 
 
-def _handles_of(variable: Any) -> list[Any]:
+def _get_handles(variable: Any) -> list[Any]:
     return [getattr(part, "handle", None) for part in parts(variable)]
 
 
 def _is_variable(captured: tf.Tensor) -> bool:
-    told = getattr(captured, "_handle_data", None)
-    return captured.dtype == tf.resource and bool(told and told.is_set and told.shape_and_type)
+    shape_data = getattr(captured, "_handle_data", None)
+    return captured.dtype == tf.resource and bool(
+        shape_data and shape_data.is_set and shape_data.shape_and_type
+    )
 
 
-def _dtype_of(handle: Any) -> tf.DType:
+def _get_dtype(handle: Any) -> tf.DType:
     return tf.as_dtype(handle._handle_data.shape_and_type[0].dtype)
 
 
 def _described(handle: Any) -> str:
-    told = handle._handle_data.shape_and_type[0]
-    return f"{_dtype_of(handle).name} of shape {tf.TensorShape(told.shape)}"
+    shape_data = handle._handle_data.shape_and_type[0]
+    return f"{_get_dtype(handle).name} of shape {tf.TensorShape(shape_data.shape)}"
 
 
 def _operations(graph: Any, seen: set[str]) -> Iterator[Any]:
-    """Of a graph and of the functions that it calls."""
+    """Yields the operations of a graph and of the functions that it calls."""
     yield from graph.get_operations()
     for name, function in getattr(graph, "_functions", {}).items():
         inner = getattr(function, "graph", None)
@@ -289,22 +295,23 @@ def _operations(graph: Any, seen: set[str]) -> Iterator[Any]:
             yield from _operations(inner, seen)
 
 
-def _place_of_use(tensor: Any) -> str | None:
+def _find_use(tensor: Any) -> str | None:
     return next(filter(None, map(_place, tensor.consumers())), None)
 
 
 def _place(operation: Any) -> str | None:
-    """The user's line, within the step, that has made an operation: `call (train.py, line 14)`."""
+    """Returns the user's line, within the step, that has created an operation, such as
+    `call (train.py, line 14)`."""
     for frame in reversed(operation.traceback):
         if frame.filename == __file__:
-            return None  # who calls `fit` is no part of the step
+            return None  # the callers of `fit` are not part of the step
         if _is_the_users(frame.filename):
             return f"{frame.name} ({Path(frame.filename).name}, line {frame.lineno})"
     return None
 
 
-def _place_of(frame: FrameType) -> str | None:
-    """As `_place`, of the user's code that runs in `frame` itself."""
+def _frame_place(frame: FrameType) -> str | None:
+    """Returns a place like `_place` if `frame` itself runs user code; otherwise None."""
     code = frame.f_code
     if not _is_the_users(code.co_filename):
         return None
@@ -312,9 +319,9 @@ def _place_of(frame: FrameType) -> str | None:
 
 
 def _place_in_stack(frame: FrameType) -> str | None:
-    """As `_place`, of what runs below a step."""
+    """Returns the innermost place of user code between a step and `frame`."""
     within = takewhile(lambda each: each.f_code.co_filename != __file__, callers(frame))
-    return next(filter(None, map(_place_of, within)), None)
+    return next(filter(None, map(_frame_place, within)), None)
 
 
 def _is_the_users(filename: str) -> bool:

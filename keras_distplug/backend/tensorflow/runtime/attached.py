@@ -1,7 +1,7 @@
-"""What the package knows of a model, an optimizer or a variable, kept on the object itself.
+"""Stores the package's data about a model, an optimizer or a variable on the object itself.
 
-In a weak dictionary, it would live for ever: what is known of a model refers to the model, by its
-own methods, and the dictionary to that.
+Entries of a weak dictionary would never be freed: the data refers to the model through the model's
+bound methods, and the dictionary refers to the data.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ Kind = TypeVar("Kind")
 
 
 def attach(owner: object, value: object) -> None:
-    """Keeps `value`, one of its class, past Keras' tracking of attributes."""
+    """Stores `value`, one per class, on `owner`, bypassing Keras' attribute tracking."""
     _all(owner)[type(value)] = value
 
 
 def attached(owner: object, kind: type[Kind]) -> Kind | None:
-    """What was attached of this class."""
+    """Returns the attached object of this class; None if there is none."""
     found: Kind | None = vars(owner).get(ATTACHED, {}).get(kind)
     return found
 
@@ -29,11 +29,11 @@ def detach(owner: object, kind: type) -> None:
 
 
 class _Marks(set[str]):
-    """What was done to an object."""
+    """The marks of an object: names of changes already made to it."""
 
 
 def mark(target: object, done: str = "adapted") -> bool:
-    """Marks `target` as adapted, or what else was `done` to it. False if it was."""
+    """Marks `target` with `done`; returns False if it already had that mark."""
     if is_marked(target, done):
         return False
     _all(target).setdefault(_Marks, _Marks()).add(done)

@@ -1,8 +1,8 @@
-"""Lets a callback run before or after all the others, wherever the user put it.
+"""Moves a callback before or after all others, regardless of the order given by the user.
 
-Keras 3.10 to 3.15. A callback cannot reach the list it is in; what other callbacks do to the model
-at the end of an epoch (a lowered learning rate, restored best weights) belongs into the checkpoint,
-and so does what they know.
+Keras 3.10 to 3.15 give a callback no access to the list that contains it. A checkpoint must include
+other callbacks' state, and their changes to the model at the end of an epoch (a lowered learning
+rate, restored best weights), so the callback that saves it must run last.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from keras_distplug.backend.tensorflow.runtime import frames
 
 @dataclass(frozen=True)
 class Calling:
-    """A `fit` that calls its callbacks, told from others without keeping it alive.
+    """Identifies a running `fit` without keeping it alive.
 
-    Its local variables would tell, too. But to look at them from outside (`f_locals`) makes Python
-    3.11 and 3.12 keep them as they are then: the iterator of an epoch lives on, and whoever looks
-    next is the one who waits for its end, be that in the handler of a signal. From another thread
-    it is a segfault where that end lets the function go on, and return.
+    Its local variables would identify it, too. But in Python 3.11 and 3.12, reading them from
+    outside (`f_locals`) keeps a copy of them. The iterator of an epoch then stays alive, and the
+    next reader, possibly a signal handler, has to wait for its destruction. In another thread this
+    causes a segmentation fault if the function resumes and returns during the destruction.
     """
 
     _callbacks: weakref.ref[keras.callbacks.CallbackList]
@@ -33,7 +33,8 @@ class Calling:
 
     @classmethod
     def now(cls) -> Calling | None:
-        """To be called from a callback's `on_train_begin`; None if no list of Keras' calls that."""
+        """Returns the `fit` that calls the caller, a callback's `on_train_begin`; None if it is not
+        called by a `keras.callbacks.CallbackList`."""
         frame, callbacks = _list_above(sys._getframe(1))
         if frame is None or callbacks is None:
             return None
@@ -44,13 +45,13 @@ class Calling:
         return None
 
     def is_running(self) -> bool:
-        """Whether that `fit` has neither returned nor failed. From any thread."""
+        """True if that `fit` has neither returned nor failed. Thread-safe."""
         return any(map(self.is_above, list(sys._current_frames().values())))
 
     def is_above(self, frame: FrameType | None) -> bool:
-        """Whether `frame` is called by that `fit`. From any thread."""
-        # While the list lives, so does the frame that has it, whose number no other one can have;
-        # but an error may leave the list to somebody else.
+        """True if `frame` was called by that `fit`. Thread-safe."""
+        # While the list is alive, so is the frame that holds it, and frame ids are unique. An
+        # error's traceback may keep the list alive for longer, however.
         return any(
             self._callbacks() is not None and id(each) == self._frame and each.f_code is self._code
             for each in frames.callers(frame)
@@ -58,10 +59,10 @@ class Calling:
 
 
 def move_to_end(callback: keras.callbacks.Callback) -> list[keras.callbacks.Callback]:
-    """Moves `callback` behind all others. To be called from its `set_model` or `on_train_begin`.
+    """Moves `callback` after all others. Call it from its `set_model` or `on_train_begin`.
 
     Returns:
-        The others; none if no `keras.callbacks.CallbackList` is calling.
+        The others; empty if not called by a `keras.callbacks.CallbackList`.
     """
     others, calling = _others_than(callback)
     if calling is not None:
@@ -70,7 +71,7 @@ def move_to_end(callback: keras.callbacks.Callback) -> list[keras.callbacks.Call
 
 
 def move_to_front(callback: keras.callbacks.Callback) -> list[keras.callbacks.Callback]:
-    """As `move_to_end`, before all others."""
+    """Moves `callback` before all others; see `move_to_end`."""
     others, calling = _others_than(callback)
     if calling is not None:
         calling.callbacks = [callback, *others]
@@ -78,7 +79,7 @@ def move_to_front(callback: keras.callbacks.Callback) -> list[keras.callbacks.Ca
 
 
 def leave(callback: keras.callbacks.Callback) -> None:
-    """Takes `callback` out of the list: nothing more is told to it in this `fit`."""
+    """Removes `callback` from the list, so that this `fit` no longer calls it."""
     others, calling = _others_than(callback)
     if calling is not None:
         calling.callbacks = others
@@ -87,7 +88,8 @@ def leave(callback: keras.callbacks.Callback) -> None:
 def _others_than(
     callback: keras.callbacks.Callback,
 ) -> tuple[list[keras.callbacks.Callback], keras.callbacks.CallbackList | None]:
-    """In a new list, for Keras is iterating over the old one; and that which is calling."""
+    """Returns the other callbacks in a new list, because Keras is iterating over the old one; and
+    the calling `CallbackList`."""
     _, caller = _list_above(sys._getframe(2))
     if caller is None:
         return [], None
@@ -97,7 +99,7 @@ def _others_than(
 def _list_above(
     frame: FrameType | None,
 ) -> tuple[FrameType | None, keras.callbacks.CallbackList | None]:
-    """Which list calls, and its frame."""
+    """Returns the innermost calling frame that belongs to a `CallbackList`, and the list."""
     for each in frames.callers(frame):
         caller = frames.local(each, "self")
         if isinstance(caller, keras.callbacks.CallbackList):

@@ -1,8 +1,8 @@
-"""TensorFlow's eager context: may a cluster still be formed, starting afresh, the key-value store.
+"""TensorFlow's eager context: its state, its reset, and the coordination service's key-value store.
 
 TensorFlow 2.18 to 2.21. "Collective ops must be configured at program startup"
-(tensorflow/tensorflow#35297): MultiWorkerMirroredStrategy cannot be made once any tensor exists.
-`_reset_context` drops the context so that it can; whatever lived in the old one is dead.
+(tensorflow/tensorflow#35297): MultiWorkerMirroredStrategy cannot be created once any tensor exists.
+`_reset_context` drops the context to make this possible; objects of the old context are destroyed.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from keras_distplug.backend.tensorflow.runtime.patching import Upstream
 
 _UPSTREAM = Upstream(tensorflow="2.18 to 2.21", issue="tensorflow/tensorflow#35297")
 
-_HEARTBEAT_S = 10.0  # TensorFlow's own time-out
-_ANSWER_S = 1.0  # for the service, which may be frozen
-_LOOK_S = 1.0  # how often who waits for a word looks whether all workers are there,
-_LOOKS_WORKERS = 64  # up to so many; of more, so seldom that all together look as often
+_HEARTBEAT_S = 10.0  # TensorFlow's default timeout
+_ANSWER_S = 1.0  # for an answer of the service, which may be frozen
+# A worker that waits for a value checks the others at this interval. With more than
+# _LOOKS_WORKERS workers the interval grows, so that the total rate stays the same.
+_LOOK_S = 1.0
+_LOOKS_WORKERS = 64
 
 
 def is_initialized() -> bool:
-    """True once a tensor, variable or dataset exists, which is too late to form a cluster."""
+    """True once a tensor, variable or dataset exists: then it is too late to form a cluster."""
     return context.context()._context_handle is not None
 
 
@@ -43,14 +45,14 @@ def in_cluster() -> bool:
 
 
 def global_seed() -> int | None:
-    """What `tf.random.set_seed` was given; None if it was not called."""
+    """Returns the seed passed to `tf.random.set_seed`; None if it was not called."""
     seed: int | None = context.global_seed()
     return seed
 
 
 @contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
-    """Makes operations as if `tf.random.set_seed` had been given `seed`."""
+    """Creates operations as if `tf.random.set_seed(seed)` had been called."""
     there = context.context()
     before = there._seed, there._rng
     there._seed, there._rng = seed, random.Random(seed)
@@ -61,8 +63,8 @@ def seeded(seed: int | None) -> Iterator[None]:
 
 
 def reset() -> None:
-    """Starts TensorFlow afresh with the user's settings. Tensors, variables and datasets made
-    before are dead: touching one may crash the process."""
+    """Restarts TensorFlow with the user's settings. Existing tensors, variables and datasets are
+    destroyed: using one of them may crash the process."""
     seed, soft_placement = global_seed(), tf.config.get_soft_device_placement()
     inter_op = tf.config.threading.get_inter_op_parallelism_threads()
     intra_op = tf.config.threading.get_intra_op_parallelism_threads()
@@ -95,7 +97,8 @@ _asking_lock = threading.Lock()
 
 
 class ServiceKeyValues:
-    """The coordination service's key-value store. Never a collective: safe at any moment."""
+    """The coordination service's key-value store. It uses no collectives, so any thread may call it
+    at any time."""
 
     def put(self, key: str, value: str) -> None:
         with _as_builtin_errors(key):
@@ -116,7 +119,8 @@ class ServiceKeyValues:
         look_s = _look_s()
         if timeout_s < 2 * look_s:
             return self._get(key, max(1, int(timeout_s * 1000)))
-        # The service lets who waits for the word of a lost worker wait (TensorFlow 2.18 to 2.21).
+        # The service does not interrupt a wait for the value of a lost worker (TensorFlow 2.18 to
+        # 2.21).
         end_s = time.monotonic() + timeout_s
         while True:
             left_s = end_s - time.monotonic()
@@ -133,7 +137,7 @@ class ServiceKeyValues:
             return str(context.context().get_config_key_value(key, timeout_ms))
 
     def delete(self, key: str) -> None:
-        """`key`, and all keys below it: `a` with `a/b`."""
+        """Deletes `key` and all keys below it: `a` and `a/b`."""
         with _as_builtin_errors(key):
             context.context().delete_config_key_value(key)
 
@@ -142,16 +146,16 @@ class ServiceKeyValues:
             context.context().wait_at_barrier(key, int(timeout_s * 1000))
 
     def _first_error(self) -> str | None:
-        with contextlib.suppress(TimeoutError):  # who is frozen may come back
+        with contextlib.suppress(TimeoutError):  # a frozen service may recover
             return next(filter(None, self.task_errors()), None)
         return None
 
     def task_errors(self) -> list[str | None]:
-        """What is wrong with each worker, as the service knows it; the chief comes first.
+        """Returns every worker's error, or None, as known to the service; the chief comes first.
 
         Raises:
             TimeoutError: If the service does not answer.
-            ConnectionError: If it is gone.
+            ConnectionError: If the service is lost.
         """
         self._require_answer()
         jobs = context.context().coordination_service.coordinated_job_list
@@ -160,15 +164,18 @@ class ServiceKeyValues:
         return [None if state is None else str(state) for state in states]
 
     def report(self, message: str) -> None:
-        """Ends the collectives of all other workers with this message, at once. Raises like
-        `task_errors`."""
+        """Immediately aborts the collectives of all other workers with this message. Raises the
+        same errors as `task_errors`."""
         self._require_answer()
         with _as_builtin_errors("a report to all workers"):
             context.context().report_error_to_cluster(tf.errors.UNAVAILABLE, message)
 
     def _require_answer(self) -> None:
-        """Who asks a frozen service for states lets no other thread of Python run (TensorFlow 2.18
-        to 2.21), so it is asked for something else before."""
+        """Checks that the service answers.
+
+        A request for task states to a frozen service blocks all Python threads (TensorFlow 2.18 to
+        2.21), so a harmless request is sent first.
+        """
         answers: queue.SimpleQueue[ConnectionError | None] = queue.SimpleQueue()
 
         def ask() -> None:
@@ -181,7 +188,7 @@ class ServiceKeyValues:
         global _asking
         with _asking_lock:
             if _asking is not None:
-                _asking.join(_ANSWER_S)  # one that never comes back is enough
+                _asking.join(_ANSWER_S)  # do not start a second thread that may never end
             if _asking is None or not _asking.is_alive():
                 _asking = threading.Thread(target=ask, name="keras_distplug-ask", daemon=True)
                 _asking.start()
@@ -199,7 +206,7 @@ class ServiceKeyValues:
 
 
 def _look_s() -> float:
-    # What is told of the workers' states grows with their number, too.
+    # The size of an answer grows with the number of workers, too.
     jobs = context.context().coordination_service.coordinated_job_list
     workers: int = sum(job.num_tasks for job in jobs)
     return _LOOK_S * max(1.0, workers / _LOOKS_WORKERS)
@@ -207,10 +214,11 @@ def _look_s() -> float:
 
 @contextmanager
 def heartbeat_timeout(secs: float) -> Iterator[None]:
-    """Gives the coordination service of the cluster that is formed meanwhile this time-out.
+    """Sets the heartbeat timeout of a cluster that is formed within the `with` block.
 
-    TensorFlow 2.18 to 2.21: MultiWorkerMirroredStrategy has no argument for it; its own is 10 s. It
-    configures the service unless somebody has, but then that has to know who keeps it, too.
+    TensorFlow 2.18 to 2.21: MultiWorkerMirroredStrategy has no argument for it, and its default is
+    10 s. It configures the coordination service unless that has already been done, but configuring
+    it beforehand requires knowing the service's leader.
     """
     own = context.context()
     with _UPSTREAM.patched(
@@ -235,10 +243,10 @@ def _as_builtin_errors(key: str) -> Iterator[None]:
 
 @contextmanager
 def cpu_devices_per_worker(count: int) -> Iterator[None]:
-    """Makes MultiWorkerMirroredStrategy use `count` logical CPU devices on each worker.
+    """Makes MultiWorkerMirroredStrategy use `count` logical CPU devices per worker.
 
-    TensorFlow takes one CPU device a worker, whatever the logical configuration; several are of use
-    for trying out several replicas a worker without GPUs.
+    TensorFlow uses one CPU device per worker regardless of the logical configuration. Several
+    devices help to try out several replicas per worker without GPUs.
     """
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(

@@ -1,4 +1,4 @@
-"""What a thread is at. Replicas are traced in threads, each with something of its own."""
+"""A thread-local current object. Replicas are traced in separate threads."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Kind = TypeVar("Kind")
 
 
 class Current(threading.local, Generic[Kind]):
-    """What this thread is at; None if it is at nothing."""
+    """The current object of this thread; None if there is none."""
 
     now: Kind | None = None
 
     @contextmanager
     def at(self, what: Kind | None) -> Iterator[None]:
-        """Makes `what` the current one, meanwhile."""
+        """Makes `what` the current object within the `with` block."""
         before, self.now = self.now, what
         try:
             yield

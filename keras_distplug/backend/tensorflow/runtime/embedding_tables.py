@@ -1,8 +1,8 @@
-"""Variables in parts, seen as a whole.
+"""Presents variables that are split into parts as single variables.
 
-`embeddings.py` makes them: a Keras variable for each part, which optimizers, who know
-nothing of it, train as a variable of its own. What looks at a model from outside (checkpoints,
-files, a model outside of the scope) sees what would be there without parts.
+`embeddings.py` creates one Keras variable per part, which optimizers train like any other variable.
+Everything outside the training step (checkpoints, files, a model outside the scope) sees whole
+variables, as if they were not split.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-_PART = re.compile(r"\.distplug-part-(\d+)")  # an optimizer's variables have it in their paths, too
+_PART = re.compile(r"\.distplug-part-(\d+)")  # also in the paths of an optimizer's variables
 
 
 def part_name(name: str, number: int) -> str:
@@ -24,11 +24,11 @@ def part_name(name: str, number: int) -> str:
 
 
 class Table:
-    """A variable whose rows are in parts, one behind the other.
+    """A variable whose rows are split into consecutive parts.
 
     Args:
-        path: That of the variable.
-        parts: All of them, in the order of their rows.
+        path: The path of the whole variable.
+        parts: The variables of all parts, in the order of their rows.
     """
 
     def __init__(self, path: str, parts: Sequence[keras.Variable]) -> None:
@@ -51,7 +51,7 @@ class Table:
         return how
 
     def read(self) -> Rows:
-        """The values of now, by reference."""
+        """Returns the current values, by reference."""
         return Rows([part.value.read_value() for part in self.parts])
 
     def assign(self, value: Any) -> None:
@@ -76,7 +76,7 @@ class Table:
 
 
 class Rows:
-    """What a `Table` had at one time. It is fetched, and put together, when it is looked at."""
+    """The values of a `Table` at one time, fetched and concatenated on first access."""
 
     def __init__(self, parts: Sequence[tf.Tensor]) -> None:
         self._parts = parts
@@ -92,7 +92,7 @@ class Rows:
 
 
 def wholes(variables: Iterable[keras.Variable]) -> list[keras.Variable | Table]:
-    """The parts among `variables` as one, where the first of them is."""
+    """Replaces the parts among `variables` by whole tables, at the position of the first part."""
     found: list[keras.Variable | Table] = []
     tables: dict[str, Table] = {}
     for variable in variables:
@@ -101,7 +101,7 @@ def wholes(variables: Iterable[keras.Variable]) -> list[keras.Variable | Table]:
             found.append(variable)
             continue
         path = _PART.sub("", variable.path)
-        if part[1] == "0":  # of another one, if two have the same path
+        if part[1] == "0":  # starts a new table, even if two tables have the same path
             tables[path] = Table(path, [])
             found.append(tables[path])
         tables[path].parts.append(variable)
@@ -113,5 +113,5 @@ def parts_of(variable: keras.Variable | Table) -> list[keras.Variable]:
 
 
 def value_of(variable: keras.Variable | Table) -> Any:
-    """What a variable has now, by reference: anything `numpy.asarray` takes."""
+    """Returns the current value by reference, as an object that `numpy.asarray` accepts."""
     return variable.read() if isinstance(variable, Table) else variable.value.read_value()

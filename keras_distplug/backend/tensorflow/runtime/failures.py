@@ -1,5 +1,5 @@
-"""What `fit`, `evaluate` and `predict` raise when they fail, and what happens when `fit` ends.
-Keras 3.10 to 3.15."""
+"""Hooks for errors of `fit`, `evaluate` and `predict`, and for the end of `fit`. Keras 3.10 to
+3.15."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _UPSTREAM = Upstream(keras="3.10 to 3.15")
 
 Explain = Callable[[Exception, tf.distribute.Strategy], Exception | None]
 
-# What TensorFlow 2.18 to 2.21 raises in a collective, or from the coordination service, when a
-# worker is gone, or does not answer: the first, mostly.
+# Errors that TensorFlow 2.18 to 2.21 raises in a collective, or from the coordination service, when
+# a worker is lost or does not answer; usually the first one.
 _OF_A_CONNECTION = (
     tf.errors.UnavailableError,
     tf.errors.AbortedError,
@@ -38,7 +38,7 @@ _SERVER = re.compile(r"/job:ps/replica:0/task:(\d+)")
 
 
 def explain_with(explain: Explain) -> None:
-    """Lets `explain` say what is raised instead of an error of any model; None leaves it."""
+    """Lets `explain` replace the errors of all models; if it returns None, the error is kept."""
     for name in ("fit", "evaluate", "predict"):
         _UPSTREAM.wrap(private_names.Trainer, name, lambda stock: _explained(stock, explain))
 
@@ -82,13 +82,13 @@ def when_fit_ends(act: Callable[[keras.Model], None]) -> None:
 
 
 def is_of_a_frozen_service(error: BaseException) -> bool:
-    """Whether TensorFlow's error says that whoever keeps the coordination service has not answered
-    for as long as a heartbeat may take."""
+    """True if TensorFlow's error says that the coordination service has not answered within the
+    heartbeat timeout."""
     return "CoordinationService/Heartbeat" in str(error) and "Deadline Exceeded" in str(error)
 
 
 def server_in(error: BaseException) -> int | None:
-    """The number of the parameter server that TensorFlow's error names as gone."""
+    """Returns the index of the parameter server that TensorFlow's error reports as lost."""
     if not isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError):
         return None
     found = _SERVER.search(str(error))
@@ -96,17 +96,17 @@ def server_in(error: BaseException) -> int | None:
 
 
 def broken_connection_to(error: BaseException) -> str | None:
-    """The task at the other end of a connection of which TensorFlow's error says that it broke:
-    "worker-1", or "" if it does not say which. None for another error."""
+    """Returns the task at the other end of the connection that broke according to TensorFlow's
+    error: "worker-1", or "" if the error does not name it. None for other errors."""
     said = str(error)
     if not (isinstance(error, tf.errors.OpError) and _BROKEN.search(said)):
         return None
     if not _BETWEEN_WORKERS.search(said):
-        return None  # that of a file system, for example
+        return None  # a connection of a file system, for example
     found = _TARGET.search(said)
     return "" if found is None else f"{found[1]}-{found[2]}"
 
 
 def may_be_of_a_connection(error: BaseException) -> bool:
-    """Whether TensorFlow's error could be for a worker that is gone."""
+    """True if TensorFlow's error could be caused by a lost worker."""
     return isinstance(error, _OF_A_CONNECTION)

@@ -1,7 +1,7 @@
-"""Callers, and their local variables.
+"""Callers and their local variables.
 
-Python 3.11 and 3.12 keep what `f_locals` has given until somebody asks again, and with it what the
-function itself has let go. From 3.13 on (PEP 667) nothing is kept.
+Python 3.11 and 3.12 keep the dictionary that `f_locals` returns until the next access, which keeps
+objects alive that the function itself has released. Python 3.13 and later (PEP 667) keep nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-# How the names of files begin whose code is no user's.
+# Prefixes of file names whose code is not the user's.
 NOT_THE_USERS = (
     str(Path(__file__).parents[3]),  # this package
     *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
@@ -20,14 +20,15 @@ NOT_THE_USERS = (
 
 
 def callers(frame: FrameType | None) -> Iterator[FrameType]:
-    """`frame`, and those that have called it, the innermost first."""
+    """Yields `frame` and its callers, innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def local(frame: FrameType, name: str) -> Any:
-    """A variable of a function that runs in this thread; None if it has none of this name."""
+    """Returns a local variable of a function running in this thread; None if it has none of this
+    name."""
     code = frame.f_code
     if name not in code.co_varnames and name not in code.co_cellvars:
         return None

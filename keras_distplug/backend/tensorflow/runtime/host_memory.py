@@ -1,8 +1,8 @@
-"""A tensor whose memory can be written to, for reading checkpoints and data without a copy.
+"""Tensors with writable memory, for reading checkpoints and data without a copy.
 
-TensorFlow 2.18 to 2.21: an eager tensor on the CPU lends its memory to NumPy, read-only; `assign`
-makes it the variable's. Writing to it before anyone else has seen the tensor is what nobody
-forbids, and nobody promises: a test compares.
+TensorFlow 2.18 to 2.21: an eager tensor on the CPU shares its memory with NumPy, read-only, and
+`assign` hands that memory over to the variable. Writing to it before the tensor is used elsewhere
+is neither forbidden nor guaranteed to work, so a test checks the result.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import tensorflow as tf
 
 
 def empty_tensor(shape: Sequence[int], dtype: str) -> tuple[tf.Tensor, memoryview]:
-    """A tensor with anything in it, and its bytes, which are there as long as the tensor.
+    """Returns an uninitialized tensor and its memory, which is valid as long as the tensor lives.
 
     Args:
-        shape: Of at least one element.
-        dtype: A type that NumPy has, too.
+        shape: The shape, with at least one element.
+        dtype: A dtype that NumPy supports, too.
     """
     with tf.device("CPU:0"):
         tensor = tf.raw_ops.Empty(shape=list(shape), dtype=dtype, init=False)
@@ -29,7 +29,7 @@ def empty_tensor(shape: Sequence[int], dtype: str) -> tuple[tf.Tensor, memoryvie
 
 
 def to_tensor(array: np.ndarray) -> tf.Tensor:
-    """The array in host memory, once; `tf.constant` holds two copies."""
+    """Copies the array into a tensor in host memory, once; `tf.constant` needs two copies."""
     if not array.size or array.dtype.kind in "USO":  # text
         return tf.constant(array)
     tensor, memory = empty_tensor(array.shape, array.dtype.name)

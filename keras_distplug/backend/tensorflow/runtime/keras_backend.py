@@ -1,6 +1,7 @@
-"""Which backend Keras uses, without importing it.
+"""Determines Keras' backend without importing Keras.
 
-Keras 3.10 to 3.15: the variable `KERAS_BACKEND`, else the file keras.json, else TensorFlow.
+Keras 3.10 to 3.15 use the environment variable `KERAS_BACKEND`, or else the file keras.json, or
+else TensorFlow.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def require_tensorflow() -> None:
     """Checks that Keras uses TensorFlow.
 
     Raises:
-        ConfigurationError: If it uses another backend, or is about to.
+        ConfigurationError: If it uses another backend, or would once imported.
     """
     name = _loaded() or _configured(os.environ)
     if name != "tensorflow":
@@ -54,7 +55,7 @@ def _loaded() -> str | None:
 
 
 def _configured(environ: Mapping[str, str]) -> str:
-    """Returns the backend that Keras will have once it is imported."""
+    """Returns the backend that Keras will use once it is imported."""
     if name := environ.get(_VARIABLE):
         return name
     home = Path(environ.get("KERAS_HOME") or Path("~").expanduser() / ".keras")

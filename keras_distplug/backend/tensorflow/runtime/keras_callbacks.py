@@ -1,8 +1,8 @@
-"""The state of Keras' callbacks that decides how training goes on.
+"""The state of Keras' callbacks that influences how training continues.
 
-Keras 3.10 to 3.15 have no means to take it from a callback and to give it back
-(keras-team/keras#14862), and some of it is in private attributes. What a callback works out anew
-from its arguments is left out: to put back the sign of `min_delta` would turn it twice.
+Keras 3.10 to 3.15 have no API to save and restore it (keras-team/keras#14862), and some of it is in
+private attributes. Values that a callback derives from its arguments are not saved: restoring the
+sign of `min_delta`, for example, would flip it twice.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _ATTRIBUTES = {
     "TensorBoard": ("_global_train_batch", "_global_test_batch"),
 }
 _ROWS, _EVENTS = "bytes_of_rows", "bytes_of_events"
-_RUNS = ("train", "validation")  # folders of TensorBoard in its `log_dir`
+_RUNS = ("train", "validation")  # subfolders of TensorBoard's `log_dir`
 
 
-# Whose work may take all workers, and where it goes.
+# Callbacks whose work may require all workers, with the attribute that holds their path.
 _PLACES = {"ModelCheckpoint": "filepath", "CSVLogger": "filename", "TensorBoard": "log_dir"}
 _DECIDING = (
     *("BackupAndRestore", "EarlyStopping", "LearningRateScheduler", "ReduceLROnPlateau"),
@@ -38,19 +38,19 @@ _DECIDING = (
 
 
 def place_of(callback: keras.callbacks.Callback) -> str | None:
-    """The attribute that says where a callback of Keras that writes files, or one derived of it,
-    writes them; None if it is no such callback."""
+    """Returns the name of the attribute that holds the path of a file-writing Keras callback or a
+    subclass; None for any other callback."""
     kinds = (name for name in _PLACES if isinstance(callback, getattr(keras.callbacks, name)))
     return next((_PLACES[name] for name in kinds), None)
 
 
 def decides(callback: keras.callbacks.Callback) -> bool:
-    """Whether a callback of Keras, or one derived of it, has a say in how training goes on."""
+    """True if the callback, or its base class in Keras, influences training."""
     return isinstance(callback, tuple(getattr(keras.callbacks, name) for name in _DECIDING))
 
 
 def state_of(callback: keras.callbacks.Callback) -> dict[str, Any] | None:
-    """What a callback of Keras, or one derived of it, knows; None if it is no such callback."""
+    """Returns the state of a Keras callback or a subclass; None for any other callback."""
     if isinstance(callback, keras.callbacks.CSVLogger):
         return {_ROWS: _size(callback.filename)}
     names = attributes_of(callback)
@@ -63,14 +63,14 @@ def state_of(callback: keras.callbacks.Callback) -> dict[str, Any] | None:
 def set_state(
     callback: keras.callbacks.Callback, state: Mapping[str, Any], *, epoch: int, is_anew: bool
 ) -> None:
-    """Gives back what `state_of` took. To be called behind the callback's `on_train_begin`.
+    """Restores a state from `state_of`. Call it after the callback's `on_train_begin`.
 
     Args:
         callback: The callback.
-        state: From `state_of`.
-        epoch: The epoch that comes next.
-        is_anew: True if training had been stopped there, and is asked to go on all the same: what
-            has worn out patience then is forgotten.
+        state: A result of `state_of`.
+        epoch: The next epoch.
+        is_anew: True if training had been stopped there and is now continued anyway: the exhausted
+            patience is reset.
     """
     if isinstance(callback, keras.callbacks.CSVLogger):
         _cut(callback, state[_ROWS], epoch)
@@ -86,15 +86,15 @@ def set_state(
 
 
 def spare_files(callbacks: Iterable[keras.callbacks.Callback]) -> list[keras.callbacks.CSVLogger]:
-    """Keeps the loggers among `callbacks` from emptying their files in their `on_train_begin`.
+    """Prevents the loggers among `callbacks` from emptying their files in their `on_train_begin`.
 
     Returns:
-        The loggers that would have: `set_state` or `empty` has to be called for each then.
+        The loggers that would have done so. Call `set_state` or `empty` for every one of them.
     """
     spared = []
     for callback in callbacks:
         is_logger = isinstance(callback, keras.callbacks.CSVLogger)
-        # What is no file of this machine cannot be cut, so Keras begins it anew.
+        # A file that is not local cannot be truncated, so Keras starts it from scratch.
         if is_logger and not callback.append and os.path.isfile(callback.filename):
             callback.append = True
             spared.append(callback)
@@ -108,7 +108,7 @@ def empty(logger: keras.callbacks.CSVLogger) -> None:
 
 
 def attributes_of(callback: keras.callbacks.Callback) -> tuple[str, ...]:
-    """Names of the attributes in which a callback of Keras keeps its state."""
+    """Returns the names of the attributes that hold the state of a Keras callback."""
     for name, attributes in _ATTRIBUTES.items():
         # Keras 3.10 has no OrbaxCheckpoint.
         if isinstance(callback, getattr(keras.callbacks, name, ())):
@@ -124,7 +124,7 @@ def _size(path: str) -> int:
 
 
 def _cut(logger: keras.callbacks.CSVLogger, rows_bytes: int, epoch: int) -> None:
-    """Takes the rows of epochs that are trained again from the file."""
+    """Removes the rows of epochs that will be trained again from the file."""
     if _size(logger.filename) <= rows_bytes:
         return
     with open(logger.filename, "rb") as file:
@@ -132,8 +132,8 @@ def _cut(logger: keras.callbacks.CSVLogger, rows_bytes: int, epoch: int) -> None
         first = file.readline().decode(errors="replace").split(logger.sep)[0]
     if first not in ("epoch", str(epoch)):
         warnings.warn(
-            f"{logger.filename} of CSVLogger has other rows behind those of this run than the ones "
-            f"from epoch {epoch} on, which is trained again. They stay; later ones follow them.",
+            f"Expected the CSVLogger file {logger.filename} to continue with epoch {epoch}, which "
+            "is trained again. Received: other rows. They are kept, and new rows are appended.",
             stacklevel=2,
         )
         return
@@ -142,8 +142,8 @@ def _cut(logger: keras.callbacks.CSVLogger, rows_bytes: int, epoch: int) -> None
 
 
 def _sizes_of_events(callback: keras.callbacks.TensorBoard) -> dict[str, int]:
-    """Flushes the files that TensorBoard writes in this process, and returns their sizes by their
-    names in `log_dir`."""
+    """Flushes the files that TensorBoard writes in this process, and returns their sizes in bytes,
+    by path relative to `log_dir`."""
     for writer in getattr(callback, "_writers", {}).values():
         writer.flush()
     own = f".{socket.gethostname()}.{os.getpid()}."  # every file has it in its name
@@ -157,10 +157,10 @@ def _sizes_of_events(callback: keras.callbacks.TensorBoard) -> dict[str, int]:
 
 
 def _cut_events(path: str, size: int) -> None:
-    """Removes the points of batches that are trained again from a file of TensorBoard."""
+    """Removes the points of batches that will be trained again from a TensorBoard file."""
     if _size(path) <= size:
         return
-    # Another file of that name: what still has the old one open does not write into this one.
+    # A new file under that name: a writer that still has the old file open does not write to it.
     cut = f"{path}.cut"
     shutil.copyfile(path, cut)
     os.truncate(cut, size)

@@ -1,8 +1,8 @@
-"""Looks up names in the files of the installed Keras, which is not imported.
+"""Looks up names in the files of the installed Keras without importing it.
 
-Importing Keras imports TensorFlow: 500 MB and seconds. In Keras 3.10 to 3.15,
-`keras/layers/__init__.py` and its like import public names from `keras.src`, where each is defined
-at the top of a file.
+Importing Keras imports TensorFlow, which takes 500 MB and several seconds. In Keras 3.10 to 3.15,
+`keras/layers/__init__.py` and similar files import public names from `keras.src`, where they are
+defined at the top level of a file.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Kind = Literal["class", "function"]
 
 _MODULE = re.compile(r"keras(\.[A-Za-z]\w*)*")
 _DEFINITION = re.compile(r"^(class|def)[ \t]+(\w+)", re.MULTILINE)
-_MOST_IMPORTS = 5  # from the public name to its definition
-# Names of every supported version, whose answers show whether the layout is a known one.
+_MOST_IMPORTS = 5  # to follow from the public name to its definition
+# Names that every supported version has, for checking that the file layout is a known one.
 _EXAMPLES: tuple[tuple[str, str, Kind], ...] = (
     ("keras", "Sequential", "class"),
     ("keras.layers", "Dense", "class"),
@@ -33,30 +33,30 @@ _EXAMPLES: tuple[tuple[str, str, Kind], ...] = (
 
 @dataclass(frozen=True)
 class KerasFiles:
-    """Names of Keras.
+    """The names defined in Keras' files.
 
     Args:
-        folder: The package `keras`.
+        folder: The folder of the package `keras`.
     """
 
     folder: Path
 
     def kind(self, module: str, name: str) -> Kind | None:
-        """Returns the kind of an object of a module of Keras.
+        """Returns the kind of an object in a Keras module.
 
         Args:
-            module: Its full name, public or below `keras.src`.
-            name: A name in it.
+            module: The full name of the module, public or below `keras.src`.
+            name: A name in the module.
 
         Returns:
-            None if the module has no class or function of this name. A private module has only
-            those that it defines.
+            `"class"` or `"function"`; None if the module has no class or function of this name. In
+            a private module, only names that it defines itself are found.
         """
         return _kind(self.folder, module, name, _MOST_IMPORTS)
 
 
 def find() -> KerasFiles | None:
-    """Finds the installed Keras; None if its files are not laid out as in the known versions."""
+    """Finds the installed Keras; returns None if its file layout is unknown."""
     try:
         spec = importlib.util.find_spec("keras")
     except ValueError:  # a module in `sys.modules` that has no spec
@@ -92,14 +92,14 @@ def _file_of(folder: Path, module: str) -> Path | None:
 
 @functools.cache
 def _definitions(file: Path) -> dict[str, Kind]:
-    # `ast` needs seconds for the largest files.
+    # `ast` takes seconds for the largest files.
     found = _DEFINITION.findall(_text_of(file))
     return {name: "class" if word == "class" else "function" for word, name in found}
 
 
 @functools.cache
 def _imports(file: Path) -> dict[str, tuple[str, str]]:
-    """The module and the name there of what a file imports with `from ... import ...`."""
+    """Returns the source module and original name of every `from ... import ...` in a file."""
     try:
         body = ast.parse(_text_of(file)).body
     except (SyntaxError, ValueError):

@@ -1,4 +1,4 @@
-"""Private corners of a Keras model, its optimizer and the random state.
+"""Access to private parts of Keras models, optimizers and random state.
 
 Keras 3.10 to 3.15.
 """
@@ -31,11 +31,11 @@ _UPSTREAM = Upstream(keras="3.10 to 3.15")
 _LIMITING = threading.Lock()  # one patch at a time
 _GLOBAL_SEED_GENERATOR = "global_seed_generator"
 
-Target = int | str  # what an optimizer trains: a position in `model.weights`, or a name
+Target = int | str  # a variable that an optimizer trains: a position in `model.weights`, or a name
 
 
 def compile_arguments(model: keras.Model) -> Mapping[str, Any] | None:
-    """What `model.compile` was called with, as the objects themselves; None if it was not."""
+    """Returns the original objects passed to `model.compile`; None if it was not called."""
     config = getattr(model, "_compile_config", None)
     return None if config is None else dict(config.config)
 
@@ -52,33 +52,33 @@ def without_compilation(model: keras.Model) -> Iterator[None]:
 
 
 def is_clonable(model: keras.Model) -> bool:
-    """Can `keras.models.clone_model` make an equal model of the same class?"""
+    """True if `keras.models.clone_model` returns an equal model of the same class."""
     if isinstance(model, keras.Sequential):
         return type(model) is keras.Sequential
     return isinstance(model, Functional) and bool(functional_like_constructor(type(model)))
 
 
 def serialize(model: keras.Model) -> dict[str, Any]:
-    """What a `.keras` file says of how `model` is made and compiled."""
+    """Returns the configuration that a `.keras` file would contain for `model`."""
     with ObjectSharingScope():
         told: dict[str, Any] = keras.saving.serialize_keras_object(model)
     return told
 
 
 def deserialize(config: Mapping[str, Any]) -> keras.Model:
-    """The inverse of `serialize`. No lambda is loaded."""
+    """Returns the model from a result of `serialize`. Lambdas are refused."""
     with ObjectSharingScope():
         return keras.saving.deserialize_keras_object(dict(config), safe_mode=True)
 
 
 @contextmanager
 def variables_limited(most: int) -> Iterator[None]:
-    """Raises a `ModelError` inside before memory is allocated for variables of more values.
+    """Raises a `ModelError` before memory is allocated for too many variable values.
 
-    Sizes of weights follow from those of the inputs, so a config does not show all of them.
+    The sizes of weights depend on those of the inputs, so a configuration does not show all sizes.
 
     Args:
-        most: Total number of values in the variables made inside.
+        most: The maximum total number of values in variables created within the `with` block.
     """
     total, own_thread = 0, threading.get_ident()
 
@@ -102,12 +102,13 @@ def variables_limited(most: int) -> Iterator[None]:
 
 
 def seed_generators_of(model: keras.Model) -> list[keras.random.SeedGenerator]:
-    """Those of `model` and its layers."""
+    """Returns the seed generators of `model` and its layers."""
     return [each for owner in (model, *layers_of(model)) for each in owner._seed_generators]
 
 
 def seeds_of(model: keras.Model) -> list[keras.Variable]:
-    """The states of the seed generators of `model` and its layers, and of that behind them."""
+    """Returns the states of the seed generators of `model` and its layers, and of Keras' global
+    seed generator."""
     generators = seed_generators_of(model)
     if (of_all := global_seed_generator()) is not None:
         generators.append(of_all)
@@ -115,37 +116,37 @@ def seeds_of(model: keras.Model) -> list[keras.Variable]:
 
 
 def layers_of(model: keras.Model) -> list[keras.Layer]:
-    """All layers of `model`, at any depth."""
+    """Returns all layers of `model`, at any depth."""
     return list(model._flatten_layers(include_self=False))
 
 
 def layers_by_place(model: keras.Model) -> dict[str, keras.Layer]:
-    """The layers of `model`, at any depth, by where they are: `0.1`."""
+    """Returns all layers of `model` by their place in the hierarchy, such as `0.1`."""
     return {place: layer for place, layer, _ in _places(model, "", ())}
 
 
 def is_placed(model: keras.Model) -> bool:
-    """Was `model` made inside the scope of a strategy?"""
+    """True if `model` was created inside the scope of a strategy."""
     return model._distribute_strategy is not None
 
 
 def has_own_fit(model: keras.Model) -> bool:
-    """Returns whether the model has a `fit` that is not Keras'."""
+    """True if the model overrides Keras' `fit`."""
     return type(model).fit is not keras.Model.fit or "fit" in vars(model)
 
 
 def has_own_step(model: keras.Model) -> bool:
-    """Does the model's class have a `train_step` that is not Keras'?"""
+    """True if the model's class overrides Keras' `train_step`."""
     return type(model).train_step is not private_names.Trainer.train_step
 
 
 def runs_eagerly(model: keras.Model) -> bool:
-    """Are the steps of `model` not traced?"""
+    """True if the steps of `model` run eagerly, without being traced."""
     return bool(model.run_eagerly or tf.config.functions_run_eagerly())
 
 
 def is_in_fit(model: keras.Model) -> bool:
-    """Is this called, in any depth, by Keras' `fit` of `model`?"""
+    """True if the caller is called, directly or indirectly, by Keras' `fit` of `model`."""
     return any(
         frame.f_code.co_name == "fit" and frame.f_locals.get("self") is model
         for frame in callers(sys._getframe(1))
@@ -153,11 +154,11 @@ def is_in_fit(model: keras.Model) -> bool:
 
 
 def is_traced_twice(model: keras.Model) -> bool:
-    """Does Keras make variables in the first step of `model`, though it could make them before?
+    """True if Keras creates variables in the first step of `model`, but could create them earlier.
 
-    `tf.function` traces once more what has made variables. Under a strategy Keras makes them all
-    before the first step, elsewhere that is left to the step. What a model that is not built, or a
-    `train_step` of its own, needs is not known before.
+    `tf.function` traces a function a second time if it has created variables. Under a strategy,
+    Keras creates all variables before the first step; otherwise, in that step. If the model is not
+    built or overrides `train_step`, the required variables are not known in advance.
     """
     return (
         model._distribute_strategy is None
@@ -169,13 +170,14 @@ def is_traced_twice(model: keras.Model) -> bool:
 
 
 def build_from_config(model: keras.Model, config: Mapping[str, Any]) -> None:
-    """Builds `model` from what `get_build_config` gave, with the names that a first call gives."""
+    """Builds `model` from a result of `get_build_config`, with the same variable names as a first
+    call would give."""
     with model.distribute_strategy.scope(), model._open_name_scope():
         model.build_from_config(dict(config))
 
 
 def unbuilt_layers(model: keras.Model) -> frozenset[str]:
-    """The places of the layers of `model`, at any depth, that are not built; "" is the model."""
+    """Returns the places of all layers that are not built; "" stands for the model."""
     unbuilt = {place for place, layer, _ in _places(model, "", ()) if not layer.built}
     return frozenset(unbuilt if model.built else {"", *unbuilt})
 
@@ -183,15 +185,16 @@ def unbuilt_layers(model: keras.Model) -> frozenset[str]:
 def build_configs(
     model: keras.Model, places: Collection[str]
 ) -> dict[str, tuple[int, dict[str, Any]]]:
-    """How those layers of `model` were built that were not at first, as far as they tell.
+    """Returns the build configurations of layers that were built since training started.
 
     Args:
-        model: In training.
-        places: What `unbuilt_layers` was at first. What those have made themselves counts, too.
+        model: The model in training.
+        places: The earlier result of `unbuilt_layers`. Sublayers created by these layers count,
+            too.
 
     Returns:
-        By place, in how many of its owners' name scopes a layer was built (a `train_step` may call
-        it outside of the model's), and its `get_build_config()`.
+        By place, the number of its owners' name scopes in which a layer was built (a `train_step`
+        may call it outside the model's scope), and its `get_build_config()`.
     """
     return {
         place: (_scopes_around(layer, len(owners)), config)
@@ -207,8 +210,8 @@ def _scopes_around(layer: keras.Layer, owners: int) -> int:
 
 
 def build_layers(model: keras.Model, configs: Mapping[str, tuple[int, Mapping[str, Any]]]) -> None:
-    """Builds the layers that are not built as `build_configs` tells, with the names that they had
-    there. A layer may be built although those within it are not."""
+    """Builds the unbuilt layers from a result of `build_configs`, with the same variable names. A
+    layer may be built although its sublayers are not."""
     for place, layer, owners in _places(model, "", ()):
         if not layer.built and place in configs:
             scopes, config = configs[place]
@@ -222,8 +225,8 @@ def build_layers(model: keras.Model, configs: Mapping[str, tuple[int, Mapping[st
 def _places(
     owner: keras.Layer, place: str, owners: tuple[keras.Layer, ...]
 ) -> Iterator[tuple[str, keras.Layer, tuple[keras.Layer, ...]]]:
-    """The layers of `owner`, with where they are and what they are in; a layer first, then those
-    within it, which it may make when it is built."""
+    """Yields the layers of `owner`, with their places and owners. A layer precedes its sublayers,
+    which it may create when it is built."""
     owners = (*owners, owner)
     for number, layer in enumerate(owner._layers):
         if all(layer is not each for each in owners):
@@ -233,7 +236,7 @@ def _places(
 
 
 def optimizers_of(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
-    """The optimizer that `model` was compiled with, and others that it has as attributes."""
+    """Returns the optimizer that `model` was compiled with, and those stored as attributes."""
     found = {
         name: value
         for name, value in vars(model).items()
@@ -245,7 +248,7 @@ def optimizers_of(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
 
 
 def learning_rate(model: keras.Model) -> float | None:
-    """The one that is kept in a variable; None if there is none."""
+    """Returns the learning rate if it is stored in a variable, otherwise None."""
     value = getattr(getattr(model, "optimizer", None), "learning_rate", None)
     return float(value.numpy()) if isinstance(value, keras.Variable) else None
 
@@ -258,15 +261,15 @@ def set_learning_rate(model: keras.Model, value: float | None) -> None:
 def optimizer_targets(
     model: keras.Model, others: Mapping[str, keras.Variable] = MappingProxyType({})
 ) -> dict[str, list[Target]]:
-    """For each optimizer that is built, what it trains.
+    """Returns the variables that every built optimizer trains.
 
     Args:
-        model: Whose optimizers these are.
-        others: Variables by name that are not the model's.
+        model: The model that has the optimizers.
+        others: Variables outside the model, by name.
 
     Returns:
-        By name of the optimizer, the positions in `model.weights`, of tables that are split as if
-        they were not; the name of a variable of `others`.
+        By name of the optimizer, the positions of the variables in `model.weights`, where a split
+        table counts as one; for variables of `others`, their names.
     """
     places: dict[int, Target] = {id(variable): name for name, variable in others.items()}
     places |= {
@@ -290,12 +293,13 @@ def build_optimizers(
     targets: Mapping[str, Sequence[Target]],
     find: Callable[[str], keras.Variable | None] = lambda name: None,
 ) -> None:
-    """Builds those optimizers of `targets` that are not built, as a first step would.
+    """Builds the optimizers of `targets` that are not built yet, as a first step would.
 
     Args:
-        model: Whose optimizers these are.
-        targets: As from `optimizer_targets`.
-        find: Returns a variable that is not the model's, by name; None if it does not exist here.
+        model: The model that has the optimizers.
+        targets: A result of `optimizer_targets`.
+        find: A function that returns a variable outside the model by name; None if it does not
+            exist.
     """
     weights = [parts_of(weight) for weight in wholes(model.weights)]
 
@@ -311,7 +315,7 @@ def build_optimizers(
     def build() -> None:
         for name, optimizer in optimizers_of(model).items():
             if name in targets and not optimizer.built:
-                # A LossScaleOptimizer's inner one has the outer one in its variables' names.
+                # The variables of a LossScaleOptimizer's inner optimizer have the outer one's name.
                 with keras.name_scope(optimizer.name, caller=optimizer):
                     optimizer.build(trained(targets[name]))
 
@@ -319,54 +323,55 @@ def build_optimizers(
         with model.distribute_strategy.scope():
             build()
     else:
-        # Outside of a trace, slots come to the devices of their variables.
+        # Outside a trace, slots would be placed on the devices of their variables.
         tf.function(build, autograph=False).get_concrete_function()
 
 
 def _is_on_default_device(model: keras.Model) -> bool:
-    """Whether all weights are where variables are made anyway, inside of a trace and outside."""
+    """True if all weights are on the device where variables are created by default."""
     devices = {part.value.device for weight in wholes(model.weights) for part in parts_of(weight)}
     return devices == {tf.zeros(()).device}
 
 
 def inner_of(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """That which a `LossScaleOptimizer` has inside; another optimizer itself."""
+    """Returns the inner optimizer of a `LossScaleOptimizer`, or any other optimizer itself."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def refresh(model: keras.Model) -> None:
-    """Computes anew what layers derive from their variables, after those were assigned."""
+    """Recomputes the values that layers derive from their variables, after an assignment."""
     for layer in layers_of(model):
         if isinstance(layer, keras.layers.Normalization) and layer.built:
             layer.finalize_state()
 
 
 def metrics_of(model: keras.Model) -> list[keras.metrics.Metric]:
-    """The metrics that `model` was compiled with, and its others."""
+    """Returns the metrics that `model` was compiled with, and its other metrics."""
     arguments = keras.tree.flatten(list((compile_arguments(model) or {}).values()))
     compiled = [each for each in arguments if isinstance(each, keras.metrics.Metric)]
     return list({id(each): each for each in (*compiled, *model.metrics)}.values())
 
 
 def all_variables(model: keras.Model) -> list[keras.Variable]:
-    """Every variable that `model` and what it was compiled with hold, each once."""
+    """Returns every variable of `model`, its optimizers, loss tracker and metrics, without
+    duplicates."""
     holders = [model, *optimizers_of(model).values(), model._loss_tracker, *metrics_of(model)]
     return list({id(v): v for holder in holders for v in holder.variables}.values())
 
 
 def revive(variable: keras.Variable, value: np.ndarray) -> None:
-    """Gives `variable` a new TensorFlow variable in place of one whose context is gone."""
+    """Gives `variable` a new TensorFlow variable to replace one whose context was reset."""
     variable._initialize(tf.convert_to_tensor(value))
 
 
 def drop_functions(model: keras.Model) -> None:
-    """Makes Keras trace its step functions anew."""
+    """Makes Keras trace its step functions again."""
     for name in ("train_function", "test_function", "predict_function"):
         setattr(model, name, None)
 
 
 def global_seed_generator() -> keras.random.SeedGenerator | None:
-    """The generator behind `keras.random` calls without a seed; None until one was made."""
+    """Returns the generator for `keras.random` calls without a seed; None until it is created."""
     return global_state.get_global_attribute(_GLOBAL_SEED_GENERATOR)
 
 
@@ -380,10 +385,10 @@ def restore_global_seed_generator(state: np.ndarray) -> None:
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Afterwards `keras.random` and Python draw the same as without what was done inside.
+    """Restores the random state of `keras.random` and Python after the `with` block.
 
-    Layers and initializers without a seed take one from Python. Keras 3.10 also makes or uses the
-    global generator when a model is built.
+    Layers and initializers without a seed draw one from Python's generator. Keras 3.10 also creates
+    or uses the global seed generator when a model is built.
     """
     drawn, generator = random.getstate(), global_seed_generator()
     state = np.array([] if generator is None else generator.state.value)
@@ -397,6 +402,6 @@ def random_state_kept() -> Iterator[None]:
 
 
 def start_at_epoch(model: keras.Model, epoch: int | None) -> None:
-    """Makes the `fit` that is about to loop begin at `epoch`. None undoes that: Keras keeps it for
-    the next `fit` otherwise."""
+    """Makes the `fit` that is about to loop start at `epoch`. None undoes this; Keras would keep
+    the value for the next `fit`."""
     model._initial_epoch = epoch

@@ -1,7 +1,7 @@
-"""Replaces methods of Keras and TensorFlow: the only place that does so.
+"""Replaces methods of Keras and TensorFlow. No other module does so directly.
 
-Every module that needs it says with an `Upstream` which versions that is for, and where upstream
-knows of it.
+Every module that patches declares, with an `Upstream`, the versions concerned and the upstream
+issue.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from keras_distplug.backend.tensorflow.runtime import versions
 Function = Callable[..., Any]
 
 _MISSING = object()
-_FILTER = "error_handler"  # what `keras.src.utils.traceback_utils.filter_traceback` returns
+_FILTER = "error_handler"  # the function that `traceback_utils.filter_traceback` returns
 
 
 def override(target: object, name: str, value: Any) -> None:
-    """Replaces a public method of one object, past Keras' tracking of attributes."""
+    """Replaces a public method of one object, bypassing Keras' attribute tracking."""
     object.__setattr__(target, name, value)
 
 
 @dataclass(frozen=True)
 class Upstream:
-    """What a module replaces, and why.
+    """The upstream versions and the issue that a module's patches are for.
 
     Args:
-        keras: The versions of Keras that it was written for, if it depends on them.
-        tensorflow: Those of TensorFlow.
-        issue: Where upstream knows of the reason; None if it does not, or if there is nothing
-            wrong, only nothing public.
+        keras: The versions of Keras that the patches were written for; None if independent.
+        tensorflow: The versions of TensorFlow; None if independent.
+        issue: The upstream issue that describes the reason; None if there is none, or if upstream
+            is not wrong but lacks a public API.
     """
 
     keras: str | None = None
@@ -41,10 +41,10 @@ class Upstream:
     issue: str | None = None
 
     def patch(self, target: Any, name: str, value: Any) -> None:
-        """Replaces what `target`, an object, class or module, has under a name.
+        """Replaces an attribute of `target`, which is an object, class or module.
 
         Raises:
-            VersionError: If it has nothing there, so that upstream has changed.
+            VersionError: If there is no such attribute, because upstream has changed.
         """
         self._require(target, name)
         if isinstance(target, type | ModuleType):
@@ -53,15 +53,15 @@ class Upstream:
             override(target, name, value)
 
     def wrap(self, owner: type, name: str, wrap: Callable[[Function], Function]) -> None:
-        """Wraps a method of a class of Keras' below Keras' filter of tracebacks, if it has that.
+        """Wraps a method of a Keras class, inside Keras' traceback filter if the method has one.
 
-        Then a call is wrapped, too, whose arguments are being evaluated: for
-        `model.fit(..., callbacks=defaults())` Python looks up `fit` before it calls `defaults`.
+        This also affects a call whose arguments are still being evaluated: in
+        `model.fit(..., callbacks=defaults())`, Python looks up `fit` before it calls `defaults`.
 
         Args:
             owner: The class.
-            name: Of the method.
-            wrap: Returns what is called instead of what it is given.
+            name: The name of the method.
+            wrap: A function that receives the original function and returns its replacement.
         """
         method: Any = vars(owner).get(name)
         while method is not None:
@@ -74,7 +74,7 @@ class Upstream:
 
     @contextmanager
     def patched(self, target: Any, name: str, value: Any) -> Iterator[None]:
-        """As `patch`, and undoes it."""
+        """Like `patch`, but undone at the end of the `with` block."""
         before = vars(target).get(name, _MISSING)
         self.patch(target, name, value)
         try:

@@ -1,7 +1,7 @@
-"""Where TensorFlow keeps that a worker is about to go.
+"""The key under which TensorFlow records that a worker is about to be preempted.
 
-TensorFlow 2.18 to 2.21: under MultiWorkerMirroredStrategy each task waits for SIGTERM, in C++, and
-tells the coordination service under this key, with its own name as the value.
+TensorFlow 2.18 to 2.21: under MultiWorkerMirroredStrategy, C++ code in every task waits for SIGTERM
+and then stores the task's name under this key in the coordination service.
 """
 
 from __future__ import annotations
@@ -14,6 +14,6 @@ NOTICE_KEY: str = preemption_watcher._PREEMPTION_KEY
 
 
 def task_name(notice: str) -> str:
-    """`"/job:worker/replica:0/task:1"` -> `"worker-1"`."""
+    """Returns a task's short name, such as `"worker-1"` for `"/job:worker/replica:0/task:1"`."""
     found = re.fullmatch(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)", notice)
     return f"{found[1]}-{found[2]}" if found else notice

@@ -1,7 +1,7 @@
-"""Private names of Keras that moved, each looked up here only.
+"""Private names of Keras that were moved between versions. They are looked up only here.
 
-Keras 3.10 to 3.15, and the nightly builds of 3.16 (the moves were part of no issue that we know
-of). A name that is in none of its places is a `VersionError`.
+Keras 3.10 to 3.15, and the nightly builds of 3.16 (no known upstream issue covers the moves). If a
+name is in none of its known places, a `VersionError` is raised.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MISSING = object()
 
 
 def _first(*places: tuple[Any, str]) -> Any:
-    """Returns what the first of these dotted names leads to, the oldest version's first."""
+    """Returns the object at the first place that exists; places are in order of versions."""
     for owner, dotted in places:
         found = owner
         for name in dotted.split("."):
@@ -29,8 +29,8 @@ def _first(*places: tuple[Any, str]) -> Any:
     raise versions.missing_name(f"{tried} to exist")
 
 
-# The class that has `fit`: another name since 3.16.
+# The class that defines `fit`, renamed in 3.16.
 Trainer = _first((trainer, "TensorFlowTrainer"), (trainer, "Trainer"))
-# `conv` and others, as layers and `keras.ops` call them.
+# The module with `conv` and similar functions, which layers and `keras.ops` call.
 nn = _first((backend, "nn"), (backend, "ops.nn"))
 get_keras_mask = _first((backend, "get_keras_mask"), (masking, "get_keras_mask"))

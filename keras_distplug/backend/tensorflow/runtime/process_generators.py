@@ -1,7 +1,7 @@
-"""Generators that TensorFlow keeps for a process.
+"""TensorFlow's random generators of the process.
 
-TensorFlow 2.18 to 2.21 has no means to take the state of the one that gives seeds to random
-operations outside of functions, nor to ask for its global generator without making one.
+TensorFlow 2.18 to 2.21 have no API to read the state of the generator that seeds random operations
+outside functions, nor to get the global generator without creating one.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from tensorflow.python.ops import stateful_random_ops
 
 
 def operation_seeds() -> random.Random | None:
-    """What gives random operations their seeds; None without `tf.random.set_seed`."""
+    """Returns the generator that seeds random operations; None without `tf.random.set_seed`."""
     return getattr(context.context(), "_rng", None)
 
 
 def global_generator() -> tf.random.Generator | None:
-    """`tf.random.get_global_generator()`, if somebody has asked for it."""
+    """Returns TensorFlow's global generator; None if it has not been created yet."""
     return stateful_random_ops.global_generator
 
 

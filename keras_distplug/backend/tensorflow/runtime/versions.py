@@ -16,7 +16,7 @@ from keras_distplug.core.errors import VersionError
 
 STRICT = "KERAS_DISTPLUG_STRICT_VERSIONS"  # "1" refuses versions newer than the tested ones
 
-# All of them install the same module, so the first of them is the default for hints.
+# All of these install the same module; the first one is the default in messages.
 DISTRIBUTIONS = {
     "tensorflow": (
         *("tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tensorflow-intel"),
@@ -26,8 +26,8 @@ DISTRIBUTIONS = {
     "keras": ("keras", "keras-nightly"),
 }
 
-# The lowest version, and the first one that is newer than the tested ones. pyproject.toml has the
-# same lower limits and, because newer versions only cause a warning, no upper ones.
+# The lowest supported version, and the first one that is newer than the tested ones. pyproject.toml
+# has the same lower bounds and, because newer versions only cause a warning, no upper bounds.
 TESTED = {"tensorflow": ((2, 18, 1), (2, 22)), "keras": ((3, 10, 0), (3, 16))}
 
 _PRIVATE = ("keras.src", "tensorflow.python", "tensorflow.core")
@@ -39,8 +39,8 @@ class Installation:
     """An installed package.
 
     Args:
-        distribution: The name under which pip knows it.
-        version: Its version.
+        distribution: The name of the package as known to pip.
+        version: The installed version.
     """
 
     distribution: str
@@ -66,7 +66,7 @@ def check() -> None:
 
 
 def installed() -> dict[str, str]:
-    """What must be the same on all workers."""
+    """Returns the versions that must be the same on all workers."""
     import keras
     import numpy
     import tensorflow
@@ -115,7 +115,7 @@ def find(name: str) -> Installation | None:
         if (version := _installed(distribution)) is not None
     ]
     loaded = _loaded(name)
-    # Two distributions overwrite each other's files, and the module knows which one was the last.
+    # Two distributions overwrite each other's files; the module has the version of the last one.
     for each in found:
         if loaded is None or _release(each.version) == _release(loaded):
             return each
@@ -162,13 +162,13 @@ def _warn_once(name: str, found: Installation) -> None:
 
 
 def _loaded(name: str) -> str | None:
-    """Returns the version of a module that is imported."""
+    """Returns the version of a module if it is already imported."""
     version = getattr(sys.modules.get(name), "__version__", None)
     return None if version is None else str(version)
 
 
 def _tensorflow_of_unknown_name() -> str | None:
-    """Returns the version of a vendor's build, whose distribution has another name."""
+    """Returns the version of a vendor's build, whose distribution name is unknown."""
     try:
         from tensorflow import version
     except ImportError:

@@ -1,8 +1,8 @@
-"""Where the threads of this process are, and what training does.
+"""Finds out what training and the threads of this process are doing.
 
-Keras 3.10 to 3.15, TensorFlow 2.18 to 2.21. Nothing tells what a step waits for; the frames of the
-thread that trains do. It is in `iterator_get_next` while it waits for input, in a callback of the
-user's, or in a step.
+Keras 3.10 to 3.15 and TensorFlow 2.18 to 2.21 have no API that tells what a step waits for, but the
+frames of the training thread show it: they are in `iterator_get_next` while it waits for input, in
+a user's callback, or in a step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Literal
 
 from keras_distplug.backend.tensorflow.runtime.frames import NOT_THE_USERS, callers
 
-# What calls Python for input, in threads of TensorFlow's and Keras'.
+# Files that call Python code for input, in threads of TensorFlow and Keras.
 _MAKERS = ("tensorflow/python/ops/script_ops.py", "trainers/data_adapters/py_dataset_adapter.py")
 _FETCHES = "tensorflow/python/ops/gen_dataset_ops.py"
 _AGREES = str(Path(__file__).with_name("context.py"))
@@ -25,13 +25,15 @@ _AGREES = str(Path(__file__).with_name("context.py"))
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """What a thread is doing.
+    """The current activity of the training thread.
 
     Args:
-        line: Of the user's code that it runs, within `fit`, if any: `"train.py:31 in load"`.
-        input_line: The same of a thread that makes input.
-        awaits: Whether it waits for input, or for other workers outside of a step, if it can be
-            seen: steps that draw their input by themselves, as Keras' own do, hide that.
+        line: The line of user code that it runs within `fit`, such as `"train.py:31 in load"`;
+            None if it runs none.
+        input_line: The line of user code in a thread that produces input; None if there is none.
+        awaits: `"input"` if it waits for input, `"others"` if it waits for other workers outside a
+            step; None if neither is visible. Steps that fetch their own input, as Keras' do, hide
+            that they wait for it.
     """
 
     line: str | None
@@ -40,7 +42,7 @@ class Whereabouts:
 
 
 def whereabouts(thread: int | None) -> Whereabouts:
-    """Where the thread of that `ident` is."""
+    """Returns the activity of the thread with that `ident`."""
     everywhere = sys._current_frames()
     trains = list(callers(everywhere.pop(thread or 0, None)))
     lines = (_line_of(list(callers(frame))) for frame in everywhere.values() if _is_making(frame))
@@ -52,7 +54,7 @@ def whereabouts(thread: int | None) -> Whereabouts:
 
 
 def is_debugged(thread: int) -> bool:
-    """Whether the thread of that `ident` stands in a debugger."""
+    """True if the thread with that `ident` is stopped in a debugger."""
     return any(
         Path(frame.f_code.co_filename).name in ("pdb.py", "bdb.py")
         or "pydevd" in frame.f_code.co_filename
@@ -61,19 +63,19 @@ def is_debugged(thread: int) -> bool:
 
 
 def may_be_debugged() -> bool:
-    """Whether the debugger of an editor is there, which stops all threads at a breakpoint."""
+    """True if an IDE's debugger is loaded, which stops all threads at a breakpoint."""
     return "pydevd" in sys.modules
 
 
 def stacks() -> str:
-    """Of all threads of Python's, the last call last."""
+    """Returns the stack traces of all other Python threads, with the most recent call last."""
     frames = sys._current_frames()
     parts = []
     for thread in threading.enumerate():
         frame = frames.pop(thread.ident or 0, None)
         if frame is not None and thread is not threading.current_thread():
             parts.append(_stack(f"Thread {thread.name!r}", frame))
-    # What C code has started, such as TensorFlow's threads that call Python.
+    # Threads started by C code, such as TensorFlow's threads that call Python.
     own = threading.get_ident()
     parts += [_stack(f"Thread {ident}", frame) for ident, frame in frames.items() if ident != own]
     return "\n".join(parts)
@@ -106,7 +108,7 @@ def _is_making(frame: FrameType) -> bool:
 
 
 def _line_of(frames: list[FrameType]) -> str | None:
-    """The innermost that is the user's."""
+    """Returns the innermost line that belongs to user code."""
     for frame in frames:
         code = frame.f_code
         if not code.co_filename.startswith(("<", *NOT_THE_USERS)):

@@ -1,5 +1,5 @@
-"""Whether several workers, or several replicas, train together (Keras 3.10 to 3.15,
-TensorFlow 2.18 to 2.21)."""
+"""Questions about a strategy's workers and replicas (Keras 3.10 to 3.15, TensorFlow 2.18 to
+2.21)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ def is_multi_worker(strategy: tf.distribute.Strategy) -> bool:
 
 
 def is_scheduled(strategy: tf.distribute.Strategy) -> bool:
-    """Whether this process schedules steps that workers take each on its own."""
+    """True if this process schedules steps that workers run independently."""
     return isinstance(strategy, tf.distribute.ParameterServerStrategy)
 
 
 def resolver_of(strategy: tf.distribute.Strategy) -> tf.distribute.cluster_resolver.ClusterResolver:
-    """Of one that has workers."""
-    # ParameterServerStrategy has none under the public name.
+    """Returns the cluster resolver of a strategy that has workers."""
+    # ParameterServerStrategy does not set the public attribute.
     return strategy._cluster_resolver if is_scheduled(strategy) else strategy.cluster_resolver
 
 
 def of_chief() -> tf.distribute.Strategy:
-    """Under which the chief alone reads and computes: that of a single process."""
+    """Returns the default strategy of a single process, under which only the chief computes."""
     return distribute_lib._get_default_strategy()
 
 
@@ -33,5 +33,5 @@ def has_several_replicas(strategy: tf.distribute.Strategy) -> bool:
 
 
 def replicas_here(strategy: tf.distribute.Strategy) -> int:
-    """How many of the replicas are in this process."""
+    """Returns the number of replicas in this process."""
     return len(strategy.extended.worker_devices) if has_several_replicas(strategy) else 1

@@ -1,4 +1,4 @@
-"""Memory that a variable takes over."""
+"""Tensors with writable memory that a variable takes over."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = ["float16", "float32", "float64", "int32", "int64"]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1,), (3, 5), (700, 800)], ids=str)
 def test_bits(dtype: str, shape: tuple[int, ...]) -> None:
-    """What is written to the memory is what a variable has, and what it computes with."""
+    """A variable has, and computes with, the values written to the memory."""
     array = np.random.default_rng(0).integers(0, 100, shape).astype(dtype)
     tensor, memory = empty_tensor(shape, dtype)
     memory[:] = array.reshape(-1).view(np.uint8).data
@@ -37,7 +37,7 @@ def test_bits(dtype: str, shape: tuple[int, ...]) -> None:
 
 
 def test_no_copy() -> None:
-    """A variable of Keras takes the memory over: this is what it is for."""
+    """A Keras variable takes over the memory without a copy, which is the purpose."""
     spec = VariableSpec("x", (1024, 1024), "float32")
     memory = capture.allocate(spec)
     assert memory is not None
@@ -49,8 +49,8 @@ def test_no_copy() -> None:
     assert np.array_equal(np.asarray(variable.value), np.full(spec.shape, 3, spec.dtype))
 
 
-def test_a_tensor_that_was_kept() -> None:
-    """A variable that changes leaves a tensor alone whose memory it has taken over."""
+def test_tensor_is_not_changed() -> None:
+    """A change of the variable does not change the tensor whose memory it has taken over."""
     tensor, memory = empty_tensor((600, 600), "float32")
     memory[:] = bytes(len(memory))
     variable = tf.Variable(tf.ones((600, 600)))

@@ -12,16 +12,16 @@ import tensorflow as tf
 from keras_distplug.backend.tensorflow.replicas.touched import leave_out
 
 KEPT = 4096  # steps between two calls of `take`
-NOT_NOTED = -1.0  # not NaN, which `tf.debugging.enable_check_numerics` would report
+NOT_RECORDED = -1.0  # not NaN, which `tf.debugging.enable_check_numerics` would report
 _SAME_S = 0.001
-_AT_ONCE_S, _TRIES = 0.00005, 5
+_PROMPT_S, _TRIES = 0.00005, 5
 
 
-class NotedTimes:
-    """The times of each step, by `time.time`.
+class RecordedTimes:
+    """The times of every step, by the clock of `time.time`.
 
-    TensorFlow's clock is an operation with a state, and those wait for each other across the
-    replicas of a process; so there must be only one.
+    TensorFlow's timestamp operation is stateful, and stateful operations wait for each other across
+    the replicas of a process. This class therefore requires a single replica per process.
     """
 
     def __init__(self) -> None:
@@ -39,9 +39,9 @@ class NotedTimes:
             times = tf.zeros([KEPT, 3], tf.float64)
             self._times = leave_out(tf.Variable(times, trainable=False))
 
-    def note(self, *times: tf.Tensor) -> None:
+    def record(self, *times: tf.Tensor) -> None:
         """Records up to three times from `now`, in the step that is being traced."""
-        missing = tf.constant(NOT_NOTED, tf.float64)
+        missing = tf.constant(NOT_RECORDED, tf.float64)
         with tf.device("CPU:0"):
             row = tf.stack([*times, *[missing] * (3 - len(times))])
             # Not computed if the data has ended.
@@ -60,7 +60,7 @@ class NotedTimes:
         if not new or abs(self._offset_s - before_s) > _SAME_S:
             return np.empty([0, 3])
         rows: np.ndarray = self._times.numpy()[np.arange(count - new, count) % KEPT]
-        return np.where(rows == NOT_NOTED, NOT_NOTED, rows + self._offset_s)
+        return np.where(rows == NOT_RECORDED, NOT_RECORDED, rows + self._offset_s)
 
 
 def now(after: Sequence[tf.Tensor], last: tf.Tensor) -> tf.Tensor:
@@ -80,8 +80,8 @@ def _offset_s() -> float:
     between the two reads."""
     tries = []
     for _ in range(_TRIES):
-        begun_s, now_s, ended_s = time.perf_counter(), time.time(), time.perf_counter()
-        tries.append((ended_s - begun_s, begun_s - now_s))
-        if ended_s - begun_s < _AT_ONCE_S:
+        start_s, now_s, end_s = time.perf_counter(), time.time(), time.perf_counter()
+        tries.append((end_s - start_s, start_s - now_s))
+        if end_s - start_s < _PROMPT_S:
             break
     return min(tries)[1]

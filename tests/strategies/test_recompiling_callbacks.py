@@ -1,4 +1,4 @@
-"""A callback that freezes, unfreezes or compiles in mid-run is part of the run."""
+"""Callbacks that freeze, unfreeze or compile the model during training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Change = Callable[[keras.Model], None]
 
 
 class At(keras.callbacks.Callback):
-    """Changes the model once, at the begin or the end of an epoch."""
+    """Changes the model once, at the start or the end of an epoch."""
 
     def __init__(self, hook: str, epoch: int, change: Change) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def compiled(**arguments: Any) -> Change:
 
 
 def unfreeze_only(model: keras.Model) -> None:
-    """Keras hears of it with the next trace, which does not come."""
+    """Has no effect in Keras until the next trace, which does not happen."""
     model.layers[0].trainable = True
 
 
@@ -107,7 +107,7 @@ def backup(directory: Path) -> kd.BackupAndRestore:
 @pytest.mark.parametrize("hook", ["begin", "end"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_interrupted(change: str, hook: str, tmp_path: Path) -> None:
-    """The bits of plain Keras, from before the change, from its epoch and from later ones."""
+    """Runs interrupted before, in and after the changed epoch give the bits of plain Keras."""
     plain = fit(change, hook)
     for place in [(1, 1), (1, 3), (2, 1)]:
         directory = tmp_path / f"{place}"
@@ -117,7 +117,7 @@ def test_interrupted(change: str, hook: str, tmp_path: Path) -> None:
 
 
 def test_on_replicas(tmp_path: Path) -> None:
-    """Replicas compute as one process also after a callback has compiled the model."""
+    """After a callback has compiled the model, replicas still compute the same as one process."""
     plain = {"has_dropout": False}
     one, _ = fit("a new optimizer", "begin", **plain)
     two, _ = fit("a new optimizer", "begin", backup(tmp_path / "whole"), replicas=2, **plain)
@@ -129,8 +129,8 @@ def test_on_replicas(tmp_path: Path) -> None:
     assert fit("a new optimizer", "begin", backup(tmp_path), replicas=2, **plain)[0] == two
 
 
-def test_a_loss_of_the_script(tmp_path: Path) -> None:
-    """What cannot be made again is refused before anything is trained, and says what happened."""
+def test_unserializable_loss(tmp_path: Path) -> None:
+    """A loss that cannot be re-created is refused before training, with the reason."""
 
     def of_script(y: Any, predicted: Any) -> Any:
         return keras.ops.abs(y - predicted)
@@ -157,7 +157,7 @@ class Schedule(keras.optimizers.schedules.LearningRateSchedule):
         return self.rate / (1 + 0.1 * keras.ops.cast(step, "float32"))
 
 
-def test_what_keras_cannot_tell(tmp_path: Path) -> None:
+def test_schedule_without_config(tmp_path: Path) -> None:
     """A callback that compiles with something without a config is refused, too."""
     CHANGES["schedule"] = compiled(optimizer=keras.optimizers.Adam(Schedule(0.5)))
     try:
@@ -174,8 +174,8 @@ def add_optimizer(model: keras.Model) -> None:
     model.second.build(model.trainable_variables)
 
 
-def test_an_optimizer_that_comes_later(tmp_path: Path) -> None:
-    """A callback that adds one to the model is named, before anything is trained."""
+def test_added_optimizer(tmp_path: Path) -> None:
+    """If a callback adds an optimizer to the model, this is reported before training."""
     CHANGES["second"] = add_optimizer
     try:
         with pytest.raises(small.Interrupted):
@@ -201,8 +201,8 @@ def two_fits(
 
 @pytest.mark.parametrize("is_first", [False, True])
 def test_two_fits(is_first: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With more epochs, the second fit trains what the script trains then, and goes on with the
-    slots of what it trained before. It says so."""
+    """With more epochs, the second `fit` trains the variables that are trainable then, keeps the
+    optimizer slots of those it trained before, and logs this."""
     model = two_fits(tmp_path, is_first, not is_first, caplog)
     assert int(model.optimizer.iterations) == 4 * small.BATCHES
     trained = 4 if not is_first else 2
@@ -214,8 +214,8 @@ def test_two_fits(is_first: bool, tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert ("is trained no more" in caplog.text) == is_first
 
 
-def test_validated_fits(tmp_path: Path) -> None:
-    """Fine-tuning in two fits warns of nothing."""
+def test_no_warning_about_fine_tuning(tmp_path: Path) -> None:
+    """Fine-tuning in two `fit` calls causes no warning."""
     model = small.model()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "A resumed run")
@@ -227,7 +227,7 @@ def test_validated_fits(tmp_path: Path) -> None:
 
 
 def test_steps_after_fit() -> None:
-    """The watchdog guards `fit`, and nothing after it."""
+    """The watchdog guards only `fit`, and no steps after it."""
     model = small.model()
     model.fit(small.X, small.Y, verbose=0, callbacks=[kd.NaNWatchdog()])
     model.train_on_batch(small.X * np.nan, small.Y)
@@ -235,7 +235,7 @@ def test_steps_after_fit() -> None:
 
 
 def test_nan_watchdog(tmp_path: Path) -> None:
-    """It still guards the updates of an optimizer that a callback has given the model."""
+    """The watchdog still guards updates after a callback has replaced the optimizer."""
     x = small.X.copy()
     x[17] = np.nan  # in the third batch
     model = small.model()
