@@ -1,4 +1,4 @@
-"""Which checkpoint a training goes on from."""
+"""Chooses the checkpoint from which training resumes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from keras_distplug.storage.store import CheckpointStore, Stored
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint to go on from.
+    """A checkpoint to resume from.
 
     Args:
         stored: The checkpoint.
-        where: How to name it to a person.
-        ends: Whether the run ends there.
-        is_local: Whether it is this worker's own copy.
+        where: Its location, for messages.
+        ends: True if the run ends there.
+        is_local: True if it is this worker's own copy.
     """
 
     stored: Stored
@@ -34,14 +34,16 @@ class Found:
 
 
 class Candidates:
-    """The checkpoints of a run, of which all workers find the same one. All call the same methods.
+    """The checkpoints of a run, of which all workers choose the same one.
+
+    All workers must call the same methods.
 
     Args:
-        store: Those that all share.
-        local: Those on this worker's machine.
-        agreement: How the workers agree.
+        store: The checkpoints shared by all workers.
+        local: The checkpoints on this worker's machine.
+        agreement: The channel between the workers.
         is_chief: True on the worker that looks for the shared ones.
-        epochs: So many are asked for.
+        epochs: The number of epochs that `fit` was called with.
     """
 
     def __init__(
@@ -61,10 +63,10 @@ class Candidates:
         self._rejected: set[str] = set()
 
     def newest(self) -> Found | None:
-        """The newest one that was not rejected; None if the run has none.
+        """Returns the newest one that was not rejected; None if the run has none.
 
         Raises:
-            CorruptCheckpointError: If there are some and all are damaged.
+            CorruptCheckpointError: If all existing ones are damaged.
             CheckpointError: If one cannot be read.
         """
         shared, word = None, None
@@ -84,22 +86,22 @@ class Candidates:
         return Found(stored, self._store.where(stored.name), said["ends"], is_local=False)
 
     def reject(self, found: Found, damage: CheckpointError) -> None:
-        """`newest` shall not find this one again.
+        """Excludes a checkpoint from `newest`.
 
         Raises:
-            CheckpointError: `damage`, if it may pass: a checkpoint that all share is not given up.
+            CheckpointError: `damage`, if it may be temporary: a shared checkpoint is not discarded.
         """
         if found.is_local:
             self._rejected.add(found.stored.manifest.nonce)
             report(Quarantined(found.where, str(damage)))
-            warnings.warn(f"{found.where} is not taken up: {damage}", stacklevel=2)
+            warnings.warn(f"{found.where} is skipped: {damage}", stacklevel=2)
         elif not isinstance(damage, CorruptCheckpointError):
             raise damage
         elif self._is_chief:
             self._store.set_aside(found.stored.name, damage)
 
     def _look(self) -> tuple[Stored | None, str]:
-        """The newest shared one, and what to say of it."""
+        """Returns the newest shared checkpoint, and its description for the other workers."""
         said: dict[str, Any] = {
             "name": None,
             "step": -1,
@@ -119,17 +121,17 @@ class Candidates:
 
     def _newer(self, step: Stored | None, final: Stored | None) -> tuple[Stored | None, bool]:
         if final is None:
-            # Stopped, and killed before that could be recorded.
+            # Training had stopped, but was killed before that could be recorded.
             return step, step is not None and _has_stopped(step)
         if _completion(final).epochs >= self._epochs:
             return final, True
-        # At the same step, the one under way: callbacks may have changed the model for its end.
+        # At the same step, resume mid-run: callbacks may have changed the model at the end.
         if step is not None and step.manifest.cursor.step >= final.manifest.cursor.step:
             return step, False
         return final, False
 
     def _newest_on_all(self, local: LocalTier, newer_than: int) -> Copy | None:
-        """The newest local checkpoint of which each worker has a copy."""
+        """Returns the newest local checkpoint of which every worker has a copy."""
         copies = local.copies()
         mine = {
             attempt: (copy.stored.manifest.cursor.step, copy.stored.manifest.created_utc)
@@ -144,7 +146,7 @@ class Candidates:
 
 
 def _has_stopped(stored: Stored) -> bool:
-    """Whether training was to end there. In mid-epoch, that epoch has its end before it."""
+    """Returns True if training was stopped there. Mid-epoch, that epoch must still be finished."""
     return stored.manifest.stop_training and not stored.manifest.cursor.batch
 
 
@@ -152,6 +154,6 @@ def _completion(stored: Stored) -> Completion:
     completion: Completion | None = stored.manifest.completion
     if completion is None:
         raise CorruptCheckpointError(
-            f"{stored.name} is kept as the record of a finished run, but does not say how it ended."
+            f"Expected {stored.name} to record how a finished run ended. Received: no such record."
         )
     return completion
