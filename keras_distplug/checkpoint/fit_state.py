@@ -142,7 +142,7 @@ class FitState:
             self._progress.trained(trained)
 
     def _note_drawn(self) -> None:
-        # For the first validation of a process, Keras draws; the earlier process drew long before.
+        # Keras draws for a process's first validation; the earlier process did so at its own.
         self._drawn = random_states.capture()
 
     def on_test_begin(self) -> None:

@@ -122,7 +122,7 @@ class _Opening:
         Args:
             sequence: The runs of the script's `fit` calls by their places.
             place: The place of this call.
-            has_trained: True if the previous call has trained: a later run would be stale.
+            has_trained: True if the previous call has trained: later runs continued an older state.
         """
         expected = sequence[place]
         may_be = expected.record.identity.may_be(self.identity)

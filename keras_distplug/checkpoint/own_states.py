@@ -20,7 +20,7 @@ from keras_distplug.core.log import announce
 from keras_distplug.python_state import random_states
 
 PREFIX = "replicas/"
-DRAWS = "draws"  # counts of random ops
+DRAWS = "draws"  # the states of random operations
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Where a `fit` stands in its data."""
+"""The position of a `fit` in its data."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from keras_distplug.data.torch_sources import LoaderData
 
 
 class Progress:
-    """The place of a `fit` in its data, from the beginning of training to the end.
+    """The position of a `fit` in its data, from the start of training to its end.
 
     Args:
         loop: The loop of that `fit`.
-        data: What the loop draws batches from.
-        draws_again: Whether the data is read from its very beginning, and draws what it drew then:
-            one Python generator gives the batches of all epochs.
+        data: The data from which the loop draws batches.
+        draws_again: True if the data is read from its very start, and draws the same numbers again:
+            one Python generator yields the batches of all epochs.
     """
 
     def __init__(self, loop: epochs.Loop, data: Positioned, draws_again: bool) -> None:
         self.data = data
         self.draws_again = draws_again
         self._loop = loop
-        self._passes = data.passes  # of which `_read` and `_behind` are of the last
+        self._passes = data.passes  # `_read` and `_behind` belong to the last of these
         self._read = 0
         self._behind = 0
         self._counted = loop.counted
 
     def epoch_begins(self) -> None:
-        """To be called before an epoch draws its first batch."""
+        """Must be called before an epoch draws its first batch."""
         self._counted = self._loop.counted
 
     def trained(self, batches: int) -> None:
-        """To be called behind each step."""
+        """Must be called after every step."""
         if self.data.passes == self._passes and self.data.is_read:
             self._read += batches
             return
@@ -55,10 +55,10 @@ class Progress:
         self._passes = self.data.passes
 
     def position(self, *, in_epoch: bool) -> dict[str, Any]:
-        """What `seek` takes to go on from here; JSON-able.
+        """Returns the position from which `seek` continues; JSON-able.
 
         Args:
-            in_epoch: Whether the epoch under way goes on, even if it has no batch left.
+            in_epoch: True if the current epoch continues, even if it has no batch left.
         """
         place: dict[str, Any] = {
             "passes": self.data.passes,
@@ -74,21 +74,21 @@ class Progress:
             read, place["behind"] = self._place_in_pass()
             place["passes_read"] = self.data.read_before
             place["read"] = min(read, self.data.source.num_batches or math.inf)
-            # Nothing will be read again of a pass that is over.
+            # Nothing of a finished pass will be read again.
             in_pass = place["read"] != self.data.source.num_batches
         place["variables"] = self.data.variables(in_pass=in_pass)
         place["draws"] = self.data.source.draws
         return place
 
     def seek(self, position: Mapping[str, Any], batch: float) -> float:
-        """Makes training go on where `position` was taken.
+        """Makes training continue from `position`.
 
         Args:
-            position: From `position`.
+            position: A result of `position`.
             batch: Batches of the epoch that were trained; `math.inf` if it has none left.
 
         Returns:
-            `batch`, or as many of the size that batches have now.
+            The `batch`, converted to batches of the current size.
         """
         if position["batch_size"] != self.data.source.batch_size:
             position, batch = self._in_present_batches(position, batch)
@@ -131,19 +131,19 @@ class Progress:
         self.data.assign(position.get("variables", ()), in_pass=False)
 
     def _place_in_pass(self) -> tuple[int, int]:
-        """Batches that were read of it, and samples before these."""
+        """Returns the batches read of the current pass, and the samples before these."""
         return (self._read, self._behind) if self.data.passes == self._passes else (0, 0)
 
 
 def of_fit(model: keras.Model, seed: int) -> Progress | None:
-    """The progress of the `fit` that calls, from which on it is counted.
+    """Returns the progress of the current `fit`, counted from now on.
 
     Args:
         model: The model in training.
-        seed: For what would be shuffled in an order that nobody could repeat.
+        seed: Seed for data that would otherwise be shuffled in an irreproducible order.
 
     Returns:
-        None if that is not possible: `fit` is not Keras', or the data was distributed before.
+        The progress; None if `fit` is not Keras', or the data was already distributed.
     """
     if (loop := epochs.of_fit()) is None:
         return None
@@ -156,7 +156,7 @@ def of_fit(model: keras.Model, seed: int) -> Progress | None:
 
 
 def take_over_early(model: keras.Model, seed: int) -> None:
-    """Makes the data of a plain `fit` resumable before `fit` looks at it, if workers read it by
+    """Makes the data of a plain `fit` resumable before `fit` inspects it, if the workers read it
     themselves: Keras would read it on the chief.
 
     Args:
@@ -169,9 +169,9 @@ def take_over_early(model: keras.Model, seed: int) -> None:
 
 
 def of_validation(model: keras.Model, seed: int) -> Positioned | None:
-    """The validation data of the `fit` that calls, from which on passes over it are counted."""
+    """Returns the validation data of the current `fit`; passes over it are counted from now on."""
     loop = epochs.of_validation(model)
-    # Other data comes in the same order each time.
+    # Other data comes in the same order every time.
     if loop is None or not (loop.is_dataset or loop.py_dataset or loop.torch_loader):
         return None
     is_ours = isinstance(loop.dataset, Positioned)
@@ -199,13 +199,13 @@ def take_up_validation(
 ) -> None:
     """Continues validation after passes of another process.
 
-    Keras has made its iterator over the data, and has reset it, as it does before each of these
-    passes; the data had another state then.
+    Keras has already made its iterator over the data, and has reset it, as before every one of
+    these passes; at that time the data had another state.
     """
     data.begin_at(passes, 0, read=passes_read)
     data.assign(variables, in_pass=False)
     if looked:
-        data.note_looked()  # which the other process would have done, too
+        data.note_looked()  # as in the other process
     data.source.on_epoch_end()
 
 
@@ -228,7 +228,7 @@ def _source(
 ) -> Source | None:
     if (given := loop.py_dataset) is not None:
         dataset, is_shuffled, class_weight, signature = given
-        # Python's generators differ between workers, which have to draw the same order.
+        # Python's generators differ between workers, which must draw the same order.
         own = seed if workers.is_multi_worker(strategy) else None
         return PyData(
             dataset, is_shuffled, own, class_weight, signature, is_in_parts=loop.keeps_iterator
@@ -255,15 +255,15 @@ def _source(
 
 
 class _OfKeras(Source):
-    """What Keras makes of other data than datasets. It is read over.
+    """The batches that Keras makes from data other than datasets. To resume, it is read again.
 
     Args:
         whole: Its batches.
-        adapter: What Keras makes them with.
-        sizes: The size of a batch and the number of samples, if that decides nothing about the
+        adapter: Keras' adapter, which makes the batches.
+        sizes: The size of a batch and the number of samples, if the batch size does not affect the
             order of samples.
         seed: TensorFlow's global seed, if orders are drawn from it.
-        arrays: Those that it was given, if it was.
+        arrays: The arrays given to `fit`, if any.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""What changes in what a data source of the user's leads to, as JSON, and back.
+"""Saves and restores, as JSON, the changing objects that a user's data source refers to.
 
-That is an augmenter with a generator of its own, a replay buffer, a counter in a class, a generator
+Examples are an augmenter with its own generator, a replay buffer, a counter in a class, a generator
 of the script's module. Most of the source's own attributes are in `object_states.Attributes`.
 """
 
@@ -26,23 +26,23 @@ from keras_distplug.python_state.changes import Changes, GoneError, Policy, Save
 from keras_distplug.python_state.object_states import Attributes
 from keras_distplug.python_state.walk import Owners, Path, Place, Walked
 
-_SAMPLE = 100  # entries of a container that are looked at
+_SAMPLE = 100  # entries of a container that are inspected
 _GENERATOR, _VALUE, _ARRAYS = "generator", "value", "arrays"
 _SINGLE = (bool, int, float, str, type(None), np.generic)
-_LAZY = (list, dict, np.ndarray)  # what is often read from a file when it is needed first
+_LAZY = (list, dict, np.ndarray)  # often read from a file on first use
 
 
 class Reached:
-    """What objects and functions lead to: objects of the script among their attributes, their
-    classes, and what their functions enclose or refer to as globals. Random generators are kept,
-    and numbers, text, arrays, and containers of these that have changed.
+    """The state reachable from objects and functions: objects of the script among their attributes,
+    their classes, and variables that their functions enclose or refer to as globals. Kept are
+    random generators, and numbers, text, arrays, and containers of these that have changed.
 
     Another thread may be changing them.
 
     Args:
         owner: The source.
-        roots: It and its parts, by the first part of their paths.
-        attributes: What of `roots` is kept elsewhere.
+        roots: The source and its parts, by the first part of their paths.
+        attributes: The attributes of `roots`, which are saved elsewhere.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Reached:
         self._changes = Changes(owner, self._walk, Policy(_look, _is_small))
 
     def warnings(self) -> list[str]:
-        """Lines for people on what is known to be lost before a batch is made."""
+        """Returns messages for the user about state that is sure to be lost."""
         return [
             f"{type(self._owner).__name__}: `{walk.title_of(place.path[1:])}` is an "
             "iterator, whose position cannot be saved: a restarted run reads it from its start. "
@@ -67,7 +67,7 @@ class Reached:
         ]
 
     def read(self) -> list[Any]:
-        """Paths and values, JSON-able."""
+        """Returns paths and values, JSON-able."""
         found: list[Any] = []
         others = []
         for place in self._changes.places()[0]:
@@ -86,7 +86,7 @@ class Reached:
         return found
 
     def assign(self, values: Sequence[Any], *, in_pass: bool = False) -> None:
-        """Puts back what `read` gave; in place, where others may refer to it."""
+        """Restores the values from `read`; in place if other objects may refer to them."""
         self._changes.restore([_saved(tuple(path), each) for path, each in values], (GoneError,))
 
     def _walk(self, at_start: Owners) -> Walked:
@@ -105,13 +105,13 @@ class Reached:
             title = walk.title_of(place.path[1:])
             announce(
                 f"{type(self._owner).__name__}: `{title}` ({type(place.value).__name__}) changes "
-                "while batches are made and cannot be saved, so a restart begins without it. Keep "
+                "while batches are made and cannot be saved, so a restart starts without it. Keep "
                 "numbers, text and arrays of up to 16 MB there, such as an array of indices"
             )
 
 
 def _may_change(value: Any) -> bool:
-    """Whether a value may be state: no file, no model, and no cache of what was read."""
+    """Returns True if a value may be state: not a file, a model, or a cache of data read."""
     if isinstance(value, np.ndarray):
         return value.dtype.kind in "biuf" and value.flags.writeable
     if isinstance(value, dict):
@@ -121,8 +121,8 @@ def _may_change(value: Any) -> bool:
 
 
 def _look(value: Any) -> Value:
-    """As `changes.look`; of a container that is large, or cannot be saved, whether it has other
-    entries."""
+    """Does the same as `changes.look`; a container that is large or cannot be saved is compared by
+    its entries' identity."""
     is_container = isinstance(value, object_states.CONTAINERS)
     if not is_container or object_states.bytes_of(value) <= object_states.SMALL_BYTES:
         looked = changes.look(value)
@@ -140,10 +140,10 @@ def _is_small(value: Value) -> bool:
 
 
 def _encoded(value: Any, looked: Value) -> Any:
-    """As JSON; None if that cannot hold it."""
+    """Returns the value as JSON; None if JSON cannot hold it."""
     if object_states.bytes_of(value) > object_states.MOST_BYTES:
         return None
-    looked = looked if looked.kind else changes.look(value)  # a large one
+    looked = looked if looked.kind else changes.look(value)  # for a large container
     if looked.kind != "plain" or not json_values.is_kept(looked.arrays):
         return None
     return {_VALUE: looked.encoded, _ARRAYS: json_values.encode(looked.arrays)}
