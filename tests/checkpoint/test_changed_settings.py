@@ -212,7 +212,7 @@ ROWS: dict[str, Row] = {
     "batch size, with `allow_batch_change=True`": Row(
         SCRIPT,
         Script(given={"batch_size": 10}, ours={"allow_batch_change": True}),
-        "global batches had 8 samples and have 10 now",
+        "global batches had 8 samples and now have 10",
         epochs_are(3),
     ),
     "`steps_per_epoch`": Row(
@@ -234,7 +234,7 @@ ROWS: dict[str, Row] = {
     "labels, with `allow_data_change=True`": Row(
         SCRIPT,
         Script(given={"y": OTHER_Y}, ours={"allow_data_change": True}),
-        "the epoch begins again from its first batch, because the data is another",
+        "the epoch starts again from its first batch, because the data has changed",
         epochs_are(3),
     ),
     "number of samples": Row(
@@ -268,7 +268,7 @@ ROWS: dict[str, Row] = {
     "layers that are trained": Row(
         SCRIPT,
         Script(),
-        "since the checkpoint other variables are trained",
+        "the trained variables have changed since the checkpoint",
         first=Script(trains_all=False),
     ),
     "`keras.utils.set_random_seed`": Row(

@@ -199,7 +199,7 @@ def test_other_data(given: dict[str, Any], kind: str) -> None:
     for x, y in ((small.X * 2, small.Y), (small.X, labels)):
         with pytest.raises(OtherRunError, match=r"have changed\. Give .*allow_data_change=True"):
             go(x, y)
-    with pytest.raises(OtherRunError, match=r"`.*` is .*30.* there and .*29.* here"):
+    with pytest.raises(OtherRunError, match=r"`.*` was .*30.* at the checkpoint and is now .*29"):
         go(small.X[:-1], small.Y[:-1])
     go(small.X, small.Y)
     small.start_process()

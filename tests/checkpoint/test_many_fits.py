@@ -251,4 +251,7 @@ def test_deleted_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         fit(again, [kd.BackupAndRestore(tmp_path, 2), count])
     assert count.batches == 8
-    assert "the run of fit number 2 of a script, whose earlier runs are gone" in caplog.text
+    assert (
+        "the run of `fit` call number 2 of a script, but its earlier runs no longer exist"
+        in caplog.text
+    )

@@ -235,7 +235,9 @@ def test_interrupted_eagerly(name: str, tmp_path: Path) -> None:
 
 def test_made_by_an_eager_step(tmp_path: Path) -> None:
     """What a step makes when it is already running is reported by the first run."""
-    with pytest.warns(UserWarning, match=r"<closure> adam/.*: the first step makes this variable"):
+    with pytest.warns(
+        UserWarning, match=r"<closure> adam/.*: the first step creates this variable"
+    ):
         fit("an optimizer outside", backup(tmp_path), eager=True)
 
 

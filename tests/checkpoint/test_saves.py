@@ -177,7 +177,7 @@ def test_storage_that_hangs() -> None:
     running._saver = Saver(timeout_s=0.01)
     writer.may_write.clear()
     with (
-        pytest.warns(UserWarning, match=r"\d in a row now.*step 2 was still being written after"),
+        pytest.warns(UserWarning, match=r"\d consecutive.*step 2 was still being written after"),
         pytest.raises(SaveError, match="step 2 was still being written after"),
     ):
         train(running, range(1, 10**9))

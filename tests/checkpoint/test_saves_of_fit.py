@@ -98,8 +98,8 @@ def steps_in(directory: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("settled", "saved", "told"),
     [
-        (8, [2, 8, 10, 12], "2 checkpoints that were due were left out"),
-        (6, [2, 6, 8, 10, 12], "1 checkpoint that was due was left out"),
+        (8, [2, 8, 10, 12], "2 due checkpoints were skipped"),
+        (6, [2, 6, 8, 10, 12], "1 due checkpoint was skipped"),
     ],
     ids=["two", "one"],
 )
@@ -232,9 +232,9 @@ def test_storage_that_stays_broken(
 
         broken.setattr(LocalFiles, "create", create)
         with (
-            pytest.warns(UserWarning, match="2 in a row now"),
+            pytest.warns(UserWarning, match="2 consecutive"),
             pytest.raises(
-                SaveError, match=r"2 checkpoints in a row could not be written.*No space"
+                SaveError, match=r"2 consecutive checkpoints could not be written.*No space"
             ),
         ):
             fit(tmp_path / "b", epochs=6, max_failed_saves=2, on_busy="wait")

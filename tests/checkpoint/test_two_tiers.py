@@ -148,7 +148,7 @@ def test_local_one_that_cannot_be_read(
         return stock(self, path, offset, buffer)
 
     monkeypatch.setattr(LocalFiles, "read_into", read_into)
-    with pytest.warns(UserWarning, match="is not taken up:.*Input/output error"):
+    with pytest.warns(UserWarning, match="is skipped:.*Input/output error"):
         assert fit(folder) == undisturbed
     assert failed
 
@@ -209,7 +209,9 @@ def test_local_storage_that_fails(
         stock(self, path, parts)
 
     monkeypatch.setattr(LocalFiles, "create", create)
-    with pytest.warns(UserWarning, match="A local checkpoint failed, 4 in a row now; "):
+    with pytest.warns(
+        UserWarning, match=r"A local checkpoint failed \(4 consecutive\); training continues\. "
+    ):
         assert fit(tmp_path, max_failed_saves=1) == undisturbed
     assert len(failed) == 4
 
@@ -236,7 +238,7 @@ def test_more_epochs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ("arguments", "message"),
     [
         ({"local_freq": 3}, "`local_tier`, which is not given. Received: local_freq=3"),
-        ({"local_tier": "memory://a"}, "folder of each worker's own machine.*memory://a"),
+        ({"local_tier": "memory://a"}, "folder on every worker's own machine.*memory://a"),
         ({"local_tier": "a", "local_freq": "often"}, "Expected `local_freq`.*'often'"),
         ({"local_tier": "a", "local_freq": 0}, "Expected `local_freq`.*=0"),
     ],

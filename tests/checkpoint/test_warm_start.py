@@ -66,7 +66,9 @@ def test_new_head(
         np.testing.assert_array_equal(value, taken)
     assert begun.iterations == 0
     assert "2 of 6 variables are initialized from" in caplog.text
-    assert re.search(r"and left as they are: `.*`sequential\w*/head/kernel \[8, 3\]`", caplog.text)
+    assert re.search(
+        r"and keeping their values: `.*`sequential\w*/head/kernel \[8, 3\]`", caplog.text
+    )
     assert sorted(folder.rglob("*")) == files  # nothing is written there
 
 

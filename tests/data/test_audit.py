@@ -151,10 +151,10 @@ def advised(dataset: tf.data.Dataset, workers: int = 2, epochs: int = 3) -> list
 @pytest.mark.parametrize(
     ("make", "line"),
     [
-        (lambda: D.range(90).batch(4).shuffle(9), "`shuffle` comes behind `batch`"),
+        (lambda: D.range(90).batch(4).shuffle(9), "`shuffle` comes after `batch`"),
         (
             lambda: D.range(90).batch(4).map(lambda i: i).repeat().shuffle(9).prefetch(1),
-            "`shuffle` comes behind `batch`",
+            "`shuffle` comes after `batch`",
         ),
         (
             lambda: D.range(90).shuffle(3).map(lambda i: i).batch(8),

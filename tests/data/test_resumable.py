@@ -172,8 +172,8 @@ def test_warns_of_epoch_hooks(caplog: pytest.LogCaptureFixture) -> None:
     ("more", "message"),
     [
         (lambda: {"x": tf.data.Dataset.range(3)}, "not batched"),
-        (lambda: {"x": small.Batches(), "y": small.Y}, "`y` goes into the dataset"),
-        (lambda: {"x": small.dataset(), "batch_size": 3}, "`batch_size` is for arrays"),
+        (lambda: {"x": small.Batches(), "y": small.Y}, "`y` must be part of the dataset"),
+        (lambda: {"x": small.dataset(), "batch_size": 3}, "`batch_size` applies to arrays"),
         (lambda: {"x": small.X, "y": small.Y[:3]}, "same number of samples"),
         (lambda: {"x": object()}, "a generator, a function that returns one, or"),
     ],

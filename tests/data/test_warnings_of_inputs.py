@@ -202,17 +202,17 @@ CASES = {
         stateless,
     ),
     "random numbers in parallel": Case(
-        "RandomUniform runs in parallel calls.* Leave out num_parallel_calls",
+        "RandomUniform runs in parallel calls.* Remove num_parallel_calls",
         lambda: mapped(seeded, num_parallel_calls=AUTOTUNE),
         lambda: mapped(seeded),
     ),
     "a layer in parallel": Case(
-        "changes variables .* in parallel calls.* Leave out num_parallel_calls",
+        "changes variables .* in parallel calls.* Remove num_parallel_calls",
         lambda: augmented(num_parallel_calls=AUTOTUNE),
         augmented,
     ),
     "order of calls": Case(
-        "deterministic=False changes the order of elements. Leave it out",
+        "deterministic=False changes the order of elements. Remove it",
         lambda: mapped(lambda x, y: (2 * x, y), num_parallel_calls=2, deterministic=False),
         lambda: mapped(lambda x, y: (2 * x, y), num_parallel_calls=2),
     ),
@@ -244,14 +244,14 @@ CASES = {
         lambda: {"x": WithIndices()},
     ),
     "a large variable": Case(
-        "changes a variable of 2 MB, which is not saved. Keep what changes in variables of at most "
+        "changes a variable of 2 MB, which is not saved. Keep changing values in variables of at most "
         "1 MB",
         lambda: of_variable(2**19 + 1),
         lambda: of_variable(2),
     ),
     "a global cache": Case(
-        "WithGlobalCache.on_epoch_end changed nothing that is saved.* keep what changes "
-        "in an attribute, for example as an array of indices",
+        "WithGlobalCache.on_epoch_end changed nothing that is saved.* keep changing "
+        "values in an attribute, for example as an array of indices",
         lambda: {"x": WithGlobalCache()},
         lambda: {"x": WithIndices()},
     ),
@@ -262,7 +262,7 @@ CASES = {
         lambda: {"x": WithIndices()},
     ),
     "hooks while batches are prefetched": Case(
-        "with steps_per_epoch, WithIndices.on_epoch_end runs while .* Leave out steps_per_epoch",
+        "with steps_per_epoch, WithIndices.on_epoch_end runs while .* Remove steps_per_epoch",
         lambda: {"x": WithIndices(), "steps_per_epoch": 3},
         lambda: {"x": WithIndices()},
     ),

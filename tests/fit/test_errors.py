@@ -164,9 +164,9 @@ def test_data(refuse: Callable[..., None], mirrored: tf.distribute.Strategy) -> 
     refuse(DataError, r"not batched.*\.batch\(global_batch_size\)", model, dataset)
     vectors = tf.data.Dataset.from_tensor_slices((X, np.repeat(Y, 2, axis=1)))
     refuse(DataError, "not batched", model, vectors)
-    refuse(DataError, "`y` goes into the dataset", model, batched, Y)
-    refuse(DataError, "`sample_weight` goes into", model, batched, sample_weight=Y)
-    refuse(DataError, "`batch_size` is for arrays", model, batched, batch_size=8)
+    refuse(DataError, "`y` must be part of the dataset", model, batched, Y)
+    refuse(DataError, "`sample_weight` must be part of", model, batched, sample_weight=Y)
+    refuse(DataError, "`batch_size` applies to arrays", model, batched, batch_size=8)
     refuse(
         DataError, "`validation_split` needs `x` as arrays", model, batched, validation_split=0.5
     )
