@@ -20,11 +20,11 @@ from keras_distplug.callbacks.watchdog import require_made
 from keras_distplug.checkpoint import capture, exports, opening, same_start, saver
 from keras_distplug.checkpoint import resuming as resuming_
 from keras_distplug.checkpoint.cadence import Cadence, Pace, SaveFreq, cadence_of
-from keras_distplug.checkpoint.candidates import Candidates, Found
+from keras_distplug.checkpoint.candidates import Candidate, Candidates
 from keras_distplug.checkpoint.fit_state import FitState
 from keras_distplug.checkpoint.holding import Hold
 from keras_distplug.checkpoint.local_tier import LocalTier
-from keras_distplug.checkpoint.saves import Saves, Writes, is_finite, save_all_before
+from keras_distplug.checkpoint.saves import CheckpointWriter, Saves, is_finite, save_all_before
 from keras_distplug.checkpoint.settings import (
     RESUMING,
     RETENTION,
@@ -113,8 +113,7 @@ class BackupAndRestore(RunKeeper):
             newest.
         resuming: What the script may have changed since the checkpoint, and what a new run starts
             from, as a `Resuming`. Defaults to `Resuming()`.
-        local: Additional checkpoints on the workers' own machines, as `LocalCheckpoints`. Defaults
-            to `None`.
+        local: Checkpoints on the workers' own machines, as `LocalCheckpoints`. Defaults to `None`.
         storage_options: Arguments for fsspec's file system for the store of `backup_dir`, such as
             `{"endpoint_url": "https://..."}`. Credentials are better left where the store's own
             tools look for them. Defaults to `None`.
@@ -301,11 +300,11 @@ class BackupAndRestore(RunKeeper):
         )
         made = exports.architecture_of(self.model) if self._role.is_chief else None
         with time_spent(Category.RESTORE):
-            is_new = not resuming_.take_up_newest(
-                self._state, self._candidates(), self._make_ready_for, self._go_on_from
+            is_new = not resuming_.restore_newest(
+                self._state, self._candidates(), self._prepare, self._continue_from
             )
         if is_new:
-            resuming_.begin(
+            resuming_.start_new_run(
                 self.model, self._files, run, self._agreement, self.resuming, self._storage_options
             )
         exports.remember(self._files, run.name, made, self._state.step)
@@ -326,7 +325,9 @@ class BackupAndRestore(RunKeeper):
         self._state.build()
         self._report(Phase.FITTING)
 
-    def _saves_to(self, writer: Writes, cadence: Cadence, max_failed_saves: int | None) -> Saves:
+    def _saves_to(
+        self, writer: CheckpointWriter, cadence: Cadence, max_failed_saves: int | None
+    ) -> Saves:
         step, wait = self._state.step, self.saving.on_busy == "wait"
         pace = Pace(cadence, step, time.monotonic(), wait_if_busy=wait)
         return Saves(
@@ -357,9 +358,9 @@ class BackupAndRestore(RunKeeper):
         seconds = None if self._stepped_s is None else now_s - self._stepped_s
         self._stepped_s = now_s
         step = self._state.step
-        if looks := [each for each in self._all_saves() if each.stepped(step, seconds)]:
+        if due := [each for each in self._all_saves() if each.stepped(step, seconds)]:
             with time_spent(Category.SAVE):
-                for saves in looks:
+                for saves in due:
                     saves.look(step, lambda: self._state.take(logs), is_sound=is_finite(logs))
             self._stepped_s = time.monotonic()
 
@@ -465,21 +466,22 @@ class BackupAndRestore(RunKeeper):
             self._store, self._local, self._agreement, is_chief=is_chief, epochs=epochs
         )
 
-    def _make_ready_for(self, found: Found) -> None:
-        self._state.make_ready_for(
+    def _prepare(self, found: Candidate) -> None:
+        self._state.prepare(
             found.stored.manifest,
             self._files.where(self._run.name if self._run else ""),
             self.resuming,
             ends=found.ends,
         )
 
-    def _go_on_from(self, found: Found) -> None:
+    def _continue_from(self, found: Candidate) -> None:
         manifest = found.stored.manifest
         if self._role.is_chief and self._run is not None:
-            chief, epochs = self._role.name, self._epochs
-            announce(resuming_.line(found, self._files, self._run.name, chief=chief, epochs=epochs))
+            run, chief, epochs = self._run.name, self._role.name, self._epochs
+            text = resuming_.resume_message(found, self._files, run, chief=chief, epochs=epochs)
+            announce(text)
         if not found.ends:
-            self._state.go_on(manifest)
+            self._state.resume(manifest)
             return
         self._state.end(manifest, self._epochs)
         if manifest.completion is not None:

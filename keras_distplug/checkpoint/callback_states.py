@@ -47,12 +47,12 @@ class CallbackStates:
         self._callbacks = dict(named(callbacks))
         self._lost: dict[str, None] = {}
         for name, callback in self._callbacks.items():
-            if _has_own(callback):
+            if _has_state_methods(callback):
                 self._check(name, callback.state_dict())
         watched = {
             name: callback
             for name, callback in self._callbacks.items()
-            if not (_has_own(callback) or _is_ours(callback))
+            if not (_has_state_methods(callback) or _is_ours(callback))
         }
         self._changes = CallbackChanges(watched, model, is_alone=is_alone)
         self._traced_values = TracedValues(self._changes, Touched.of(model))
@@ -88,7 +88,7 @@ class CallbackStates:
             if (known := keras_callbacks.state_of(callback)) is not None:
                 # Keras' callbacks replace their arrays instead of changing them.
                 state["keras"] = Encoder(arrays, np.asarray).encode(known, key)
-            if _has_own(callback):
+            if _has_state_methods(callback):
                 try:
                     state["own"] = Encoder(arrays).encode(callback.state_dict(), key)
                 except UnsavableError as error:
@@ -129,7 +129,7 @@ class CallbackStates:
             if "keras" in state:
                 known = decode(state["keras"], arrays)
                 keras_callbacks.set_state(callback, known, epoch=epoch, is_anew=is_anew)
-            if "own" in state and _has_own(callback):
+            if "own" in state and _has_state_methods(callback):
                 callback.load_state_dict(decode(state["own"], arrays))
             restored.append(callback)
         changed = {name: state.get("changed", ()) for name, state in by_name.items()}
@@ -151,7 +151,7 @@ def named(
         yield name if counts[name] == 1 else f"{name}#{counts[name]}", callback
 
 
-def _has_own(callback: keras.callbacks.Callback) -> bool:
+def _has_state_methods(callback: keras.callbacks.Callback) -> bool:
     names = ("state_dict", "load_state_dict")
     # Not by `hasattr`: a `__getattr__` may accept any name.
     return all(

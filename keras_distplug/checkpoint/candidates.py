@@ -17,7 +17,7 @@ from keras_distplug.storage.store import CheckpointStore, Stored
 
 
 @dataclass(frozen=True)
-class Found:
+class Candidate:
     """A checkpoint to resume from.
 
     Args:
@@ -62,30 +62,30 @@ class Candidates:
         self._epochs = epochs
         self._rejected: set[str] = set()
 
-    def newest(self) -> Found | None:
+    def newest(self) -> Candidate | None:
         """Returns the newest one that was not rejected; None if the run has none.
 
         Raises:
             CorruptCheckpointError: If all existing ones are damaged.
             CheckpointError: If one cannot be read.
         """
-        shared, word = None, None
+        shared, message = None, None
         if self._is_chief:
-            shared, word = self._look()
-        said = json.loads(self._agreement.from_chief("checkpoint", word))
-        if self._local is not None and not said["ends"]:
-            copy = self._newest_on_all(self._local, newer_than=said["step"])
+            shared, message = self._newest_shared()
+        reply = json.loads(self._agreement.from_chief("checkpoint", message))
+        if self._local is not None and not reply["ends"]:
+            copy = self._newest_on_all(self._local, newer_than=reply["step"])
             if copy is not None:
-                ends = said["may_end"] and _has_stopped(copy.stored)
-                return Found(copy.stored, copy.where, ends, is_local=True)
-        if said["damage"] is not None:
-            raise CorruptCheckpointError(said["damage"])
-        if said["name"] is None:
+                ends = reply["may_end"] and _has_stopped(copy.stored)
+                return Candidate(copy.stored, copy.where, ends, is_local=True)
+        if reply["damage"] is not None:
+            raise CorruptCheckpointError(reply["damage"])
+        if reply["name"] is None:
             return None
-        stored = shared or self._store.read(said["name"])
-        return Found(stored, self._store.where(stored.name), said["ends"], is_local=False)
+        stored = shared or self._store.read(reply["name"])
+        return Candidate(stored, self._store.where(stored.name), reply["ends"], is_local=False)
 
-    def reject(self, found: Found, damage: CheckpointError) -> None:
+    def reject(self, found: Candidate, damage: CheckpointError) -> None:
         """Excludes a checkpoint from `newest`.
 
         Raises:
@@ -100,9 +100,9 @@ class Candidates:
         elif self._is_chief:
             self._store.set_aside(found.stored.name, damage)
 
-    def _look(self) -> tuple[Stored | None, str]:
+    def _newest_shared(self) -> tuple[Stored | None, str]:
         """Returns the newest shared checkpoint, and its description for the other workers."""
-        said: dict[str, Any] = {
+        reply: dict[str, Any] = {
             "name": None,
             "step": -1,
             "ends": False,
@@ -113,11 +113,11 @@ class Candidates:
             step = self._store.newest("step")
             final = self._store.newest("final")
         except CorruptCheckpointError as error:
-            return None, json.dumps({**said, "damage": str(error)})
+            return None, json.dumps({**reply, "damage": str(error)})
         stored, ends = self._newer(step, final)
         if stored is not None:
-            said |= {"name": stored.name, "step": stored.manifest.cursor.step}
-        return stored, json.dumps({**said, "ends": ends, "may_end": final is None})
+            reply |= {"name": stored.name, "step": stored.manifest.cursor.step}
+        return stored, json.dumps({**reply, "ends": ends, "may_end": final is None})
 
     def _newer(self, step: Stored | None, final: Stored | None) -> tuple[Stored | None, bool]:
         if final is None:

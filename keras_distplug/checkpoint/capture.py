@@ -17,13 +17,13 @@ from keras_distplug.backend.tensorflow.runtime.embedding_tables import (
     value_of,
     wholes,
 )
-from keras_distplug.checkpoint import callback_states, outside, own_states
+from keras_distplug.checkpoint import callback_states, external_variables, own_states
 from keras_distplug.core.errors import ModelError
 from keras_distplug.storage.manifest import VariableSpec
 from keras_distplug.storage.memory import Memory
 
 _RANDOM = "random/global_seed_generator"
-_BESIDE = (callback_states.PREFIX, outside.PREFIX, own_states.PREFIX)
+_OTHER_PREFIXES = (callback_states.PREFIX, external_variables.PREFIX, own_states.PREFIX)
 _PLAIN = ("float16", "float32", "float64", "int32", "int64")
 _LARGE = 2**18  # elements
 
@@ -77,7 +77,7 @@ def capture(model: keras.Model) -> dict[str, Any]:
 
 def specs_of_model(stored: Iterable[VariableSpec]) -> tuple[VariableSpec, ...]:
     """Returns the part of a checkpoint that must match the model."""
-    return tuple(spec for spec in stored if not _is_beside_model(spec.key))
+    return tuple(spec for spec in stored if not _is_outside_model(spec.key))
 
 
 def comparable(
@@ -116,7 +116,7 @@ def restore(
     Returns:
         The values that do not belong to the model as a whole, by key.
     """
-    keys, here = [key for key in stored if not _is_beside_model(key)], variables_of(model)
+    keys, here = [key for key in stored if not _is_outside_model(key)], variables_of(model)
     if any(map(_is_rate, keys)) != any(map(_is_rate, here)):
         keys = [key for key in keys if not _is_rate(key)]
         here = {key: each for key, each in here.items() if not _is_rate(key)}
@@ -125,7 +125,7 @@ def restore(
     for key, value in values:
         if key == _RANDOM:
             models.restore_global_seed_generator(value)
-        elif key.startswith(_BESIDE):
+        elif key.startswith(_OTHER_PREFIXES):
             others[key] = np.array(value)
         elif key in variables:
             variables[key].assign(value)
@@ -237,5 +237,5 @@ def build_optimizer(model: keras.Model) -> None:
     models.build_optimizers(model, {"optimizer": targets})
 
 
-def _is_beside_model(key: str) -> bool:
-    return key == _RANDOM or key.startswith(_BESIDE)
+def _is_outside_model(key: str) -> bool:
+    return key == _RANDOM or key.startswith(_OTHER_PREFIXES)

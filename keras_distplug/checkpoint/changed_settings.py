@@ -163,7 +163,7 @@ def of_training(
     ]
 
 
-def lines(changes: Sequence[Change], rate: float | None, *, ends: bool) -> list[str]:
+def messages(changes: Sequence[Change], rate: float | None, *, ends: bool) -> list[str]:
     """Returns a message for every change that says which value applies.
 
     Args:
@@ -258,12 +258,16 @@ def _canonical(value: Any) -> Any:
         return value.get("config")
     given = value.get("config")
     settings = dict(given) if isinstance(given, Mapping) else {}
-    told = {
+    arguments = {
         name: each
         for name, each in settings.items()
         if name not in ("name", "dtype") and each not in _USUAL
     }
-    return {_OBJECT: _snake(value[_OBJECT]), "config": told} if told else _snake(value[_OBJECT])
+    return (
+        {_OBJECT: _snake(value[_OBJECT]), "config": arguments}
+        if arguments
+        else _snake(value[_OBJECT])
+    )
 
 
 def _snake(name: str) -> str:

@@ -64,7 +64,7 @@ class Compilation:
         }
         return {_KEY: now}
 
-    def is_of_this_script(self, how_built: Mapping[str, Any]) -> bool:
+    def matches_script(self, how_built: Mapping[str, Any]) -> bool:
         """Returns True if the run started with a model like this one."""
         start = how_built[_KEY]["start"] if _KEY in how_built else self._start
         return start["frozen"] == self._start["frozen"] and compile_config.are_alike(
@@ -75,7 +75,7 @@ class Compilation:
         """Returns the settings that differ from those of the script that made a checkpoint."""
         return changed_settings.compare(started_with(how_built), self._start)
 
-    def take_up(self, how_built: Mapping[str, Any], where: str) -> None:
+    def reapply(self, how_built: Mapping[str, Any], where: str) -> None:
         """Repeats on the built model the changes that callbacks had made before a checkpoint.
 
         Args:
@@ -86,7 +86,7 @@ class Compilation:
             OtherRunError: If a callback compiled the model with objects that cannot be rebuilt.
         """
         there = how_built.get(_KEY)
-        if there is not None and self.is_of_this_script(how_built):
+        if there is not None and self.matches_script(how_built):
             compile_config.freeze(self._model, there["frozen"])
             if there["is_new"]:
                 self._compile_like(there["compiled"], where)
@@ -126,7 +126,7 @@ class Compilation:
         Returns:
             A description of the changes; None if there are none.
         """
-        if _KEY not in how_built or self.is_of_this_script(how_built):
+        if _KEY not in how_built or self.matches_script(how_built):
             return None
         weights, frozen = self._model.weights, set(how_built[_KEY]["frozen"]["weights"])
         before = {place for place in range(len(weights)) if place not in frozen}
@@ -137,7 +137,7 @@ class Compilation:
         self._is_fitted = True
         models.build_optimizers(self._model, {_OPTIMIZER: sorted(now)})
         compile_config.copy_slots(old, self._model.optimizer)
-        said = [
+        lines = [
             f"{', '.join(weights[place].path for place in sorted(places))} {what}"
             for places, what in (
                 (now - before, "now trained, with empty optimizer slots"),
@@ -145,7 +145,7 @@ class Compilation:
             )
             if places
         ]
-        return "; ".join(said)
+        return "; ".join(lines)
 
 
 def _places(how_built: Mapping[str, Any]) -> dict[str, list[int]]:

@@ -21,15 +21,15 @@ from keras_distplug.checkpoint import (
     capture,
     changed_settings,
     compilation,
-    outside,
+    external_variables,
     own_states,
     same_data,
     same_run,
 )
-from keras_distplug.checkpoint.candidates import Found
+from keras_distplug.checkpoint.candidates import Candidate
 from keras_distplug.checkpoint.lost_logs import LostLogs
 from keras_distplug.checkpoint.new_weights import NewWeights
-from keras_distplug.checkpoint.progress_line import shown
+from keras_distplug.checkpoint.progress_line import show_progress
 from keras_distplug.checkpoint.settings import RESUMING, Resuming
 from keras_distplug.cluster.channel import Channel
 from keras_distplug.cluster.roles import Role
@@ -78,7 +78,7 @@ class FitState:
         self._keeps_copies = keeps_copies
         self._unbuilt = models.unbuilt_layers(model)
         self._compilation = compilation.Compilation(model)
-        self._outside = outside.Outside(model, others, warns=role.is_chief)
+        self._external = external_variables.ExternalVariables(model, others, warns=role.is_chief)
         touched.Touched.of(model).on_step_known = self._on_step_known
         self._progress = progress.of_fit(model, seed)
         if self._progress is not None:
@@ -111,7 +111,7 @@ class FitState:
         if step == "train_step" and stage is touched.Stage.TRACED:
             self._compilation.note_trace()
             self._new_weights.report()
-        self._outside.on_step_known(stage)
+        self._external.on_step_known(stage)
 
     # Counting
 
@@ -131,7 +131,7 @@ class FitState:
             self._enter_epoch()
             self._enter_epoch = None
         if self._progress is not None:
-            self._progress.epoch_begins()
+            self._progress.on_epoch_begin()
 
     def on_train_batch_end(self, first: int, trained: int) -> None:
         """Must be called with the index of the first batch of the execution that has ended, and
@@ -154,7 +154,7 @@ class FitState:
             if self._validation is not None and self._validated:
                 if self._drawn is not None:
                     random_states.restore(self._drawn)
-                progress.take_up_validation(
+                progress.resume_validation(
                     self._validation,
                     self._validated,
                     self._validated_read,
@@ -178,7 +178,7 @@ class FitState:
     def on_train_end(self) -> None:
         touched.Touched.of(self._model).on_step_known = None
         touched.Touched.of(self._model).around_trace = None
-        self._outside.end()
+        self._external.end()
 
     # Capturing
 
@@ -203,7 +203,7 @@ class FitState:
             cursor=self.cursor,
             arrays={
                 **capture.capture(self._model),
-                **self._outside.capture(self._agreement, self._role.world_size),
+                **self._external.capture(self._agreement, self._role.world_size),
                 **own.arrays,
                 **arrays,
             },
@@ -211,11 +211,11 @@ class FitState:
             history_epochs=tuple(history.epoch),
             metrics=json_values.numbers(logs or {}),
             other_logs=json_values.others(logs or {}),
-            data=self._place_in_data(in_epoch),
+            data=self._data_position(in_epoch),
             stop_training=bool(self._model.stop_training),
             completion=completion,
             how_built={
-                **capture.how_built(self._model, self._unbuilt, self._outside.trainable()),
+                **capture.how_built(self._model, self._unbuilt, self._external.trainable()),
                 **self._compilation.take(),
                 "made_of": same_run.of_model(self._model),
             },
@@ -232,7 +232,7 @@ class FitState:
                 "starts without it. Give the callback `state_dict()` and `load_state_dict(state)`"
             )
 
-    def _place_in_data(self, in_epoch: bool) -> dict[str, Any]:
+    def _data_position(self, in_epoch: bool) -> dict[str, Any]:
         if self._progress is None:
             return {}
         validated, variables = self._validated, self._validated_with
@@ -250,9 +250,7 @@ class FitState:
 
     # Restoring
 
-    def make_ready_for(
-        self, manifest: Manifest, where: str, allowed: Resuming, *, ends: bool
-    ) -> None:
+    def prepare(self, manifest: Manifest, where: str, allowed: Resuming, *, ends: bool) -> None:
         """Makes the variables for which the checkpoint has values.
 
         Args:
@@ -265,8 +263,8 @@ class FitState:
             OtherRunError: If it is the run of another model, or of other data.
         """
         capture.build(self._model, manifest.how_built)
-        self._take_up_compilation(manifest, where)
-        same_run.require_model(manifest, where, self._model, self._compilation.is_of_this_script)
+        self._restore_compilation(manifest, where)
+        same_run.require_model(manifest, where, self._model, self._compilation.matches_script)
         self._allowed, self._rate = allowed, models.learning_rate(self._model)
         self._changes = self._compilation.changes(manifest.how_built)
         if not ends:
@@ -302,25 +300,25 @@ class FitState:
         if self._role.is_chief:
             announce(same_data.OLD_SEEDS if is_used else same_data.NEW_SEEDS)
 
-    def read(self, found: Found) -> CheckpointError | None:
+    def read(self, found: Candidate) -> CheckpointError | None:
         """Reads the values into the model and the callbacks. If any worker fails, returns the error
         on all workers, and every model keeps its values."""
         manifest = found.stored.manifest
         damage = self._read_values(found)
         if damage is None:
-            self._restore_outside(manifest)
-            goes_on = manifest.stop_training and not found.ends and not manifest.cursor.batch
-            self.restored = self._restore_callbacks(manifest, is_anew=goes_on)
+            self._restore_external(manifest)
+            continues = manifest.stop_training and not found.ends and not manifest.cursor.batch
+            self.restored = self._restore_callbacks(manifest, is_anew=continues)
         return damage
 
-    def roll_back(self, found: Found) -> CheckpointError | None:
+    def roll_back(self, found: Candidate) -> CheckpointError | None:
         """Does the same as `read` while training continues with the next batch. Metrics continue
         from those of the checkpoint if it is from the same epoch."""
         scheduled.settle(self._model)
         damage = self._read_values(found)
         if damage is None:
             there = found.stored.manifest.cursor
-            self._restore_outside(found.stored.manifest)
+            self._restore_external(found.stored.manifest)
             if there.step <= self._own_rate_until:
                 models.set_learning_rate(self._model, self._rate)
             self._restore_own(in_epoch=bool(there.batch))
@@ -328,11 +326,11 @@ class FitState:
                 self._model.reset_metrics()
         return damage
 
-    def _read_values(self, found: Found) -> CheckpointError | None:
+    def _read_values(self, found: Candidate) -> CheckpointError | None:
         before = capture.capture(self._model)
         stored, manifest = found.stored, found.stored.manifest
-        failure, word, meter = None, None, Meter()
-        with shown(f"reading {stored.name}", meter, is_shown=self._role.is_chief):
+        failure, message, meter = None, None, Meter()
+        with show_progress(f"reading {stored.name}", meter, is_shown=self._role.is_chief):
             try:
                 values = stored.values(capture.allocate, meter)
                 keys = [spec.key for spec in manifest.variables]
@@ -341,20 +339,20 @@ class FitState:
                 capture.put_back(self._model, before)
                 failure = error
                 who = f"{self._role.name}: " if self._role.world_size > 1 else ""
-                word = json.dumps([isinstance(error, CorruptCheckpointError), f"{who}{error}"])
-            first = self._agreement.first_complaint("restored", word)
+                message = json.dumps([isinstance(error, CorruptCheckpointError), f"{who}{error}"])
+            first = self._agreement.first_complaint("restored", message)
         if first is None:
             return None
         if failure is None:
             capture.put_back(self._model, before)
         is_damage, message = json.loads(first)
-        told = CorruptCheckpointError(message) if is_damage else CheckpointError(message)
-        told.__cause__ = failure
-        return told
+        shared_error = CorruptCheckpointError(message) if is_damage else CheckpointError(message)
+        shared_error.__cause__ = failure
+        return shared_error
 
-    def go_on(self, manifest: Manifest) -> None:
+    def resume(self, manifest: Manifest) -> None:
         """Lets `fit` continue from the checkpoint's position."""
-        self._take_history(manifest)
+        self._restore_history(manifest)
         self._settle_changes(ends=False)
         changed = self._compilation.fit_optimizer(manifest.how_built)
         if changed is not None and self._role.is_chief:
@@ -380,7 +378,7 @@ class FitState:
                     f"starts again from its first batch, because {why}"
                 )
         elif cursor.batch:
-            self._go_into_epoch(manifest, self._progress, place)
+            self._resume_epoch(manifest, self._progress, place)
         else:
             self._progress.seek(place, 0)
             self._restore_own(in_epoch=False)
@@ -396,7 +394,7 @@ class FitState:
 
     def end(self, manifest: Manifest, epochs: int) -> None:
         """Lets `fit` return immediately, in the final state of the checkpoint's run."""
-        self._take_history(manifest)
+        self._restore_history(manifest)
         self._settle_changes(ends=True)
         if self._progress is not None and "train" in manifest.data:
             self._progress.note_end(manifest.data["train"])
@@ -413,11 +411,11 @@ class FitState:
         ):
             models.set_learning_rate(self._model, self._rate)
             self._own_rate_until, rate = self.step, None
-        for line in changed_settings.lines(self._changes, rate, ends=ends):
+        for line in changed_settings.messages(self._changes, rate, ends=ends):
             if self._role.is_chief:
                 announce(line)
 
-    def _take_history(self, manifest: Manifest) -> None:
+    def _restore_history(self, manifest: Manifest) -> None:
         self.cursor = manifest.cursor
         history = self._model.history
         history.history = {
@@ -425,7 +423,7 @@ class FitState:
         }
         history.epoch = list(manifest.history_epochs)
 
-    def _go_into_epoch(
+    def _resume_epoch(
         self, manifest: Manifest, place_of: progress.Progress, place: Mapping[str, Any]
     ) -> None:
         batches = math.inf if manifest.stop_training else manifest.cursor.batch
@@ -442,9 +440,9 @@ class FitState:
 
         def enter() -> None:
             # Other callbacks have run their `on_epoch_begin` for this epoch again.
-            self._take_up_compilation(manifest, "this directory")
+            self._restore_compilation(manifest, "this directory")
             capture.put_back(self._model, trained)
-            self._restore_outside(manifest)
+            self._restore_external(manifest)
             self._restore_callbacks(manifest)
             is_same = not any(each.is_of_logs for each in self._changes)  # don't mix two losses
             self._restore_own(in_epoch=True, with_metrics=is_same)
@@ -457,12 +455,12 @@ class FitState:
 
         self._enter_epoch = enter
 
-    def _take_up_compilation(self, manifest: Manifest, where: str) -> None:
-        self._compilation.take_up(manifest.how_built, where)
-        capture.build_optimizers(self._model, manifest.how_built, self._outside.find)
+    def _restore_compilation(self, manifest: Manifest, where: str) -> None:
+        self._compilation.reapply(manifest.how_built, where)
+        capture.build_optimizers(self._model, manifest.how_built, self._external.find)
 
-    def _restore_outside(self, manifest: Manifest) -> None:
-        self._outside.restore(self._arrays, self._role.rank, self._role.world_size)
+    def _restore_external(self, manifest: Manifest) -> None:
+        self._external.restore(self._arrays, self._role.rank, self._role.world_size)
         self._restore_draws(manifest)
 
     def _restore_own(self, *, in_epoch: bool, with_metrics: bool = True) -> None:

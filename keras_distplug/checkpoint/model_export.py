@@ -35,22 +35,22 @@ def architecture_of(model: keras.Model) -> Mapping[str, Any] | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about lambdas, for example: nothing is loaded here
-            told: dict[str, Any] = json.loads(json.dumps(models.serialize(model)))
+            config: dict[str, Any] = json.loads(json.dumps(models.serialize(model)))
     except Exception:  # noqa: BLE001 (a custom `get_config` can raise anything)
         return None
-    _renumber(told, {})
-    return told
+    _renumber(config, {})
+    return config
 
 
-def _renumber(told: Any, numbers: dict[int, int]) -> None:
+def _renumber(config: Any, numbers: dict[int, int]) -> None:
     """Numbers shared objects in order. Keras uses their addresses, with which the same model would
     differ between processes."""
-    if isinstance(told, dict):
-        if isinstance(number := told.get(_SHARED), int):
-            told[_SHARED] = numbers.setdefault(number, len(numbers))
-        told = list(told.values())
-    if isinstance(told, list):
-        for each in told:
+    if isinstance(config, dict):
+        if isinstance(number := config.get(_SHARED), int):
+            config[_SHARED] = numbers.setdefault(number, len(numbers))
+        config = list(config.values())
+    if isinstance(config, list):
+        for each in config:
             _renumber(each, numbers)
 
 

@@ -51,12 +51,12 @@ def note_finished(files: Files, run: runs.Run, has_trained: bool, is_deleted: bo
 
 
 def run_of_model(files: Files, model: keras.Model, data: Mapping[str, str], **how: Any) -> runs.Run:
-    """Calls `find_or_begin_run` with the identity and settings of a model and its data."""
+    """Calls `find_or_start_run` with the identity and settings of a model and its data."""
     identity, settings = same_run.identity_of(model, data), compilation.settings_of(model)
-    return find_or_begin_run(files, identity, settings=settings, **how)
+    return find_or_start_run(files, identity, settings=settings, **how)
 
 
-def find_or_begin_run(
+def find_or_start_run(
     files: Files,
     identity: runs.Identity,
     *,
@@ -93,15 +93,15 @@ def find_or_begin_run(
         if resume:
             raise
         newest, sequence = None, {}
-    if newest is None or not (resume or _is_of(newest, job)):
-        return opening.begin()
+    if newest is None or not (resume or _has_job(newest, job)):
+        return opening.start()
     if 1 not in sequence:
         announce(
             f"{files.where(newest.name)} is the run of `fit` call number {newest.record.place} of "
             "a script, but its earlier runs no longer exist, so it cannot be continued: starting "
             "from scratch. Pass delete_checkpoint=False to keep them"
         )
-        return opening.begin()
+        return opening.start()
     return opening.choose(sequence, 1)
 
 
@@ -149,7 +149,7 @@ class _Opening:
         last = sequence[max(sequence)]
         if may_be or not self.is_shared:
             return expected
-        if (earlier := self._of_same_before(sequence.values())) is not None:
+        if (earlier := self._earlier_run(sequence.values())) is not None:
             announce(
                 f"{self.files.where(earlier.name)} is the run of this model and this data; newer "
                 "runs in the directory belong to others"
@@ -167,7 +167,7 @@ class _Opening:
             f"{self.files.where(last.name)} belongs to a different model or different data; "
             "starting a new run"
         )
-        return self.begin(last)
+        return self.start(last)
 
     def _has_settings_of(self, stored: Stored, *, strict: bool = False) -> bool:
         manifest = stored.manifest
@@ -198,11 +198,11 @@ class _Opening:
             return CheckpointStore(self.files, run.name).newest(kind)
         return None
 
-    def _of_same_before(self, newer: Iterable[runs.Run]) -> runs.Run | None:
+    def _earlier_run(self, newer: Iterable[runs.Run]) -> runs.Run | None:
         """Returns the newest run with a checkpoint that certainly has this identity."""
-        left_out = {run.name for run in newer}
+        skipped = {run.name for run in newer}
         for _, name in reversed(layout.runs(self.files)):
-            if name in left_out or layout.RECORD not in layout.names(self.files, name):
+            if name in skipped or layout.RECORD not in layout.names(self.files, name):
                 continue
             with contextlib.suppress(CorruptCheckpointError):
                 run = runs.read_run(self.files, name)
@@ -213,7 +213,7 @@ class _Opening:
                     return run
         return None
 
-    def begin(self, after: runs.Run | None = None) -> runs.Run:
+    def start(self, after: runs.Run | None = None) -> runs.Run:
         # Draws from a copy: starting a run must not draw more numbers than resuming one.
         draws = random.Random()
         draws.setstate(random.getstate())
@@ -233,8 +233,8 @@ def _next(opening: _Opening, before: Finished, *, resume: bool) -> runs.Run:
     sequence = runs.sequence_of(files, before.run)
     place = before.run.record.place + 1
     # The number of a deleted run is reused for the next one.
-    if place not in sequence or not (resume or _is_of(sequence[place], opening.job)):
-        return opening.begin(before.run)
+    if place not in sequence or not (resume or _has_job(sequence[place], opening.job)):
+        return opening.start(before.run)
     found = opening.choose(sequence, place, has_trained=before.has_trained)
     if before.has_trained and found is sequence[place] and _is_finished(files, found):
         announce(
@@ -242,11 +242,11 @@ def _next(opening: _Opening, before: Finished, *, resume: bool) -> runs.Run:
             f"state of {before.run.name}, which was trained further: starting this fit from "
             "scratch"
         )
-        return opening.begin(before.run)
+        return opening.start(before.run)
     return found
 
 
-def _is_of(run: runs.Run, job: str | None) -> bool:
+def _has_job(run: runs.Run, job: str | None) -> bool:
     """Returns True if the same supervisor job started `run`: `resume=False` affects only the job's
     first start."""
     return job is not None and run.record.job == job

@@ -60,10 +60,10 @@ def capture(
     of_all = gather(variables, agreement, world_size)
     if world_size == 1:
         return OwnStates(_by_replica(names, of_all), (random,))
-    word = json.dumps(random)
+    message = json.dumps(random)
     ask = agreement.gather if random_for_all else agreement.to_chief
-    heard = ask("random", word) or []
-    return OwnStates(_by_replica(names, of_all), tuple(map(json.loads, heard)))
+    gathered = ask("random", message) or []
+    return OwnStates(_by_replica(names, of_all), tuple(map(json.loads, gathered)))
 
 
 def gather(
@@ -73,9 +73,9 @@ def gather(
     mine = [replica_values.parts(variable) for variable in variables]
     if world_size == 1 or not variables:
         return mine
-    said = [_unpacked(each, mine) for each in agreement.gather("own states", _packed(mine))]
+    received = [_unpacked(each, mine) for each in agreement.gather("own states", _packed(mine))]
     return [
-        [np.array(part) for theirs in said for part in theirs[str(place)]]
+        [np.array(part) for theirs in received for part in theirs[str(place)]]
         for place in range(len(variables))
     ]
 
@@ -115,12 +115,12 @@ def restore(
             counting.update(_existing(model))
         return found
 
-    def restore_what_was_built() -> None:
+    def restore_after_build() -> None:
         if (differs := restore()) is not None and not is_eager:
             announce_new_metrics(differs)
 
     differs = restore()
-    if differs is not None and not replica_values.when_built(model, restore_what_was_built):
+    if differs is not None and not replica_values.when_built(model, restore_after_build):
         announce_new_metrics(differs)
 
 
@@ -185,11 +185,11 @@ def assign(variable: Any, values: Sequence[np.ndarray], rank: int, world_size: i
     if len(values) == here * world_size:
         mine = values[rank * here : (rank + 1) * here]
     else:
-        mine = _of_others(values, replica_values.aggregation(variable), here, is_first=rank == 0)
+        mine = _redistribute(values, replica_values.aggregation(variable), here, is_first=rank == 0)
     replica_values.set_parts(variable, mine)
 
 
-def _of_others(
+def _redistribute(
     values: Sequence[np.ndarray], aggregation: str, replicas: int, *, is_first: bool
 ) -> list[np.ndarray]:
     """Returns the values for replicas if the number of replicas has changed."""
@@ -226,9 +226,9 @@ def _packed(parts: Sequence[Sequence[Any]]) -> str:
     return base64.b64encode(b"".join(np.asarray(each).tobytes() for each in values)).decode()
 
 
-def _unpacked(word: str, mine: Sequence[Sequence[Any]]) -> np.ndarray:
+def _unpacked(message: str, mine: Sequence[Sequence[Any]]) -> np.ndarray:
     """The inverse of `_packed`: returns a row per replica, with variables by position. Types and
     shapes are those of this worker."""
     firsts = [np.asarray(parts[0]) for parts in mine]
     row = np.dtype([(str(place), each.dtype, each.shape) for place, each in enumerate(firsts)])
-    return np.frombuffer(base64.b64decode(word), row)
+    return np.frombuffer(base64.b64decode(message), row)

@@ -10,7 +10,7 @@ import keras
 
 from keras_distplug.backend.tensorflow.input import epochs
 from keras_distplug.checkpoint import warm_start
-from keras_distplug.checkpoint.candidates import Candidates, Found
+from keras_distplug.checkpoint.candidates import Candidate, Candidates
 from keras_distplug.checkpoint.fit_state import FitState
 from keras_distplug.checkpoint.settings import Resuming
 from keras_distplug.cluster.channel import Channel
@@ -23,11 +23,11 @@ from keras_distplug.storage.files import Files
 from keras_distplug.storage.runs import Run
 
 
-def take_up_newest(
+def restore_newest(
     state: FitState,
     candidates: Candidates,
-    make_ready_for: Callable[[Found], None],
-    go_on_from: Callable[[Found], None],
+    prepare: Callable[[Candidate], None],
+    continue_from: Callable[[Candidate], None],
 ) -> bool:
     """Restores the newest checkpoint whose bytes match what was committed, if one exists.
 
@@ -37,19 +37,19 @@ def take_up_newest(
     Args:
         state: The state of the `fit`.
         candidates: The checkpoints.
-        make_ready_for: Prepares the model for a checkpoint's values, or raises.
-        go_on_from: Lets `fit` continue from a checkpoint whose values are in the model.
+        prepare: Prepares the model for a checkpoint's values, or raises.
+        continue_from: Lets `fit` continue from a checkpoint whose values are in the model.
 
     Returns:
         True if a checkpoint was restored.
     """
-    begun_s = time.monotonic()
+    started_s = time.monotonic()
     while (found := candidates.newest()) is not None:
-        make_ready_for(found)
+        prepare(found)
         damage = state.read(found)
         if damage is None:
-            go_on_from(found)
-            cursor, secs = state.cursor, time.monotonic() - begun_s
+            continue_from(found)
+            cursor, secs = state.cursor, time.monotonic() - started_s
             report(
                 Restored(cursor.step, cursor.epoch, cursor.batch, found.where, found.is_local, secs)
             )
@@ -68,7 +68,7 @@ def roll_back(state: FitState, candidates: Candidates) -> int | None:
     return None
 
 
-def line(found: Found, files: Files, run: str, *, chief: str, epochs: int) -> str:
+def resume_message(found: Candidate, files: Files, run: str, *, chief: str, epochs: int) -> str:
     """Returns a message that says where a run resumes, or that it is finished.
 
     Args:
@@ -92,7 +92,7 @@ def line(found: Found, files: Files, run: str, *, chief: str, epochs: int) -> st
     batch = f"batch {cursor.batch + 1}, " if cursor.batch else ""
     return (
         f"{where}: resuming at epoch {cursor.epoch + 1}/{epochs}, {batch}step {cursor.step}"
-        f"{_attempts(files, run, chief, cursor.step)}"
+        f"{_describe_attempts(files, run, chief, cursor.step)}"
     )
 
 
@@ -121,7 +121,7 @@ def require_own_list(*, made_in_fit: bool, is_chief: bool) -> None:
         )
 
 
-def begin(
+def start_new_run(
     model: keras.Model,
     files: Files,
     run: Run,
@@ -141,20 +141,20 @@ def begin(
             `init_from`.
     """
     role = agreement.role
-    lines = [new_run_line(files, run.name, role.name)] if role.is_chief else []
+    lines = [new_run_message(files, run.name, role.name)] if role.is_chief else []
     if (other := resuming.init_from) is not None:
         options = storage_options if _scheme(str(other)) == _scheme(files.where()) else None
         with_optimizer = resuming.init_optimizer
         lines += warm_start.load(model, other, options, agreement, with_optimizer=with_optimizer)
-    for line in lines if role.is_chief else ():
-        announce(line)
+    for resume_message in lines if role.is_chief else ():
+        announce(resume_message)
 
 
 def _scheme(where: str) -> str:
     return where.partition("://")[0] if "://" in where else ""
 
 
-def new_run_line(files: Files, run: str, chief: str) -> str:
+def new_run_message(files: Files, run: str, chief: str) -> str:
     """Returns the message for a run without a checkpoint, which may have had attempts.
 
     Args:
@@ -176,7 +176,7 @@ def new_run_line(files: Files, run: str, chief: str) -> str:
     return f"{where}: attempt {before.attempts} left no checkpoint{trained}; starting from scratch"
 
 
-def _attempts(files: Files, run: str, chief: str, step: int) -> str:
+def _describe_attempts(files: Files, run: str, chief: str, step: int) -> str:
     """Returns the number of attempts and the lost steps as text; empty if there is no log."""
     try:
         before = look_back(files, run, chief)

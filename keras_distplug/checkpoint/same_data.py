@@ -36,7 +36,7 @@ _IS_OTHER = "other"  # sent by a worker instead of an error
 
 
 @dataclass(frozen=True)
-class Compared:
+class DataComparison:
     """The data of a `fit`, compared with that of a checkpoint.
 
     Args:
@@ -61,7 +61,7 @@ def compare(
     *,
     is_chief: bool,
     ends: bool,
-) -> Compared:
+) -> DataComparison:
     """Compares the data with that of a checkpoint. All workers must call this together.
 
     Args:
@@ -91,22 +91,22 @@ def compare(
         there, here = (each.of_samples(is_known=is_known) for each in (there, here))
     is_within = "read" in (manifest.data.get("train") or {}) and not ends
     why_not = source.why_not_by_samples if is_within else None
-    word = None
+    verdict = None
     try:
         if _is_other(
             there.described, here.described, where, why_not, allowed, other_values, ends=ends
         ):
-            word = _IS_OTHER
+            verdict = _IS_OTHER
     except OtherRunError as error:
-        word = str(error)
-    word = agreement.first_complaint("data", word)
-    if word not in (None, _IS_OTHER):
-        raise OtherRunError(word)
-    if word is not None or ends:
-        return Compared(is_other=word is not None)
+        verdict = str(error)
+    verdict = agreement.first_complaint("data", verdict)
+    if verdict not in (None, _IS_OTHER):
+        raise OtherRunError(verdict)
+    if verdict is not None or ends:
+        return DataComparison(is_other=verdict is not None)
     orders = (there.order, here.order)
     is_order_known = is_chief and not source.holds_state and None not in orders
-    return Compared(
+    return DataComparison(
         seeds=there.seeds,
         has_other_seeds=there.seeds != here.seeds,
         has_other_order=is_order_known and there.order != here.order,
@@ -151,10 +151,10 @@ class _Fingerprint:
         Args:
             is_known: True if the contents of the samples are known.
         """
-        left_out = {BATCH_SIZE, "shuffle", "batches"}
+        ignored = {BATCH_SIZE, "shuffle", "batches"}
         if is_known:
-            left_out |= {name for name in self.described if name.startswith("step ")}
-        described = {name: each for name, each in self.described.items() if name not in left_out}
+            ignored |= {name for name in self.described if name.startswith("step ")}
+        described = {name: each for name, each in self.described.items() if name not in ignored}
         if described.get("kind") == _OF_KERAS:
             described["kind"] = _ARRAYS
         return replace(self, described=described)
@@ -218,14 +218,14 @@ def _is_other(
             )
     difference = _seeds_set(there, here) or first_difference(there, here) or other_values
     if difference is not None and not allowed.allow_data_change:
-        goes_on = (
+        remedy = (
             "allow_data_change=True to get the finished run's History and weights"
             if ends
             else "allow_data_change=True to continue with these from the start of the epoch"
         )
         raise OtherRunError(
             f"{where} was trained on other data. First difference: {difference}. Give the "
-            f"same data, {_BATCH_REMEDY if is_batch_other else ''}{goes_on}, or "
+            f"same data, {_BATCH_REMEDY if is_batch_other else ''}{remedy}, or "
             "resume=False to start a new run. Nothing was changed."
         )
     return difference is not None

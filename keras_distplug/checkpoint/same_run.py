@@ -60,7 +60,7 @@ def require_model(
     manifest: Manifest,
     where: str,
     model: keras.Model,
-    is_of_this_script: Callable[[Mapping[str, Any]], bool],
+    matches_script: Callable[[Mapping[str, Any]], bool],
 ) -> None:
     """Checks that a checkpoint is of `model`, which must have all its variables by now.
 
@@ -68,7 +68,7 @@ def require_model(
         manifest: The checkpoint's manifest.
         where: The run's location, for errors.
         model: The model.
-        is_of_this_script: Returns True if the given `Manifest.how_built` matches what this script
+        matches_script: Returns True if the given `Manifest.how_built` matches what this script
             has built.
 
     Raises:
@@ -79,7 +79,7 @@ def require_model(
     ) or first_difference(manifest.how_built["made_of"], of_model(model))
     if difference is None:
         return
-    if is_of_this_script(manifest.how_built):
+    if matches_script(manifest.how_built):
         raise OtherRunError(
             f"{where} holds the run of another model, or a callback changed this model "
             f"mid-run. First difference: {difference}. Give another model a separate directory, "

@@ -147,27 +147,25 @@ def require_same(channel: Channel, facts: Facts, clock: Callable[[], float] = ti
         ConfigurationError: On all workers, if a difference would make training wrong.
     """
     role = channel.role
-    told = json.dumps({"facts": facts, "at": clock()}) if role.is_chief else None
-    chiefs = json.loads(channel.from_chief("start", told))
+    message = json.dumps({"facts": facts, "at": clock()}) if role.is_chief else None
+    chiefs = json.loads(channel.from_chief("start", message))
     late_secs = chiefs["at"] - clock()
     differences = list(_differences(chiefs["facts"], facts))
-    said = channel.gather("start", json.dumps([differences, late_secs, clock()]))
+    replies = channel.gather("start", json.dumps([differences, late_secs, clock()]))
     now = clock()
     chief = role.workers[0]
     refused: list[Difference] = []
     noted: list[str] = []
-    for name, each in zip(role.workers, said, strict=True):
-        other, behind_secs, at = json.loads(each)
+    for name, each in zip(role.workers, replies, strict=True):
+        other, lag_secs, at = json.loads(each)
         for found in (Difference(chief, name, *one) for one in other):
             if found.is_harmless:
                 noted.append(str(found))
             else:
                 refused.append(found)
         # Messages take time, so only a time stamp from the future proves that a clock is wrong.
-        if max(behind_secs, at - now) > _CLOCK_SECS:
-            way, secs = (
-                ("behind", behind_secs) if behind_secs > at - now else ("ahead of", at - now)
-            )
+        if max(lag_secs, at - now) > _CLOCK_SECS:
+            way, secs = ("behind", lag_secs) if lag_secs > at - now else ("ahead of", at - now)
             noted.append(f"the clock of {name} is {secs:.0f} s {way} {chief}'s")
     if refused:
         refused.sort(key=lambda each: each.is_of_values)  # sizes are more helpful than hashes
@@ -229,8 +227,8 @@ class Difference:
             there, here = (
                 each if each == _NONE else f"data with hash {each}" for each in (there, here)
             )
-        told = f"{what} is {there} on {self.chief} and {here} on {self.worker}"
-        return f"{told}; {self.chief}'s is used" if self._is_of_chief else told
+        message = f"{what} is {there} on {self.chief} and {here} on {self.worker}"
+        return f"{message}; {self.chief}'s is used" if self._is_of_chief else message
 
 
 def _differences(chiefs: Facts, own: Facts) -> Iterator[tuple[str, str, str]]:

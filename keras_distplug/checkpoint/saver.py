@@ -21,7 +21,7 @@ _NICENESS = 10
 
 
 @dataclass(frozen=True)
-class Saved:
+class SaveResult:
     """A save that has finished, or that takes too long.
 
     Args:
@@ -50,8 +50,8 @@ class Saver:
         self._timeout_s = timeout_s
         self._thread: threading.Thread | None = None
         self.step = 0  # of the newest save
-        self._begun_s = self._told_s = 0.0
-        self._ended: queue.SimpleQueue[Saved] = queue.SimpleQueue()
+        self._started_s = self._reported_s = 0.0
+        self._results: queue.SimpleQueue[SaveResult] = queue.SimpleQueue()
         _wait_at_exit()
         _savers.add(self)
 
@@ -71,16 +71,16 @@ class Saver:
             raise RuntimeError("A save is in progress. Call `wait` before `start`.")
 
         self.step = step
-        self._begun_s = self._told_s = begun_s = time.monotonic()
+        self._started_s = self._reported_s = started_s = time.monotonic()
 
         def run() -> None:
             error: Exception | None = None
             try:
-                _give_way()
+                _lower_priority()
                 save()
-            except Exception as raised:  # noqa: BLE001 (handed over by `ended`)
+            except Exception as raised:  # noqa: BLE001 (handed over by `finished`)
                 error = raised
-            self._ended.put(Saved(step, time.monotonic() - begun_s, error))
+            self._results.put(SaveResult(step, time.monotonic() - started_s, error))
 
         # A daemon thread, since storage that hangs forever must not block the process forever.
         self._thread = threading.Thread(target=run, name="keras_distplug-save", daemon=True)
@@ -88,21 +88,21 @@ class Saver:
 
     @property
     def has_news(self) -> bool:
-        """True if `ended` would return a save."""
-        return not self._ended.empty() or (self._thread is not None and self._is_late())
+        """True if `finished` would return a save."""
+        return not self._results.empty() or (self._thread is not None and self._is_late())
 
     def _is_late(self) -> bool:
-        return self.is_busy and time.monotonic() - self._told_s > self._timeout_s
+        return self.is_busy and time.monotonic() - self._reported_s > self._timeout_s
 
-    def ended(self) -> list[Saved]:
+    def finished(self) -> list[SaveResult]:
         """Returns finished saves not returned before, and one that takes too long, if any."""
-        found = [self._ended.get() for _ in range(self._ended.qsize())]
+        found = [self._results.get() for _ in range(self._results.qsize())]
         if not self.is_busy:
             self._thread = None  # makes the check after every step cheaper
         if self._is_late():
-            self._told_s = now_s = time.monotonic()
-            seconds = now_s - self._begun_s
-            found.append(Saved(self.step, seconds, self._hangs(seconds)))
+            self._reported_s = now_s = time.monotonic()
+            seconds = now_s - self._started_s
+            found.append(SaveResult(self.step, seconds, self._hangs(seconds)))
         return found
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -117,7 +117,7 @@ class Saver:
         if (thread := self._thread) is not None:
             thread.join(self._timeout_s if timeout_s is None else timeout_s)
             if thread.is_alive():
-                raise self._hangs(time.monotonic() - self._begun_s)
+                raise self._hangs(time.monotonic() - self._started_s)
 
     def _hangs(self, seconds: float) -> SaveError:
         return SaveError(
@@ -126,7 +126,7 @@ class Saver:
         )
 
 
-def _give_way() -> None:
+def _lower_priority() -> None:
     """Gives training priority on the processors: on Linux, niceness is set per thread."""
     if sys.platform == "linux":
         os.nice(_NICENESS)
@@ -143,13 +143,13 @@ def wait_for_all() -> None:
 
 @functools.cache
 def _wait_at_exit() -> None:
-    before_threads_end(_wait_and_tell)
+    before_threads_end(_wait_and_report)
 
 
-def _wait_and_tell() -> None:
+def _wait_and_report() -> None:
     wait_for_all()
     for saver in list(_savers):
-        for saved in saver.ended():
+        for saved in saver.finished():
             if saved.error is not None:
                 # At this point there is no other way to report it.
                 print(f"keras_distplug: a checkpoint failed: {saved.error!r}", file=sys.stderr)

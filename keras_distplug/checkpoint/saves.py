@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any, NoReturn, Protocol
 
 from keras_distplug.checkpoint.cadence import Pace, Plan
-from keras_distplug.checkpoint.progress_line import shown
+from keras_distplug.checkpoint.progress_line import show_progress
 from keras_distplug.checkpoint.saver import Saver
 from keras_distplug.cluster import leaving
 from keras_distplug.cluster.channel import Channel
@@ -26,7 +26,7 @@ from keras_distplug.storage.commit import Writer
 from keras_distplug.storage.meter import Meter
 
 
-class Writes(Protocol):
+class CheckpointWriter(Protocol):
     """Writes checkpoints to their storage."""
 
     @property
@@ -56,7 +56,7 @@ class Saves:
 
     def __init__(
         self,
-        writer: Writes,
+        writer: CheckpointWriter,
         agreement: Channel,
         pace: Pace,
         *,
@@ -107,7 +107,7 @@ class Saves:
             SaveError: If too many consecutive saves have failed.
             FencedError: If another process has taken over the directory.
         """
-        self._look_after_ended()
+        self._handle_finished()
         if self._next_look is None or step < self._next_look:
             return
         plan = self._agree(
@@ -123,7 +123,7 @@ class Saves:
 
     def epoch_ended(self, step: int, state: Callable[[], TrainState], *, is_last: bool) -> None:
         """Does the same as `look`, at the end of an epoch."""
-        self._look_after_ended()
+        self._handle_finished()
         plan = self._agree(
             lambda: self._pace.at_epoch_end(
                 step, time.monotonic(), is_saving=self._saver.is_busy, is_last=is_last
@@ -134,9 +134,9 @@ class Saves:
 
     def save(self, state: Callable[[], TrainState]) -> None:
         """Saves in the background, once the save in progress has finished."""
-        begin = time.monotonic()
+        start_s = time.monotonic()
         self._wait_for_saver()
-        self._look_after_ended()
+        self._handle_finished()
         self._number += 1
         attempt = f"{self._attempts}-{self._number}"
         taken = state()
@@ -147,7 +147,7 @@ class Saves:
             self._on_saved(taken.cursor.step)
 
         self._saver.start(taken.cursor.step, write)
-        self._stall_s = time.monotonic() - begin
+        self._stall_s = time.monotonic() - start_s
 
     def save_before(
         self,
@@ -168,13 +168,13 @@ class Saves:
         end_s = None if left_s is None else time.monotonic() + left_s
         failed = self._wait_until(end_s)
         is_time = end_s is None or time.monotonic() + self._pace.duration_s < end_s
-        said = map(
+        reply = map(
             json.loads,
             self._agreement.gather(
                 "last save", json.dumps([self.saved_step == step, is_time, failed])
             ),
         )
-        saved, are_in_time, failures = zip(*said, strict=True)
+        saved, are_in_time, failures = zip(*reply, strict=True)
         if all(saved) or not is_sound:
             return
         why = next((each for each in failures if each is not None), None)
@@ -195,7 +195,7 @@ class Saves:
             self._wait_for_saver(None if end_s is None else max(0.0, end_s - time.monotonic()))
         except SaveError as error:
             return str(error)
-        self._look_after_ended()
+        self._handle_finished()
         return None
 
     @property
@@ -219,14 +219,14 @@ class Saves:
             SaveError: If it has failed.
         """
         self._wait_for_saver()
-        self._look_after_ended()
+        self._handle_finished()
         if self._failures and not self._is_local:
             if isinstance(self._failures[-1], FencedError):
                 self._end_fenced(self._failures[-1])
             raise self._failures[-1]
         if self._pace.skipped and self._is_chief:
-            of_several = f"{self._pace.skipped} due {self._what}s were"
-            which = f"1 due {self._what} was" if self._pace.skipped == 1 else of_several
+            several = f"{self._pace.skipped} due {self._what}s were"
+            which = f"1 due {self._what} was" if self._pace.skipped == 1 else several
             announce(f"{which} skipped: the previous one was still being written")
 
     def _wait_for_saver(self, timeout_s: float | None = None) -> None:
@@ -234,34 +234,34 @@ class Saves:
         if not self._saver.is_busy:
             return
         what = f"writing {self._what} of step {self._saver.step}"
-        with shown(what, self._writer.meter, is_shown=self._is_chief):
+        with show_progress(what, self._writer.meter, is_shown=self._is_chief):
             self._saver.wait(timeout_s)
 
     def _agree(self, plan: Callable[[], Plan]) -> Plan:
-        word = None
+        message = None
         if self._is_chief:
             too_many = len(self._failures) >= self._patience
             failed = str(self._failures[-1]) if too_many else None
             fenced = next((str(e) for e in self._failures if isinstance(e, FencedError)), None)
-            word = json.dumps({"failed": failed, "fenced": fenced, "plan": asdict(plan())})
-        said = json.loads(self._agreement.from_chief("save", word))
-        if said["fenced"] is not None:
-            self._end_fenced(FencedError(said["fenced"]))
-        if said["failed"] is not None:
+            message = json.dumps({"failed": failed, "fenced": fenced, "plan": asdict(plan())})
+        reply = json.loads(self._agreement.from_chief("save", message))
+        if reply["fenced"] is not None:
+            self._end_fenced(FencedError(reply["fenced"]))
+        if reply["failed"] is not None:
             raise SaveError(
                 f"{self._patience} consecutive checkpoints could not be written. Last error: "
-                f"{said['failed']}"
+                f"{reply['failed']}"
             )
-        return Plan(**said["plan"])
+        return Plan(**reply["plan"])
 
-    def _look_after_ended(self) -> None:
-        for saved in self._saver.ended():
+    def _handle_finished(self) -> None:
+        for saved in self._saver.finished():
             if saved.error is None:
                 self._failures = []
                 self.saved_step = saved.step
                 report(Saved(saved.step, saved.seconds, self._is_local, self._stall_s, self._bytes))
                 self._pace.saved(self._stall_s, saved.seconds)
-                self._tell_interval()
+                self._report_interval()
                 continue
             self._failures.append(saved.error)
             if isinstance(saved.error, FencedError):
@@ -281,20 +281,20 @@ class Saves:
         leaving.is_fenced()
         raise error
 
-    def _tell_interval(self) -> None:
+    def _report_interval(self) -> None:
         interval_s, cost_s = self._pace.interval_s, self._pace.cost_s
         if not self._is_chief or not self._pace.is_automatic or not interval_s or cost_s is None:
             return
-        told_s = _told_s.get(self._what)
-        if told_s is None or not 1 / 3 < interval_s / told_s < 3:
-            _told_s[self._what] = interval_s
+        announced_s = _announced_s.get(self._what)
+        if announced_s is None or not 1 / 3 < interval_s / announced_s < 3:
+            _announced_s[self._what] = interval_s
             announce(
                 f"a {self._what} costs training {cost_s:.3f} s, so one is made every "
                 f"{interval_s:.1f} s"
             )
 
 
-_told_s: dict[str, float] = {}
+_announced_s: dict[str, float] = {}
 """The intervals that this process announced last: one line for a loop of `fit` calls."""
 
 

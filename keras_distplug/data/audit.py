@@ -8,7 +8,7 @@ from keras_distplug.backend.tensorflow.input import pipeline
 from keras_distplug.backend.tensorflow.input.pipeline_steps import FROM_GENERATOR, Step
 
 # Arguments that affect which samples come, or in which order.
-_TELLING = (
+_RELEVANT = (
     "block_length",
     "buffer_size",
     "count",
@@ -24,7 +24,7 @@ _TELLING = (
     "stride",
 )
 # Steps that affect neither.
-_SILENT = ("prefetch", "options", "model", "tensor")
+_IRRELEVANT = ("prefetch", "options", "model", "tensor")
 
 
 def audit(parts: pipeline.Pipeline, *, is_resumed_mid_pass: bool = True) -> list[str]:
@@ -112,11 +112,11 @@ def _of_step(step: Step, is_resumed_mid_pass: bool) -> Iterator[str]:
 def chain(parts: pipeline.Pipeline) -> Mapping[str, str]:
     """Returns the transformations, numbered, with the arguments that affect their result. The size
     of the global batch is not included."""
-    told = [step for step in parts.steps if step.title not in _SILENT]
+    steps = [step for step in parts.steps if step.title not in _IRRELEVANT]
     batch = parts.global_batch
     return {
-        f"step {number}": _told(step, () if step == batch else ("batch_size",))
-        for number, step in enumerate(told)
+        f"step {number}": _description(step, () if step == batch else ("batch_size",))
+        for number, step in enumerate(steps)
     }
 
 
@@ -130,8 +130,8 @@ def seeded(parts: pipeline.Pipeline) -> list[Step]:
     return [step for step in parts.steps if step.is_seeded and "seed" in step.numbers]
 
 
-def _told(step: Step, more: Sequence[str]) -> str:
-    names = sorted((*_TELLING, *more))
+def _description(step: Step, more: Sequence[str]) -> str:
+    names = sorted((*_RELEVANT, *more))
     numbers = {name: step.numbers[name] for name in names if name in step.numbers}
     if step.samples is not None:
         numbers["samples"] = step.samples

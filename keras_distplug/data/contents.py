@@ -95,14 +95,14 @@ def of_arrays(given: Any) -> Mapping[str, str]:
         for name, part in zip(_PARTS, parts, strict=False)
         if part is not None
     }
-    return _told(columns) if all(columns.values()) else {}
+    return _fingerprint(columns) if all(columns.values()) else {}
 
 
 @_or_unknown
 def of_pipeline(parts: pipeline.Pipeline) -> Mapping[str, str]:
     """Returns fingerprint entries for the tensors that the data is made from, and for the names of
     its files."""
-    return _told({"": parts.constants()})
+    return _fingerprint({"": parts.constants()})
 
 
 @_or_unknown
@@ -156,9 +156,9 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, tuple) and all(isinstance(each, str | int | float) for each in value)
 
 
-def _told(columns: Columns) -> Mapping[str, str]:
+def _fingerprint(columns: Columns) -> Mapping[str, str]:
     """Hashes rows across all columns of the same length, since labels belong to their samples."""
-    told: dict[str, str] = {}
+    entries: dict[str, str] = {}
     by_length: dict[int, list[Any]] = defaultdict(list)
     is_whole = True
     for name, given in columns.items():
@@ -168,13 +168,13 @@ def _told(columns: Columns) -> Mapping[str, str]:
             alone[length].append(each)
             by_length[length].append(each)
         if len(columns) > 1:
-            told[f"{CONTENTS} of {name}"] = _joined(alone)[0]
+            entries[f"{CONTENTS} of {name}"] = _joined(alone)[0]
     if not by_length:
         return {}
-    told[CONTENTS], told[ORDER], is_whole = _joined(by_length)
+    entries[CONTENTS], entries[ORDER], is_whole = _joined(by_length)
     if not is_whole:
-        del told[ORDER]  # already part of the contents
-    return told
+        del entries[ORDER]  # already part of the contents
+    return entries
 
 
 def _joined(by_length: Mapping[int, Sequence[Any]]) -> tuple[str, str, bool]:

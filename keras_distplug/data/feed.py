@@ -403,11 +403,13 @@ def _require_batches(dataset: tf.data.Dataset, model: keras.Model | None) -> Non
     shapes = [part.shape for part in keras.tree.flatten(spec) if hasattr(part, "shape")]
     inputs = keras.tree.flatten(spec[0] if isinstance(spec, tuple) else spec)
     single = False
-    wants = list(getattr(model, "inputs", None) or ())
-    if model is not None and model.built and len(wants) == len(inputs) == 1:
-        wanted, given = wants[0].shape, getattr(inputs[0], "shape", None)
+    expected = list(getattr(model, "inputs", None) or ())
+    if model is not None and model.built and len(expected) == len(inputs) == 1:
+        expected_shape, given = expected[0].shape, getattr(inputs[0], "shape", None)
         # Keras adds a last axis of size 1 automatically.
-        single = given is not None and given.rank == len(wanted) - 1 and wanted[-1] != 1
+        single = (
+            given is not None and given.rank == len(expected_shape) - 1 and expected_shape[-1] != 1
+        )
     if single or any(shape.rank == 0 for shape in shapes):
         raise DataError(
             "The dataset is not batched: it yields single samples. Received: elements of "

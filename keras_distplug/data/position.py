@@ -138,7 +138,7 @@ class Positioned(readers.LateDistributedDataset):
         self.is_scheduled = False  # True if workers read it, and this process doesn't; set by `use`
         self._start = self._behind = 0
         self._given: Sequence[Any] = ()  # values of variables for the next iterator
-        self._begun_with: list[Any] = []
+        self._started_with: list[Any] = []
         self._strategy: tf.distribute.Strategy | None = None
         self._dataset: tf.data.Dataset | None = None
         self._distributed: Any = None
@@ -177,7 +177,7 @@ class Positioned(readers.LateDistributedDataset):
         Args:
             in_pass: True for those of the current pass, False for those of the next one.
         """
-        return self._begun_with if in_pass else [each.read() for each in self.source.variables]
+        return self._started_with if in_pass else [each.read() for each in self.source.variables]
 
     def assign(self, variables: Sequence[Any], *, in_pass: bool) -> None:
         """Restores the values from `variables`."""
@@ -240,7 +240,7 @@ class Positioned(readers.LateDistributedDataset):
         given, self._given = list(self._given), ()
         self.assign(given, in_pass=in_pass)
         now = [each.read() for each in self.source.variables]
-        self._begun_with = given if given and in_pass else now
+        self._started_with = given if given and in_pass else now
         dataset = self.source.batches(self.passes, self._start, self._behind, self.read)
         self.is_read = False
         if is_over:

@@ -40,7 +40,7 @@ class Progress:
         self._behind = 0
         self._counted = loop.counted
 
-    def epoch_begins(self) -> None:
+    def on_epoch_begin(self) -> None:
         """Must be called before an epoch draws its first batch."""
         self._counted = self._loop.counted
 
@@ -194,7 +194,7 @@ def _announce_orders(source: Source, what: str) -> None:
         )
 
 
-def take_up_validation(
+def resume_validation(
     data: Positioned, passes: int, passes_read: int, variables: Sequence[Any], *, looked: bool
 ) -> None:
     """Continues validation after passes of another process.
@@ -334,4 +334,4 @@ class _OfKeras(Source):
 
     def warnings(self) -> list[str]:
         is_generator = self._kind == "GeneratorDataAdapter"
-        return [warning_of_generator(is_begun_anew=False)] if is_generator else []
+        return [warning_of_generator(is_restarted=False)] if is_generator else []

@@ -276,7 +276,7 @@ class TfData(Source):
             if not (start or behind or self._orders.nodes):
                 return self.whole
             return self._orders.of_pass(passed, read, start, behind, self._counts())
-        self._read_over(passed)
+        self._skip_passes(passed)
         return self.whole.skip(start) if start else self.whole
 
     def _counts(self) -> Mapping[str, tuple[int, int]]:
@@ -284,7 +284,7 @@ class TfData(Source):
         nodes, counts = self._pipeline.shuffles(), earlier_passes.of_shuffles(self.whole)
         return dict(zip(nodes, counts, strict=True)) if len(nodes) == len(counts) else {}
 
-    def _read_over(self, passed: int) -> None:
+    def _skip_passes(self, passed: int) -> None:
         """Makes as many iterators of a pipeline that cannot be inspected as there were passes."""
         drawn = _iterators_of.get(self.whole, 0)
         if drawn > passed:
@@ -300,10 +300,10 @@ class TfData(Source):
         _iterators_of[self.whole] = max(drawn, passed) + 1
 
     def _described(self) -> Mapping[str, Any]:
-        told = {"kind": "tf.data", BATCH_SIZE: self.batch_size, "elements": elements(self.whole)}
+        facts = {"kind": "tf.data", BATCH_SIZE: self.batch_size, "elements": elements(self.whole)}
         if self._pipeline is not None:
-            told |= {**audit.chain(self._pipeline), SEEDS: self._used_seeds}
-        return told
+            facts |= {**audit.chain(self._pipeline), SEEDS: self._used_seeds}
+        return facts
 
     @functools.cached_property
     def contents(self) -> Mapping[str, str]:

@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_distplug.backend.tensorflow.input import readers
 from keras_distplug.data import contents
 from keras_distplug.data.position import Source
-from keras_distplug.data.reached_state import Reached
+from keras_distplug.data.reachable_state import ReachableState
 from keras_distplug.data.sources import elements
 from keras_distplug.python_state import random_states
 from keras_distplug.python_state.object_states import Attributes
@@ -66,23 +66,23 @@ class LoaderData(Source):
             self._state.restore(given)  # nothing is left to be read
             given = None
 
-        def begin() -> Iterator[Any]:
+        def start_reading() -> Iterator[Any]:
             # Called for the first batch, possibly long after the iterator was made.
             if given is None:
                 noted.update(self._state.capture())
                 return islice(self._loader, start, None)
             return self._read_again(given, start)
 
-        return self._reader.dataset(begin)
+        return self._reader.dataset(start_reading)
 
     def _read_again(self, state: Mapping[str, Any], start: int) -> Iterator[Any]:
-        now = random_states.capture_of_python()
+        now = random_states.capture_python()
         self._state.restore(state)
-        random_states.restore_of_python(state[_GLOBAL])
+        random_states.restore_python(state[_GLOBAL])
         batches = _skipped(self._loader, start)
-        if random_states.capture_of_python() == state[_GLOBAL]:
+        if random_states.capture_python() == state[_GLOBAL]:
             # The loader does not use them, but callbacks may have drawn since the pass started.
-            random_states.restore_of_python(now)
+            random_states.restore_python(now)
         return batches
 
     def _described(self) -> Mapping[str, Any]:
@@ -102,7 +102,7 @@ class LoaderData(Source):
 
     def warnings(self) -> list[str]:
         return [
-            *self._state.reached.warnings(),
+            *self._state.reachable.warnings(),
             *([_PERSISTENT] if self._loader.persistent_workers else []),
             *([_BY_THE_CLOCK] if _is_shuffled_by_the_clock(self._loader.dataset) else []),
         ]
@@ -139,12 +139,14 @@ class _State:
     def __init__(self, loader: Any) -> None:
         parts = _parts(loader)
         own = {name: Attributes(part) for name, part in parts.items()}
-        self.reached = Reached(loader.dataset, {**parts, "collate_fn": loader.collate_fn}, own)
-        self._parts: dict[str, Attributes | Reached] = {
+        self.reachable = ReachableState(
+            loader.dataset, {**parts, "collate_fn": loader.collate_fn}, own
+        )
+        self._parts: dict[str, Attributes | ReachableState] = {
             **own,
             # The loader's other attributes are settings.
             "loader": Attributes(SimpleNamespace(generator=loader.generator)),
-            _REACHED: self.reached,
+            _REACHED: self.reachable,
         }
         self._latest: dict[str, Any] = {}  # the last result of `read`
         self._given: Mapping[str, Any] | None = None  # for the pass to continue
@@ -156,7 +158,7 @@ class _State:
     def capture(self) -> dict[str, Any]:
         """Does the same as `read`, without recording the result."""
         parts = {name: part.read() for name, part in self._parts.items()}
-        return {_GLOBAL: random_states.capture_of_python(), **parts}
+        return {_GLOBAL: random_states.capture_python(), **parts}
 
     def assign(self, value: Mapping[str, Any], *, in_pass: bool) -> None:
         if in_pass:

@@ -187,7 +187,7 @@ class CallbackChanges:
                 kind = f" ({type(place.value).__name__})" if first == place.path else ""
                 titles[f"{name}.{title}{kind}"] = None
         self._lost.update(titles)
-        return code.flags_beside({part for place in lost for part in place.path})
+        return code.companion_flags({part for place in lost for part in place.path})
 
     def _deleted(self, name: str) -> list[Path]:
         """Returns attributes of callbacks that were deleted after training started."""

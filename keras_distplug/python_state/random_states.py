@@ -23,7 +23,7 @@ _NUMPY, _PYTHON, _TORCH = "__numpy_random__", "__python_random__", "__torch_rand
 
 def capture() -> dict[str, Any]:
     """Returns the states of Python's, NumPy's, torch's and TensorFlow's global generators."""
-    taken = {**capture_of_python(), "seed": context.global_seed()}
+    taken = {**capture_python(), "seed": context.global_seed()}
     if (seeds := process_generators.operation_seeds()) is not None:
         taken["operation_seeds"] = _packed(seeds.getstate())
     if (generator := process_generators.global_generator()) is not None:
@@ -34,7 +34,7 @@ def capture() -> dict[str, Any]:
 
 def restore(taken: Mapping[str, Any]) -> None:
     """Restores the states from `capture`."""
-    restore_of_python(taken)
+    restore_python(taken)
     seed = taken.get("seed")
     if seed is not None and seed != context.global_seed():
         tf.random.set_seed(seed)  # affects operations that are not traced yet
@@ -46,7 +46,7 @@ def restore(taken: Mapping[str, Any]) -> None:
         process_generators.set_global_generator(tf.constant(state, tf.int64), algorithm)
 
 
-def capture_of_python() -> dict[str, Any]:
+def capture_python() -> dict[str, Any]:
     """Returns the states of the global generators of Python, NumPy and, if imported, torch."""
     name, key, place, has_gauss, cached_gaussian = np.random.get_state()
     taken: dict[str, Any] = {
@@ -59,14 +59,14 @@ def capture_of_python() -> dict[str, Any]:
 
 
 def python_generator(taken: Mapping[str, Any]) -> random.Random:
-    """Returns a generator that draws the same as Python's global one after `restore_of_python`."""
+    """Returns a generator that draws the same as Python's global one after `restore_python`."""
     made = random.Random()
     made.setstate(_unpacked(taken["python"]))
     return made
 
 
-def restore_of_python(taken: Mapping[str, Any]) -> None:
-    """Restores the states from `capture_of_python`."""
+def restore_python(taken: Mapping[str, Any]) -> None:
+    """Restores the states from `capture_python`."""
     random.setstate(_unpacked(taken["python"]))
     name, key, *rest = taken["numpy"]
     np.random.set_state((name, _words(key), *rest))

@@ -150,10 +150,10 @@ class Code:
     made: frozenset[str]
     stored: tuple[frozenset[str], ...]
 
-    def flags_beside(self, names: Collection[str]) -> frozenset[str]:
+    def companion_flags(self, names: Collection[str]) -> frozenset[str]:
         """Returns the names assigned by every function that assigns one of `names`."""
-        beside = [each for each in self.stored if not each.isdisjoint(names)]
-        return frozenset().union(*beside)
+        related = [each for each in self.stored if not each.isdisjoint(names)]
+        return frozenset().union(*related)
 
 
 def code_of(callback: keras.callbacks.Callback | keras.Model) -> Code:

@@ -33,7 +33,7 @@ Path = tuple[str, ...]
 Put = Callable[[str], Callable[[Any], None]]
 
 _MOST_OBJECTS = 20_000
-_MOST_BEHIND = 2_000  # objects reachable from one of the script's, which may be its samples
+_MOST_REACHABLE = 2_000  # objects reachable from one of the script's, which may be its samples
 _OF_EVERY_PART = frozenset({"built", "name", "trainable", "dtype_policy"})
 _NUMBERS_AND_TEXT = frozenset({bool, int, float, str, type(None)})
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
@@ -138,7 +138,7 @@ def from_objects(roots: Mapping[str, Any]) -> Walked:
     Args:
         roots: The objects and functions, by the first part of their paths.
     """
-    walk = _Walk([], Owners(), most_objects=_MOST_BEHIND)
+    walk = _Walk([], Owners(), most_objects=_MOST_REACHABLE)
     return walk.all_of(
         place for name, root in roots.items() for place in walk.from_root((name,), root)
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from storage.checkpoints import RUN, Checkpoints
 
-from keras_distplug.checkpoint.saver import Saved, Saver
+from keras_distplug.checkpoint.saver import Saver, SaveResult
 from keras_distplug.core.errors import SaveError
 
 
@@ -36,14 +36,14 @@ def test_background() -> None:
     saver.start(7, save)
     assert save.has_begun.wait(30)
     assert saver.is_busy
-    assert saver.ended() == []
+    assert saver.finished() == []
     save.may_end.set()
     saver.wait()
     assert not saver.is_busy
-    [saved] = saver.ended()
+    [saved] = saver.finished()
     assert (saved.step, saved.error) == (7, None)
     assert saved.seconds > 0
-    assert saver.ended() == []
+    assert saver.finished() == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="niceness is a process's there")
@@ -76,10 +76,10 @@ def test_failure() -> None:
     save.may_end.set()
     saver.start(1, save)
     saver.wait()
-    assert saver.ended()[0].error is error
+    assert saver.finished()[0].error is error
     saver.start(2, lambda: None)
     saver.wait()
-    assert saver.ended()[0].error is None
+    assert saver.finished()[0].error is None
 
 
 def test_one_at_a_time() -> None:
@@ -105,17 +105,17 @@ def test_hanging_save_is_told() -> None:
     """One that hangs while training goes on counts as failed, and as saved once it has ended."""
     saver, save = Saver(timeout_s=0.01), Save()
     saver.start(5, save)
-    found: list[Saved] = []
+    found: list[SaveResult] = []
     end_s = time.monotonic() + 30
     while len(found) < 2 and time.monotonic() < end_s:
-        found += saver.ended()
+        found += saver.finished()
     assert [each.step for each in found] == [5, 5]
     assert all("step 5 was still being written" in str(each.error) for each in found)
     save.may_end.set()
     while saver.is_busy and time.monotonic() < end_s:
         pass
-    assert saver.ended()[-1].error is None
-    assert saver.ended() == []
+    assert saver.finished()[-1].error is None
+    assert saver.finished() == []
 
 
 def test_wait_for_nothing() -> None:

@@ -244,8 +244,8 @@ CASES = {
         lambda: {"x": WithIndices()},
     ),
     "a large variable": Case(
-        "changes a variable of 2 MB, which is not saved. Keep changing values in variables of at most "
-        "1 MB",
+        "changes a variable of 2 MB, which is not saved. Keep changing values in variables of at "
+        "most 1 MB",
         lambda: of_variable(2**19 + 1),
         lambda: of_variable(2),
     ),

@@ -31,7 +31,7 @@ _HAS_NO_SEED = (
 )
 
 
-class Outside:
+class ExternalVariables:
     """The variables outside the model that steps use, during one `fit`.
 
     They are known once a step has been traced. When a run is resumed, existing ones get their
@@ -60,7 +60,7 @@ class Outside:
         self._waiting: dict[str, dict[str, np.ndarray]] = {}
         self._rank = self._world_size = 0
         self._before_step: set[str] = set()  # existing before the first step, if it runs eagerly
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
 
     def end(self) -> None:
         """Must be called when `fit` ends."""
@@ -134,7 +134,7 @@ class Outside:
 
     def _variables(self) -> dict[str, Any]:
         if self._found is None:
-            known = self._model_s()
+            known = self._model_variables()
             ours = {id(touched.native(each)) for each in known}
             is_eager = models.runs_eagerly(self._model)
             others = self._touched.others(known)
@@ -150,7 +150,7 @@ class Outside:
         found, self._found = self._found, self._found if self._touched.has_traces else None
         return found
 
-    def _model_s(self) -> list[keras.Variable]:
+    def _model_variables(self) -> list[keras.Variable]:
         generator = models.global_seed_generator()
         seeds = [] if generator is None else [generator.state]
         return [*models.all_variables(self._model), *seeds]
@@ -174,7 +174,9 @@ class Outside:
         lines += [
             f"{place}: a variable used here is not saved. Make it an attribute of the "
             "model, of its loss or of a callback"
-            for place in self._touched.others([*self._model_s(), *self._variables().values()])
+            for place in self._touched.others(
+                [*self._model_variables(), *self._variables().values()]
+            )
         ]
         lines += [
             f"{place}: {op} {_KEEPS_STATE if is_seeded else _HAS_NO_SEED}"
@@ -192,8 +194,8 @@ class Outside:
         self._warn(lines)
 
     def _warn(self, lines: Iterable[str]) -> None:
-        new = [line for line in dict.fromkeys(lines) if line not in self._said]
-        self._said.update(new)
+        new = [line for line in dict.fromkeys(lines) if line not in self._reported]
+        self._reported.update(new)
         if new and self._warns:
             listed = "\n".join(f"- {line}." for line in new)
             warnings.warn(f"A resumed run may not compute the same steps:\n{listed}", stacklevel=2)

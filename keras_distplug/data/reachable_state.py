@@ -32,7 +32,7 @@ _SINGLE = (bool, int, float, str, type(None), np.generic)
 _LAZY = (list, dict, np.ndarray)  # often read from a file on first use
 
 
-class Reached:
+class ReachableState:
     """The state reachable from objects and functions: objects of the script among their attributes,
     their classes, and variables that their functions enclose or refer to as globals. Kept are
     random generators, and numbers, text, arrays, and containers of these that have changed.
@@ -51,7 +51,7 @@ class Reached:
         self._owner = owner
         self._roots = roots
         self._attributes = attributes
-        self._told: set[Path] = set()
+        self._reported: set[Path] = set()
         self._changes = Changes(owner, self._walk, Policy(_look, _is_small))
 
     def warnings(self) -> list[str]:
@@ -82,7 +82,7 @@ class Reached:
             elif (encoded := _encoded(place.value, value)) is not None:
                 found.append([place.path, encoded])
             elif not isinstance(place.value, dict):
-                self._tell(place)
+                self._report(place)
         return found
 
     def assign(self, values: Sequence[Any], *, in_pass: bool = False) -> None:
@@ -99,9 +99,9 @@ class Reached:
             and (random_states.is_generator(place.value) or _may_change(place.value))
         ], owners
 
-    def _tell(self, place: Place) -> None:
-        if place.path not in self._told:
-            self._told.add(place.path)
+    def _report(self, place: Place) -> None:
+        if place.path not in self._reported:
+            self._reported.add(place.path)
             title = walk.title_of(place.path[1:])
             announce(
                 f"{type(self._owner).__name__}: `{title}` ({type(place.value).__name__}) changes "
@@ -125,9 +125,9 @@ def _look(value: Any) -> Value:
     its entries' identity."""
     is_container = isinstance(value, object_states.CONTAINERS)
     if not is_container or object_states.bytes_of(value) <= object_states.SMALL_BYTES:
-        looked = changes.look(value)
-        if looked.kind or not is_container:
-            return looked
+        value_now = changes.look(value)
+        if value_now.kind or not is_container:
+            return value_now
     return Value("", object_states.mark_of_entries(value))
 
 
@@ -139,14 +139,14 @@ def _is_small(value: Value) -> bool:
     return value.kind == "plain" and size <= object_states.SMALL_BYTES
 
 
-def _encoded(value: Any, looked: Value) -> Any:
+def _encoded(value: Any, value_now: Value) -> Any:
     """Returns the value as JSON; None if JSON cannot hold it."""
     if object_states.bytes_of(value) > object_states.MOST_BYTES:
         return None
-    looked = looked if looked.kind else changes.look(value)  # for a large container
-    if looked.kind != "plain" or not json_values.is_kept(looked.arrays):
+    value_now = value_now if value_now.kind else changes.look(value)  # for a large container
+    if value_now.kind != "plain" or not json_values.is_kept(value_now.arrays):
         return None
-    return {_VALUE: looked.encoded, _ARRAYS: json_values.encode(looked.arrays)}
+    return {_VALUE: value_now.encoded, _ARRAYS: json_values.encode(value_now.arrays)}
 
 
 def _saved(path: Path, value: Mapping[str, Any]) -> Saved:
