@@ -358,7 +358,7 @@ def test_what_cannot_be_had_again(tmp_path: Path) -> None:
     """A plain `fit` names what of its data does not come again, and what to write instead."""
     noisy = shuffled().map(lambda x, y: (x + tf.random.uniform(tf.shape(x), seed=1), y), 2)
     backup = kd.BackupAndRestore(tmp_path)
-    with pytest.warns(UserWarning, match=r"map .*: RandomUniform runs in parallel.*Leave out"):
+    with pytest.warns(UserWarning, match=r"map .*: RandomUniform runs in parallel.*Remove"):
         without_dropout().fit(noisy, verbose=0, shuffle=False, callbacks=[backup])
 
 

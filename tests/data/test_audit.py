@@ -72,7 +72,7 @@ def numbers() -> tf.data.Dataset:
         ),
         (
             lambda: D.range(3).map(of_a_generator, num_parallel_calls=2),
-            "map of of_a_generator .*: it changes variables .* in parallel.*Leave out num_par",
+            "map of of_a_generator .*: it changes variables .* in parallel.*Remove num_par",
         ),
         (
             lambda: D.range(3).map(lambda i: i, num_parallel_calls=2, deterministic=False),
@@ -86,7 +86,7 @@ def numbers() -> tf.data.Dataset:
         ),
         (
             lambda: D.range(3).with_options(disordered()),
-            "options.deterministic=False .*Leave",
+            "options.deterministic=False .*Remove it",
         ),
         (
             lambda: D.range(3).interleave(shuffled),
