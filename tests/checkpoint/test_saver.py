@@ -1,4 +1,4 @@
-"""Saves in the background."""
+"""Tests saves in the background."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from keras_distplug.core.errors import SaveError
 
 
 class Save:
-    """A save that lasts until it is let go."""
+    """A save that lasts until it is released."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.has_begun, self.may_end = threading.Event(), threading.Event()
@@ -31,7 +31,7 @@ class Save:
 
 
 def test_background() -> None:
-    """`start` returns at once; what became of the save is given once."""
+    """`start` returns immediately; the result of the save is returned once."""
     saver, save = Saver(), Save()
     saver.start(7, save)
     assert save.has_begun.wait(30)
@@ -48,7 +48,7 @@ def test_background() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="niceness is a process's there")
 def test_training_comes_first() -> None:
-    """The thread that saves, and those that it starts, give way; the others do not."""
+    """The thread that saves, and those that it starts, have a lower priority; the others do not."""
     found = []
 
     def niceness() -> int:
@@ -70,7 +70,7 @@ def test_training_comes_first() -> None:
 
 
 def test_failure() -> None:
-    """Whatever a save raises is handed over, and the next one may start."""
+    """Any error raised by a save is returned, and the next one can start."""
     saver, error = Saver(), RuntimeError("no")
     save = Save(error)
     save.may_end.set()
@@ -92,7 +92,7 @@ def test_one_at_a_time() -> None:
 
 
 def test_save_that_hangs() -> None:
-    """Waiting ends with an error, not never."""
+    """Waiting ends with an error instead of never."""
     saver, save = Saver(timeout_s=0.2), Save()
     saver.start(1, save)
     with pytest.raises(SaveError, match="still being written"):
@@ -102,7 +102,8 @@ def test_save_that_hangs() -> None:
 
 
 def test_hanging_save_is_told() -> None:
-    """One that hangs while training goes on counts as failed, and as saved once it has ended."""
+    """A save that hangs while training continues counts as failed, and as saved once it has
+    finished."""
     saver, save = Saver(timeout_s=0.01), Save()
     saver.start(5, save)
     found: list[SaveResult] = []
@@ -148,7 +149,7 @@ ENDS
 
 
 def test_failure_at_the_end_of_the_process(tmp_path: Path) -> None:
-    """A save that fails when nobody trains any more is told all the same."""
+    """A save that fails after training has ended is still reported."""
     (tmp_path / "run-0001").write_text("a file where a folder has to be")
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.replace("ENDS", ""), str(tmp_path)],
@@ -165,8 +166,8 @@ def test_failure_at_the_end_of_the_process(tmp_path: Path) -> None:
     ("ends", "code"), [("", 0), ("raise ValueError", 1), ("sys.exit(3)", 3)], ids=str
 )
 def test_end_of_the_process(ends: str, code: int, tmp_path: Path) -> None:
-    """A process that ends, for an exception, too, waits for the save, which begins to write only
-    once the script is through, and for what it deletes."""
+    """A process that ends, even with an exception, waits for the save, which starts to write only
+    after the script has ended, and for its deletions."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.replace("ENDS", ends), str(tmp_path)],
         cwd=Path(__file__).parents[1],

@@ -1,4 +1,5 @@
-"""Which entries of a model config are accepted, and which are refused before anything is built."""
+"""Tests which entries of a model config are accepted, and which are refused before any object is
+built."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def description_of(model: keras.Model) -> dict[str, Any]:
     return json.loads(json.dumps(told))
 
 
-# What is accepted
+# Accepted entries
 
 
 def elements_in(model: keras.Model) -> int:
@@ -134,11 +135,11 @@ def test_what_the_user_has(kind: str) -> None:
         require_trusted(told, ELEMENTS, NAMES["before imports"])
 
 
-# What is refused
+# Refused entries
 
 
 def forged_in(place: str, entry: Any, told: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """A config with an entry, and the entry's path."""
+    """Returns a config with an entry, and the entry's path."""
     told = copy.deepcopy(told)
     if place == "layer":
         told["config"]["layers"][1] = entry
@@ -159,8 +160,9 @@ def told() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", [*FORGED, *FORGED_NAMES])
 def test_forged(name: str, told: dict[str, Any]) -> None:
-    """Refused in the same words before and after imports, and with the place: as a layer, as the
-    loss, and in another layer. What cannot be the user's is refused whatever will be imported."""
+    """Entries are refused with the same message before and after imports, with their path: as a
+    layer, as the loss, and in another layer. If an entry cannot be the user's, it is refused
+    whatever will be imported."""
     entry = FORGED[name] if name in FORGED else FORGED_NAMES[name]
     for place in ("layer", "loss", "inside"):
         changed, where = forged_in(place, entry, told)
@@ -199,7 +201,7 @@ def test_class_of_a_module_that_is_no_part_of_a_model(told: dict[str, Any]) -> N
 
 
 def test_outputs_with_the_names_of_arguments() -> None:
-    """Only the arguments of Keras' classes have limits: nothing is raised for an output's name."""
+    """Only the arguments of Keras' classes have limits: an output's name raises no error."""
     told = {"compile_config": {"loss_weights": {"units": 1e6, "filters": -1.0}}}
     require_trusted(told, 10, ImportedNames())
 
@@ -237,7 +239,7 @@ def test_deep() -> None:
         require_trusted(config, 1, NAMES["imported"])
 
 
-# What the files of Keras say
+# Names in the files of Keras
 
 
 def _kind_of(found: Any) -> Kind | None:
@@ -253,15 +255,15 @@ def _public_modules() -> list[ModuleType]:
 
 
 def _names_in(module: str) -> set[str]:
-    """All names that a file of Keras defines or imports."""
+    """Returns all names that a file of Keras defines or imports."""
     file = keras_files._file_of(FILES.folder, module)
     assert file is not None
     return {*keras_files._definitions(file), *keras_files._imports(file)}
 
 
 def test_public_names() -> None:
-    """The files give every public name and its kind, as the imported Keras does. Fails if a release
-    of Keras is laid out in another way."""
+    """The files list every public name and its kind, like the imported Keras. Fails if a release of
+    Keras has another layout."""
     compared = 0
     for module in _public_modules():
         names = {*dir(module), *_names_in(module.__name__)}
@@ -290,8 +292,8 @@ def test_private_names() -> None:
 
 
 def test_names_in_configs() -> None:
-    """Every class of Keras is accepted under the name that its serialization has, except those that
-    are in no model."""
+    """Every class of Keras is accepted under the name in its serialization, except those that are
+    in no model."""
     refused = set()
     for module, loaded in list(sys.modules.items()):
         if not module.startswith(tuple(f"keras.src.{part}." for part in PARTS)):
@@ -310,7 +312,7 @@ def test_names_in_configs() -> None:
 
 
 def test_unknown_layout(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If Keras is laid out in another way, or is not there, nothing is refused before imports."""
+    """If Keras has another layout, or is not installed, nothing is refused before imports."""
     monkeypatch.setattr(keras_files, "_EXAMPLES", (("keras.layers", "NoSuchLayer", "class"),))
     assert keras_files.find() is None
     forged: Any = layer("Lambda")

@@ -1,4 +1,4 @@
-"""A new run that begins with the weights of another one."""
+"""A new run that starts with the weights of another one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def fit(made: keras.Model, folder: Path, *more: Any, **given: Any) -> None:
 
 
 class Begun(small.Watching):
-    """What training began with."""
+    """Records the state with which training started."""
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if batch == 0:
@@ -54,7 +54,7 @@ def other(tmp_path: Path) -> tuple[Path, keras.Model]:
 def test_new_head(
     other: tuple[Path, keras.Model], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What has another shape, and what is new, is named and stays as it is."""
+    """Variables that are new or have another shape are reported and keep their values."""
     folder, trained = other
     files = sorted(folder.rglob("*"))
     made, begun = model(3, more=True), Begun()
@@ -73,7 +73,7 @@ def test_new_head(
 
 
 def test_optimizer(other: tuple[Path, keras.Model], tmp_path: Path) -> None:
-    """With its state, but the script's learning rate."""
+    """The optimizer is loaded with its state, but the script's learning rate."""
     folder, trained = other
     made, begun = model(), Begun()
     made.optimizer.learning_rate = 0.25
@@ -83,7 +83,8 @@ def test_optimizer(other: tuple[Path, keras.Model], tmp_path: Path) -> None:
 
 
 def test_restart(other: tuple[Path, keras.Model], tmp_path: Path) -> None:
-    """A run that has a checkpoint goes on from that; one killed before it begins the same way."""
+    """A run with a checkpoint resumes from that; one killed before it starts in the same way
+    again."""
     folder, _ = other
     expected = model()
     keras.utils.set_random_seed(1)
@@ -99,7 +100,7 @@ def test_restart(other: tuple[Path, keras.Model], tmp_path: Path) -> None:
 
 
 def test_refused(other: tuple[Path, keras.Model], tmp_path: Path) -> None:
-    """Nothing there, and nothing that fits, are errors before anything is trained."""
+    """A missing run, or one without any match, is an error before training."""
     count = small.Stop()
     with pytest.raises(NoCheckpointError):
         fit(model(), tmp_path / "a", count, init_from=tmp_path / "nothing")
@@ -121,7 +122,7 @@ def test_distributed_fit(other: tuple[Path, keras.Model], tmp_path: Path) -> Non
 
 
 def plain(layers: int = 3) -> keras.Model:
-    """Layers with names that Keras counts up in a process."""
+    """Layers with names that Keras numbers within a process."""
     hidden = [keras.layers.Dense(4) for _ in range(layers)]
     made = keras.Sequential([keras.Input((4,)), keras.layers.Normalization(), *hidden])
     made.compile("adam", "mse")
@@ -129,8 +130,8 @@ def plain(layers: int = 3) -> keras.Model:
 
 
 def test_names_that_are_counted(tmp_path: Path) -> None:
-    """Layers of one shape are matched in their order, whatever their numbers; the statistics of a
-    `Normalization` are used at once."""
+    """Layers of one shape are matched in order, whatever their numbers; the statistics of a
+    `Normalization` are used immediately."""
     trained = plain()
     trained.layers[0].adapt(small.X * 3 + 1)
     fit(trained, tmp_path / "other")

@@ -1,4 +1,4 @@
-"""What of a pipeline cannot be had again is named, with the transformation and what to change."""
+"""Irreproducible parts of a pipeline are reported, with the transformation and the remedy."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_what_cannot_be_had_again(make: Callable[[], tf.data.Dataset], line: str
     ],
 )
 def test_what_can(make: Callable[[], tf.data.Dataset]) -> None:
-    """Nothing is said of what comes again."""
+    """Reproducible parts are not reported."""
     generator()
     assert audit(pipeline.read(make())) == []
 
@@ -135,7 +135,7 @@ def sharded_by_file(names: list[str]) -> tf.data.Dataset:
 
 
 def images(number: int = 100, side: int = 8) -> tf.data.Dataset:
-    """Decoded from files."""
+    """Decodes images from files."""
 
     def decoded(name: tf.Tensor) -> tf.Tensor:
         image = tf.io.decode_jpeg(tf.io.read_file(name), channels=3)
@@ -166,7 +166,7 @@ def advised(dataset: tf.data.Dataset, workers: int = 2, epochs: int = 3) -> list
     ],
 )
 def test_advice(make: Callable[[], tf.data.Dataset], line: str) -> None:
-    """One line names what to change, where the pipeline tells it."""
+    """One line suggests a change, if the pipeline shows the need."""
     [found] = advised(make())
     assert re.match(line, found), found
 
@@ -176,10 +176,12 @@ def test_advice(make: Callable[[], tf.data.Dataset], line: str) -> None:
     [
         lambda: D.range(90).shuffle(90).batch(4),
         lambda: D.range(90).shuffle(9).batch(4).shuffle(9),
-        lambda: D.range(90).batch(5).shuffle(18).batch(2),  # of windows
+        lambda: D.range(90).batch(5).shuffle(18).batch(2),  # windows are shuffled
         lambda: D.range(90).batch(5).unbatch().shuffle(9).batch(4),
         lambda: D.range(9).batch(1).shuffle(9),
-        lambda: D.range(3).shuffle(3).interleave(lambda i: D.range(90)).batch(8),  # of files
+        lambda: (
+            D.range(3).shuffle(3).interleave(lambda i: D.range(90)).batch(8)
+        ),  # files are shuffled
         lambda: D.range(6).shuffle(6).batch(8),
         lambda: D.range(90).filter(lambda i: i < 3).shuffle(3).batch(8),
         lambda: D.range(90).shuffle(90).map(lambda i: i).shuffle(3).batch(8),
@@ -194,12 +196,12 @@ def test_advice(make: Callable[[], tf.data.Dataset], line: str) -> None:
     ],
 )
 def test_no_advice(make: Callable[[], tf.data.Dataset]) -> None:
-    """Nothing is said of what may be meant so."""
+    """Pipelines that may be intended cause no suggestion."""
     assert advised(make()) == []
 
 
 def test_no_advice_for_one_epoch_or_worker() -> None:
-    """What concerns epochs, or several workers, is not said without them."""
+    """Suggestions for epochs, or several workers, are not made without them."""
     made = [D.range(90).shuffle(90).cache().batch(4), images().batch(4), sharded_by_file(["a"])]
     assert [advised(each, workers=1, epochs=1) for each in made] == [[], [], []]
 
@@ -213,7 +215,8 @@ def untuned(dataset: tf.data.Dataset, inject: bool = True) -> tf.data.Dataset:
 
 
 def test_lacks_prefetch() -> None:
-    """Only where TensorFlow adds none, nobody has asked for that, and functions keep no state."""
+    """Only if TensorFlow adds no prefetch, the user has not disabled it, and functions keep no
+    state."""
     batches = D.range(9).map(lambda i: i).batch(2)
     found = {
         "tuned": batches,
@@ -228,7 +231,7 @@ def test_lacks_prefetch() -> None:
 
 
 class Sized:
-    """A generator function that is an object, which counts as nothing."""
+    """A generator function that is an object, and falsy."""
 
     def __len__(self) -> int:
         return 0
@@ -248,5 +251,5 @@ class Sized:
     ],
 )
 def test_any_callable(make: Callable[[], tf.data.Dataset]) -> None:
-    """Whatever a pipeline calls can be named."""
+    """Any callable in a pipeline can be named."""
     assert all("to resume" in line for line in audit(pipeline.read(make())))

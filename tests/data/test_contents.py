@@ -1,4 +1,4 @@
-"""What tells the samples of a training from others."""
+"""Fingerprints that distinguish the samples of a training from others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def changed(values: np.ndarray) -> np.ndarray:
 
 
 def test_arrays() -> None:
-    """Each part is told by itself, and both together; another order is the same contents."""
+    """Parts have separate fingerprints, and one for both together; another order is the same
+    contents."""
     told = contents.of_arrays((X, Y))
     assert contents.of_arrays((X.copy(), Y.copy())) == told
     other_x, other_y = contents.of_arrays((changed(X), Y)), contents.of_arrays((X, changed(Y)))
@@ -47,7 +48,7 @@ def test_arrays() -> None:
     }
     reordered = contents.of_arrays((X[BACKWARDS], Y[BACKWARDS]))
     assert {name for name in told if reordered[name] != told[name]} == {ORDER}
-    # Other labels for the same samples: only together they are something else.
+    # Other labels for the same samples: only the combination differs.
     swapped = contents.of_arrays((X, Y[BACKWARDS]))
     assert {name for name in told if swapped[name] != told[name]} == {CONTENTS, ORDER}
 
@@ -109,14 +110,14 @@ def test_scipy() -> None:
 
 
 def test_unknown() -> None:
-    """A part that is no array leaves the whole unknown."""
+    """If a part is not an array, the whole is unknown."""
     assert contents.of_arrays((X, 3)) == {}
     assert contents.of_given(lambda: X) == {}
     assert contents.of_given(iter([X])) == {}
 
 
 def test_arrays_that_cannot_be_read() -> None:
-    """They are not known, and no reason to fail."""
+    """Unreadable arrays are unknown, and do not cause a failure."""
 
     class Strange:
         shape, dtype = (3, 2), None
@@ -131,7 +132,7 @@ def test_arrays_that_cannot_be_read() -> None:
 
 
 def test_files_in_another_folder() -> None:
-    """A node unpacks data where there is room; names and number of the files count."""
+    """A node unpacks data where it has space; names and number of the files count."""
 
     def of(folder: str, *names: str) -> Any:
         files = tf.data.Dataset.from_tensor_slices([f"{folder}/{name}" for name in names])
@@ -156,7 +157,8 @@ PIPELINES = {
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_pipelines(name: str) -> None:
-    """The tensors they are made of count; names that TensorFlow counts up, and seeds, do not."""
+    """The tensors that they are made from count; names that TensorFlow numbers, and seeds, do
+    not."""
     made = PIPELINES[name]
     told = contents.of_given(made(X))
     assert told
@@ -165,7 +167,7 @@ def test_pipelines(name: str) -> None:
 
 
 def test_generators() -> None:
-    """They differ in nothing that is known."""
+    """Generators have no known difference."""
     spec = tf.TensorSpec([3], tf.float32)
 
     def of() -> Any:

@@ -1,4 +1,4 @@
-"""`fit` on a torch DataLoader: what it draws, wherever it draws it, is restored."""
+"""`fit` on a torch DataLoader: random states are restored, wherever they are."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Augment:
 
 
 class Augmented(Rows):
-    """Draws in an object of its own."""
+    """Draws in its own object."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class SizedStream(Stream):
 
 
 class Shuffler(data.Sampler):
-    """A sampler as people write them: shuffles its own indices in place, and counts passes."""
+    """A typical custom sampler: shuffles its own indices in place, and counts passes."""
 
     def __init__(self) -> None:
         self.indices = torch.arange(SAMPLES)
@@ -167,7 +167,7 @@ class StopAtEnd(keras.callbacks.Callback):
 
 
 class Draws(keras.callbacks.Callback):
-    """Draws from the global generator, too, between epochs."""
+    """Also draws from the global generator between epochs."""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         torch.randn(1)
@@ -198,8 +198,8 @@ def backup(folder: Path) -> keras.callbacks.Callback:
 
 @pytest.mark.parametrize("name", [*LOADERS, *VALIDATED, *STEPS])
 def test_interrupted(name: str, tmp_path: Path) -> None:
-    """Undisturbed, it trains what plain Keras trains; interrupted in an epoch, after its last
-    batch or between epochs, and resumed, too. Nothing is warned of."""
+    """Uninterrupted, it trains like plain Keras; also if interrupted in an epoch, after its last
+    batch or between epochs, and resumed. There are no warnings."""
     plain = fit(name)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*cannot", category=UserWarning)
