@@ -24,8 +24,8 @@ from keras_distplug.core.errors import ConfigurationError
 
 @dataclass
 class Run:
-    """Simulates steps of `step_s`, and saves that block training for `stall_s` and run for `save_s`,
-    during which steps take `excess` times as long.
+    """Simulates steps of `step_s`, and saves that block training for `stall_s` and run for
+    `save_s`, during which steps take `excess` times as long.
 
     Attributes:
         looks: Steps at which the workers checked.

@@ -239,7 +239,7 @@ def test_new_run(tmp_path: Path) -> None:
     assert rows == ["epoch", "0", "1"]
 
 
-def test_kept_open(tmp_path: Path) -> None:
+def test_open_format(tmp_path: Path) -> None:
     """Callback states are strict JSON in the manifest, and arrays next to the model's."""
     fit(tmp_path, "early_best", "own", epochs=2)
     stored = CheckpointStore(open_files(tmp_path / "runs"), "run-0001").newest("step")

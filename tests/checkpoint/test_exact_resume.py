@@ -357,7 +357,7 @@ def test_deterministic_without_a_seed(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_cannot_be_had_again(tmp_path: Path) -> None:
+def test_irreproducible_parts(tmp_path: Path) -> None:
     """A plain `fit` names the parts of its data that cannot be reproduced, and what to write
     instead."""
     noisy = shuffled().map(lambda x, y: (x + tf.random.uniform(tf.shape(x), seed=1), y), 2)

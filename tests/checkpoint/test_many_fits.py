@@ -172,7 +172,7 @@ def test_more_epochs(tmp_path: Path) -> None:
         assert count.batches == trained
 
 
-def test_from_the_beginning(tmp_path: Path) -> None:
+def test_from_scratch(tmp_path: Path) -> None:
     """`resume=False` starts a new sequence, which the next start continues."""
     for resume, runs in ((True, 2), (False, 4), (True, 4)):
         start_process()

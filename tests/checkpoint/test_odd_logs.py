@@ -50,7 +50,7 @@ class Add(keras.callbacks.Callback):
 
 
 @pytest.fixture(autouse=True)
-def every_save_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+def wait_for_every_save(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits for every save, so that it is known where an interrupted `fit` resumes."""
     stock = saver.Saver.start
 
@@ -122,7 +122,7 @@ def test_values(name: str, tmp_path: Path) -> None:
     require_same(fit(VALUES[name], *kd.defaults(tmp_path, save_freq="epoch")), expected)
 
 
-def test_what_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_value_that_cannot_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A value that cannot be saved costs neither training nor a checkpoint, and is reported once,
     with its name and type."""
 

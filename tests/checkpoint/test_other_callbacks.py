@@ -733,7 +733,7 @@ def config_only(folder: Path) -> list[Callback]:
     ]
 
 
-def test_configuration_is_not_accused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_configuration_causes_no_message(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Callbacks that hold only configuration cause no message, neither before nor after a restart,
     and nothing of them is in a checkpoint."""
     from keras_distplug.storage.files import open_files
@@ -775,7 +775,7 @@ class Bar:
         assert self.socket
 
 
-def test_what_cannot_be_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unsavable_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Unsavable state is reported with its attribute: before training, or once it has changed. A
     flag for its existence is not restored without it."""
     before: list[str] = []
@@ -816,7 +816,7 @@ class Frames(Callback):
         self.frame.loc[epoch + 1] = [logs["loss"], threading.Lock()]
 
 
-def test_what_changes_in_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unsavable_state_changed_in_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """An unsavable object changed in place is reported, too."""
     fit(lambda f: [Collects()], tmp_path, backup(tmp_path / "runs"))
     [line] = {each for each in caplog.messages if "changed during training" in each}
@@ -883,7 +883,7 @@ class Nothing(Callback):
         self.over.set()
 
 
-def test_what_is_hard_to_look_at(tmp_path: Path) -> None:
+def test_objects_that_are_hard_to_inspect(tmp_path: Path) -> None:
     """Inspecting a callback never ends training."""
     callback = Nothing()
     try:

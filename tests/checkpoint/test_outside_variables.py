@@ -316,7 +316,7 @@ class Moody:
         raise RuntimeError("no class here")
 
 
-def test_objects_with_a_will_of_their_own(tmp_path: Path) -> None:
+def test_objects_that_raise(tmp_path: Path) -> None:
     """The search for a variable skips objects that raise errors."""
     variable = tf.Variable(0.5)
     model, [callback] = weighted(variable, "on_epoch_end")

@@ -180,7 +180,7 @@ def in_a_function(x: Any) -> Any:
         (lambda x: x * tf.random.gamma([4], 2.0), "RandomGamma keeps its random state"),
     ],
 )
-def test_what_nobody_can_read(draw: Draw, reason: str, tmp_path: Path) -> None:
+def test_unreadable_random_state(draw: Draw, reason: str, tmp_path: Path) -> None:
     """Other random ops draw as in plain Keras; a warning names the line and the remedy."""
     plain = fit(draw)
     with pytest.warns(UserWarning, match="may not compute the same steps") as told:

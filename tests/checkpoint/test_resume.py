@@ -31,7 +31,7 @@ from keras_distplug.storage.files import open_files  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def no_save_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_save_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training waits for every save, so that a slow machine skips none that is due."""
     stock = saver.Saver.start
 
@@ -400,7 +400,7 @@ def test_nan(tmp_path: Path) -> None:
         assert (tmp_path / "run-0001" / "RUN.json").exists()
 
 
-def test_beside_tensorboard(tmp_path: Path) -> None:
+def test_with_tensorboard(tmp_path: Path) -> None:
     """Keras' TensorBoard callback writes its events next to it."""
     train(tmp_path / "run", epochs=1, callbacks=[keras.callbacks.TensorBoard(tmp_path / "logs")])
     [events] = (tmp_path / "logs" / "train").glob("events.out.*")
@@ -457,7 +457,7 @@ def test_steps_per_execution(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "steps_per_epoch"), [("unknown length", None), ("endless", 4)], ids=["unknown", "more"]
 )
-def test_counts_what_is_trained(
+def test_counts_trained_steps(
     kind: str, data: str, steps_per_epoch: int | None, tmp_path: Path
 ) -> None:
     """An execution trains fewer steps if data of unknown length ends, and more than an epoch should

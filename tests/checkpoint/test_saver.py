@@ -101,7 +101,7 @@ def test_save_that_hangs() -> None:
     saver.wait()
 
 
-def test_hanging_save_is_told() -> None:
+def test_hanging_save_is_reported() -> None:
     """A save that hangs while training continues counts as failed, and as saved once it has
     finished."""
     saver, save = Saver(timeout_s=0.01), Save()

@@ -113,7 +113,7 @@ def test_attempts_differ() -> None:
     assert len(set(attempts)) == 6
 
 
-def test_state_is_taken_at_once() -> None:
+def test_state_is_captured_immediately() -> None:
     """The state is captured when the save is due, however late it is written."""
     writer, now = Writer(), [1]
     writer.may_write.clear()
@@ -135,7 +135,7 @@ def test_unsound_state() -> None:
     assert writer.steps == [5]
 
 
-def test_failures_are_told() -> None:
+def test_failures_are_reported() -> None:
     """A failed save causes a warning after the next batch, and training continues."""
     writer = Writer()
     running = saves(writer, EveryBatches(2))

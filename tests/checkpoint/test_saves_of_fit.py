@@ -103,7 +103,7 @@ def steps_in(directory: Path) -> list[int]:
     ],
     ids=["two", "one"],
 )
-def test_training_goes_on(
+def test_training_continues(
     settled: int,
     saved: list[int],
     told: str,
@@ -322,7 +322,7 @@ def test_damage(pattern: str, harm: str, undisturbed: list[bytes], tmp_path: Pat
     assert small.state(found) == undisturbed
 
 
-def test_nothing_whole(tmp_path: Path) -> None:
+def test_all_damaged(tmp_path: Path) -> None:
     """If all checkpoints are damaged, `fit` reports that before it trains, and leaves the model
     unchanged: damage may be found after most of a checkpoint has been loaded."""
     with pytest.raises(small.Interrupted):

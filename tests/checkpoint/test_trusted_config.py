@@ -125,7 +125,7 @@ USERS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", USERS)
-def test_what_the_user_has(kind: str) -> None:
+def test_objects_of_the_user(kind: str) -> None:
     """Registered objects and classes of imported modules are accepted, and before the imports left
     to the check after them; they are refused if nothing is imported."""
     told = USERS[kind]()

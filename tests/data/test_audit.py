@@ -99,7 +99,7 @@ def numbers() -> tf.data.Dataset:
         (numbers, r"from_generator \(test_audit.py, line \d+\): to resume, the generator is run"),
     ],
 )
-def test_what_cannot_be_had_again(make: Callable[[], tf.data.Dataset], line: str) -> None:
+def test_irreproducible_parts(make: Callable[[], tf.data.Dataset], line: str) -> None:
     """One line names it."""
     generator()
     [found] = audit(pipeline.read(make()))
@@ -119,7 +119,7 @@ def test_what_cannot_be_had_again(make: Callable[[], tf.data.Dataset], line: str
         ),
     ],
 )
-def test_what_can(make: Callable[[], tf.data.Dataset]) -> None:
+def test_reproducible_parts(make: Callable[[], tf.data.Dataset]) -> None:
     """Reproducible parts are not reported."""
     generator()
     assert audit(pipeline.read(make())) == []

@@ -115,7 +115,7 @@ GIVEN: dict[str, tuple[Callable[[], keras.Model], Callable[[], dict[str, Any]]]]
 
 
 @pytest.mark.parametrize("kind", GIVEN)
-def test_trains_what_fit_would(kind: str, tmp_path: Path) -> None:
+def test_trains_like_own_fit(kind: str, tmp_path: Path) -> None:
     """On one device, `distributed_fit` trains bit for bit like the model's own `fit`, with its
     arguments and defaults."""
     make, given = GIVEN[kind]
@@ -226,7 +226,7 @@ class Strict(Task):
         return super().fit(x, y, callbacks=callbacks, steps_per_epoch=steps_per_epoch)
 
 
-def test_what_fit_does_not_take(tmp_path: Path) -> None:
+def test_arguments_that_fit_does_not_accept(tmp_path: Path) -> None:
     """A `fit` that does not accept callbacks or the given arguments is an error before any
     training; one that loses its callbacks causes a warning."""
     counted = small.Stop()

@@ -309,7 +309,7 @@ class Collecting(Data):
         return x
 
 
-def test_what_cannot_be_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unsavable_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     small.model().fit(Collecting(), epochs=2, verbose=0, callbacks=[backup(tmp_path)])
     assert caplog.text.count("Collecting: `seen` (list) changes while batches are made") == 1
 

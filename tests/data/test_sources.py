@@ -62,7 +62,7 @@ def a_pass(data: Positioned, strategy: tf.distribute.Strategy, most: int = ENDLE
 
 
 @pytest.mark.parametrize("name", inputs.SOURCES)
-def test_goes_on_as_it_would_have(name: str) -> None:
+def test_continues_as_if_uninterrupted(name: str) -> None:
     """From any batch of any pass on, this pass and later ones are those of a run that was never
     interrupted, whatever was read before."""
     strategy = tf.distribute.get_strategy()
@@ -116,7 +116,7 @@ def test_variables_of_a_pipeline(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", inputs.SHUFFLED)
-def test_passes_have_orders_of_their_own(name: str) -> None:
+def test_passes_have_different_orders(name: str) -> None:
     """Shuffled passes hold the same samples, every pass in another order."""
     strategy = tf.distribute.get_strategy()
     data = positioned(name, strategy)
@@ -210,7 +210,7 @@ def test_large_tensors_are_held_once(dtype: str) -> None:
         assert all(map(lambda a, b: bool(tf.reduce_all(a == b)), ours, theirs))
 
 
-def test_what_cannot_be_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dataset_that_cannot_be_inspected(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dataset that cannot be inspected continues by its own seeds, and warns if it was read
     before."""
     strategy = tf.distribute.get_strategy()
@@ -264,7 +264,7 @@ def test_fingerprints_of_two_processes() -> None:
         (lambda d: d.map(lambda i: (i, i)), lambda d: d.map(lambda i: (i, 0)), "elements"),
     ],
 )
-def test_fingerprints_tell_pipelines_apart(
+def test_fingerprints_distinguish_pipelines(
     one: Callable[[Any], Any], other: Callable[[Any], Any], name: str
 ) -> None:
     """A change of the samples or their order changes a named entry of the fingerprint."""
@@ -275,7 +275,7 @@ def test_fingerprints_tell_pipelines_apart(
     assert name in {key for key in {**first, **second} if first.get(key) != second.get(key)}
 
 
-def test_fingerprints_without_what_does_not_matter() -> None:
+def test_fingerprints_without_irrelevant_settings() -> None:
     """Prefetching, threads and options do not affect a fingerprint."""
     made = [
         tf.data.Dataset.range(30).map(lambda i: i + 1).batch(4),
@@ -304,7 +304,7 @@ class Counted(keras.utils.PyDataset):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_py_dataset_is_not_read_over(workers: int) -> None:
+def test_a_py_dataset_is_not_read_again(workers: int) -> None:
     """The batches before the position where it continues are not requested."""
     given = Counted(workers=workers)
     data = Positioned(python_sources.PyData(given, shuffle=False, seed=0))
@@ -328,7 +328,7 @@ def test_workers_end_with_their_iterator() -> None:
 
 
 @pytest.mark.parametrize("start", [2, 3])
-def test_what_is_left_out_is_not_computed(start: int) -> None:
+def test_skipped_batches_are_not_computed(start: int) -> None:
     """Maps before a shuffle are not called for the samples of skipped batches."""
 
     def of_late_samples(number: tf.Tensor) -> tf.Tensor:
@@ -417,7 +417,7 @@ def test_a_split_by_a_fixed_order_stays_one() -> None:
         assert set(seen.ravel().tolist()) == expected
 
 
-def test_fetches_ahead() -> None:
+def test_prefetches() -> None:
     """The next batch is prepared before it is requested, which does not affect the position from
     which training resumes."""
     made: list[int] = []

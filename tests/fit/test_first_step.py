@@ -88,7 +88,7 @@ def test_own_step(tmp_path: Path) -> None:
     assert fit(*kd.defaults(tmp_path, save_freq="epoch"), cls=OwnStep).optimizer.traces == 2
 
 
-def test_what_works_in_the_step_only(tmp_path: Path) -> None:
+def test_metric_that_fails_outside_the_step(tmp_path: Path) -> None:
     """If a metric fails outside the step, everything is left to the step, as with Keras alone."""
     calls: list[object] = []
 

@@ -104,7 +104,7 @@ def test_large_ones(kind: str) -> None:
         assert attributes.too_large() == ([] if is_kept else ["values"])
 
 
-def test_what_is_left_out() -> None:
+def test_skipped_attributes() -> None:
     """Other attributes, such as images, cost nothing and are not inspected."""
     images = {number: np.ones((100, 100)) for number in range(100)}
     thing = Thing(images=images, lists=[[np.ones(3)]], names=np.array(["a"]), other=object(), own=1)
