@@ -159,7 +159,7 @@ class FitState:
                     self._validated,
                     self._validated_read,
                     self._validated_with,
-                    looked=trainer.looks_first(self._model),
+                    is_inspected=trainer.looks_first(self._model),
                 )
             self._drawn = None
 

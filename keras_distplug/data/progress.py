@@ -195,7 +195,7 @@ def _announce_orders(source: Source, what: str) -> None:
 
 
 def resume_validation(
-    data: Positioned, passes: int, passes_read: int, variables: Sequence[Any], *, looked: bool
+    data: Positioned, passes: int, passes_read: int, variables: Sequence[Any], *, is_inspected: bool
 ) -> None:
     """Continues validation after passes of another process.
 
@@ -204,7 +204,7 @@ def resume_validation(
     """
     data.begin_at(passes, 0, read=passes_read)
     data.assign(variables, in_pass=False)
-    if looked:
+    if is_inspected:
         data.note_looked()  # as in the other process
     data.source.on_epoch_end()
 

@@ -261,7 +261,7 @@ FORGED: dict[str, Any] = {
     "a tensor of a wrong type": {
         "class_name": "__tensor__", "config": {"value": 1, "dtype": "variant"}
     },
-    "an object behind data": {
+    "an object after data": {
         "class_name": "__numpy__",
         "config": {"value": [1], "dtype": "int32"},
         "layers": [layer("Lambda")],
@@ -278,7 +278,7 @@ FORGED: dict[str, Any] = {
         "class_name": "__keras_tensor__",
         "config": {"shape": [1], "dtype": "int32", "keras_history": [layer("Lambda"), 0, 0]},
     },
-    "an object behind a function": {**function("builtins", "relu"), "then": layer("Lambda")},
+    "an object after a function": {**function("builtins", "relu"), "then": layer("Lambda")},
     "an object in an argument": layer("Dense", units=1, kernel_initializer=layer("Lambda")),
     "an object in an unknown argument": layer("Dense", units=1, x={"y": [{"z": layer("Lambda")}]}),
     "an object in a compile config": {

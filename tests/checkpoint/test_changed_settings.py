@@ -379,8 +379,8 @@ def test_layer_settings() -> None:
         )
 
     def changes(there: keras.Model, here: keras.Model) -> list[str]:
-        told = [{"layers": of_layers(each)} for each in (there, here)]
-        return [each.name for each in changed_settings.compare(*told)]
+        described = [{"layers": of_layers(each)} for each in (there, here)]
+        return [each.name for each in changed_settings.compare(*described)]
 
     built = model()
     built.build((None, 5, 3))
@@ -496,7 +496,7 @@ def test_unknown(there: dict[str, Any], here: dict[str, Any]) -> None:
 def test_optimizer_that_scales_the_loss() -> None:
     """A loss-scaling optimizer is compared by its inner optimizer, as with `mixed_float16`."""
 
-    def told(rate: float) -> dict[str, Any]:
+    def described(rate: float) -> dict[str, Any]:
         inner = keras.optimizers.SGD(rate)
         return {
             "compiled": {
@@ -506,6 +506,6 @@ def test_optimizer_that_scales_the_loss() -> None:
             }
         }
 
-    [change] = changed_settings.compare(told(0.1), told(0.2))
+    [change] = changed_settings.compare(described(0.1), described(0.2))
     assert change.is_rate
     assert change.name == "optimizer.learning_rate"

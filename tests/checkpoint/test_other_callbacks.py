@@ -654,8 +654,8 @@ def test_interrupted(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
         with pytest.raises(small.Interrupted):
             fit(make, folder, backup(folder / "runs"), small.Stop(*place))
         assert fit(make, folder, backup(folder / "runs")) == plain, place
-    told = [each for each in caplog.messages if "cannot" in each]
-    assert bool(told) == (name == "time stopping"), told
+    messages = [each for each in caplog.messages if "cannot" in each]
+    assert bool(messages) == (name == "time stopping"), messages
 
 
 def config_only(folder: Path) -> list[Callback]:
@@ -784,9 +784,9 @@ def test_unsavable_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     )
     with pytest.raises(small.Interrupted):
         fit(lambda f: [Opens(f)], tmp_path, backup(tmp_path / "runs"), small.Stop(1, 1), first)
-    told = "\n".join(before)
-    assert "Opens.file: the position of an open file cannot be saved" in told
-    assert "Opens.numbers: the position of an iterator cannot be saved" in told
+    messages = "\n".join(before)
+    assert "Opens.file: the position of an open file cannot be saved" in messages
+    assert "Opens.numbers: the position of an iterator cannot be saved" in messages
     [line] = {each for each in caplog.messages if "changed during training" in each}
     assert line.startswith("Opens.bar.socket (object)")
     fit(lambda f: [Opens(f)], tmp_path, backup(tmp_path / "runs"))

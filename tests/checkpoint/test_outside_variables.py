@@ -353,13 +353,13 @@ def test_out_of_reach(eager: bool, tmp_path: Path) -> None:
     model, _ = augmenting(draw)
     model.run_eagerly = eager
     first = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda *_, logs: calls.append(len(told))
+        on_train_batch_end=lambda *_, logs: calls.append(len(caught))
     )
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.fit(small.X, small.Y, verbose=0, callbacks=[first, backup(tmp_path)])
     line = draw.__code__.co_firstlineno + 1
-    [warning] = told
+    [warning] = caught
     assert f"draw (test_outside_variables.py, line {line}): a variable" in str(warning.message)
     assert calls[0] == 1
 
@@ -386,11 +386,11 @@ def test_drawn_once(replicas: int, tmp_path: Path) -> None:
     with tf.distribute.MirroredStrategy([f"CPU:{each}" for each in range(replicas)]).scope():
         model, _ = augmenting(mix)
         model.dense = keras.Sequential([Draws(), keras.layers.Dense(1)])
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.fit(small.X, small.Y, verbose=0, callbacks=[backup(tmp_path)])
     line = mix.__code__.co_firstlineno + 1
-    [warning] = [each for each in told if "A resumed run" in str(each.message)]
+    [warning] = [each for each in caught if "A resumed run" in str(each.message)]
     [_, found] = str(warning.message).split("\n")
     assert f"mix (test_outside_variables.py, line {line}): random.uniform runs when" in found
     assert (np.random.beta, random.uniform) == stock

@@ -202,7 +202,7 @@ KINDS: dict[str, tuple[Callable[[], Any], list[type[keras.callbacks.Callback]]]]
     "eager": (eager, []),
     "eager globals": (eager_globals, []),
     "numpy_function": (replaying, []),
-    "beside the step": (slowing, []),
+    "outside the step": (slowing, []),
     "made when built": (lazy, []),
     "model of a callback": (small.model, [Cotraining]),
 }

@@ -183,10 +183,10 @@ def in_a_function(x: Any) -> Any:
 def test_unreadable_random_state(draw: Draw, reason: str, tmp_path: Path) -> None:
     """Other random ops draw as in plain Keras; a warning names the line and the remedy."""
     plain = fit(draw)
-    with pytest.warns(UserWarning, match="may not compute the same steps") as told:
+    with pytest.warns(UserWarning, match="may not compute the same steps") as caught:
         assert fit(draw, backup(tmp_path)) == plain
     line = draw.__code__.co_firstlineno + 2 * (draw is in_a_function)
-    [warning] = [str(each.message) for each in told if "A resumed run" in str(each.message)]
+    [warning] = [str(each.message) for each in caught if "A resumed run" in str(each.message)]
     assert f"(test_random_steps.py, line {line}): {reason}" in warning
     assert "SeedGenerator" in warning
 

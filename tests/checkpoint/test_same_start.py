@@ -60,10 +60,10 @@ def test_refused(lines: list[str]) -> None:
     """All workers refuse with the same message: sizes before values, and only the first ones."""
     usual = {"epochs": "3", "loss": "mse", "data: samples": "64", "data: contents of x": "aa"}
     other = {"epochs": "4", "loss": "mae", "data: samples": "96", "data: contents of x": "bb"}
-    [told, *others] = compare([usual, usual, other])
-    assert others == [told, told]
-    assert told is not None
-    assert told.startswith(
+    [error, *others] = compare([usual, usual, other])
+    assert others == [error, error]
+    assert error is not None
+    assert error.startswith(
         "The workers are about to train different things: epochs is 3 on worker-0 and 4 on "
         "worker-2; loss is mse on worker-0 and mae on worker-2; samples is 64 on worker-0 and 96 "
         "on worker-2; and 1 more. "
@@ -73,18 +73,18 @@ def test_refused(lines: list[str]) -> None:
 
 def test_own_part() -> None:
     """The error about data says how every worker can read its own part."""
-    [told, *_] = compare([{"data: contents of x": each} for each in ("aa", "bb", "bb")])
-    assert told is not None
-    assert "x is data with hash aa on worker-0 and data with hash bb on worker-1" in told
-    assert "AutoShardPolicy.OFF" in told
+    [error, *_] = compare([{"data: contents of x": each} for each in ("aa", "bb", "bb")])
+    assert error is not None
+    assert "x is data with hash aa on worker-0 and data with hash bb on worker-1" in error
+    assert "AutoShardPolicy.OFF" in error
 
 
 def test_missing() -> None:
     """A fact that only one worker has, or an argument that only one gives, is a difference."""
-    [told, *_] = compare([{}, {"class_weight": "{0: 2.0}"}, {"validation_data": "given"}])
-    assert told is not None
-    assert "class_weight is none on worker-0 and {0: 2.0} on worker-1" in told
-    assert "validation_data is none on worker-0 and given on worker-2" in told
+    [error, *_] = compare([{}, {"class_weight": "{0: 2.0}"}, {"validation_data": "given"}])
+    assert error is not None
+    assert "class_weight is none on worker-0 and {0: 2.0} on worker-1" in error
+    assert "validation_data is none on worker-0 and given on worker-2" in error
 
 
 def test_harmless(lines: list[str]) -> None:
@@ -101,9 +101,9 @@ def test_harmless(lines: list[str]) -> None:
 
 def test_schedule() -> None:
     """A schedule is not a variable that all workers get from the chief."""
-    [told, *_] = compare([{"optimizer.learning_rate": each} for each in ("0.1", "Decay()", "0.1")])
-    assert told is not None
-    assert "optimizer.learning_rate is 0.1 on worker-0 and Decay() on worker-1" in told
+    [error, *_] = compare([{"optimizer.learning_rate": each} for each in ("0.1", "Decay()", "0.1")])
+    assert error is not None
+    assert "optimizer.learning_rate is 0.1 on worker-0 and Decay() on worker-1" in error
 
 
 def test_clocks(lines: list[str]) -> None:

@@ -150,7 +150,7 @@ ENDS
 
 def test_failure_at_the_end_of_the_process(tmp_path: Path) -> None:
     """A save that fails after training has ended is still reported."""
-    (tmp_path / "run-0001").write_text("a file where a folder has to be")
+    (tmp_path / "run-0001").write_text("a file in place of a folder")
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.replace("ENDS", ""), str(tmp_path)],
         cwd=Path(__file__).parents[1],

@@ -209,7 +209,7 @@ SCRIPTS = {
     "of a closure": of_closure,
     "a global": of_global,
     "of the callback": of_callback,
-    "compiled anew": compiled_anew,
+    "recompiled": compiled_anew,
 }
 
 

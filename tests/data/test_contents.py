@@ -33,49 +33,49 @@ def changed(values: np.ndarray) -> np.ndarray:
 def test_arrays() -> None:
     """Parts have separate fingerprints, and one for both together; another order is the same
     contents."""
-    told = contents.of_arrays((X, Y))
-    assert contents.of_arrays((X.copy(), Y.copy())) == told
+    found = contents.of_arrays((X, Y))
+    assert contents.of_arrays((X.copy(), Y.copy())) == found
     other_x, other_y = contents.of_arrays((changed(X), Y)), contents.of_arrays((X, changed(Y)))
-    assert {name for name in told if other_x[name] != told[name]} == {
+    assert {name for name in found if other_x[name] != found[name]} == {
         CONTENTS,
         ORDER,
         "contents of x",
     }
-    assert {name for name in told if other_y[name] != told[name]} == {
+    assert {name for name in found if other_y[name] != found[name]} == {
         CONTENTS,
         ORDER,
         "contents of y",
     }
     reordered = contents.of_arrays((X[BACKWARDS], Y[BACKWARDS]))
-    assert {name for name in told if reordered[name] != told[name]} == {ORDER}
+    assert {name for name in found if reordered[name] != found[name]} == {ORDER}
     # Other labels for the same samples: only the combination differs.
     swapped = contents.of_arrays((X, Y[BACKWARDS]))
-    assert {name for name in told if swapped[name] != told[name]} == {CONTENTS, ORDER}
+    assert {name for name in found if swapped[name] != found[name]} == {CONTENTS, ORDER}
 
 
 @pytest.mark.parametrize("width", [0, 1, 3, 64, 500])
 def test_rows(width: int) -> None:
     """Every byte of every row matters, whatever the length of the rows."""
     x = np.random.default_rng(2).integers(0, 256, (64, width)).astype("uint8")
-    told = contents.of_arrays((x,))
+    found = contents.of_arrays((x,))
     reordered = contents.of_arrays((x[BACKWARDS],))
-    assert contents.of_arrays((np.asfortranarray(x),)) == told
-    assert reordered[CONTENTS] == told[CONTENTS]
-    assert (reordered[ORDER] != told[ORDER]) == bool(width)
-    assert contents.of_arrays((x[:-1],)) != told
+    assert contents.of_arrays((np.asfortranarray(x),)) == found
+    assert reordered[CONTENTS] == found[CONTENTS]
+    assert (reordered[ORDER] != found[ORDER]) == bool(width)
+    assert contents.of_arrays((x[:-1],)) != found
     for place in range(width):
         other = x.copy()
         other[9, place] ^= 1
-        assert contents.of_arrays((other,))[CONTENTS] != told[CONTENTS]
+        assert contents.of_arrays((other,))[CONTENTS] != found[CONTENTS]
 
 
 def test_large_arrays() -> None:
     """Rows spread evenly over them are compared."""
-    told = contents.of_arrays((LARGE,))
-    assert told.keys() == {CONTENTS}
-    assert contents.of_arrays((LARGE.copy(),)) == told
-    assert contents.of_arrays((LARGE * 2,)) != told
-    assert contents.of_arrays((LARGE[:-1],)) != told
+    found = contents.of_arrays((LARGE,))
+    assert found.keys() == {CONTENTS}
+    assert contents.of_arrays((LARGE.copy(),)) == found
+    assert contents.of_arrays((LARGE * 2,)) != found
+    assert contents.of_arrays((LARGE[:-1],)) != found
 
 
 KINDS: dict[str, Callable[[], Any]] = {
@@ -93,20 +93,20 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds(kind: str) -> None:
-    told = contents.of_arrays((KINDS[kind](),))
-    assert contents.of_arrays((KINDS[kind](),)) == told
-    assert told
+    found = contents.of_arrays((KINDS[kind](),))
+    assert contents.of_arrays((KINDS[kind](),)) == found
+    assert found
 
 
 def test_scipy() -> None:
     """A sparse matrix of SciPy is compared by its rows, in any format."""
     matrix = scipy.sparse.random_array((64, 10), density=0.3, format="csr", rng=1)
-    told = contents.of_arrays((matrix,))
-    assert contents.of_arrays((matrix.tocoo(),)) == told
-    assert contents.of_arrays((matrix.toarray(),)) == told
-    assert contents.of_arrays((matrix * 2,))[CONTENTS] != told[CONTENTS]
-    assert contents.of_arrays((matrix[BACKWARDS],))[CONTENTS] == told[CONTENTS]
-    assert contents.of_arrays((matrix[BACKWARDS],))[ORDER] != told[ORDER]
+    found = contents.of_arrays((matrix,))
+    assert contents.of_arrays((matrix.tocoo(),)) == found
+    assert contents.of_arrays((matrix.toarray(),)) == found
+    assert contents.of_arrays((matrix * 2,))[CONTENTS] != found[CONTENTS]
+    assert contents.of_arrays((matrix[BACKWARDS],))[CONTENTS] == found[CONTENTS]
+    assert contents.of_arrays((matrix[BACKWARDS],))[ORDER] != found[ORDER]
 
 
 def test_unknown() -> None:
@@ -138,10 +138,10 @@ def test_files_in_another_folder() -> None:
         files = tf.data.Dataset.from_tensor_slices([f"{folder}/{name}" for name in names])
         return contents.of_given(files.interleave(tf.data.TFRecordDataset).batch(4))
 
-    told = of("/scratch/job-1/shards", "a.tfrecord", "b.tfrecord")
-    assert of("/tmp/x", "a.tfrecord", "b.tfrecord") == told
-    assert of("/tmp/x", "a.tfrecord", "c.tfrecord") != told
-    assert of("/tmp/x", "a.tfrecord", "b.tfrecord", "c.tfrecord") != told
+    found = of("/scratch/job-1/shards", "a.tfrecord", "b.tfrecord")
+    assert of("/tmp/x", "a.tfrecord", "b.tfrecord") == found
+    assert of("/tmp/x", "a.tfrecord", "c.tfrecord") != found
+    assert of("/tmp/x", "a.tfrecord", "b.tfrecord", "c.tfrecord") != found
 
 
 PIPELINES = {
@@ -160,10 +160,10 @@ def test_pipelines(name: str) -> None:
     """The tensors that they are made from count; names that TensorFlow numbers, and seeds, do
     not."""
     made = PIPELINES[name]
-    told = contents.of_given(made(X))
-    assert told
-    assert contents.of_given(made(X)) == told
-    assert contents.of_given(made(changed(X)))[CONTENTS] != told[CONTENTS]
+    found = contents.of_given(made(X))
+    assert found
+    assert contents.of_given(made(X)) == found
+    assert contents.of_given(made(changed(X)))[CONTENTS] != found[CONTENTS]
 
 
 def test_generators() -> None:
@@ -180,10 +180,10 @@ def test_generators() -> None:
 def test_objects() -> None:
     """Arrays and lists of texts that an object holds, at some depth."""
     held = SimpleNamespace(x=X, files=["a", "b"], seed=3, inner=SimpleNamespace(y=[Y]))
-    told = contents.of_object(held)
+    found = contents.of_object(held)
     held.seed = 4
-    assert contents.of_object(held) == told
+    assert contents.of_object(held) == found
     for name, other in {"x": changed(X), "files": ["a", "c"], "inner": None}.items():
-        assert contents.of_object(SimpleNamespace(**{**vars(held), name: other})) != told, name
+        assert contents.of_object(SimpleNamespace(**{**vars(held), name: other})) != found, name
     held.held = held
-    assert contents.of_object(held) == told
+    assert contents.of_object(held) == found

@@ -164,8 +164,8 @@ def test_warns_of_epoch_hooks(caplog: pytest.LogCaptureFixture) -> None:
 
     cache = {"x": np.arange(9)}
     small.model().fit(kd.resumable(Shuffling()), epochs=3, verbose=0)
-    told = "Shuffling.on_epoch_end changed nothing that is saved"
-    assert told in caplog.text
+    message = "Shuffling.on_epoch_end changed nothing that is saved"
+    assert message in caplog.text
 
 
 @pytest.mark.parametrize(

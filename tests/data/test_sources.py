@@ -93,23 +93,23 @@ def test_variables_of_a_pipeline(name: str) -> None:
         return Positioned(sources.TfData(inputs.CHANGING[name](), seed=5))
 
     whole = made()
-    expected, begun = [], []
+    expected, started_with = [], []
     for _ in range(3):
-        begun.append(whole.variables(in_pass=False))
+        started_with.append(whole.variables(in_pass=False))
         expected.append(a_pass(whole, strategy))
-        assert whole.variables(in_pass=True) == begun[-1] != whole.variables(in_pass=False)
+        assert whole.variables(in_pass=True) == started_with[-1] != whole.variables(in_pass=False)
     plain = inputs.CHANGING[name]()
     for each in expected:
         batches = [tf.nest.flatten(batch) for batch in plain.as_numpy_iterator()]
         assert [[part.tobytes() for part in batch] for batch in batches] == each
     for passed, start in [(0, 0), (0, 2), (1, 0), (1, 3), (2, len(expected[2]) - 1)]:
         data = made()
-        data.begin_at(passed, start, variables=json.loads(json.dumps(begun[passed])))
+        data.begin_at(passed, start, variables=json.loads(json.dumps(started_with[passed])))
         assert a_pass(data, strategy) == expected[passed][start:], (passed, start)
         if passed < 2:
             assert a_pass(data, strategy) == expected[passed + 1], (passed, start)
-    for forgotten in range(len(begun[1]) - 1):  # the last one is the number of the pass
-        data, values = made(), list(begun[1])
+    for forgotten in range(len(started_with[1]) - 1):  # the last one is the number of the pass
+        data, values = made(), list(started_with[1])
         values[forgotten] = made().variables(in_pass=False)[forgotten]
         data.begin_at(1, 3, variables=values)
         assert a_pass(data, strategy) != expected[1][3:], forgotten

@@ -143,7 +143,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "own generator": lambda: data.DataLoader(Rows(), BATCH, shuffle=True, generator=seeded()),
     "global generator": lambda: data.DataLoader(Rows(), BATCH, shuffle=True, drop_last=True),
     "draws from globals": lambda: data.DataLoader(NoisyFromGlobals(), BATCH, shuffle=True),
-    "draws by itself": lambda: data.DataLoader(subset(), BATCH, shuffle=True),
+    "draws itself": lambda: data.DataLoader(subset(), BATCH, shuffle=True),
     "draws in an object": lambda: data.DataLoader(Augmented(), BATCH, shuffle=True),
     "draws in collate_fn": lambda: data.DataLoader(Rows(), BATCH, collate_fn=mixing()),
     "weighted": lambda: data.DataLoader(Rows(), BATCH, sampler=weighted()),
@@ -155,7 +155,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 }
 VALIDATED = {
     "validated": ("in order", "draws from globals"),
-    "both draw": ("own generator", "draws by itself"),
+    "both draw": ("own generator", "draws itself"),
 }
 STEPS = {"fewer steps": ("own generator", 2)}
 

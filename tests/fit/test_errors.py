@@ -244,7 +244,7 @@ def test_dataset_that_cannot_be_carried_over(dataset: Callable[[], tf.data.Datas
     assert "distributed_fit(model, make_x, ...)" in str(raised.value)
 
 
-def on_fault(left_out: Any) -> None:
+def on_fault(fault: Any) -> None:
     """A custom function."""
 
 
