@@ -24,7 +24,7 @@ from keras_distplug.checkpoint.candidates import Candidate, Candidates
 from keras_distplug.checkpoint.fit_state import FitState
 from keras_distplug.checkpoint.holding import Hold
 from keras_distplug.checkpoint.local_tier import LocalTier
-from keras_distplug.checkpoint.saves import CheckpointWriter, Saves, is_finite, save_all_before
+from keras_distplug.checkpoint.saves import CheckpointWriter, Saves, is_finite, save_all_in_time
 from keras_distplug.checkpoint.settings import (
     RESUMING,
     RETENTION,
@@ -280,7 +280,7 @@ class BackupAndRestore(RunKeeper):
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         for logger in self._spared:
             logger.append = False
-        run = self._run = self._run or self.open_run(self.model, contents.of_fit())
+        run = self._run = self._run or self.open_run(self.model, contents.fingerprint_fit())
         resuming_.require_own_list(made_in_fit=self._is_of_fit, is_chief=self._role.is_chief)
         self._saves = self._local_saves = self._finished = None
         self.hold.start(self.model, lambda: list(self._all_saves()), self._forget_run)
@@ -381,7 +381,7 @@ class BackupAndRestore(RunKeeper):
             with time_spent(Category.SAVE):
                 for saves in self._all_saves():
                     is_last = last and saves is self._saves
-                    saves.epoch_ended(
+                    saves.on_epoch_end(
                         self._state.step, lambda: self._state.take(logs), is_last=is_last
                     )
         elif self._role.is_chief:
@@ -425,7 +425,7 @@ class BackupAndRestore(RunKeeper):
     ) -> int | None:
         step, is_sound = self._state.step, is_finite(logs)
         with time_spent(Category.SAVE):
-            return save_all_before(
+            return save_all_in_time(
                 reversed(self._all_saves()),
                 step,
                 lambda: self._state.take(logs),

@@ -44,7 +44,7 @@ class CallbackStates:
         *,
         is_alone: bool = True,
     ) -> None:
-        self._callbacks = dict(named(callbacks))
+        self._callbacks = dict(named_callbacks(callbacks))
         self._lost: dict[str, None] = {}
         for name, callback in self._callbacks.items():
             if _has_state_methods(callback):
@@ -138,7 +138,7 @@ class CallbackStates:
         return restored
 
 
-def named(
+def named_callbacks(
     callbacks: Sequence[keras.callbacks.Callback],
 ) -> Iterator[tuple[str, keras.callbacks.Callback]]:
     """Yields every callback with a name that is the same in the next process, such as

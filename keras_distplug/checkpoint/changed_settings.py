@@ -41,14 +41,14 @@ class Change:
     now: str
 
     @property
-    def is_of_meaning(self) -> bool:
+    def changes_objective(self) -> bool:
         """True if the mean loss of an interrupted epoch would mix two objectives."""
         return self.name in _MEANING
 
     @property
-    def is_of_logs(self) -> bool:
+    def changes_logs(self) -> bool:
         """True if the logs accumulated so far in an epoch measure something else."""
-        return self.is_of_meaning or self.name in ("metrics", "weighted_metrics")
+        return self.changes_objective or self.name in ("metrics", "weighted_metrics")
 
     @property
     def is_rate(self) -> bool:
@@ -56,29 +56,29 @@ class Change:
         return self.name == _RATE and is_number(self.before) and is_number(self.now)
 
     @property
-    def is_of_data(self) -> bool:
+    def has_hashes(self) -> bool:
         """True if its values are hashes of data."""
         return self.name == _VALIDATION
 
     @property
-    def is_of_layer(self) -> bool:
+    def concerns_layer(self) -> bool:
         """True if it is a layer's setting."""
         return self.name.startswith(_LAYER)
 
     @property
-    def is_of_training(self) -> bool:
+    def changes_training(self) -> bool:
         """True if a whole run with it would end with other weights."""
-        if self.is_of_layer:
+        if self.concerns_layer:
             return not self.name.endswith(_DTYPE)
-        return self.is_of_meaning or self.name.startswith(_OPTIMIZER)
+        return self.changes_objective or self.name.startswith(_OPTIMIZER)
 
     def __str__(self) -> str:
-        if self.is_of_data:
+        if self.has_hashes:
             return "the validation data has changed since the checkpoint"
         return f"`{self.name}` {self.now} from the script, not {self.before} from the checkpoint"
 
 
-def of_fit() -> Mapping[str, Any]:
+def fit_settings() -> Mapping[str, Any]:
     """Describes the arguments of the current call of `fit`; JSON-able."""
     described: dict[str, Any] = {}
     if (loop := epochs.of_fit()) is not None:
@@ -107,11 +107,11 @@ def require_allowed(
         OtherRunError: If the loss differs.
     """
     for change in changes:
-        if change.is_of_meaning and cursor.batch and not other_loss:
+        if change.changes_objective and cursor.batch and not other_loss:
             raise OtherRunError(
                 f"{where} was interrupted after batch {cursor.batch} of epoch {cursor.epoch + 1}, "
                 f"which started with `{change.name}` {change.before}. Received: {change.now}. "
-                f"Compile with the same `{change.name}`, or give allow_loss_change=True to "
+                f"Compile with the same `{change.name}`, or pass allow_loss_change=True to "
                 "continue with the new one, or resume=False to start a new run. Nothing was "
                 "changed."
             )
@@ -123,15 +123,15 @@ def require_same_training(
     """Checks that a finished run was trained as the script would train it.
 
     Args:
-        changes: As in `of_training`.
-        history: As in `of_training`.
+        changes: As in `training_changes`.
+        history: As in `training_changes`.
         where: The run's location, for errors.
-        is_same_size: As in `of_training`.
+        is_same_size: As in `training_changes`.
 
     Raises:
         OtherRunError: If it was trained differently.
     """
-    for change in of_training(changes, history, is_same_size=is_same_size):
+    for change in training_changes(changes, history, is_same_size=is_same_size):
         raise OtherRunError(
             f"{where} is finished, and was trained with `{change.name}` {change.before}. Received: "
             f"{change.now}. Give this training a separate directory, or resume=False to start a "
@@ -140,7 +140,7 @@ def require_same_training(
         )
 
 
-def of_training(
+def training_changes(
     changes: Sequence[Change], history: Mapping[str, Any], *, is_same_size: bool
 ) -> list[Change]:
     """Returns the changes with which a finished run would have ended with other weights.
@@ -157,7 +157,7 @@ def of_training(
     return [
         each
         for each in changes
-        if each.is_of_training
+        if each.changes_training
         and not (each.name == _RATE and each.now in rates)
         and not (each.name.startswith(_OPTIMIZER) and not is_same_size)
     ]
@@ -174,7 +174,7 @@ def messages(changes: Sequence[Change], rate: float | None, *, ends: bool) -> li
     if ends:
         return [
             "the finished run used different validation data"
-            if each.is_of_data
+            if each.has_hashes
             else f"the finished run used `{each.name}` {each.before}, not {each.now}"
             for each in changes
         ]

@@ -22,7 +22,7 @@ def settings_of(model: keras.Model) -> Mapping[str, Any]:
     return {"compiled": compile_config.config(model), "layers": of_layers(model)}
 
 
-def started_with(how_built: Mapping[str, Any]) -> Mapping[str, Any]:
+def start_settings(how_built: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the settings of the script that made a checkpoint."""
     start: Mapping[str, Any] = how_built[_KEY]["start"] if _KEY in how_built else {}
     return start
@@ -44,7 +44,7 @@ class Compilation:
         self._start = {
             **settings_of(model),
             "frozen": compile_config.frozen(model),
-            "fit": changed_settings.of_fit(),
+            "fit": changed_settings.fit_settings(),
         }
         self._touched = touched.Touched.of(model)
         self._is_fitted = False  # True once the optimizer is adapted to the script's changes
@@ -73,7 +73,7 @@ class Compilation:
 
     def changes(self, how_built: Mapping[str, Any]) -> list[changed_settings.Change]:
         """Returns the settings that differ from those of the script that made a checkpoint."""
-        return changed_settings.compare(started_with(how_built), self._start)
+        return changed_settings.compare(start_settings(how_built), self._start)
 
     def reapply(self, how_built: Mapping[str, Any], where: str) -> None:
         """Repeats on the built model the changes that callbacks had made before a checkpoint.
@@ -109,7 +109,7 @@ class Compilation:
             raise OtherRunError(
                 f"A callback recompiled the model during the run in {where}, with objects that "
                 f"cannot be rebuilt from the checkpoint ({error}). Compile the model with them "
-                "before `fit`, or give resume=False to start a new run. Nothing was changed."
+                "before `fit`, or pass resume=False to start a new run. Nothing was changed."
             ) from error
 
     def _renew_optimizer(self) -> keras.optimizers.Optimizer:

@@ -53,7 +53,7 @@ class ExternalVariables:
         self._model = model
         self._touched = touched.Touched.of(model)
         steps = {"steps": self._touched.steps}
-        self._roots = {"model": model, **steps, **dict(callback_states.named(callbacks))}
+        self._roots = {"model": model, **steps, **dict(callback_states.named_callbacks(callbacks))}
         self._warns = warns
         self._has_traced = False
         self._found: dict[str, Any] | None = None

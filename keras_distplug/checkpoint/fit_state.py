@@ -80,7 +80,7 @@ class FitState:
         self._compilation = compilation.Compilation(model)
         self._external = external_variables.ExternalVariables(model, others, warns=role.is_chief)
         touched.Touched.of(model).on_step_known = self._on_step_known
-        self._progress = progress.of_fit(model, seed)
+        self._progress = progress.track_fit(model, seed)
         if self._progress is not None:
             _ = self._progress.data.source.contents  # computed now: training may change them
             if role.world_size > 1 and not is_own_part(self._progress.data):
@@ -150,7 +150,7 @@ class FitState:
         if self._leave_epoch is not None:
             replica_values.reset_unbuilt(self._model)  # if no batch of the epoch remained
         if self._validation is None:
-            self._validation = progress.of_validation(self._model, self._seed)
+            self._validation = progress.track_validation(self._model, self._seed)
             if self._validation is not None and self._validated:
                 if self._drawn is not None:
                     random_states.restore(self._drawn)
@@ -217,7 +217,7 @@ class FitState:
             how_built={
                 **capture.how_built(self._model, self._unbuilt, self._external.trainable()),
                 **self._compilation.take(),
-                "made_of": same_run.of_model(self._model),
+                "made_of": same_run.describe_model(self._model),
             },
             callbacks=callbacks,
             random=own.random,
@@ -444,7 +444,7 @@ class FitState:
             capture.put_back(self._model, trained)
             self._restore_external(manifest)
             self._restore_callbacks(manifest)
-            is_same = not any(each.is_of_logs for each in self._changes)  # don't mix two losses
+            is_same = not any(each.changes_logs for each in self._changes)  # don't mix two losses
             self._restore_own(in_epoch=True, with_metrics=is_same)
             if not is_same:
                 self._model.reset_metrics()

@@ -74,13 +74,13 @@ class LocalTier:
         """
         return LocalWriter(self, self._files, f"{self._run_id}/{session}", rank, exchange)
 
-    def delete_sessions(self, but: str = "") -> None:
-        """Deletes this machine's copies of the run, except the session in the folder `but`."""
+    def delete_sessions(self, kept_session: str = "") -> None:
+        """Deletes this machine's copies of the run, except those in the folder `kept_session`."""
         try:
             for session in layout.names(self._files, self._run_id):
-                if (folder := f"{self._run_id}/{session}") != but:
+                if (folder := f"{self._run_id}/{session}") != kept_session:
                     self._files.delete(folder)
-            if not but:
+            if not kept_session:
                 self._files.delete(self._run_id)
         except (OSError, CheckpointError) as error:
             warnings.warn(
@@ -120,4 +120,4 @@ class LocalWriter:
         self._saved += 1
         if self._saved == KEPT:
             # Earlier sessions may hold newer ones, but then some worker has lost its copy.
-            self._tier.delete_sessions(but=self._session)
+            self._tier.delete_sessions(kept_session=self._session)

@@ -152,10 +152,10 @@ def _fill(model: keras.Model, manifest: Manifest, values: Values, *, by_path: bo
             f"{difference}. {EXPORT_INSTEAD}"
         )
     keys = [spec.key for spec in stored]
-    capture.restore(model, keys, _of_model(values(capture.allocate), set(keys)))
+    capture.restore(model, keys, _model_values(values(capture.allocate), set(keys)))
 
 
-def _of_model(values: Iterable[tuple[str, Any]], keys: set[str]) -> Iterator[tuple[str, Any]]:
+def _model_values(values: Iterable[tuple[str, Any]], keys: set[str]) -> Iterator[tuple[str, Any]]:
     """Skips the state of `keras.random`, which belongs to the process; Keras' files lack it."""
     for key, value in values:
         if key in keys:

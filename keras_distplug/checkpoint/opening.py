@@ -131,10 +131,12 @@ class _Opening:
             for number, run in sequence.items()
             if number > place and run.record.identity.is_surely(self.identity)
         ]
-        if may_be and (not later or has_trained or not self._is_of_others(expected, strict=True)):
+        if may_be and (
+            not later or has_trained or not self._differs_in_settings(expected, strict=True)
+        ):
             return expected
-        found = next(filter(self._is_of_same_settings, later), None)
-        if found is None and may_be and self._is_of_others(expected):
+        found = next(filter(self._matches_settings, later), None)
+        if found is None and may_be and self._differs_in_settings(expected):
             found = next((run for run in later if not layout.places(self.files, run.name)), None)
         if found is None and not may_be and later:
             found = later[0]
@@ -169,16 +171,16 @@ class _Opening:
         )
         return self.start(last)
 
-    def _has_settings_of(self, stored: Stored, *, strict: bool = False) -> bool:
+    def _has_same_settings(self, stored: Stored, *, strict: bool = False) -> bool:
         manifest = stored.manifest
-        there = compilation.started_with(manifest.how_built)
-        return not changed_settings.of_training(
+        there = compilation.start_settings(manifest.how_built)
+        return not changed_settings.training_changes(
             changed_settings.compare(there, self.settings),
             {} if strict else manifest.history,
             is_same_size=manifest.world_size == self.world_size,
         )
 
-    def _is_of_others(self, run: runs.Run, *, strict: bool = False) -> bool:
+    def _differs_in_settings(self, run: runs.Run, *, strict: bool = False) -> bool:
         """Returns True if `run` is finished, and was trained with other hyperparameters.
 
         Args:
@@ -186,12 +188,12 @@ class _Opening:
             strict: True if a learning rate that it reached during training counts as different.
         """
         stored = self._newest(run, "final")
-        return stored is not None and not self._has_settings_of(stored, strict=strict)
+        return stored is not None and not self._has_same_settings(stored, strict=strict)
 
-    def _is_of_same_settings(self, run: runs.Run) -> bool:
+    def _matches_settings(self, run: runs.Run) -> bool:
         """Returns True if `run` has a checkpoint trained with exactly these hyperparameters."""
         stored = self._newest(run, "final") or self._newest(run, "step")
-        return stored is not None and self._has_settings_of(stored, strict=True)
+        return stored is not None and self._has_same_settings(stored, strict=True)
 
     def _newest(self, run: runs.Run, kind: layout.Kind) -> Stored | None:
         with contextlib.suppress(CheckpointError):  # resuming from it reports that
@@ -207,7 +209,7 @@ class _Opening:
             with contextlib.suppress(CorruptCheckpointError):
                 run = runs.read_run(self.files, name)
                 is_same = run.record.identity.is_surely(self.identity)
-                if not is_same or self._is_of_others(run):
+                if not is_same or self._differs_in_settings(run):
                     continue
                 if layout.places(self.files, name):
                     return run

@@ -131,9 +131,9 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif issubclass(kind, types.MethodType):
         yield from (("<self>", value.__self__), ("<function>", value.__func__))
     elif issubclass(kind, types.FunctionType):
-        yield from _of_function(value)
+        yield from _function_parts(value)
     elif not issubclass(kind, types.ModuleType | type) and not _is_closed(kind):
-        yield from _of_object(value)
+        yield from _object_parts(value)
 
 
 def _is_name(key: Any) -> bool:
@@ -142,7 +142,7 @@ def _is_name(key: Any) -> bool:
     return type(key) in (str, int, bool)
 
 
-def _of_object(value: Any) -> Iterator[tuple[str, Any]]:
+def _object_parts(value: Any) -> Iterator[tuple[str, Any]]:
     yield from _attributes(script_code.attributes(value))
     if issubclass(type(value), tf.types.experimental.PolymorphicFunction):
         yield "<function>", value.python_function
@@ -160,7 +160,7 @@ def _attributes(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         yield name, each.fget if isinstance(each, property) else each
 
 
-def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield f"<closure> {name}", cell.cell_contents
@@ -171,11 +171,11 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         yield "<wrapped>", wrapped
     if _is_of_library(function.__module__):
         return
-    names = list(script_code.names_in(function.__code__))
+    names = list(script_code.mentioned_names(function.__code__))
     for name in names:
         each = function.__globals__.get(name)
         if isinstance(each, types.ModuleType):
-            yield from _of_module(f"<global> {name}", each, names)
+            yield from _module_parts(f"<global> {name}", each, names)
         elif isinstance(each, type):
             if not _is_of_library(each.__module__):
                 for inner, member in _attributes(vars(each).items()):
@@ -184,7 +184,7 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             yield f"<global> {name}", each
 
 
-def _of_module(
+def _module_parts(
     path: str, module: types.ModuleType, names: Sequence[str], depth: int = 4
 ) -> Iterator[tuple[str, Any]]:
     """Yields the objects of a module, and of modules within it, that a function may mention."""
@@ -194,7 +194,7 @@ def _of_module(
         each = vars(module).get(name)
         if isinstance(each, types.ModuleType):
             if depth:
-                yield from _of_module(f"{path}.{name}", each, names, depth - 1)
+                yield from _module_parts(f"{path}.{name}", each, names, depth - 1)
         elif each is not None:
             yield f"{path}.{name}", each
 

@@ -88,7 +88,7 @@ def compare(
         other_values = None
     if ends:
         is_known = bool(there.contents and here.contents)
-        there, here = (each.of_samples(is_known=is_known) for each in (there, here))
+        there, here = (each.only_samples(is_known=is_known) for each in (there, here))
     is_within = "read" in (manifest.data.get("train") or {}) and not ends
     why_not = source.why_not_by_samples if is_within else None
     verdict = None
@@ -145,7 +145,7 @@ class _Fingerprint:
         others = {name: each for name, each in whole.items() if name not in (*held, SEEDS, ORDER)}
         return cls(others, held, whole.get(SEEDS), whole.get(ORDER))
 
-    def of_samples(self, *, is_known: bool) -> Self:
+    def only_samples(self, *, is_known: bool) -> Self:
         """Returns a copy without the parts that only matter while data is read.
 
         Args:

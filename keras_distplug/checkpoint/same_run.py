@@ -18,7 +18,7 @@ from keras_distplug.storage import runs
 from keras_distplug.storage.manifest import Manifest
 
 
-def of_model(model: keras.Model) -> dict[str, Any]:
+def describe_model(model: keras.Model) -> dict[str, Any]:
     """Returns the classes of the model's layers and optimizers; JSON-able."""
     layers = {
         f"layer {number}": type(layer).__name__ for number, layer in enumerate(layers_of(model), 1)
@@ -37,7 +37,7 @@ def identity_of(model: keras.Model, data: Mapping[str, str]) -> runs.Identity:
     # Without the optimizer's variables: a loaded model's optimizer is already built.
     shapes = [(each.shape, each.dtype) for each in model.weights] if model.built else None
     return runs.Identity(
-        _hash(of_model(model)),
+        _hash(describe_model(model)),
         "" if shapes is None else _hash([[list(shape), str(dtype)] for shape, dtype in shapes]),
         _hash(data[CONTENTS]) if CONTENTS in data else "",
     )
@@ -76,7 +76,7 @@ def require_model(
     """
     difference = manifests.first_difference(
         *capture.comparable(manifest.variables, model)
-    ) or first_difference(manifest.how_built["made_of"], of_model(model))
+    ) or first_difference(manifest.how_built["made_of"], describe_model(model))
     if difference is None:
         return
     if matches_script(manifest.how_built):

@@ -64,7 +64,7 @@ def of_model(model: keras.Model) -> Facts:
     """Describes a model and how it is compiled."""
     weights = model.weights if model.built else ()
     return {
-        **{name: str(kind) for name, kind in same_run.of_model(model).items()},
+        **{name: str(kind) for name, kind in same_run.describe_model(model).items()},
         **changed_settings.as_texts(compilation.settings_of(model)),
         **{
             f"weight {number} ({_COUNTED.sub('', weight.name)})": str(tuple(weight.shape))
@@ -100,7 +100,7 @@ def of_fit() -> Facts:
     facts = dict(of_arguments(given))
     validation = given.get(_VALIDATION)
     if isinstance(validation, tf.data.Dataset | tuple | list) and not is_own_part(validation):
-        known = changed_settings.of_fit().get(_VALIDATION, _NONE)
+        known = changed_settings.fit_settings().get(_VALIDATION, _NONE)
         facts[f"{_DATA}{CONTENTS} of {_VALIDATION}"] = _text(known)
     is_positioned = isinstance(loop.dataset, Positioned)
     read = loop.dataset if is_positioned else loop.whole_dataset
@@ -112,7 +112,7 @@ def of_fit() -> Facts:
     else:
         adapter = loop.adapter
         data = {"batches": _text(adapter.num_batches), "batch_size": _text(adapter.batch_size)}
-        data |= contents.of_fit()
+        data |= contents.fingerprint_fit()
     if len(data.keys() & _PARTS) > 1:
         del data[CONTENTS]  # of all parts together
     holds_state = is_positioned and loop.dataset.source.holds_state
@@ -168,13 +168,13 @@ def require_same(channel: Channel, facts: Facts, clock: Callable[[], float] = ti
             way, secs = ("behind", lag_secs) if lag_secs > at - now else ("ahead of", at - now)
             noted.append(f"the clock of {name} is {secs:.0f} s {way} {chief}'s")
     if refused:
-        refused.sort(key=lambda each: each.is_of_values)  # sizes are more helpful than hashes
+        refused.sort(key=lambda each: each.has_hashes)  # sizes are more helpful than hashes
         remedy = " If every worker reads its own part of the data, give a tf.data.Dataset with "
         remedy += "AutoShardPolicy.OFF."
         raise ConfigurationError(
             f"The workers are about to train different things: {_joined(refused)}. Give every "
             "worker the same script, arguments and data."
-            f"{remedy if refused[0].is_of_data else ''} Nothing was trained."
+            f"{remedy if refused[0].concerns_data else ''} Nothing was trained."
         )
     if noted and role.is_chief:
         announce(f"the workers differ: {_joined(noted)}")
@@ -201,34 +201,34 @@ class Difference:
     @property
     def is_harmless(self) -> bool:
         """True if it does not affect training."""
-        return self._is_of_chief or self.what in _HARMLESS or self.what.endswith(_DTYPE)
+        return self._uses_chiefs_value or self.what in _HARMLESS or self.what.endswith(_DTYPE)
 
     @property
-    def is_of_values(self) -> bool:
+    def has_hashes(self) -> bool:
         """True if its values are hashes."""
         return self.what.startswith(_HASHED)
 
     @property
-    def is_of_data(self) -> bool:
+    def concerns_data(self) -> bool:
         """True if the workers would read different samples."""
         return self.what.startswith(_DATA)
 
     @property
-    def _is_of_chief(self) -> bool:
+    def _uses_chiefs_value(self) -> bool:
         values = (self.there, self.here)
         is_plain = all(each == _NONE or changed_settings.is_number(each) for each in values)
         return self.what in _OF_CHIEF and is_plain
 
     def __str__(self) -> str:
         what, there, here = self.what.removeprefix(_DATA), self.there, self.here
-        if self.is_of_values:
+        if self.has_hashes:
             what = {CONTENTS: "the samples", ORDER: "the order of the samples"}.get(what, what)
             what = what.removeprefix(f"{CONTENTS} of ")
             there, here = (
                 each if each == _NONE else f"data with hash {each}" for each in (there, here)
             )
         message = f"{what} is {there} on {self.chief} and {here} on {self.worker}"
-        return f"{message}; {self.chief}'s is used" if self._is_of_chief else message
+        return f"{message}; {self.chief}'s is used" if self._uses_chiefs_value else message
 
 
 def _differences(chiefs: Facts, own: Facts) -> Iterator[tuple[str, str, str]]:

@@ -121,7 +121,7 @@ class Saves:
         if plan.save:
             self.save(state)
 
-    def epoch_ended(self, step: int, state: Callable[[], TrainState], *, is_last: bool) -> None:
+    def on_epoch_end(self, step: int, state: Callable[[], TrainState], *, is_last: bool) -> None:
         """Does the same as `look`, at the end of an epoch."""
         self._handle_finished()
         plan = self._agree(
@@ -149,7 +149,7 @@ class Saves:
         self._saver.start(taken.cursor.step, write)
         self._stall_s = time.monotonic() - start_s
 
-    def save_before(
+    def save_in_time(
         self,
         step: int,
         state: Callable[[], TrainState],
@@ -298,7 +298,7 @@ _announced_s: dict[str, float] = {}
 """The intervals that this process announced last: one line for a loop of `fit` calls."""
 
 
-def save_all_before(
+def save_all_in_time(
     all_saves: Iterable[Saves],
     step: int,
     state: Callable[[], TrainState],
@@ -306,12 +306,12 @@ def save_all_before(
     *,
     is_sound: bool,
 ) -> int | None:
-    """Calls `save_before` of all, as far as time permits. Returns the newest step saved."""
+    """Calls `save_in_time` of all, as far as time permits. Returns the newest step saved."""
     end_s = None if left_s is None else time.monotonic() + left_s
     steps = []
     for saves in all_saves:
         rest_s = None if end_s is None else end_s - time.monotonic()
-        saves.save_before(step, state, rest_s, is_sound=is_sound)
+        saves.save_in_time(step, state, rest_s, is_sound=is_sound)
         steps.append(saves.saved_step)
     return max((each for each in steps if each is not None), default=None)
 

@@ -81,7 +81,7 @@ PREFETCHED = (
 
 
 def _shuffled_batches(parts: pipeline.Pipeline) -> Iterator[str]:
-    above, batch, below = _at_batch(parts)
+    above, batch, below = _split_at_batch(parts)
     if batch is None or batch.numbers.get("batch_size", 1) == 1:
         return
     if any(map(_shuffles, above)) and not any(map(_shuffles, below)):
@@ -92,7 +92,7 @@ def _shuffled_batches(parts: pipeline.Pipeline) -> Iterator[str]:
 
 
 def _small_buffer(parts: pipeline.Pipeline, dataset: tf.data.Dataset) -> Iterator[str]:
-    _, batch, below = _at_batch(parts)
+    _, batch, below = _split_at_batch(parts)
     if batch is None or int(dataset.cardinality().numpy()) in (0, 1, tf.data.UNKNOWN_CARDINALITY):
         return
     # Before a transformation that creates samples, such as `interleave`, files are shuffled.
@@ -149,7 +149,7 @@ def _few_files(parts: pipeline.Pipeline, workers: int) -> Iterator[str]:
         )
 
 
-def _at_batch(parts: pipeline.Pipeline) -> tuple[list[Step], Step | None, list[Step]]:
+def _split_at_batch(parts: pipeline.Pipeline) -> tuple[list[Step], Step | None, list[Step]]:
     """Returns the steps after the one that makes global batches, that one, and those before it."""
     chain = list(parts.chain)
     above = list(itertools.takewhile(_is_one_to_one, chain))

@@ -49,7 +49,7 @@ def audit(parts: pipeline.Pipeline, *, is_resumed_mid_pass: bool = True) -> list
     return lines + [
         f"{_named(step)}: {line}"
         for step in parts.steps
-        for line in _of_step(step, is_resumed_mid_pass)
+        for line in _step_lines(step, is_resumed_mid_pass)
     ]
 
 
@@ -67,7 +67,7 @@ _STATELESS = (
 )
 
 
-def _of_step(step: Step, is_resumed_mid_pass: bool) -> Iterator[str]:
+def _step_lines(step: Step, is_resumed_mid_pass: bool) -> Iterator[str]:
     if not step.deterministic:
         yield (
             "deterministic=False changes the order of elements. Remove it; TensorFlow Datasets "

@@ -50,19 +50,21 @@ def _or_unknown(function: Callable[_P, Mapping[str, str]]) -> Callable[_P, Mappi
 
 
 @_or_unknown
-def of_fit() -> Mapping[str, str]:
+def fingerprint_fit() -> Mapping[str, str]:
     """Returns fingerprint entries for the data given to the current `fit`."""
     if (loop := epochs.of_fit()) is None:
         return {}
     if isinstance(loop.dataset, Positioned):
         return loop.dataset.source.contents
     if (arrays := loop.given_arrays) is not None:
-        return of_arrays(arrays)
+        return fingerprint_arrays(arrays)
     if loop.is_dataset and (whole := loop.whole_dataset) is not None:
         return of_given(whole)
     if (given := loop.py_dataset) is not None:
-        return of_object(given[0])
-    return {} if (loader := loop.torch_loader) is None else of_object(loader.loader.dataset)
+        return fingerprint_object(given[0])
+    return (
+        {} if (loader := loop.torch_loader) is None else fingerprint_object(loader.loader.dataset)
+    )
 
 
 @_or_unknown
@@ -72,18 +74,18 @@ def of_given(x: Any, y: Any = None, sample_weight: Any = None) -> Mapping[str, s
         return x.source.contents
     if isinstance(x, tf.data.Dataset):
         try:
-            return of_pipeline(pipeline.read(x))
+            return fingerprint_pipeline(pipeline.read(x))
         except pipeline.UnreadableError:
             return {}
     if isinstance(x, keras.utils.PyDataset):
-        return of_object(x)
+        return fingerprint_object(x)
     if readers.is_torch_loader(x):
-        return of_object(x.dataset)
-    return {} if callable(x) else of_arrays((x, y, sample_weight))
+        return fingerprint_object(x.dataset)
+    return {} if callable(x) else fingerprint_arrays((x, y, sample_weight))
 
 
 @_or_unknown
-def of_arrays(given: Any) -> Mapping[str, str]:
+def fingerprint_arrays(given: Any) -> Mapping[str, str]:
     """Returns fingerprint entries; none for values that are not known to be arrays.
 
     Args:
@@ -99,14 +101,14 @@ def of_arrays(given: Any) -> Mapping[str, str]:
 
 
 @_or_unknown
-def of_pipeline(parts: pipeline.Pipeline) -> Mapping[str, str]:
+def fingerprint_pipeline(parts: pipeline.Pipeline) -> Mapping[str, str]:
     """Returns fingerprint entries for the tensors that the data is made from, and for the names of
     its files."""
     return _fingerprint({"": parts.constants()})
 
 
 @_or_unknown
-def of_object(given: Any) -> Mapping[str, str]:
+def fingerprint_object(given: Any) -> Mapping[str, str]:
     """Returns fingerprint entries for the arrays and lists of texts in the attributes of an object
     with samples."""
     columns = list(_held(given, _DEPTH, set()))
@@ -185,9 +187,9 @@ def _joined(by_length: Mapping[int, Sequence[Any]]) -> tuple[str, str, bool]:
         is_whole = sum(map(_bytes_of, columns)) <= _WHOLE_BYTES and length <= _WHOLE_ROWS
         if not is_whole:  # labels, indices: their order does not count here
             flat = [each for each in columns if _is_flat(each)]
-            unordered += map(_sum_of, flat)
+            unordered += map(_sum_digest, flat)
             columns = [each for each in columns if not _is_flat(each)]
-        hashes = _of_rows(length, columns, is_whole=is_whole)
+        hashes = _row_hashes(length, columns, is_whole=is_whole)
         ordered.append(hashes.tobytes())
         unordered.append((np.sort(hashes) if is_whole else hashes).tobytes())
         all_whole &= is_whole
@@ -202,14 +204,14 @@ def _is_flat(column: Any) -> bool:
     return len(column.shape) == 1 and np.asarray(_taken(column, np.array([0]))).dtype.kind in "iub"
 
 
-def _sum_of(column: Any) -> bytes:
+def _sum_digest(column: Any) -> bytes:
     """Returns a digest that does not depend on the order of the numbers."""
     numbers = _taken(column, None).astype(np.int64).view(np.uint64)
     sums = [numbers.sum(), (numbers * numbers).sum(), (numbers * (numbers >> np.uint64(7))).sum()]
     return np.array([len(numbers), *sums], np.uint64).tobytes()
 
 
-def _of_rows(length: int, columns: Sequence[Any], *, is_whole: bool) -> np.ndarray:
+def _row_hashes(length: int, columns: Sequence[Any], *, is_whole: bool) -> np.ndarray:
     """Returns hashes of all rows across the columns, or of evenly spread rows."""
     places = None
     if not is_whole:

@@ -177,7 +177,7 @@ def resumable(
     """
     trainer.install_dispatch()  # tells the strategy before the first batch is read
     source, _ = _source(made(x), y, sample_weight, class_weight, batch_size, shuffle, seed)
-    warn_of(source)
+    report_warnings(source)
     if isinstance(source, Arrays):
         return InputDataset(source, source.as_dataset(), seed)
     if isinstance(source, TfData) and not _takes_context(x):
@@ -239,7 +239,7 @@ def feed(
         lacks_prefetch = source.lacks_prefetch and strategy is of_chief()
     adapter = InputAdapter(source, fetches_ahead=lacks_prefetch)
     adapter.get_tf_dataset().use(strategy)
-    warn_of(source)
+    report_warnings(source)
     if lacks_prefetch:
         advice.append(PREFETCHED)
     if adapter.get_tf_dataset().is_scheduled:
@@ -261,7 +261,7 @@ def _source(
 ) -> tuple[Source, str]:
     """Returns the source, and a description of how it is shuffled, for the user."""
     if _takes_context(x):
-        _refuse_beside(x, y, sample_weight, batch_size)
+        _refuse_extra_arguments(x, y, sample_weight, batch_size)
         of_workers = DatasetFunction(x, seed, class_weight)
         _require_batches(of_workers.whole, model)
         return of_workers, "tf.data, from a function"
@@ -270,7 +270,7 @@ def _source(
         order = "shuffled by epoch" if shuffle else "in order"
         source = Arrays(arrays, batch_size or 32, seed if shuffle else None, class_weight)
         return source, f"arrays, samples {order}"
-    _refuse_beside(x, y, sample_weight, batch_size)
+    _refuse_extra_arguments(x, y, sample_weight, batch_size)
     if isinstance(x, keras.utils.PyDataset):
         order = "shuffled by epoch" if shuffle and x.num_batches is not None else "in order"
         return PyData(x, shuffle, seed, class_weight), f"PyDataset, batches {order}"
@@ -291,7 +291,7 @@ def _source(
     return pipeline, f"tf.data, {titles} without a seed seeded by the run"
 
 
-def _refuse_beside(x: Any, y: Any, sample_weight: Any, batch_size: int | None) -> None:
+def _refuse_extra_arguments(x: Any, y: Any, sample_weight: Any, batch_size: int | None) -> None:
     for name, given in (("y", y), ("sample_weight", sample_weight)):
         if given is not None:
             raise DataError(
@@ -332,7 +332,7 @@ def made(x: Any) -> Any:
     return x if isinstance(made, types.GeneratorType) else made
 
 
-def warn_of(source: Source, *, is_validation: bool = False) -> None:
+def report_warnings(source: Source, *, is_validation: bool = False) -> None:
     """Warns of data that a resumed run may not reproduce, or only at a cost."""
     if lines := source.warnings():
         what = "validation data" if is_validation else "training data"

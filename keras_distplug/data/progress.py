@@ -14,7 +14,7 @@ from keras_distplug.backend.tensorflow.input import epochs, readers
 from keras_distplug.backend.tensorflow.runtime import context, workers
 from keras_distplug.core.log import announce
 from keras_distplug.data import contents
-from keras_distplug.data.feed import InputAdapter, seed_of, warn_of
+from keras_distplug.data.feed import InputAdapter, report_warnings, seed_of
 from keras_distplug.data.position import Positioned, Source
 from keras_distplug.data.python_sources import PyData, warning_of_generator
 from keras_distplug.data.sources import BATCH_SIZE, SEEDS, Arrays, TfData, elements
@@ -49,7 +49,7 @@ class Progress:
         if self.data.passes == self._passes and self.data.is_read:
             self._read += batches
             return
-        read, self._behind = self._place_in_pass()
+        read, self._behind = self._position_in_pass()
         self._read = read + batches
         self.data.note_read()
         self._passes = self.data.passes
@@ -71,7 +71,7 @@ class Progress:
         }
         in_pass = in_epoch or self._loop.goes_on
         if in_pass:
-            read, place["behind"] = self._place_in_pass()
+            read, place["behind"] = self._position_in_pass()
             place["passes_read"] = self.data.read_before
             place["read"] = min(read, self.data.source.num_batches or math.inf)
             # Nothing of a finished pass will be read again.
@@ -91,7 +91,7 @@ class Progress:
             The `batch`, converted to batches of the current size.
         """
         if position["batch_size"] != self.data.source.batch_size:
-            position, batch = self._in_present_batches(position, batch)
+            position, batch = self._convert_batches(position, batch)
         self._loop.count(position["counted"])
         self.data.source.draws |= position.get("draws", False)
         read, behind = position.get("read"), position.get("behind", 0)
@@ -108,7 +108,7 @@ class Progress:
             self._loop.begin_at(batch)
         return batch
 
-    def _in_present_batches(
+    def _convert_batches(
         self, position: Mapping[str, Any], batch: float
     ) -> tuple[Mapping[str, Any], float]:
         source = self.data.source
@@ -130,12 +130,12 @@ class Progress:
         """Restores the state in which a `fit` that finished in another process left the data."""
         self.data.assign(position.get("variables", ()), in_pass=False)
 
-    def _place_in_pass(self) -> tuple[int, int]:
+    def _position_in_pass(self) -> tuple[int, int]:
         """Returns the batches read of the current pass, and the samples before these."""
         return (self._read, self._behind) if self.data.passes == self._passes else (0, 0)
 
 
-def of_fit(model: keras.Model, seed: int) -> Progress | None:
+def track_fit(model: keras.Model, seed: int) -> Progress | None:
     """Returns the progress of the current `fit`, counted from now on.
 
     Args:
@@ -161,14 +161,14 @@ def take_over_early(model: keras.Model, seed: int) -> None:
 
     Args:
         model: The model that will be trained.
-        seed: As in `of_fit`.
+        seed: As in `track_fit`.
     """
     strategy = model.distribute_strategy
     if workers.is_scheduled(strategy):
         epochs.before_reading(model, lambda loop: _positioned(loop, strategy, seed))
 
 
-def of_validation(model: keras.Model, seed: int) -> Positioned | None:
+def track_validation(model: keras.Model, seed: int) -> Positioned | None:
     """Returns the validation data of the current `fit`; passes over it are counted from now on."""
     loop = epochs.of_validation(model)
     # Other data comes in the same order every time.
@@ -219,7 +219,7 @@ def _positioned(
     adapter = InputAdapter(source)
     adapter.get_tf_dataset().use(strategy)
     loop.draw_from(adapter)
-    warn_of(source, is_validation=is_validation)
+    report_warnings(source, is_validation=is_validation)
     return adapter.get_tf_dataset()
 
 
@@ -322,7 +322,7 @@ class _OfKeras(Source):
 
     @functools.cached_property
     def contents(self) -> Mapping[str, str]:
-        return {} if self._given is None else contents.of_arrays(self._given)
+        return {} if self._given is None else contents.fingerprint_arrays(self._given)
 
     def use_seeds(self, seeds: str) -> bool:
         if self._seed is None:

@@ -178,7 +178,7 @@ class PyData(Source):
 
     @functools.cached_property
     def contents(self) -> Mapping[str, str]:
-        return contents.of_object(self._given)
+        return contents.fingerprint_object(self._given)
 
     def warnings(self) -> list[str]:
         return self._reachable.warnings() + [

@@ -151,7 +151,7 @@ class Arrays(Source):
 
     @functools.cached_property
     def contents(self) -> Mapping[str, str]:
-        return contents.of_arrays(self._tensors)
+        return contents.fingerprint_arrays(self._tensors)
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,7 @@ class TfData(Source):
         if self._orders is not None:
             if not (start or behind or self._orders.nodes):
                 return self.whole
-            return self._orders.of_pass(passed, read, start, behind, self._counts())
+            return self._orders.pass_dataset(passed, read, start, behind, self._counts())
         self._skip_passes(passed)
         return self.whole.skip(start) if start else self.whole
 
@@ -307,7 +307,7 @@ class TfData(Source):
 
     @functools.cached_property
     def contents(self) -> Mapping[str, str]:
-        return {} if self._pipeline is None else contents.of_pipeline(self._pipeline)
+        return {} if self._pipeline is None else contents.fingerprint_pipeline(self._pipeline)
 
     def use_seeds(self, seeds: str) -> bool:
         if self._pipeline is None:
@@ -375,18 +375,18 @@ class DatasetFunction(TfData):
     ) -> None:
         self._make = make
         self._class_weight = class_weight
-        super().__init__(self._of(0, 1), seed)
+        super().__init__(self._make_dataset(0, 1), seed)
 
     def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
         def variant_of(number: int) -> Callable[[], tf.Tensor]:
-            return lambda: tf.data.experimental.to_variant(self._of(number, workers))
+            return lambda: tf.data.experimental.to_variant(self._make_dataset(number, workers))
 
         variant = tf.switch_case(
             tf.cast(worker, tf.int32), [variant_of(number) for number in range(workers)]
         )
         return tf.data.experimental.from_variant(variant, self.whole.element_spec)
 
-    def _of(self, number: int, pipelines: int) -> tf.data.Dataset:
+    def _make_dataset(self, number: int, pipelines: int) -> tf.data.Dataset:
         made = self._make(tf.distribute.InputContext(pipelines, number))
         if not isinstance(made, tf.data.Dataset):
             raise DataError(
@@ -453,7 +453,7 @@ class _Orders:
         fixed = frozenset(each.node for each in self._drawn if each.once)
         return self._pipeline.remaker(self.nodes, fixed)
 
-    def of_pass(
+    def pass_dataset(
         self, passed: int, read: int, start: int, behind: int, counts: Mapping[str, tuple[int, int]]
     ) -> tf.data.Dataset:
         seeds = []

@@ -98,7 +98,7 @@ class LoaderData(Source):
 
     @functools.cached_property
     def contents(self) -> Mapping[str, str]:
-        return contents.of_object(self._loader.dataset)
+        return contents.fingerprint_object(self._loader.dataset)
 
     def warnings(self) -> list[str]:
         return [

@@ -96,7 +96,7 @@ class Attributes:
         own = sorted(vars(self._owner).items())
         return [
             (name, value)
-            for name, value in ((name, _of_torch(value)) for name, value in own)
+            for name, value in ((name, _torch_as_array(value)) for name, value in own)
             if name not in self._others
             and (
                 random_states.is_generator(value)
@@ -106,7 +106,7 @@ class Attributes:
         ]
 
 
-def _of_torch(value: Any) -> Any:
+def _torch_as_array(value: Any) -> Any:
     """Returns the memory of a tensor as an array, and any other value unchanged."""
     torch = random_states.imported_torch()
     if torch is None or not isinstance(value, torch.Tensor):
@@ -209,6 +209,6 @@ def put(there: Any, value: Any) -> Any:
     if isinstance(value, dict) and random_states.is_generator(there):
         random_states.restore_generator(there, value)
         return there
-    array = _of_torch(there)
+    array = _torch_as_array(there)
     made = plain_values.put(array, json_values.decode(value))
     return there if made is array else made

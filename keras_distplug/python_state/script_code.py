@@ -86,12 +86,12 @@ def functions_of(owner: Any) -> Iterator[types.FunctionType]:
             yield member
 
 
-def names_in(code: types.CodeType) -> Iterator[str]:
+def mentioned_names(code: types.CodeType) -> Iterator[str]:
     """Yields names of globals and attributes that a function, or one within it, mentions."""
     yield from code.co_names
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
-            yield from names_in(each)
+            yield from mentioned_names(each)
 
 
 @functools.lru_cache(4096)  # by content; called at every save
@@ -104,7 +104,7 @@ def stored(code: types.CodeType, operation: str = "STORE_ATTR") -> frozenset[str
     return frozenset(own).union(*(stored(each, operation) for each in inner))
 
 
-def attributes_set_in(owners: Iterable[Any]) -> set[str]:
+def attributes_set_by_script(owners: Iterable[Any]) -> set[str]:
     """Returns names of attributes that functions of the script in some objects may set."""
     names: set[str] = set()
     for function in (each for owner in owners for each in functions_of(owner)):

@@ -122,8 +122,8 @@ def from_callback(
         at_start: The owners when training started; objects keep their path from then.
     """
     walk = _Walk([*closed, callback], at_start)
-    own = script_code.attributes_set_in([callback])
-    others = script_code.attributes_set_in(
+    own = script_code.attributes_set_by_script([callback])
+    others = script_code.attributes_set_by_script(
         each for each in closed if isinstance(each, keras.callbacks.Callback)
     )
     others -= set(keras_callbacks.attributes_of(callback))  # these are saved anyway
@@ -166,7 +166,7 @@ def from_model(
     for number, metric in enumerate(models.metrics_of(model)):
         parts["metrics", str(number)] = metric
     walk = _Walk([*parts.values(), *callbacks], at_start)
-    by_callbacks = script_code.attributes_set_in(callbacks)
+    by_callbacks = script_code.attributes_set_by_script(callbacks)
 
     def found() -> Iterator[Place]:
         for path, owner in parts.items():
@@ -178,7 +178,7 @@ def from_model(
             of_keras = script_code.attributes_set_by_library(type(owner))
             names = by_callbacks - (of_keras if owner is model else _OF_EVERY_PART)
             if by_itself and is_of_script(type(owner)):
-                names |= script_code.attributes_set_in([owner]) - of_keras
+                names |= script_code.attributes_set_by_script([owner]) - of_keras
                 for kind in filter(is_of_script, type(owner).__mro__):
                     yield from walk.from_class(kind, path)
             for name, value in script_code.attributes(owner) if names else ():
@@ -345,7 +345,7 @@ class _Walk:
             kept = {
                 str(number): each
                 for number, each in enumerate(defaults)
-                if isinstance(each, list | dict | set) or _leads_on(each)
+                if isinstance(each, list | dict | set) or _may_hold_state(each)
             }
             yield from self._parts((*path, "<defaults>"), kept)
             put = functools.partial(Attribute, value)
@@ -365,7 +365,7 @@ class _Walk:
         named = function.__globals__
         path = (*path, "<global>")
         assigned = script_code.stored(function.__code__, "STORE_GLOBAL")
-        mentioned = dict.fromkeys(script_code.names_in(function.__code__))
+        mentioned = dict.fromkeys(script_code.mentioned_names(function.__code__))
         for name in mentioned:
             value = named.get(name)
             if isinstance(value, type):
@@ -376,7 +376,7 @@ class _Walk:
                     there = {each: vars(value)[each] for each in mentioned if each in vars(value)}
                     put = functools.partial(Attribute, value)
                     yield from self._parts((*path, name), there, put, is_global=True)
-            elif name in assigned or isinstance(value, CONTAINERS) or _leads_on(value):
+            elif name in assigned or isinstance(value, CONTAINERS) or _may_hold_state(value):
                 put_one = functools.partial(named.__setitem__, name)
                 yield from self.from_value(Place((*path, name), value, put_one, is_global=True))
 
@@ -394,7 +394,7 @@ def _is_object(value: Any) -> bool:
     return is_of_script(kind) and not isinstance(value, no_object) and variables_of(value) is None
 
 
-def _leads_on(value: Any) -> bool:
+def _may_hold_state(value: Any) -> bool:
     """Returns True if a value that is no number, text or array may hold state."""
     is_function = isinstance(value, types.FunctionType | functools.partial)
     return (
@@ -414,10 +414,10 @@ def _has_objects(value: Any, depth: int = 4) -> bool:
     entries = list(value.values()) if isinstance(value, dict) else list(value)
     if set(map(type, entries)) <= _NUMBERS_AND_TEXT:
         return False
-    return any(_is_looked_into(each) or _has_objects(each, depth - 1) for each in entries)
+    return any(_needs_visit(each) or _has_objects(each, depth - 1) for each in entries)
 
 
-def _is_looked_into(value: Any) -> bool:
+def _needs_visit(value: Any) -> bool:
     """Returns True if an entry prevents its container from being saved as a whole."""
     if isinstance(value, keras.Variable | tf.Variable | tf.Tensor | np.ndarray | np.generic):
         return False

@@ -33,9 +33,12 @@ def changed(values: np.ndarray) -> np.ndarray:
 def test_arrays() -> None:
     """Parts have separate fingerprints, and one for both together; another order is the same
     contents."""
-    found = contents.of_arrays((X, Y))
-    assert contents.of_arrays((X.copy(), Y.copy())) == found
-    other_x, other_y = contents.of_arrays((changed(X), Y)), contents.of_arrays((X, changed(Y)))
+    found = contents.fingerprint_arrays((X, Y))
+    assert contents.fingerprint_arrays((X.copy(), Y.copy())) == found
+    other_x, other_y = (
+        contents.fingerprint_arrays((changed(X), Y)),
+        contents.fingerprint_arrays((X, changed(Y))),
+    )
     assert {name for name in found if other_x[name] != found[name]} == {
         CONTENTS,
         ORDER,
@@ -46,10 +49,10 @@ def test_arrays() -> None:
         ORDER,
         "contents of y",
     }
-    reordered = contents.of_arrays((X[BACKWARDS], Y[BACKWARDS]))
+    reordered = contents.fingerprint_arrays((X[BACKWARDS], Y[BACKWARDS]))
     assert {name for name in found if reordered[name] != found[name]} == {ORDER}
     # Other labels for the same samples: only the combination differs.
-    swapped = contents.of_arrays((X, Y[BACKWARDS]))
+    swapped = contents.fingerprint_arrays((X, Y[BACKWARDS]))
     assert {name for name in found if swapped[name] != found[name]} == {CONTENTS, ORDER}
 
 
@@ -57,25 +60,25 @@ def test_arrays() -> None:
 def test_rows(width: int) -> None:
     """Every byte of every row matters, whatever the length of the rows."""
     x = np.random.default_rng(2).integers(0, 256, (64, width)).astype("uint8")
-    found = contents.of_arrays((x,))
-    reordered = contents.of_arrays((x[BACKWARDS],))
-    assert contents.of_arrays((np.asfortranarray(x),)) == found
+    found = contents.fingerprint_arrays((x,))
+    reordered = contents.fingerprint_arrays((x[BACKWARDS],))
+    assert contents.fingerprint_arrays((np.asfortranarray(x),)) == found
     assert reordered[CONTENTS] == found[CONTENTS]
     assert (reordered[ORDER] != found[ORDER]) == bool(width)
-    assert contents.of_arrays((x[:-1],)) != found
+    assert contents.fingerprint_arrays((x[:-1],)) != found
     for place in range(width):
         other = x.copy()
         other[9, place] ^= 1
-        assert contents.of_arrays((other,))[CONTENTS] != found[CONTENTS]
+        assert contents.fingerprint_arrays((other,))[CONTENTS] != found[CONTENTS]
 
 
 def test_large_arrays() -> None:
     """Rows spread evenly over them are compared."""
-    found = contents.of_arrays((LARGE,))
+    found = contents.fingerprint_arrays((LARGE,))
     assert found.keys() == {CONTENTS}
-    assert contents.of_arrays((LARGE.copy(),)) == found
-    assert contents.of_arrays((LARGE * 2,)) != found
-    assert contents.of_arrays((LARGE[:-1],)) != found
+    assert contents.fingerprint_arrays((LARGE.copy(),)) == found
+    assert contents.fingerprint_arrays((LARGE * 2,)) != found
+    assert contents.fingerprint_arrays((LARGE[:-1],)) != found
 
 
 KINDS: dict[str, Callable[[], Any]] = {
@@ -93,25 +96,25 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds(kind: str) -> None:
-    found = contents.of_arrays((KINDS[kind](),))
-    assert contents.of_arrays((KINDS[kind](),)) == found
+    found = contents.fingerprint_arrays((KINDS[kind](),))
+    assert contents.fingerprint_arrays((KINDS[kind](),)) == found
     assert found
 
 
 def test_scipy() -> None:
     """A sparse matrix of SciPy is compared by its rows, in any format."""
     matrix = scipy.sparse.random_array((64, 10), density=0.3, format="csr", rng=1)
-    found = contents.of_arrays((matrix,))
-    assert contents.of_arrays((matrix.tocoo(),)) == found
-    assert contents.of_arrays((matrix.toarray(),)) == found
-    assert contents.of_arrays((matrix * 2,))[CONTENTS] != found[CONTENTS]
-    assert contents.of_arrays((matrix[BACKWARDS],))[CONTENTS] == found[CONTENTS]
-    assert contents.of_arrays((matrix[BACKWARDS],))[ORDER] != found[ORDER]
+    found = contents.fingerprint_arrays((matrix,))
+    assert contents.fingerprint_arrays((matrix.tocoo(),)) == found
+    assert contents.fingerprint_arrays((matrix.toarray(),)) == found
+    assert contents.fingerprint_arrays((matrix * 2,))[CONTENTS] != found[CONTENTS]
+    assert contents.fingerprint_arrays((matrix[BACKWARDS],))[CONTENTS] == found[CONTENTS]
+    assert contents.fingerprint_arrays((matrix[BACKWARDS],))[ORDER] != found[ORDER]
 
 
 def test_unknown() -> None:
     """If a part is not an array, the whole is unknown."""
-    assert contents.of_arrays((X, 3)) == {}
+    assert contents.fingerprint_arrays((X, 3)) == {}
     assert contents.of_given(lambda: X) == {}
     assert contents.of_given(iter([X])) == {}
 
@@ -127,7 +130,7 @@ def test_arrays_that_cannot_be_read() -> None:
 
         __array__ = __getitem__
 
-    assert contents.of_arrays((Strange(), Y)) == {}
+    assert contents.fingerprint_arrays((Strange(), Y)) == {}
     assert contents.of_given(Strange()) == {}
 
 
@@ -180,10 +183,12 @@ def test_generators() -> None:
 def test_objects() -> None:
     """Arrays and lists of texts that an object holds, at some depth."""
     held = SimpleNamespace(x=X, files=["a", "b"], seed=3, inner=SimpleNamespace(y=[Y]))
-    found = contents.of_object(held)
+    found = contents.fingerprint_object(held)
     held.seed = 4
-    assert contents.of_object(held) == found
+    assert contents.fingerprint_object(held) == found
     for name, other in {"x": changed(X), "files": ["a", "c"], "inner": None}.items():
-        assert contents.of_object(SimpleNamespace(**{**vars(held), name: other})) != found, name
+        assert (
+            contents.fingerprint_object(SimpleNamespace(**{**vars(held), name: other})) != found
+        ), name
     held.held = held
-    assert contents.of_object(held) == found
+    assert contents.fingerprint_object(held) == found
