@@ -169,7 +169,7 @@ class BackupAndRestore(RunKeeper):
         self.is_shared_directory = False  # True if other models and data may have runs in it
         self._role = single_process()
         self._agreement = agreement.alone()
-        self.hold = Hold(open_files(backup_dir, storage_options))  # heartbeats await no upload
+        self.hold = Hold(open_files(backup_dir, storage_options))  # heartbeats must not wait
         self._last_run: str | None = None  # finished by this callback
         self._saves: Saves | None = None
         self._local_saves: Saves | None = None
@@ -391,7 +391,7 @@ class BackupAndRestore(RunKeeper):
         models.start_at_epoch(self.model, None)
         self._state.on_train_end()
         if self._finished is not None:
-            # Keras and other callbacks have repeated what they had already done to it.
+            # Keras and other callbacks have repeated their changes at the end of training.
             capture.put_back(self.model, self._finished)
         elif not is_finite(logs):
             self._finish_saves()

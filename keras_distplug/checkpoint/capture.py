@@ -194,7 +194,7 @@ def build(model: keras.Model, how: Mapping[str, Any]) -> None:
     another model's were made.
 
     Args:
-        model: A model that may not be built.
+        model: A model that might not be built yet.
         how: The result of `how_built`.
 
     Raises:

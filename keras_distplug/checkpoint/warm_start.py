@@ -31,8 +31,8 @@ def load(
     *,
     with_optimizer: bool,
 ) -> list[str]:
-    """Loads those values of another run's newest checkpoint into a model whose name and shape match
-    one of its variables.
+    """Loads values of another run's newest checkpoint into the variables of a model that have the
+    same names and shapes.
 
     Args:
         model: A model about to be trained.

@@ -70,7 +70,9 @@ class CallbackChanges:
     def _walk(self, name: str, at_start: Owners) -> Walked:
         callbacks = list(self._callbacks.values())
         if name == _MODEL:
-            return walk.from_model(self._model, callbacks, at_start, by_itself=self._is_alone)
+            return walk.from_model(
+                self._model, callbacks, at_start, includes_own_code=self._is_alone
+            )
         callback = self._callbacks[name]
         others = [each for each in callbacks if each is not callback]
         return walk.from_callback(callback, [self._model, *others], at_start)

@@ -149,7 +149,7 @@ def from_model(
     callbacks: Sequence[keras.callbacks.Callback],
     at_start: Owners,
     *,
-    by_itself: bool,
+    includes_own_code: bool,
 ) -> Walked:
     """Returns the attributes of a model, its layers, metrics, loss and optimizer that code of the
     script sets: the callbacks' or their own. Variables are skipped.
@@ -158,7 +158,7 @@ def from_model(
         model: The model. Attributes that Keras sets itself are skipped.
         callbacks: The callbacks.
         at_start: As for `from_callback`.
-        by_itself: True to include attributes set by the parts' own code.
+        includes_own_code: True to include attributes set by the parts' own code.
     """
     parts: dict[Path, Any] = {(): model, ("loss",): model.loss, ("optimizer",): model.optimizer}
     for place, layer in models.layers_by_place(model).items():
@@ -170,14 +170,14 @@ def from_model(
 
     def found() -> Iterator[Place]:
         for path, owner in parts.items():
-            if isinstance(owner, _FUNCTIONS) and by_itself:
+            if isinstance(owner, _FUNCTIONS) and includes_own_code:
                 yield from walk.from_function(owner, path)
             if not isinstance(owner, keras.Layer | keras.Metric | keras.Loss | keras.Optimizer):
                 continue
             walk.owners.puts[path] = functools.partial(Attribute, owner)
             of_keras = script_code.attributes_set_by_library(type(owner))
             names = by_callbacks - (of_keras if owner is model else _OF_EVERY_PART)
-            if by_itself and is_of_script(type(owner)):
+            if includes_own_code and is_of_script(type(owner)):
                 names |= script_code.attributes_set_by_script([owner]) - of_keras
                 for kind in filter(is_of_script, type(owner).__mro__):
                     yield from walk.from_class(kind, path)
