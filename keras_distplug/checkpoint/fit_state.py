@@ -371,7 +371,6 @@ class FitState:
                     if self._has_other_data
                     else "the position in the data is not known (`fit` is not Keras', or the "
                     "data was already distributed)"
-                    "data was distributed before"
                 )
                 announce(
                     f"the checkpoint was made after batch {cursor.batch} of that epoch; the epoch "
