@@ -29,7 +29,7 @@ def start_settings(how_built: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class Compilation:
-    """Tracks these during one `fit`. Must be created before anything is changed.
+    """Tracks them during one `fit`. Must be created before anything is changed.
 
     A restarted script makes its model as it did at first; changes that callbacks made later are
     then repeated. If the script itself has changed, the script's version applies.

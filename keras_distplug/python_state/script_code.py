@@ -1,5 +1,5 @@
-"""Distinguishes the script's own code from installed packages, and analyzes which
-attributes their code uses."""
+"""Distinguishes the script's own code from installed packages, and analyzes which attributes it
+uses."""
 
 from __future__ import annotations
 
