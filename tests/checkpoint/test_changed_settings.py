@@ -206,7 +206,7 @@ ROWS: dict[str, Row] = {
     "batch size": Row(
         REFUSED,
         Script(given={"batch_size": 10}),
-        "`batch_size` is 8 there and 10 here",
+        "`batch_size` was 8 at the checkpoint and is now 10",
         refused=True,
     ),
     "batch size, with `allow_batch_change=True`": Row(
@@ -240,7 +240,7 @@ ROWS: dict[str, Row] = {
     "number of samples": Row(
         REFUSED,
         Script(given={"x": small.X[:28], "y": small.Y[:28]}),
-        "`samples` is 30 there and 28 here",
+        "`samples` was 30 at the checkpoint and is now 28",
         refused=True,
     ),
     "class weights": Row(
@@ -253,7 +253,7 @@ ROWS: dict[str, Row] = {
     "class weights, with a `PyDataset`": Row(
         REFUSED,
         Script(given={**BATCHES, "class_weight": {0: 1.0, 1: 3.0}}),
-        "`class_weight` is '{0: 1.0, 1: 2.0}' there and '{0: 1.0, 1: 3.0}' here",
+        "`class_weight` was '{0: 1.0, 1: 2.0}' at the checkpoint and is now '{0: 1.0, 1: 3.0}'",
         first=Script(given={**BATCHES, **WEIGHTS}),
         refused=True,
     ),
