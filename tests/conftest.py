@@ -213,7 +213,7 @@ def as_other_processes(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
         from keras_distplug.checkpoint import opening, saves
 
         monkeypatch.setattr(opening, "finished_here", _Forgetful())
-        monkeypatch.setattr(saves, "_told_s", {})
+        monkeypatch.setattr(saves, "_announced_s", {})
 
 
 def _forget_seed() -> None:

@@ -1,1 +1,1 @@
-"""`BackupAndRestore`: what the state of a run is, when it is saved, and how it is restored."""
+"""The state of a run: how `BackupAndRestore` captures, saves and restores it."""

@@ -1,4 +1,4 @@
-"""A drop-in for `keras.callbacks.BackupAndRestore` that several workers may share."""
+"""A drop-in replacement for `keras.callbacks.BackupAndRestore` that several workers can share."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from keras_distplug.callbacks.watchdog import require_made
 from keras_distplug.checkpoint import capture, exports, opening, same_start, saver
 from keras_distplug.checkpoint import resuming as resuming_
 from keras_distplug.checkpoint.cadence import Cadence, Pace, SaveFreq, cadence_of
-from keras_distplug.checkpoint.candidates import Candidates, Found
+from keras_distplug.checkpoint.candidates import Candidate, Candidates
 from keras_distplug.checkpoint.fit_state import FitState
 from keras_distplug.checkpoint.holding import Hold
 from keras_distplug.checkpoint.local_tier import LocalTier
-from keras_distplug.checkpoint.saves import Saves, Writes, is_finite, save_all_before
+from keras_distplug.checkpoint.saves import CheckpointWriter, Saves, is_finite, save_all_in_time
 from keras_distplug.checkpoint.settings import (
     RESUMING,
     RETENTION,
@@ -56,22 +56,22 @@ from keras_distplug.storage.store import CheckpointStore
 
 
 class BackupAndRestore(RunKeeper):
-    """Saves the state of training, and resumes from it when the script is started again.
+    """Saves the training state, and resumes from it when the script is started again.
 
-    Takes the arguments of `keras.callbacks.BackupAndRestore`. It differs from it:
+    Takes the arguments of `keras.callbacks.BackupAndRestore`. Differences:
 
     - A new checkpoint is written next to the earlier ones, and counts once it is complete on disk.
       Training resumes from the newest one whose checksums hold; a damaged one is quarantined and
       reported.
     - Weights, optimizers (with their learning rate), seed generators, epoch, step, `History` and
       the state of other callbacks are restored: the patience and the best weights of
-      `EarlyStopping`, for example. What changes during training in a callback of yours is saved; if
-      it has `state_dict()` and `load_state_dict(state)`, those are used instead (numbers, text,
-      arrays, lists and dicts of these). `CSVLogger` keeps its rows.
-    - It runs after all other callbacks, wherever it stands among them, so that a checkpoint
+      `EarlyStopping`, for example. Attributes of custom callbacks that change during training are
+      saved; if a callback has `state_dict()` and `load_state_dict(state)`, those are used instead
+      (numbers, text, arrays, lists and dicts of these). `CSVLogger` keeps its rows.
+    - It runs after all other callbacks, whatever its place in the list, so that a checkpoint
       contains what they do at the end of an epoch.
     - Checkpoints are written in the background while training continues. Meanwhile, memory holds
-      two copies of what changes. Training ends once the last checkpoint is written.
+      two copies of the values that change. Training ends once the last checkpoint is written.
     - Under `MultiWorkerMirroredStrategy`, every worker writes its share, and all workers resume
       from the same checkpoint. Any number of workers can resume from it.
     - A failed save is retried, then reported in a warning; the next one is made when it is due. Too
@@ -79,10 +79,10 @@ class BackupAndRestore(RunKeeper):
     - A directory that holds another model's run is refused.
     - Training that ends with a non-finite loss is neither recorded as finished nor deleted.
 
-    From a checkpoint made mid-epoch, `fit` continues with the next batch, which callbacks and
-    progress bar see under its own number. The data must come in the same order again; a warning
-    names what doesn't. Keras calls `on_epoch_begin` of other callbacks again; their state is
-    restored after that.
+    From a checkpoint made mid-epoch, `fit` continues with the next batch, and callbacks and the
+    progress bar see that batch's own number. The data must come in the same order again; a warning
+    names any input that doesn't. Keras calls `on_epoch_begin` of other callbacks again; their state
+    is restored after that.
 
     Example:
 
@@ -106,24 +106,23 @@ class BackupAndRestore(RunKeeper):
         double_checkpoint: Keep one more of the newest. Defaults to `False`.
         delete_checkpoint: Delete the checkpoints when training has finished. Defaults to `True`.
             With `False`, the end is recorded: the same `fit` started again returns immediately with
-            the stored `History` and weights; with more `epochs`, it continues.
-        saving: What saves may cost, and what happens if one is late or fails, as a `Saving`.
+            the stored `History` and weights; with more `epochs`, it continues training.
+        saving: How much saves may cost, and what happens if one is late or fails, as a `Saving`.
             Defaults to `Saving()`.
         retention: Which checkpoints to keep, as a `Retention`. Defaults to `Retention()`, the two
             newest.
-        resuming: What the script may have changed since the checkpoint, and what a new run begins
-            with, as a `Resuming`. Defaults to `Resuming()`.
-        local: Further checkpoints on the workers' own machines, as `LocalCheckpoints`. Defaults to
-            `None`.
+        resuming: What the script may have changed since the checkpoint, and what a new run starts
+            from, as a `Resuming`. Defaults to `Resuming()`.
+        local: Checkpoints on the workers' own machines, as `LocalCheckpoints`. Defaults to `None`.
         storage_options: Arguments for fsspec's file system for the store of `backup_dir`, such as
             `{"endpoint_url": "https://..."}`. Credentials are better left where the store's own
             tools look for them. Defaults to `None`.
-        resume: `False` starts a new run next to what the folder holds. Defaults to `True`.
+        resume: `False` starts a new run next to the existing ones. Defaults to `True`.
         single: The fields of `Saving`, `Retention`, `Resuming` and `LocalCheckpoints` (`on_busy`,
             `keep_last`, `allow_data_change`, `local_tier`, ...) are also accepted as arguments.
 
     Raises:
-        ConfigurationError: For an argument that is not usable.
+        ConfigurationError: If an argument is not usable.
         OtherRunError: In `fit`, if the folder holds the run of another model, or of other data.
         SaveError: In `fit`, if too many consecutive saves, or the one at the end, have failed.
     """
@@ -167,11 +166,11 @@ class BackupAndRestore(RunKeeper):
         self._run: runs.Run | None = None
         self._finished: Mapping[str, Any] | None = None
         self._trained_here = False
-        self.is_shared_directory = False  # whether other models and data may have runs in it
+        self.is_shared_directory = False  # True if other models and data may have runs in it
         self._role = single_process()
         self._agreement = agreement.alone()
-        self.hold = Hold(open_files(backup_dir, storage_options))  # heartbeats await no upload
-        self._last_run: str | None = None  # that this callback has finished
+        self.hold = Hold(open_files(backup_dir, storage_options))  # heartbeats must not wait
+        self._last_run: str | None = None  # finished by this callback
         self._saves: Saves | None = None
         self._local_saves: Saves | None = None
         same_start.watch()  # before `fit` looks at the data
@@ -183,13 +182,13 @@ class BackupAndRestore(RunKeeper):
         format: Format | None = None,
         overwrite: bool = False,
     ) -> None:
-        """Writes a checkpoint as one file that Keras or others load.
+        """Writes a checkpoint as one file for Keras or other tools.
 
-        It may be called while `fit` goes on (from another callback), after it, and before it if the
-        directory holds a run. A save under way is waited for. Training is not changed by it: the
-        model takes up the checkpoint's values and is given back its own, which stay in memory
-        meanwhile. Of several workers the chief writes, from a model made anew; on the others
-        nothing happens.
+        It can be called during `fit` (from another callback), after it, and before it if the
+        directory holds a run. It waits for a save in progress. Training is not affected: the model
+        loads the checkpoint's values, then gets its own back, which stay in memory meanwhile. With
+        several workers, the chief writes the file, from a newly built model; on the others the call
+        does nothing.
 
         Example:
 
@@ -199,20 +198,20 @@ class BackupAndRestore(RunKeeper):
         ```
 
         Args:
-            path: The file: a path, or a URL of a store, for which the callback's `storage_options`
-                are taken.
-            step: The step of a checkpoint that is still there, its name (`"final-00000210"`), or
-                `"best"` for the one that is best by `keep_best`. Defaults to the newest.
+            path: The file to write: a path, or a store's URL, which is opened with the callback's
+                `storage_options`.
+            step: The step of an existing checkpoint, its name (`"final-00000210"`), or `"best"` for
+                the best one by `keep_best`. Defaults to the newest.
             format: `"keras"`, the whole model with its optimizer; `"weights.h5"`, for
-                `load_weights`; or `"safetensors"`, the model's variables by name. Defaults to what
-                `path` ends with.
-            overwrite: Whether a file of this name may be replaced. Defaults to `False`.
+                `load_weights`; or `"safetensors"`, the model's variables by name. Defaults to the
+                extension of `path`.
+            overwrite: `True` replaces an existing file. Defaults to `False`.
 
         Raises:
-            ConfigurationError: If that cannot be done as asked, or the file exists.
-            NoCheckpointError: If there is no such checkpoint. With `delete_checkpoint=True` there
-                is none any more once training has reached its end.
-            CorruptCheckpointError: If it is damaged. There is no new file then.
+            ConfigurationError: If the arguments do not allow an export, or the file exists.
+            NoCheckpointError: If there is no such checkpoint. With `delete_checkpoint=True`, none
+                exists once training has finished.
+            CorruptCheckpointError: If the checkpoint is damaged. No file is written then.
         """
         keep_best = self.retention.keep_best
         exports.export(
@@ -230,11 +229,11 @@ class BackupAndRestore(RunKeeper):
         )
 
     def open_run(self, model: keras.Model, data: Mapping[str, str]) -> runs.Run:
-        """Finds the run to go on with, or begins one; all workers get the same.
+        """Finds the run to resume, or starts a new one; all workers get the same run.
 
         Args:
             model: The model that will be trained, under its strategy.
-            data: The contents of its data, as in `data.contents`.
+            data: The fingerprints of its data, as in `data.contents`.
         """
         strategy = model.distribute_strategy
         saver.wait_for_all()
@@ -267,7 +266,7 @@ class BackupAndRestore(RunKeeper):
             if same:
                 what = "`defaults()` among the callbacks" if self.defers else "BackupAndRestore"
                 raise ConfigurationError(
-                    f"Expected one {what} of a fit. Received: two, of "
+                    f"Expected one {what} per `fit`. Received: two, with backup directories "
                     f"{self._files.where()} and {same[-1]._files.where()}. Remove one of them."
                 )
             return
@@ -281,7 +280,7 @@ class BackupAndRestore(RunKeeper):
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         for logger in self._spared:
             logger.append = False
-        run = self._run = self._run or self.open_run(self.model, contents.of_fit())
+        run = self._run = self._run or self.open_run(self.model, contents.fingerprint_fit())
         resuming_.require_own_list(made_in_fit=self._is_of_fit, is_chief=self._role.is_chief)
         self._saves = self._local_saves = self._finished = None
         self.hold.start(self.model, lambda: list(self._all_saves()), self._forget_run)
@@ -301,11 +300,11 @@ class BackupAndRestore(RunKeeper):
         )
         made = exports.architecture_of(self.model) if self._role.is_chief else None
         with time_spent(Category.RESTORE):
-            is_new = not resuming_.take_up_newest(
-                self._state, self._candidates(), self._make_ready_for, self._go_on_from
+            is_new = not resuming_.restore_newest(
+                self._state, self._candidates(), self._prepare, self._continue_from
             )
         if is_new:
-            resuming_.begin(
+            resuming_.start_new_run(
                 self.model, self._files, run, self._agreement, self.resuming, self._storage_options
             )
         exports.remember(self._files, run.name, made, self._state.step)
@@ -326,7 +325,9 @@ class BackupAndRestore(RunKeeper):
         self._state.build()
         self._report(Phase.FITTING)
 
-    def _saves_to(self, writer: Writes, cadence: Cadence, max_failed_saves: int | None) -> Saves:
+    def _saves_to(
+        self, writer: CheckpointWriter, cadence: Cadence, max_failed_saves: int | None
+    ) -> Saves:
         step, wait = self._state.step, self.saving.on_busy == "wait"
         pace = Pace(cadence, step, time.monotonic(), wait_if_busy=wait)
         return Saves(
@@ -357,9 +358,9 @@ class BackupAndRestore(RunKeeper):
         seconds = None if self._stepped_s is None else now_s - self._stepped_s
         self._stepped_s = now_s
         step = self._state.step
-        if looks := [each for each in self._all_saves() if each.stepped(step, seconds)]:
+        if due := [each for each in self._all_saves() if each.stepped(step, seconds)]:
             with time_spent(Category.SAVE):
-                for saves in looks:
+                for saves in due:
                     saves.look(step, lambda: self._state.take(logs), is_sound=is_finite(logs))
             self._stepped_s = time.monotonic()
 
@@ -380,20 +381,17 @@ class BackupAndRestore(RunKeeper):
             with time_spent(Category.SAVE):
                 for saves in self._all_saves():
                     is_last = last and saves is self._saves
-                    saves.epoch_ended(
+                    saves.on_epoch_end(
                         self._state.step, lambda: self._state.take(logs), is_last=is_last
                     )
         elif self._role.is_chief:
-            announce(
-                f"epoch {epoch + 1} ended with a loss that is not finite; no checkpoint is made of "
-                "it"
-            )
+            announce(f"epoch {epoch + 1} ended with a non-finite loss; no checkpoint is made of it")
 
     def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
         models.start_at_epoch(self.model, None)
         self._state.on_train_end()
         if self._finished is not None:
-            # Keras and other callbacks have done to it once more what was done to it already.
+            # Keras and other callbacks have repeated their changes at the end of training.
             capture.put_back(self.model, self._finished)
         elif not is_finite(logs):
             self._finish_saves()
@@ -427,7 +425,7 @@ class BackupAndRestore(RunKeeper):
     ) -> int | None:
         step, is_sound = self._state.step, is_finite(logs)
         with time_spent(Category.SAVE):
-            return save_all_before(
+            return save_all_in_time(
                 reversed(self._all_saves()),
                 step,
                 lambda: self._state.take(logs),
@@ -448,11 +446,11 @@ class BackupAndRestore(RunKeeper):
     @property
     def context(self) -> RunContext:
         if self._run is None:
-            raise RuntimeError("no run is under way")
+            raise RuntimeError("no run is in progress")
         return RunContext(self._files, self._run.name, self.backup_dir, self._storage_options)
 
     def _forget_run(self) -> None:
-        """After a `fit` that has failed: the next one looks for the run again."""
+        """Forgets the run after a failed `fit`, so that the next one looks it up again."""
         self._run = None
 
     def _all_saves(self) -> list[Saves]:
@@ -468,28 +466,29 @@ class BackupAndRestore(RunKeeper):
             self._store, self._local, self._agreement, is_chief=is_chief, epochs=epochs
         )
 
-    def _make_ready_for(self, found: Found) -> None:
-        self._state.make_ready_for(
+    def _prepare(self, found: Candidate) -> None:
+        self._state.prepare(
             found.stored.manifest,
             self._files.where(self._run.name if self._run else ""),
             self.resuming,
             ends=found.ends,
         )
 
-    def _go_on_from(self, found: Found) -> None:
+    def _continue_from(self, found: Candidate) -> None:
         manifest = found.stored.manifest
         if self._role.is_chief and self._run is not None:
-            chief, epochs = self._role.name, self._epochs
-            announce(resuming_.line(found, self._files, self._run.name, chief=chief, epochs=epochs))
+            run, chief, epochs = self._run.name, self._role.name, self._epochs
+            text = resuming_.resume_message(found, self._files, run, chief=chief, epochs=epochs)
+            announce(text)
         if not found.ends:
-            self._state.go_on(manifest)
+            self._state.resume(manifest)
             return
         self._state.end(manifest, self._epochs)
         if manifest.completion is not None:
             self._finished = capture.capture(self.model)
 
     def _on_saved(self, run: str, step: int) -> None:
-        """From a thread, and also after a `fit` that has failed."""
+        """Called from a thread, and also after a failed `fit`."""
         if self._supervised is not None and self._role.is_chief:
             self._supervised.saved(self._files.where(run), step)
 

@@ -1,8 +1,8 @@
-"""How often a checkpoint is made. Time comes in as an argument; nothing here looks at a clock.
+"""How often a checkpoint is made. Time is passed as an argument; nothing here reads a clock.
 
-A cadence that goes by time is one worker's to judge, and all workers have to save at the same step.
-So the first one says at some step at which later step the workers shall look again, and at that
-step whether a save is due: one message a look, and none in the steps between.
+A time-based cadence depends on one worker's clock, but all workers must save at the same step. So
+the first worker announces at which later step the workers check again, and at that step whether a
+save is due: one message per check, and none in the steps between.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from keras_distplug.core.errors import ConfigurationError
 
 SaveFreq = Literal["epoch", "auto", False] | int | str | datetime.timedelta
 
-_STEPS, _SAVES = 50, 3  # of which the median is taken
+_STEPS, _SAVES = 50, 3  # window sizes of the medians
 _STEPS_BEFORE_FIRST, _SECS_BEFORE_FIRST = 10, 40.0
 _SECS_BETWEEN_REMOTE = 20.0
 _CAUTION = 0.8
@@ -28,35 +28,35 @@ _SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True)
 class EveryEpoch:
-    """At the end of each epoch."""
+    """Saves at the end of every epoch."""
 
 
 @dataclass(frozen=True)
 class AtEnd:
-    """At the end of training only."""
+    """Saves at the end of training only."""
 
 
 @dataclass(frozen=True)
 class EveryBatches:
-    """Each `batches` batches."""
+    """Saves every `batches` batches."""
 
     batches: int
 
 
 @dataclass(frozen=True)
 class EverySeconds:
-    """Each `seconds` seconds."""
+    """Saves every `seconds` seconds."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class Auto:
-    """As often as the share of the time that saves cost stays below `max_overhead`.
+    """Saves as often as possible while the fraction of time spent on saves is below `max_overhead`.
 
     Args:
-        max_overhead: Above 0, below 1.
-        least_secs: Between saves. A request to a store costs money.
+        max_overhead: Largest fraction of the time, between 0 and 1.
+        least_secs: Least time between saves, in seconds. A request to a store costs money.
     """
 
     max_overhead: float
@@ -69,16 +69,16 @@ Cadence = EveryEpoch | AtEnd | EveryBatches | EverySeconds | Auto
 def cadence_of(
     save_freq: SaveFreq, max_overhead: float, name: str = "save_freq", *, is_near: bool = True
 ) -> Cadence:
-    """What a user's `save_freq` means.
+    """Returns the cadence that a user's `save_freq` stands for.
 
     Args:
-        save_freq: As the user gave it.
-        max_overhead: For `"auto"`.
-        name: Of the argument, for errors.
-        is_near: Whether a save goes to a disk, not to a store.
+        save_freq: The user's value.
+        max_overhead: Largest fraction of the time spent on saves, for `"auto"`.
+        name: The argument's name, for errors.
+        is_near: True if saves go to a disk, not to a store.
 
     Raises:
-        ConfigurationError: If it means nothing.
+        ConfigurationError: If the value is none of the accepted ones.
     """
     match save_freq:
         case False:
@@ -103,11 +103,11 @@ def cadence_of(
 
 @dataclass(frozen=True)
 class Plan:
-    """What the first worker says at a look.
+    """The first worker's decision at a check.
 
     Args:
-        save: Whether a checkpoint is made at this step.
-        next_look: The step at whose end the workers ask again; None if that is up to the epochs.
+        save: True if a checkpoint is made at this step.
+        next_look: The step after which the workers check again; None if only epoch ends matter.
     """
 
     save: bool
@@ -115,19 +115,20 @@ class Plan:
 
 
 class Pace:
-    """Judges when a checkpoint is due. The first worker's speaks for all.
+    """Decides when a checkpoint is due. The first worker's pace decides for all workers.
 
-    `"auto"` follows CheckFreq (Mohan et al., FAST 2021): what a save costs is measured, as the time
-    for which it keeps training plus what the steps take longer while it is written, and the
-    interval is that cost over `max_overhead`. Young's and Daly's optimum, `sqrt(2 * cost * M)`,
-    needs the mean time between failures `M`, which nobody knows beforehand; it is the same interval
-    for `M = cost / (2 * max_overhead ** 2)`, and less is lost at more frequent failures.
+    `"auto"` follows CheckFreq (Mohan et al., FAST 2021): the cost of a save is measured, as the
+    time for which it blocks training plus the extra time that steps take while it is written, and
+    the interval is that cost over `max_overhead`. Young's and Daly's optimum,
+    `sqrt(2 * cost * M)`, needs the mean time between failures `M`, which is not known beforehand;
+    it is the same interval for `M = cost / (2 * max_overhead ** 2)`, and with more frequent
+    failures, less is lost.
 
     Args:
-        cadence: What the user asked for.
-        step: The step behind which training starts.
-        now_s: The time.
-        wait_if_busy: Whether a save that is due waits for one that is under way, or is skipped.
+        cadence: The cadence that the user asked for.
+        step: The step after which training starts.
+        now_s: The current time, in seconds.
+        wait_if_busy: True if a save that is due waits for one in progress; otherwise it is skipped.
     """
 
     def __init__(self, cadence: Cadence, step: int, now_s: float, *, wait_if_busy: bool) -> None:
@@ -141,7 +142,7 @@ class Pace:
         self.skipped = 0
 
     def first_look(self) -> int | None:
-        """The first step at whose end the workers ask; None if that is up to the epochs."""
+        """Returns the first step after which the workers check; None if only epoch ends matter."""
         match self._cadence:
             case EveryBatches(batches):
                 return self._last_step + batches
@@ -155,7 +156,7 @@ class Pace:
 
     @property
     def interval_s(self) -> float | None:
-        """The time between saves; None if it does not go by time, or is not known yet."""
+        """The time between saves, in seconds; None if not time-based, or not known yet."""
         match self._cadence:
             case EverySeconds(seconds):
                 return seconds
@@ -166,29 +167,29 @@ class Pace:
 
     @property
     def cost_s(self) -> float | None:
-        """What a save costs training; None before the first one has ended."""
+        """The cost of a save in seconds of training; None before the first one has finished."""
         return statistics.median(self._costs_s) if self._costs_s else None
 
     @property
     def duration_s(self) -> float:
-        """How long the last save took; 0 before the first one has ended."""
+        """The duration of the last save in seconds; 0 before the first one has finished."""
         return self._duration_s
 
     def stepped(self, seconds: float, *, is_saving: bool) -> None:
-        """A step took `seconds`, while a save was or was not under way."""
+        """Records that a step took `seconds`, while a save was or was not in progress."""
         if not is_saving:
             self._quiet_s.append(seconds)
         elif self._quiet_s:
             self._excess_s += seconds - statistics.median(self._quiet_s)
 
     def saved(self, stall_s: float, duration_s: float) -> None:
-        """A save has ended that kept training for `stall_s`, and took `duration_s` in all."""
+        """Records a finished save that blocked training for `stall_s`; it took `duration_s`."""
         self._costs_s.append(stall_s + max(self._excess_s, 0.0))
         self._duration_s = duration_s
         self._excess_s = 0.0
 
     def at_epoch_end(self, step: int, now_s: float, *, is_saving: bool, is_last: bool) -> Plan:
-        """What to do at the end of an epoch. The last one's is saved whatever is under way."""
+        """Returns the plan at an epoch's end. The last epoch is saved even if a save is running."""
         if is_last and not isinstance(self._cadence, AtEnd):
             return self._due(step, now_s, is_saving=False)
         is_first = isinstance(self._cadence, Auto) and self.interval_s is None and not is_saving
@@ -197,7 +198,7 @@ class Pace:
         return Plan(save=False, next_look=None)
 
     def at_look(self, step: int, now_s: float, *, is_saving: bool) -> Plan:
-        """What to do at the end of a step at which the workers ask."""
+        """Returns the plan at the end of a step after which the workers check."""
         match self._cadence:
             case EveryBatches():
                 return self._due(step, now_s, is_saving=is_saving)
@@ -226,6 +227,6 @@ class Pace:
         return Plan(save=not skips, next_look=next_look)
 
     def _steps_in(self, seconds: float) -> int:
-        """A little fewer steps than fit into `seconds`: the next look corrects the estimate."""
+        """Returns slightly fewer steps than fit into `seconds`: the next check corrects that."""
         step_s = statistics.median(self._quiet_s) if self._quiet_s else 0.0
         return max(1, int(_CAUTION * seconds / step_s)) if step_s else 1

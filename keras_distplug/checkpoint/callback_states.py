@@ -1,4 +1,4 @@
-"""The state of the other callbacks of a training, as JSON and arrays, and back."""
+"""Converts the state of a training's other callbacks to JSON and arrays, and back."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from keras_distplug.python_state.callback_changes import CallbackChanges
 from keras_distplug.python_state.plain_values import Encoder, UnsavableError, decode
 
 PREFIX = "callbacks/"
-_STEPS = "<steps>"  # takes the place of a callback's name for values at the traces of steps
+_STEPS = "<steps>"  # stands in for a callback's name: values that traced steps depend on
 
 
 class CallbackStates:
     """The states of callbacks during one `fit`.
 
-    A callback with `state_dict()` and `load_state_dict(state)` has the state that it returns. For
-    those of Keras, it is what decides how training continues. For others, and for what subclasses
-    add to Keras' own, it is what changes during training.
+    For a callback with `state_dict()` and `load_state_dict(state)`, the state is what these return
+    and accept. For Keras' own callbacks, it is the attributes that decide how training continues.
+    For others, and for the additions of subclasses of Keras' own, it is everything that changes
+    during training.
 
     Args:
-        callbacks: After their `on_train_begin`.
+        callbacks: The callbacks, after their `on_train_begin`.
         model: The model in training.
         is_alone: As for `CallbackChanges`.
 
@@ -43,15 +44,15 @@ class CallbackStates:
         *,
         is_alone: bool = True,
     ) -> None:
-        self._callbacks = dict(named(callbacks))
+        self._callbacks = dict(named_callbacks(callbacks))
         self._lost: dict[str, None] = {}
         for name, callback in self._callbacks.items():
-            if _has_own(callback):
+            if _has_state_methods(callback):
                 self._check(name, callback.state_dict())
         watched = {
             name: callback
             for name, callback in self._callbacks.items()
-            if not (_has_own(callback) or _is_ours(callback))
+            if not (_has_state_methods(callback) or _is_ours(callback))
         }
         self._changes = CallbackChanges(watched, model, is_alone=is_alone)
         self._traced_values = TracedValues(self._changes, Touched.of(model))
@@ -63,21 +64,21 @@ class CallbackStates:
             raise ConfigurationError(
                 f"Expected {name}.state_dict() to return numbers, text, arrays, and lists, tuples, "
                 f"sets and dicts of these. Received, at `{error.path[1:]}`: {error.value!r}. "
-                "Return it in one of these forms, or leave it out."
+                "Return it in one of these forms, or omit it."
             ) from error
 
     def unsound(self) -> list[str]:
-        """Returns what of the callbacks cannot be resumed, as known before training."""
+        """Returns the parts of the callbacks known before training not to be resumable."""
         return self._changes.unsound()
 
     @property
     def lost(self) -> list[str]:
-        """What has changed since and could not be saved."""
+        """The names of values that have changed since and could not be saved."""
         return [*self._lost, *self._changes.lost]
 
     def capture(self) -> tuple[tuple[dict[str, Any], ...], dict[str, Any]]:
-        """Returns the name and state of every callback that has one, JSON-able, and their arrays by
-        key. Arrays that Keras' callbacks never change are not copied."""
+        """Returns the name and JSON-able state of every callback that has one, and the states'
+        arrays by key. Arrays that Keras' callbacks never change are not copied."""
         arrays: dict[str, Any] = {}
         changed = self._changes.capture(arrays, PREFIX)
         states: list[dict[str, Any]] = []
@@ -85,9 +86,9 @@ class CallbackStates:
             state: dict[str, Any] = {}
             key = f"{PREFIX}{name}"
             if (known := keras_callbacks.state_of(callback)) is not None:
-                # Keras' callbacks do not change an array that they have.
+                # Keras' callbacks replace their arrays instead of changing them.
                 state["keras"] = Encoder(arrays, np.asarray).encode(known, key)
-            if _has_own(callback):
+            if _has_state_methods(callback):
                 try:
                     state["own"] = Encoder(arrays).encode(callback.state_dict(), key)
                 except UnsavableError as error:
@@ -109,16 +110,16 @@ class CallbackStates:
         epoch: int,
         is_anew: bool,
     ) -> list[keras.callbacks.Callback]:
-        """Gives the callbacks what `capture` returned for those of the same class, in their order.
+        """Restores the states from `capture` in the callbacks of the same class and position.
 
         Args:
             states: From `capture`.
             arrays: From `capture`.
-            epoch: The next epoch.
+            epoch: Index of the next epoch.
             is_anew: As in `keras_callbacks.set_state`.
 
         Returns:
-            Those that had a state.
+            The callbacks that had a state.
         """
         by_name = {each["callback"]: each["state"] for each in states}
         restored = []
@@ -128,7 +129,7 @@ class CallbackStates:
             if "keras" in state:
                 known = decode(state["keras"], arrays)
                 keras_callbacks.set_state(callback, known, epoch=epoch, is_anew=is_anew)
-            if "own" in state and _has_own(callback):
+            if "own" in state and _has_state_methods(callback):
                 callback.load_state_dict(decode(state["own"], arrays))
             restored.append(callback)
         changed = {name: state.get("changed", ()) for name, state in by_name.items()}
@@ -137,21 +138,22 @@ class CallbackStates:
         return restored
 
 
-def named(
+def named_callbacks(
     callbacks: Sequence[keras.callbacks.Callback],
 ) -> Iterator[tuple[str, keras.callbacks.Callback]]:
-    """`EarlyStopping`, `EarlyStopping#2`: the same ones in the next process."""
+    """Yields every callback with a name that is the same in the next process, such as
+    `EarlyStopping` and `EarlyStopping#2`."""
     counts: Counter[str] = Counter()
     for callback in callbacks:
-        # What a worker leaves to the chief has its place among those of its class all the same.
+        # A stand-in for a callback that runs on the chief only still takes its place in the count.
         name = type(getattr(callback, "stands_for", callback)).__name__
         counts[name] += 1
         yield name if counts[name] == 1 else f"{name}#{counts[name]}", callback
 
 
-def _has_own(callback: keras.callbacks.Callback) -> bool:
+def _has_state_methods(callback: keras.callbacks.Callback) -> bool:
     names = ("state_dict", "load_state_dict")
-    # Not by `hasattr`: a `__getattr__` may have anything.
+    # Not by `hasattr`: a `__getattr__` may accept any name.
     return all(
         callable(getattr(type(callback), name, None) or vars(callback).get(name)) for name in names
     )

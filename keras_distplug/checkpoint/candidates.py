@@ -1,4 +1,4 @@
-"""Which checkpoint a training goes on from."""
+"""Chooses the checkpoint from which training resumes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from keras_distplug.storage.store import CheckpointStore, Stored
 
 
 @dataclass(frozen=True)
-class Found:
-    """A checkpoint to go on from.
+class Candidate:
+    """A checkpoint to resume from.
 
     Args:
         stored: The checkpoint.
-        where: How to name it to a person.
-        ends: Whether the run ends there.
-        is_local: Whether it is this worker's own copy.
+        where: Its location, for messages.
+        ends: True if the run ends there.
+        is_local: True if it is this worker's own copy.
     """
 
     stored: Stored
@@ -34,14 +34,16 @@ class Found:
 
 
 class Candidates:
-    """The checkpoints of a run, of which all workers find the same one. All call the same methods.
+    """The checkpoints of a run, of which all workers choose the same one.
+
+    All workers must call the same methods.
 
     Args:
-        store: Those that all share.
-        local: Those on this worker's machine.
-        agreement: How the workers agree.
+        store: The checkpoints shared by all workers.
+        local: The checkpoints on this worker's machine.
+        agreement: The channel between the workers.
         is_chief: True on the worker that looks for the shared ones.
-        epochs: So many are asked for.
+        epochs: The number of epochs that `fit` was called with.
     """
 
     def __init__(
@@ -60,47 +62,47 @@ class Candidates:
         self._epochs = epochs
         self._rejected: set[str] = set()
 
-    def newest(self) -> Found | None:
-        """The newest one that was not rejected; None if the run has none.
+    def newest(self) -> Candidate | None:
+        """Returns the newest one that was not rejected; None if the run has none.
 
         Raises:
-            CorruptCheckpointError: If there are some and all are damaged.
+            CorruptCheckpointError: If all existing ones are damaged.
             CheckpointError: If one cannot be read.
         """
-        shared, word = None, None
+        shared, message = None, None
         if self._is_chief:
-            shared, word = self._look()
-        said = json.loads(self._agreement.from_chief("checkpoint", word))
-        if self._local is not None and not said["ends"]:
-            copy = self._newest_on_all(self._local, newer_than=said["step"])
+            shared, message = self._newest_shared()
+        reply = json.loads(self._agreement.from_chief("checkpoint", message))
+        if self._local is not None and not reply["ends"]:
+            copy = self._newest_on_all(self._local, newer_than=reply["step"])
             if copy is not None:
-                ends = said["may_end"] and _has_stopped(copy.stored)
-                return Found(copy.stored, copy.where, ends, is_local=True)
-        if said["damage"] is not None:
-            raise CorruptCheckpointError(said["damage"])
-        if said["name"] is None:
+                ends = reply["may_end"] and _has_stopped(copy.stored)
+                return Candidate(copy.stored, copy.where, ends, is_local=True)
+        if reply["damage"] is not None:
+            raise CorruptCheckpointError(reply["damage"])
+        if reply["name"] is None:
             return None
-        stored = shared or self._store.read(said["name"])
-        return Found(stored, self._store.where(stored.name), said["ends"], is_local=False)
+        stored = shared or self._store.read(reply["name"])
+        return Candidate(stored, self._store.where(stored.name), reply["ends"], is_local=False)
 
-    def reject(self, found: Found, damage: CheckpointError) -> None:
-        """`newest` shall not find this one again.
+    def reject(self, found: Candidate, damage: CheckpointError) -> None:
+        """Excludes a checkpoint from `newest`.
 
         Raises:
-            CheckpointError: `damage`, if it may pass: a checkpoint that all share is not given up.
+            CheckpointError: `damage`, if it may be temporary: a shared checkpoint is not discarded.
         """
         if found.is_local:
             self._rejected.add(found.stored.manifest.nonce)
             report(Quarantined(found.where, str(damage)))
-            warnings.warn(f"{found.where} is not taken up: {damage}", stacklevel=2)
+            warnings.warn(f"{found.where} is skipped: {damage}", stacklevel=2)
         elif not isinstance(damage, CorruptCheckpointError):
             raise damage
         elif self._is_chief:
             self._store.set_aside(found.stored.name, damage)
 
-    def _look(self) -> tuple[Stored | None, str]:
-        """The newest shared one, and what to say of it."""
-        said: dict[str, Any] = {
+    def _newest_shared(self) -> tuple[Stored | None, str]:
+        """Returns the newest shared checkpoint, and its description for the other workers."""
+        reply: dict[str, Any] = {
             "name": None,
             "step": -1,
             "ends": False,
@@ -111,25 +113,25 @@ class Candidates:
             step = self._store.newest("step")
             final = self._store.newest("final")
         except CorruptCheckpointError as error:
-            return None, json.dumps({**said, "damage": str(error)})
+            return None, json.dumps({**reply, "damage": str(error)})
         stored, ends = self._newer(step, final)
         if stored is not None:
-            said |= {"name": stored.name, "step": stored.manifest.cursor.step}
-        return stored, json.dumps({**said, "ends": ends, "may_end": final is None})
+            reply |= {"name": stored.name, "step": stored.manifest.cursor.step}
+        return stored, json.dumps({**reply, "ends": ends, "may_end": final is None})
 
     def _newer(self, step: Stored | None, final: Stored | None) -> tuple[Stored | None, bool]:
         if final is None:
-            # Stopped, and killed before that could be recorded.
+            # Training had stopped, but was killed before that could be recorded.
             return step, step is not None and _has_stopped(step)
         if _completion(final).epochs >= self._epochs:
             return final, True
-        # At the same step, the one under way: callbacks may have changed the model for its end.
+        # At the same step, resume mid-run: callbacks may have changed the model at the end.
         if step is not None and step.manifest.cursor.step >= final.manifest.cursor.step:
             return step, False
         return final, False
 
     def _newest_on_all(self, local: LocalTier, newer_than: int) -> Copy | None:
-        """The newest local checkpoint of which each worker has a copy."""
+        """Returns the newest local checkpoint of which every worker has a copy."""
         copies = local.copies()
         mine = {
             attempt: (copy.stored.manifest.cursor.step, copy.stored.manifest.created_utc)
@@ -144,7 +146,7 @@ class Candidates:
 
 
 def _has_stopped(stored: Stored) -> bool:
-    """Whether training was to end there. In mid-epoch, that epoch has its end before it."""
+    """Returns True if training was stopped there. Mid-epoch, that epoch must still be finished."""
     return stored.manifest.stop_training and not stored.manifest.cursor.batch
 
 
@@ -152,6 +154,6 @@ def _completion(stored: Stored) -> Completion:
     completion: Completion | None = stored.manifest.completion
     if completion is None:
         raise CorruptCheckpointError(
-            f"{stored.name} is kept as the record of a finished run, but does not say how it ended."
+            f"Expected {stored.name} to record how a finished run ended. Received: no such record."
         )
     return completion

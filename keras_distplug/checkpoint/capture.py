@@ -1,4 +1,4 @@
-"""A model's state as named arrays, and back."""
+"""Converts a model's state to named arrays, and back."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from keras_distplug.backend.tensorflow.runtime.embedding_tables import (
     value_of,
     wholes,
 )
-from keras_distplug.checkpoint import callback_states, outside, own_states
+from keras_distplug.checkpoint import callback_states, external_variables, own_states
 from keras_distplug.core.errors import ModelError
 from keras_distplug.storage.manifest import VariableSpec
 from keras_distplug.storage.memory import Memory
 
 _RANDOM = "random/global_seed_generator"
-_BESIDE = (callback_states.PREFIX, outside.PREFIX, own_states.PREFIX)
+_OTHER_PREFIXES = (callback_states.PREFIX, external_variables.PREFIX, own_states.PREFIX)
 _PLAIN = ("float16", "float32", "float64", "int32", "int64")
 _LARGE = 2**18  # elements
 
 
 def variables_of(model: keras.Model) -> dict[str, keras.Variable | Table]:
-    """Weights, seed generators and optimizers' variables of `model` by key, in Keras' order. Tables
-    that are split are whole here.
+    """Returns weights, seed generators and optimizer variables of `model` by key, in Keras' order.
+    Sharded tables are whole here.
 
-    What each replica has of its own is left out; see `own_states`.
+    Variables with a separate value on every replica are skipped; see `own_states`.
     """
     metrics = {id(variable) for variable in model.metrics_variables}
     named: dict[str, keras.Variable | Table] = {}
@@ -57,7 +57,7 @@ def _add(
 
 
 def specs_of(model: keras.Model) -> tuple[VariableSpec, ...]:
-    """What `capture` would find, without the values."""
+    """Returns the specs of the values that `capture` would return."""
     return tuple(
         VariableSpec(key, tuple(variable.shape), str(variable.dtype))
         for key, variable in variables_of(model).items()
@@ -65,9 +65,9 @@ def specs_of(model: keras.Model) -> tuple[VariableSpec, ...]:
 
 
 def capture(model: keras.Model) -> dict[str, Any]:
-    """Values of everything in `variables_of`, and of Keras' global random state.
+    """Returns the values of everything in `variables_of`, and of Keras' global random state.
 
-    They are references: nothing is copied here, and TensorFlow copies a variable when it changes.
+    They are references: nothing is copied here; TensorFlow copies a variable when it changes.
     """
     arrays = {key: value_of(variable) for key, variable in variables_of(model).items()}
     if (generator := models.global_seed_generator()) is not None:
@@ -76,15 +76,15 @@ def capture(model: keras.Model) -> dict[str, Any]:
 
 
 def specs_of_model(stored: Iterable[VariableSpec]) -> tuple[VariableSpec, ...]:
-    """The part of a checkpoint that has to match the model."""
-    return tuple(spec for spec in stored if not _is_beside_model(spec.key))
+    """Returns the part of a checkpoint that must match the model."""
+    return tuple(spec for spec in stored if not _is_outside_model(spec.key))
 
 
 def comparable(
     stored: Iterable[VariableSpec], model: keras.Model
 ) -> tuple[list[VariableSpec], list[VariableSpec]]:
-    """The parts of a checkpoint and of a model that have to match. A learning rate is a variable in
-    one of them, and a schedule in the other, if the script has changed that."""
+    """Returns the parts of a checkpoint and of a model that must match. If the script has changed
+    the learning rate between a number and a schedule, only one of them has it as a variable."""
     there, here = list(specs_of_model(stored)), list(specs_of(model))
     if any(_is_rate(spec.key) for spec in there) != any(_is_rate(spec.key) for spec in here):
         there, here = ([s for s in each if not _is_rate(s.key)] for each in (there, here))
@@ -96,7 +96,7 @@ def _is_rate(key: str) -> bool:
 
 
 def allocate(spec: VariableSpec) -> Memory | None:
-    """Memory for `restore` that a variable takes over without a copy, where that is worth it."""
+    """Returns memory for `restore` that a variable adopts without a copy, if that pays off."""
     if spec.dtype not in _PLAIN or math.prod(spec.shape) < _LARGE:
         return None
     return Memory(*host_memory.empty_tensor(spec.shape, spec.dtype))
@@ -105,18 +105,18 @@ def allocate(spec: VariableSpec) -> Memory | None:
 def restore(
     model: keras.Model, stored: Iterable[str], values: Iterable[tuple[str, Any]]
 ) -> dict[str, np.ndarray]:
-    """Writes what `capture` gave into `model`.
+    """Writes the values from `capture` into `model`.
 
     Args:
         model: A built model whose `specs_of` match.
-        stored: The keys of the checkpoint, in the order of the model they are from: they go by
-            that, because Keras counts up names in a process.
-        values: Each one's key and value, in any order.
+        stored: The keys of the checkpoint, in the order of the model they are from: variables are
+            matched by position, because Keras numbers names within a process.
+        values: Pairs of key and value, in any order.
 
     Returns:
-        The values of what is not the model's as a whole, by key.
+        The values that do not belong to the model as a whole, by key.
     """
-    keys, here = [key for key in stored if not _is_beside_model(key)], variables_of(model)
+    keys, here = [key for key in stored if not _is_outside_model(key)], variables_of(model)
     if any(map(_is_rate, keys)) != any(map(_is_rate, here)):
         keys = [key for key in keys if not _is_rate(key)]
         here = {key: each for key, each in here.items() if not _is_rate(key)}
@@ -125,11 +125,11 @@ def restore(
     for key, value in values:
         if key == _RANDOM:
             models.restore_global_seed_generator(value)
-        elif key.startswith(_BESIDE):
+        elif key.startswith(_OTHER_PREFIXES):
             others[key] = np.array(value)
         elif key in variables:
             variables[key].assign(value)
-        del value  # its memory is the next one's
+        del value  # frees its memory for the next one
     models.refresh(model)
     return others
 
@@ -140,35 +140,35 @@ def assign(
     matches: Mapping[str, str],
     values: Iterable[tuple[str, Any]],
 ) -> None:
-    """Writes values of another model into `variables` of `model`.
+    """Writes another model's values into `variables` of `model`.
 
     Args:
         model: The model.
-        variables: By key.
-        matches: The key of one of them, by the key of its value.
-        values: Each one's key and value, in any order.
+        variables: The variables by key.
+        matches: The variables' keys, by the keys of their values.
+        values: Pairs of key and value, in any order.
     """
     for key, value in values:
         if key in matches:
             variables[matches[key]].assign(value)
-        del value  # its memory is the next one's
+        del value  # frees its memory for the next one
     models.refresh(model)
 
 
 def put_back(model: keras.Model, taken: Mapping[str, Any]) -> None:
-    """Writes what `capture` took from `model` back into it."""
+    """Writes the values that `capture` took from `model` back into it."""
     restore(model, taken.keys(), taken.items())
 
 
 def how_built(
     model: keras.Model, unbuilt: Collection[str], others: Mapping[str, keras.Variable]
 ) -> dict[str, Any]:
-    """What `build` takes to make all variables of `model` without data. JSON-able.
+    """Returns what `build` needs to make all variables of `model` without data. JSON-able.
 
     Args:
-        model: In training.
-        unbuilt: `unbuilt_layers` when `fit` began.
-        others: Variables by name that are not the model's, but may be trained by its optimizers.
+        model: The model in training.
+        unbuilt: The `unbuilt_layers` at the start of `fit`.
+        others: Variables by name outside the model that its optimizers may train.
     """
     return {
         "model": _json_of(model.get_build_config()),
@@ -190,12 +190,12 @@ def _json_of(config: Any) -> dict[str, Any] | None:
 
 
 def build(model: keras.Model, how: Mapping[str, Any]) -> None:
-    """Makes the variables that `model` lacks as those of another were made; not those of its
-    optimizers.
+    """Makes the variables that `model` lacks, except those of its optimizers, in the same way as
+    another model's were made.
 
     Args:
-        model: A model that may not be built.
-        how: From `how_built`.
+        model: A model that might not be built yet.
+        how: The result of `how_built`.
 
     Raises:
         ModelError: If that is not possible.
@@ -206,7 +206,7 @@ def build(model: keras.Model, how: Mapping[str, Any]) -> None:
         except Exception as error:
             raise ModelError(
                 f"The model {model.name!r} of class {type(model).__name__} is not built, and could "
-                f"not be built as it was when the checkpoint was made ({how['model']}): {error}. "
+                f"not be rebuilt from the checkpoint's build config ({how['model']}): {error}. "
                 "Call `model.build(input_shape)`, or the model on one batch, before `fit`."
             ) from error
     models.build_layers(model, how.get("layers", {}))
@@ -217,12 +217,12 @@ def build_optimizers(
     how: Mapping[str, Any],
     find: Callable[[str], keras.Variable | None] = lambda name: None,
 ) -> None:
-    """Makes the variables that the optimizers of `model`, which is built, lack.
+    """Makes the optimizer variables that `model`, which is built, lacks.
 
     Args:
-        model: With all its weights.
-        how: From `how_built`.
-        find: Returns the variable of `how_built`'s `others` with that name; None if there is none.
+        model: A model with all its weights.
+        how: The result of `how_built`.
+        find: Returns the variable of `how_built`'s `others` with that name, or None.
     """
     targets = itertools.chain(*how["optimizers"].values())
     places = (place for place in targets if isinstance(place, int))
@@ -231,11 +231,11 @@ def build_optimizers(
 
 
 def build_optimizer(model: keras.Model) -> None:
-    """Makes the variables of the optimizer that `model` was compiled with."""
+    """Makes the variables of the optimizer with which `model` was compiled."""
     places = {id(weight): place for place, weight in enumerate(model.weights)}
     targets = [places[id(variable)] for variable in model.trainable_variables]
     models.build_optimizers(model, {"optimizer": targets})
 
 
-def _is_beside_model(key: str) -> bool:
-    return key == _RANDOM or key.startswith(_BESIDE)
+def _is_outside_model(key: str) -> bool:
+    return key == _RANDOM or key.startswith(_OTHER_PREFIXES)

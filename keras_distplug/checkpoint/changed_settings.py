@@ -1,4 +1,4 @@
-"""What a script sets otherwise than when a checkpoint was made, and which of the two counts."""
+"""Compares a script's settings with those of a checkpoint, and decides which of the two apply."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from keras_distplug.data import contents
 _RATE = "optimizer.learning_rate"
 _VALIDATION = "validation_data"
 _LAYER, _OPTIMIZER = "layer ", "optimizer."  # prefixes
-_DTYPE = ".dtype"  # often chosen by the machine
+_DTYPE = ".dtype"  # often chosen to suit the machine
 _LOGGED_RATES = ("learning_rate", "lr")
-_MEANING = ("loss", "loss_weights")  # they change what is trained
-_INNER = "inner_optimizer"  # of one that scales the loss
-_OBJECT, _FUNCTION, _LAMBDA = "class_name", "function", "__lambda__"  # in what Keras serializes
-_USUAL = (None, False, 0.0, -1, "sum_over_batch_size")  # what a loss has that stands for a function
-_BY_THE_MACHINE = ("jit_compile",)  # by default
+_MEANING = ("loss", "loss_weights")  # they change the training objective
+_INNER = "inner_optimizer"  # the optimizer wrapped by one that scales the loss
+_OBJECT, _FUNCTION, _LAMBDA = "class_name", "function", "__lambda__"  # in Keras' serialization
+_USUAL = (None, False, 0.0, -1, "sum_over_batch_size")  # defaults of a loss that wraps a function
+_BY_THE_MACHINE = ("jit_compile",)  # default depends on the machine
 
 
 @dataclass(frozen=True)
 class Change:
-    """A setting of the script that has another value than at the checkpoint.
+    """A setting of the script whose value differs from that at the checkpoint.
 
     Args:
-        name: Such as `optimizer.beta_1`.
-        before: Its value then, as text.
-        now: Its value in the script.
+        name: The setting's name, such as `optimizer.beta_1`.
+        before: Its value at the checkpoint, as text.
+        now: Its value in the script, as text.
     """
 
     name: str
@@ -41,45 +41,45 @@ class Change:
     now: str
 
     @property
-    def is_of_meaning(self) -> bool:
-        """Whether the mean of an epoch under way would mix two things."""
+    def changes_objective(self) -> bool:
+        """True if the mean loss of an interrupted epoch would mix two objectives."""
         return self.name in _MEANING
 
     @property
-    def is_of_logs(self) -> bool:
-        """Whether what an epoch has counted so far is of something else."""
-        return self.is_of_meaning or self.name in ("metrics", "weighted_metrics")
+    def changes_logs(self) -> bool:
+        """True if the logs accumulated so far in an epoch measure something else."""
+        return self.changes_objective or self.name in ("metrics", "weighted_metrics")
 
     @property
     def is_rate(self) -> bool:
-        """Whether it is a number in a variable, which the checkpoint holds."""
+        """True if it is a learning rate in a variable, which the checkpoint holds."""
         return self.name == _RATE and is_number(self.before) and is_number(self.now)
 
     @property
-    def is_of_data(self) -> bool:
-        """Whether its values are hashes."""
+    def has_hashes(self) -> bool:
+        """True if its values are hashes of data."""
         return self.name == _VALIDATION
 
     @property
-    def is_of_layer(self) -> bool:
-        """Whether a layer has it."""
+    def concerns_layer(self) -> bool:
+        """True if it is a layer's setting."""
         return self.name.startswith(_LAYER)
 
     @property
-    def is_of_training(self) -> bool:
-        """Whether a whole run would have other weights."""
-        if self.is_of_layer:
+    def changes_training(self) -> bool:
+        """True if a whole run with it would end with other weights."""
+        if self.concerns_layer:
             return not self.name.endswith(_DTYPE)
-        return self.is_of_meaning or self.name.startswith(_OPTIMIZER)
+        return self.changes_objective or self.name.startswith(_OPTIMIZER)
 
     def __str__(self) -> str:
-        if self.is_of_data:
+        if self.has_hashes:
             return "the validation data has changed since the checkpoint"
         return f"`{self.name}` {self.now} from the script, not {self.before} from the checkpoint"
 
 
-def of_fit() -> Mapping[str, Any]:
-    """Describes the arguments of the `fit` that calls; JSON-able."""
+def fit_settings() -> Mapping[str, Any]:
+    """Describes the arguments of the current call of `fit`; JSON-able."""
     described: dict[str, Any] = {}
     if (loop := epochs.of_fit()) is not None:
         described["steps_per_epoch"] = loop.steps_per_epoch
@@ -98,20 +98,20 @@ def require_allowed(
     """Checks that an interrupted epoch continues with the loss it started with.
 
     Args:
-        changes: From `compare`.
+        changes: The result of `compare`.
         cursor: The position from which the run resumes.
-        where: The run, for errors.
-        other_loss: Whether it may continue with a different one.
+        where: The run's location, for errors.
+        other_loss: True if it may continue with a different loss.
 
     Raises:
-        OtherRunError: If it does not.
+        OtherRunError: If the loss differs.
     """
     for change in changes:
-        if change.is_of_meaning and cursor.batch and not other_loss:
+        if change.changes_objective and cursor.batch and not other_loss:
             raise OtherRunError(
                 f"{where} was interrupted after batch {cursor.batch} of epoch {cursor.epoch + 1}, "
                 f"which started with `{change.name}` {change.before}. Received: {change.now}. "
-                f"Compile with the same `{change.name}`, or give allow_loss_change=True to "
+                f"Compile with the same `{change.name}`, or pass allow_loss_change=True to "
                 "continue with the new one, or resume=False to start a new run. Nothing was "
                 "changed."
             )
@@ -123,58 +123,58 @@ def require_same_training(
     """Checks that a finished run was trained as the script would train it.
 
     Args:
-        changes: As in `of_training`, here and below.
-        history: The run's `History`.
-        where: The run, for errors.
-        is_same_size: Whether the workers and the global batch are the same.
+        changes: As in `training_changes`.
+        history: As in `training_changes`.
+        where: The run's location, for errors.
+        is_same_size: As in `training_changes`.
 
     Raises:
-        OtherRunError: If it was not.
+        OtherRunError: If it was trained differently.
     """
-    for change in of_training(changes, history, is_same_size=is_same_size):
+    for change in training_changes(changes, history, is_same_size=is_same_size):
         raise OtherRunError(
             f"{where} is finished, and was trained with `{change.name}` {change.before}. Received: "
-            f"{change.now}. Give this training a directory of its own, or resume=False to start a "
+            f"{change.now}. Give this training a separate directory, or resume=False to start a "
             "new run, or allow_loss_change=True to get the finished run's History and weights. "
             "Nothing was changed."
         )
 
 
-def of_training(
+def training_changes(
     changes: Sequence[Change], history: Mapping[str, Any], *, is_same_size: bool
 ) -> list[Change]:
-    """Returns those with which a finished run would have ended with other weights.
+    """Returns the changes with which a finished run would have ended with other weights.
 
     Args:
-        changes: From `compare`.
-        history: The run's `History`. A learning rate from it may be that of a model which was saved
-            during the run, or whose `fit` was called again after a failure.
-        is_same_size: Whether the workers and the global batch are the same. To others, a script may
-            scale the settings of its optimizer.
+        changes: The result of `compare`.
+        history: The run's `History`. The script's learning rate may be one of those logged in it:
+            the model was saved during the run, or its `fit` was called again after a failure.
+        is_same_size: True if the number of workers and the global batch size are unchanged. If
+            not, a script may scale its optimizer's settings.
     """
     logged = [rate for name in _LOGGED_RATES for rate in history.get(name, ())]
     rates = {_text(each) for each in logged if isinstance(each, float)}
     return [
         each
         for each in changes
-        if each.is_of_training
+        if each.changes_training
         and not (each.name == _RATE and each.now in rates)
         and not (each.name.startswith(_OPTIMIZER) and not is_same_size)
     ]
 
 
-def lines(changes: Sequence[Change], rate: float | None, *, ends: bool) -> list[str]:
-    """Says of each change what counts.
+def messages(changes: Sequence[Change], rate: float | None, *, ends: bool) -> list[str]:
+    """Returns a message for every change that says which value applies.
 
     Args:
-        changes: From `compare`.
-        rate: The learning rate of the checkpoint, if it is used.
-        ends: Whether the run ends there.
+        changes: The result of `compare`.
+        rate: The checkpoint's learning rate, if it is used.
+        ends: True if the run ends there.
     """
     if ends:
         return [
             "the finished run used different validation data"
-            if each.is_of_data
+            if each.has_hashes
             else f"the finished run used `{each.name}` {each.before}, not {each.now}"
             for each in changes
         ]
@@ -188,12 +188,13 @@ def lines(changes: Sequence[Change], rate: float | None, *, ends: bool) -> list[
 
 
 def compare(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[Change]:
-    """Compares how two processes have started a `fit`.
+    """Compares the settings with which two processes started `fit`.
 
     Args:
-        there: What was compiled (`compiled`, None if Keras cannot tell), the arguments of `fit`
-            (`fit`) and the settings of layers (`layers`) in the process that made the checkpoint.
-        here: The same of this one.
+        there: The compile arguments (`compiled`, None if Keras cannot serialize them), the
+            arguments of `fit` (`fit`) and the settings of layers (`layers`) in the process that
+            made the checkpoint.
+        here: The same of this process.
     """
     found = []
     for kind in ("compiled", "fit", "layers"):
@@ -201,7 +202,7 @@ def compare(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[Change]:
         if not isinstance(before, Mapping) or not isinstance(now, Mapping):
             continue
         if kind == "layers" and before.keys() != now.keys():
-            continue  # some layers have others once they are built
+            continue  # some layers get other settings when they are built
         before, now = dict(_settings(before)), dict(_settings(now))
         found += [
             Change(name, before[name], now[name])
@@ -212,8 +213,8 @@ def compare(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[Change]:
 
 
 def as_texts(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Returns, by name, what was compiled and the settings of layers, from the same values as in
-    `compare`."""
+    """Returns the compile arguments and the settings of layers as texts by name, in the form that
+    `compare` uses."""
     kinds = (settings.get(kind) for kind in ("compiled", "layers"))
     return dict(each for kind in kinds if isinstance(kind, Mapping) for each in _settings(kind))
 
@@ -239,7 +240,7 @@ def _settings_of_optimizer(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def _canonical(value: Any) -> Any:
-    """Losses and metrics may be given by name, as a function, or as an object."""
+    """Returns one form of a loss or metric given by name, as a function, or as an object."""
     if isinstance(value, str):
         try:
             return getattr(keras.losses.get(value), "__name__", value)
@@ -257,12 +258,16 @@ def _canonical(value: Any) -> Any:
         return value.get("config")
     given = value.get("config")
     settings = dict(given) if isinstance(given, Mapping) else {}
-    told = {
+    arguments = {
         name: each
         for name, each in settings.items()
         if name not in ("name", "dtype") and each not in _USUAL
     }
-    return {_OBJECT: _snake(value[_OBJECT]), "config": told} if told else _snake(value[_OBJECT])
+    return (
+        {_OBJECT: _snake(value[_OBJECT]), "config": arguments}
+        if arguments
+        else _snake(value[_OBJECT])
+    )
 
 
 def _snake(name: str) -> str:
@@ -290,7 +295,7 @@ def _is_object(value: Any) -> bool:
 
 
 def is_number(text: str) -> bool:
-    """Whether a value is a number, and not a schedule, for example."""
+    """Returns True if a value is a number, not a schedule, for example."""
     try:
         float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Which variables a model trains and how it is compiled, which callbacks may change in mid-run."""
+"""A model's trainable variables and how it is compiled, which callbacks may change mid-run."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from keras_distplug.checkpoint.layer_settings import of_layers
 from keras_distplug.core.errors import OtherRunError
 
 _KEY = "training"  # in `Manifest.how_built`
-_OPTIMIZER = "optimizer"  # the one that the model is compiled with
+_OPTIMIZER = "optimizer"  # the one the model is compiled with
 
 
 def settings_of(model: keras.Model) -> Mapping[str, Any]:
-    """Returns what a script decides about a model's training, for `changed_settings.compare`."""
+    """Returns the settings of a model's training made by the script, for `changed_settings`."""
     return {"compiled": compile_config.config(model), "layers": of_layers(model)}
 
 
-def started_with(how_built: Mapping[str, Any]) -> Mapping[str, Any]:
+def start_settings(how_built: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the settings of the script that made a checkpoint."""
     start: Mapping[str, Any] = how_built[_KEY]["start"] if _KEY in how_built else {}
     return start
 
 
 class Compilation:
-    """Keeps it, for one `fit`. To be made before anything is changed.
+    """Tracks them during one `fit`. Must be created before anything is changed.
 
-    A script that is started again makes its model as it did at first. What callbacks have changed
-    since is then done once more. Where the script itself has changed, it is right.
+    A restarted script makes its model as it did at first; changes that callbacks made later are
+    then repeated. If the script itself has changed, the script's version applies.
 
     Args:
         model: The model in training.
@@ -44,17 +44,17 @@ class Compilation:
         self._start = {
             **settings_of(model),
             "frozen": compile_config.frozen(model),
-            "fit": changed_settings.of_fit(),
+            "fit": changed_settings.fit_settings(),
         }
         self._touched = touched.Touched.of(model)
-        self._is_fitted = False  # whether the optimizer trains what the script has changed that to
+        self._is_fitted = False  # True once the optimizer is adapted to the script's changes
 
     def note_trace(self) -> None:
-        """To be called when the training step is traced, which is when freezing takes effect."""
+        """Must be called when the training step is traced, which is when freezing takes effect."""
         self._touched.frozen = compile_config.frozen(self._model)
 
     def take(self) -> dict[str, Any]:
-        """The part of `Manifest.how_built` that tells how it is now."""
+        """Returns the part of `Manifest.how_built` that describes the current compilation."""
         is_new = compile_config.identity(self._model) is not self._identity
         now = {
             "frozen": self._touched.frozen or compile_config.frozen(self._model),
@@ -64,34 +64,34 @@ class Compilation:
         }
         return {_KEY: now}
 
-    def is_of_this_script(self, how_built: Mapping[str, Any]) -> bool:
-        """Did the run start with a model like this one?"""
+    def matches_script(self, how_built: Mapping[str, Any]) -> bool:
+        """Returns True if the run started with a model like this one."""
         start = how_built[_KEY]["start"] if _KEY in how_built else self._start
         return start["frozen"] == self._start["frozen"] and compile_config.are_alike(
             start["compiled"], self._start["compiled"]
         )
 
     def changes(self, how_built: Mapping[str, Any]) -> list[changed_settings.Change]:
-        """What the script sets otherwise than the one that made a checkpoint."""
-        return changed_settings.compare(started_with(how_built), self._start)
+        """Returns the settings that differ from those of the script that made a checkpoint."""
+        return changed_settings.compare(start_settings(how_built), self._start)
 
-    def take_up(self, how_built: Mapping[str, Any], where: str) -> None:
-        """Does to the built model what callbacks have done until a checkpoint.
+    def reapply(self, how_built: Mapping[str, Any], where: str) -> None:
+        """Repeats on the built model the changes that callbacks had made before a checkpoint.
 
         Args:
-            how_built: From the manifest. Its optimizers are built afterwards.
-            where: The run, for errors.
+            how_built: The manifest's entry. Its optimizers are built afterwards.
+            where: The run's location, for errors.
 
         Raises:
-            OtherRunError: If a callback has compiled it with what cannot be made again.
+            OtherRunError: If a callback compiled the model with objects that cannot be rebuilt.
         """
         there = how_built.get(_KEY)
-        if there is not None and self.is_of_this_script(how_built):
+        if there is not None and self.matches_script(how_built):
             compile_config.freeze(self._model, there["frozen"])
             if there["is_new"]:
                 self._compile_like(there["compiled"], where)
         if self._is_fitted:
-            return  # to this script
+            return  # adapted to this script
         built = models.optimizer_targets(self._model).get(_OPTIMIZER)
         if built is not None and built != _places(how_built).get(_OPTIMIZER, built):
             self._renew_optimizer()
@@ -103,31 +103,30 @@ class Compilation:
             return
         try:
             if config is None:
-                raise ValueError("Keras cannot tell what it was")
+                raise ValueError("Keras cannot serialize its compile arguments")
             compile_config.compile_like(self._model, config)
         except Exception as error:
             raise OtherRunError(
-                f"In the middle of the run in {where} a callback compiled the model anew, with "
-                f"something that cannot be made again from the checkpoint ({error}). Compile the "
-                "model with it before `fit`, or give resume=False to start a new run; nothing was "
-                "changed."
+                f"A callback recompiled the model during the run in {where}, with objects that "
+                f"cannot be rebuilt from the checkpoint ({error}). Compile the model with them "
+                "before `fit`, or pass resume=False to start a new run. Nothing was changed."
             ) from error
 
     def _renew_optimizer(self) -> keras.optimizers.Optimizer:
         is_first = compile_config.identity(self._model) is self._identity
         old = compile_config.renew_optimizer(self._model)
-        if is_first:  # no callback has done it
+        if is_first:  # no callback has recompiled it
             self._identity = compile_config.identity(self._model)
         return old
 
     def fit_optimizer(self, how_built: Mapping[str, Any]) -> str | None:
-        """Lets the optimizer train what the script trains now, after the checkpoint's values were
-        restored. Its slots for variables that were trained before are kept.
+        """Adapts the optimizer to the variables that the script trains now, after the checkpoint's
+        values were restored. Its slots for variables that were trained before are kept.
 
         Returns:
-            What has changed, in words; None if nothing has.
+            A description of the changes; None if there are none.
         """
-        if _KEY not in how_built or self.is_of_this_script(how_built):
+        if _KEY not in how_built or self.matches_script(how_built):
             return None
         weights, frozen = self._model.weights, set(how_built[_KEY]["frozen"]["weights"])
         before = {place for place in range(len(weights)) if place not in frozen}
@@ -138,19 +137,19 @@ class Compilation:
         self._is_fitted = True
         models.build_optimizers(self._model, {_OPTIMIZER: sorted(now)})
         compile_config.copy_slots(old, self._model.optimizer)
-        said = [
+        lines = [
             f"{', '.join(weights[place].path for place in sorted(places))} {what}"
             for places, what in (
-                (now - before, "is trained now, which the optimizer starts with empty slots"),
-                (before - now, "is trained no more"),
+                (now - before, "now trained, with empty optimizer slots"),
+                (before - now, "no longer trained"),
             )
             if places
         ]
-        return "; ".join(said)
+        return "; ".join(lines)
 
 
 def _places(how_built: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Of the model's weights that its optimizers train."""
+    """Returns the indices of the weights that every optimizer trains, by the optimizer's name."""
     return {
         name: [target for target in targets if isinstance(target, int)]
         for name, targets in how_built["optimizers"].items()

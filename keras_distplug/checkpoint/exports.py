@@ -1,4 +1,4 @@
-"""Checkpoints as files for others, out of a script that has the model."""
+"""Exports checkpoints as files from within a script that has the model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ architecture_of = model_export.architecture_of
 
 
 def remember(files: Files, run: str, model: Mapping[str, Any] | None, step: int) -> None:
-    """Writes how the run's model is made, if that is known."""
+    """Records the run's model architecture, if it is known."""
     if model is not None:
         architecture.remember(files, run, Architecture(model, step))
 
@@ -39,13 +39,13 @@ def export(
 
     Args:
         files: The directory of the runs.
-        run: The run under way, if one is.
-        asked: What to write.
-        model: The model that is trained, if there is one yet.
+        run: The run in progress, if any.
+        asked: The requested export.
+        model: The model in training, if it exists already.
 
     Raises:
         NoCheckpointError: If there is no such checkpoint.
-        DistplugError: As `storage.export.export` does.
+        DistplugError: As from `storage.export.export`.
     """
     if model is None:
         role = roles.from_environment(os.environ)
@@ -56,13 +56,13 @@ def export(
     saver.wait_for_all()
     if runs.newest_name(files) is None:
         raise NoCheckpointError(
-            f"{files.where()} holds no run to export. Call `export` when a checkpoint was made. "
-            "With delete_checkpoint=True, the default of BackupAndRestore, they are deleted when "
-            "training has reached its end; give it delete_checkpoint=False."
+            f"{files.where()} holds no run to export. Call `export` after a checkpoint was made. "
+            "With delete_checkpoint=True, the default of BackupAndRestore, checkpoints are deleted "
+            "once training has finished; use delete_checkpoint=False to keep them."
         )
 
     def save(run: str, stored: Stored, path: Path) -> None:
-        # To save a model that several workers have is a collective, as reading its metrics is.
+        # Saving a model shared by several workers is a collective operation, as is reading metrics.
         if model is not None and role.world_size == 1:
             scheduled.settle(model)
             model_export.save_through(model, stored.manifest, stored.values, path)

@@ -1,4 +1,4 @@
-"""What a `fit` under way is at a moment, and how it becomes what another one was."""
+"""The state of a `fit` in progress: captured for a checkpoint, and restored from one."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from keras_distplug.checkpoint import (
     capture,
     changed_settings,
     compilation,
-    outside,
+    external_variables,
     own_states,
     same_data,
     same_run,
 )
-from keras_distplug.checkpoint.candidates import Found
+from keras_distplug.checkpoint.candidates import Candidate
 from keras_distplug.checkpoint.lost_logs import LostLogs
 from keras_distplug.checkpoint.new_weights import NewWeights
-from keras_distplug.checkpoint.progress_line import shown
+from keras_distplug.checkpoint.progress_line import show_progress
 from keras_distplug.checkpoint.settings import RESUMING, Resuming
 from keras_distplug.cluster.channel import Channel
 from keras_distplug.cluster.roles import Role
@@ -46,16 +46,16 @@ from keras_distplug.storage.meter import Meter
 class FitState:
     """The state of one `fit`, from its `on_train_begin` to its end.
 
-    It counts what is trained, so that its methods named after Keras' hooks have to be called in
-    these, behind all other callbacks.
+    It counts the trained batches, so its methods named after Keras' hooks must be called in these,
+    after all other callbacks.
 
     Args:
         model: The model in training.
         others: The other callbacks.
-        role: This process's part.
-        agreement: How the workers agree.
-        seed: For data that would be shuffled in an order that nobody could repeat.
-        keeps_copies: Whether each worker keeps checkpoints for itself, too.
+        role: This process's role.
+        agreement: The channel between the workers.
+        seed: Seed for data that would otherwise be shuffled in an irreproducible order.
+        keeps_copies: True if every worker also keeps checkpoints for itself.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class FitState:
         keeps_copies: bool = False,
     ) -> None:
         self._epoch = self._batch = self.step = 0  # parts of `cursor`
-        self.restored: list[keras.callbacks.Callback] = []  # those that got a state
+        self.restored: list[keras.callbacks.Callback] = []  # callbacks that got a state
         self._model = model
         self._others = others
         self._role = role
@@ -78,22 +78,22 @@ class FitState:
         self._keeps_copies = keeps_copies
         self._unbuilt = models.unbuilt_layers(model)
         self._compilation = compilation.Compilation(model)
-        self._outside = outside.Outside(model, others, warns=role.is_chief)
+        self._external = external_variables.ExternalVariables(model, others, warns=role.is_chief)
         touched.Touched.of(model).on_step_known = self._on_step_known
-        self._progress = progress.of_fit(model, seed)
+        self._progress = progress.track_fit(model, seed)
         if self._progress is not None:
-            _ = self._progress.data.source.contents  # training may change them
+            _ = self._progress.data.source.contents  # computed now: training may change them
             if role.world_size > 1 and not is_own_part(self._progress.data):
                 same_data.use_chiefs_seeds(self._progress.data.source, agreement)
         self._validation: Positioned | None = None
         self._validated = 0  # passes over the validation data before this `fit`
-        self._validated_read = 0  # those of which a batch was read
-        self._validated_with: Sequence[Any] = ()  # its variables after these passes
-        self._drawn: Mapping[str, Any] | None = None  # before validation in this process
+        self._validated_read = 0  # passes of which a batch was read
+        self._validated_with: Sequence[Any] = ()  # the data's variables after these passes
+        self._drawn: Mapping[str, Any] | None = None  # random state before the first validation
         self._has_other_data = False
         self._allowed = RESUMING
         self._changes: Sequence[changed_settings.Change] = ()
-        self._own_rate_until = -1  # step of a checkpoint that has another learning rate
+        self._own_rate_until = -1  # step up to which checkpoints have another learning rate
         self._callbacks = callback_states.CallbackStates(
             others, model, is_alone=role.world_size == 1
         )
@@ -104,14 +104,14 @@ class FitState:
         self._lost_logs = LostLogs(is_chief=role.is_chief)
         self._lost_states: set[str] = set()  # names already reported
         for line in self._callbacks.unsound() if role.is_chief else ():
-            announce(f"a restart cannot restore this: {line}")
-        replica_values.stop_waiting(model)  # for what a `fit` that failed did not make
+            announce(f"a restart cannot restore: {line}")
+        replica_values.stop_waiting(model)  # for variables that a failed `fit` did not make
 
     def _on_step_known(self, step: str, stage: touched.Stage) -> None:
         if step == "train_step" and stage is touched.Stage.TRACED:
             self._compilation.note_trace()
             self._new_weights.report()
-        self._outside.on_step_known(stage)
+        self._external.on_step_known(stage)
 
     # Counting
 
@@ -131,35 +131,35 @@ class FitState:
             self._enter_epoch()
             self._enter_epoch = None
         if self._progress is not None:
-            self._progress.epoch_begins()
+            self._progress.on_epoch_begin()
 
     def on_train_batch_end(self, first: int, trained: int) -> None:
-        """To be called with the number of the first of the batches that were trained at once, and
-        how many these were."""
+        """Must be called with the index of the first batch of the execution that has ended, and
+        the number of batches that it trained."""
         self._batch = first + trained
         self.step += trained
         if self._progress is not None:
             self._progress.trained(trained)
 
     def _note_drawn(self) -> None:
-        # Keras draws for the first validation of a process, which the other process had before.
+        # Keras draws for a process's first validation; the earlier process did so at its own.
         self._drawn = random_states.capture()
 
     def on_test_begin(self) -> None:
-        replica_values.stop_waiting(self._model)  # what a test makes has no part in the epoch
+        replica_values.stop_waiting(self._model)  # variables that a test makes are not the epoch's
         if self._leave_epoch is not None:
-            replica_values.reset_unbuilt(self._model)  # if no batch was left of the epoch
+            replica_values.reset_unbuilt(self._model)  # if no batch of the epoch remained
         if self._validation is None:
-            self._validation = progress.of_validation(self._model, self._seed)
+            self._validation = progress.track_validation(self._model, self._seed)
             if self._validation is not None and self._validated:
                 if self._drawn is not None:
                     random_states.restore(self._drawn)
-                progress.take_up_validation(
+                progress.resume_validation(
                     self._validation,
                     self._validated,
                     self._validated_read,
                     self._validated_with,
-                    looked=trainer.looks_first(self._model),
+                    is_inspected=trainer.looks_first(self._model),
                 )
             self._drawn = None
 
@@ -178,14 +178,14 @@ class FitState:
     def on_train_end(self) -> None:
         touched.Touched.of(self._model).on_step_known = None
         touched.Touched.of(self._model).around_trace = None
-        self._outside.end()
+        self._external.end()
 
-    # There
+    # Capturing
 
     def take(
         self, logs: Mapping[str, Any] | None, completion: Completion | None = None
     ) -> TrainState:
-        """The state as it is now. All workers call this together."""
+        """Returns the current state. All workers must call this together."""
         scheduled.settle(self._model)
         history = self._model.history
         self._lost_logs.report({**history.history, **(logs or {})})
@@ -203,7 +203,7 @@ class FitState:
             cursor=self.cursor,
             arrays={
                 **capture.capture(self._model),
-                **self._outside.capture(self._agreement, self._role.world_size),
+                **self._external.capture(self._agreement, self._role.world_size),
                 **own.arrays,
                 **arrays,
             },
@@ -211,13 +211,13 @@ class FitState:
             history_epochs=tuple(history.epoch),
             metrics=json_values.numbers(logs or {}),
             other_logs=json_values.others(logs or {}),
-            data=self._place_in_data(in_epoch),
+            data=self._data_position(in_epoch),
             stop_training=bool(self._model.stop_training),
             completion=completion,
             how_built={
-                **capture.how_built(self._model, self._unbuilt, self._outside.trainable()),
+                **capture.how_built(self._model, self._unbuilt, self._external.trainable()),
                 **self._compilation.take(),
-                "made_of": same_run.of_model(self._model),
+                "made_of": same_run.describe_model(self._model),
             },
             callbacks=callbacks,
             random=own.random,
@@ -229,10 +229,10 @@ class FitState:
         if new and self._role.is_chief:
             announce(
                 f"{', '.join(new)} changed during training and cannot be saved, so a restart "
-                "begins without it. Give the callback `state_dict()` and `load_state_dict(state)`"
+                "starts without it. Give the callback `state_dict()` and `load_state_dict(state)`"
             )
 
-    def _place_in_data(self, in_epoch: bool) -> dict[str, Any]:
+    def _data_position(self, in_epoch: bool) -> dict[str, Any]:
         if self._progress is None:
             return {}
         validated, variables = self._validated, self._validated_with
@@ -248,25 +248,23 @@ class FitState:
             "fingerprint": self._progress.data.source.fingerprint(),
         }
 
-    # And back
+    # Restoring
 
-    def make_ready_for(
-        self, manifest: Manifest, where: str, allowed: Resuming, *, ends: bool
-    ) -> None:
-        """Makes the variables that the checkpoint has values for.
+    def prepare(self, manifest: Manifest, where: str, allowed: Resuming, *, ends: bool) -> None:
+        """Makes the variables for which the checkpoint has values.
 
         Args:
-            manifest: Of the checkpoint.
-            where: The run it is of, for errors.
-            allowed: What it may go on with.
-            ends: Whether the run ends there, and reads no more data.
+            manifest: The checkpoint's manifest.
+            where: The run's location, for errors.
+            allowed: Which changes of the script are allowed.
+            ends: True if the run ends there, and reads no more data.
 
         Raises:
-            OtherRunError: If it is of another model, or of other data.
+            OtherRunError: If it is the run of another model, or of other data.
         """
         capture.build(self._model, manifest.how_built)
-        self._take_up_compilation(manifest, where)
-        same_run.require_model(manifest, where, self._model, self._compilation.is_of_this_script)
+        self._restore_compilation(manifest, where)
+        same_run.require_model(manifest, where, self._model, self._compilation.matches_script)
         self._allowed, self._rate = allowed, models.learning_rate(self._model)
         self._changes = self._compilation.changes(manifest.how_built)
         if not ends:
@@ -302,25 +300,25 @@ class FitState:
         if self._role.is_chief:
             announce(same_data.OLD_SEEDS if is_used else same_data.NEW_SEEDS)
 
-    def read(self, found: Found) -> CheckpointError | None:
-        """Reads the values into the model and the callbacks. Tells what keeps any worker from that;
-        then the model is as it was on all of them."""
+    def read(self, found: Candidate) -> CheckpointError | None:
+        """Reads the values into the model and the callbacks. If any worker fails, returns the error
+        on all workers, and every model keeps its values."""
         manifest = found.stored.manifest
         damage = self._read_values(found)
         if damage is None:
-            self._restore_outside(manifest)
-            goes_on = manifest.stop_training and not found.ends and not manifest.cursor.batch
-            self.restored = self._restore_callbacks(manifest, is_anew=goes_on)
+            self._restore_external(manifest)
+            continues = manifest.stop_training and not found.ends and not manifest.cursor.batch
+            self.restored = self._restore_callbacks(manifest, is_anew=continues)
         return damage
 
-    def roll_back(self, found: Found) -> CheckpointError | None:
-        """As `read`, while training goes on with the batch that comes next. The metrics of the
-        epoch go on from those of the checkpoint if that is from the same epoch."""
+    def roll_back(self, found: Candidate) -> CheckpointError | None:
+        """Does the same as `read` while training continues with the next batch. Metrics continue
+        from those of the checkpoint if it is from the same epoch."""
         scheduled.settle(self._model)
         damage = self._read_values(found)
         if damage is None:
             there = found.stored.manifest.cursor
-            self._restore_outside(found.stored.manifest)
+            self._restore_external(found.stored.manifest)
             if there.step <= self._own_rate_until:
                 models.set_learning_rate(self._model, self._rate)
             self._restore_own(in_epoch=bool(there.batch))
@@ -328,11 +326,11 @@ class FitState:
                 self._model.reset_metrics()
         return damage
 
-    def _read_values(self, found: Found) -> CheckpointError | None:
+    def _read_values(self, found: Candidate) -> CheckpointError | None:
         before = capture.capture(self._model)
         stored, manifest = found.stored, found.stored.manifest
-        failure, word, meter = None, None, Meter()
-        with shown(f"reading {stored.name}", meter, is_shown=self._role.is_chief):
+        failure, message, meter = None, None, Meter()
+        with show_progress(f"reading {stored.name}", meter, is_shown=self._role.is_chief):
             try:
                 values = stored.values(capture.allocate, meter)
                 keys = [spec.key for spec in manifest.variables]
@@ -341,24 +339,24 @@ class FitState:
                 capture.put_back(self._model, before)
                 failure = error
                 who = f"{self._role.name}: " if self._role.world_size > 1 else ""
-                word = json.dumps([isinstance(error, CorruptCheckpointError), f"{who}{error}"])
-            first = self._agreement.first_complaint("restored", word)
+                message = json.dumps([isinstance(error, CorruptCheckpointError), f"{who}{error}"])
+            first = self._agreement.first_complaint("restored", message)
         if first is None:
             return None
         if failure is None:
             capture.put_back(self._model, before)
         is_damage, message = json.loads(first)
-        told = CorruptCheckpointError(message) if is_damage else CheckpointError(message)
-        told.__cause__ = failure
-        return told
+        shared_error = CorruptCheckpointError(message) if is_damage else CheckpointError(message)
+        shared_error.__cause__ = failure
+        return shared_error
 
-    def go_on(self, manifest: Manifest) -> None:
-        """Makes `fit` go on where the checkpoint was taken."""
-        self._take_history(manifest)
+    def resume(self, manifest: Manifest) -> None:
+        """Lets `fit` continue from the checkpoint's position."""
+        self._restore_history(manifest)
         self._settle_changes(ends=False)
         changed = self._compilation.fit_optimizer(manifest.how_built)
         if changed is not None and self._role.is_chief:
-            announce(f"since the checkpoint other variables are trained: {changed}")
+            announce(f"the trained variables have changed since the checkpoint: {changed}")
         models.start_at_epoch(self._model, manifest.cursor.epoch)
         cursor, place = manifest.cursor, manifest.data.get("train")
         self._validated = manifest.data.get("validation", 0)
@@ -369,33 +367,33 @@ class FitState:
         if self._progress is None or place is None or self._has_other_data:
             if cursor.batch and self._role.is_chief:
                 why = (
-                    "the data is another"
+                    "the data has changed"
                     if self._has_other_data
-                    else "where it stood in the data is not known: `fit` is not Keras', or the "
-                    "data was distributed before"
+                    else "the position in the data is not known (`fit` is not Keras', or the "
+                    "data was already distributed)"
                 )
                 announce(
                     f"the checkpoint was made after batch {cursor.batch} of that epoch; the epoch "
-                    f"begins again from its first batch, because {why}"
+                    f"starts again from its first batch, because {why}"
                 )
         elif cursor.batch:
-            self._go_into_epoch(manifest, self._progress, place)
+            self._resume_epoch(manifest, self._progress, place)
         else:
             self._progress.seek(place, 0)
             self._restore_own(in_epoch=False)
             self._restore_random(manifest)
 
     def build(self) -> None:
-        """Creates the variables that the first step would create, if that saves a second trace."""
+        """Creates the first step's variables in advance, if that saves a second trace."""
         if self._progress is None or not models.is_traced_twice(self._model):
             return
-        with contextlib.suppress(Exception):  # the first step reports it better
+        with contextlib.suppress(Exception):  # the first step raises a better error
             capture.build_optimizer(self._model)
             replica_values.build(self._model, self._progress.data.element_spec)
 
     def end(self, manifest: Manifest, epochs: int) -> None:
-        """Makes `fit` end at once, as the checkpoint's did."""
-        self._take_history(manifest)
+        """Lets `fit` return immediately, in the final state of the checkpoint's run."""
+        self._restore_history(manifest)
         self._settle_changes(ends=True)
         if self._progress is not None and "train" in manifest.data:
             self._progress.note_end(manifest.data["train"])
@@ -403,7 +401,7 @@ class FitState:
         models.start_at_epoch(self._model, epochs)
 
     def _settle_changes(self, *, ends: bool) -> None:
-        """Reports what the script has changed, and sets its learning rate if that was asked for."""
+        """Reports the script's changes, and sets its learning rate if the user asked for that."""
         rate = models.learning_rate(self._model)
         if (
             not self._allowed.restore_learning_rate
@@ -412,11 +410,11 @@ class FitState:
         ):
             models.set_learning_rate(self._model, self._rate)
             self._own_rate_until, rate = self.step, None
-        for line in changed_settings.lines(self._changes, rate, ends=ends):
+        for line in changed_settings.messages(self._changes, rate, ends=ends):
             if self._role.is_chief:
                 announce(line)
 
-    def _take_history(self, manifest: Manifest) -> None:
+    def _restore_history(self, manifest: Manifest) -> None:
         self.cursor = manifest.cursor
         history = self._model.history
         history.history = {
@@ -424,7 +422,7 @@ class FitState:
         }
         history.epoch = list(manifest.history_epochs)
 
-    def _go_into_epoch(
+    def _resume_epoch(
         self, manifest: Manifest, place_of: progress.Progress, place: Mapping[str, Any]
     ) -> None:
         batches = math.inf if manifest.stop_training else manifest.cursor.batch
@@ -434,18 +432,18 @@ class FitState:
         before, now = place["batch_size"], place_of.data.source.batch_size
         if before != now and batch != math.inf and self._role.is_chief:
             announce(
-                f"global batches had {before} samples and have {now} now; the epoch goes on with "
-                f"the sample that comes next, as batch {int(batch) + 1}"
+                f"global batches had {before} samples and now have {now}; the epoch continues with "
+                f"the next sample, as batch {int(batch) + 1}"
             )
         trained = capture.capture(self._model)
 
         def enter() -> None:
-            # Other callbacks have begun this epoch once more.
-            self._take_up_compilation(manifest, "this directory")
+            # Other callbacks have run their `on_epoch_begin` for this epoch again.
+            self._restore_compilation(manifest, "this directory")
             capture.put_back(self._model, trained)
-            self._restore_outside(manifest)
+            self._restore_external(manifest)
             self._restore_callbacks(manifest)
-            is_same = not any(each.is_of_logs for each in self._changes)  # a mean is of one loss
+            is_same = not any(each.changes_logs for each in self._changes)  # don't mix two losses
             self._restore_own(in_epoch=True, with_metrics=is_same)
             if not is_same:
                 self._model.reset_metrics()
@@ -456,17 +454,17 @@ class FitState:
 
         self._enter_epoch = enter
 
-    def _take_up_compilation(self, manifest: Manifest, where: str) -> None:
-        self._compilation.take_up(manifest.how_built, where)
-        capture.build_optimizers(self._model, manifest.how_built, self._outside.find)
+    def _restore_compilation(self, manifest: Manifest, where: str) -> None:
+        self._compilation.reapply(manifest.how_built, where)
+        capture.build_optimizers(self._model, manifest.how_built, self._external.find)
 
-    def _restore_outside(self, manifest: Manifest) -> None:
-        self._outside.restore(self._arrays, self._role.rank, self._role.world_size)
+    def _restore_external(self, manifest: Manifest) -> None:
+        self._external.restore(self._arrays, self._role.rank, self._role.world_size)
         self._restore_draws(manifest)
 
     def _restore_own(self, *, in_epoch: bool, with_metrics: bool = True) -> None:
         own = {k: v for k, v in self._arrays.items() if k.startswith(own_states.PREFIX)}
-        self._arrays = {}  # with best weights among them, as large as the model
+        self._arrays = {}  # may hold best weights, as large as the model
         own_states.restore(
             self._model, own, self._role, in_epoch=in_epoch, with_metrics=with_metrics
         )
@@ -485,7 +483,7 @@ class FitState:
         known = self._role.rank < len(manifest.random)
         if known and (ends or (self._progress is not None and not self._progress.draws_again)):
             random_states.restore(manifest.random[self._role.rank])
-            self._restore_draws(manifest)  # a seed that is set has them begin anew
+            self._restore_draws(manifest)  # setting a seed has restarted them
 
     def _restore_draws(self, manifest: Manifest) -> None:
         if self._role.rank < len(manifest.random):

@@ -1,4 +1,4 @@
-"""The folder of a run, which the chief owns from the start of a `fit` to its end."""
+"""Ownership of a run's folder, which the chief holds from the start of a `fit` to its end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from keras_distplug.storage import ownership
 from keras_distplug.storage.files import Files
 from keras_distplug.storage.store import CheckpointStore
 
-_LAST_SECS = 5.0  # for a release, however the storage is
+_LAST_SECS = 5.0  # limit for a release, even if the storage hangs
 
 
 class Background(Protocol):
@@ -32,7 +32,7 @@ class Background(Protocol):
 
 
 class Hold:
-    """Owns a folder while a `fit` uses it. Does nothing before `claimed`.
+    """Owns a folder while a `fit` uses it. Has no effect before `claimed`.
 
     Args:
         files: The folder.
@@ -48,7 +48,7 @@ class Hold:
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
-        """Makes this process the owner of the folder, unless what is done then fails.
+        """Makes this process the owner of the folder; releases it again if the body fails.
 
         Raises:
             InUseError: If another training uses it.
@@ -117,7 +117,7 @@ class Hold:
 
     @contextlib.contextmanager
     def given_up_on_failure(self) -> Iterator[None]:
-        """Releases the folder if what is done then fails, within `fit` or before."""
+        """Releases the folder if the body fails, within `fit` or before it."""
         try:
             yield
         except BaseException:
@@ -125,7 +125,7 @@ class Hold:
             raise
 
     def give_up(self) -> None:
-        """Releases the folder of a `fit` that has failed, once no save is in progress."""
+        """Releases the folder of a failed `fit`, once no save is in progress."""
         if self._is_in_fit:
             self._is_in_fit = False
             self._on_failure()

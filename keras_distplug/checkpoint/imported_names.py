@@ -1,4 +1,4 @@
-"""Looks up the names in a model's config in Keras and the user's modules, which are imported."""
+"""Looks up names of a model's config in Keras and in the user's imported modules."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _BASES: tuple[type, ...] = (
 
 
 class ImportedNames:
-    """Names that are known in this process: what `trusted_config.Names` asks for."""
+    """The names known in this process, as `trusted_config.Names` requires."""
 
     def kind(self, module: str, name: str) -> Kind | None:
-        """Returns the kind of an object of Keras; a private module has only what it defines."""
+        """Returns the kind of an object of Keras; a private module counts only what it defines."""
         found = _defined(module).get(name)
         if module.startswith("keras.src.") and getattr(found, "__module__", None) != module:
             return None
@@ -45,5 +45,5 @@ class ImportedNames:
 
 
 def _defined(module: str) -> Mapping[str, Any]:
-    # `getattr` would also find what every module has, such as `__class__`.
+    # `getattr` would also find attributes of every module, such as `__class__`.
     return vars(sys.modules[module]) if module in sys.modules else {}

@@ -12,7 +12,7 @@ import keras
 from keras_distplug.backend.tensorflow.runtime.models import layers_of
 
 Setting = bool | int | float | str
-# Names count the layers of a process; seeds and what is trained are compared elsewhere.
+# Names contain a per-process count; seeds and the trainable state are compared elsewhere.
 _NOT_COMPARED = frozenset(("name", "seed", "trainable", "dtype", "filepath"))
 _UNDECIDED = -1  # replaced when the layer is built
 
@@ -21,9 +21,9 @@ def of_layers(model: keras.Model) -> dict[str, dict[str, Setting]]:
     """Returns the settings of Keras' own layers, by place and class.
 
     They are read from attributes. A config would copy constants, serialize code, and contain names
-    that count what the process has made before.
+    with a per-process count.
     """
-    # A `Sequential` has an input layer once it is built.
+    # A `Sequential` gets an input layer when it is built.
     layers = [each for each in layers_of(model) if not isinstance(each, keras.layers.InputLayer)]
     return {
         f"layer {number} ({type(layer).__name__})": _settings_of(layer)

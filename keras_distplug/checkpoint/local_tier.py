@@ -1,12 +1,12 @@
-"""Checkpoints on the workers' own machines: made often, and good as long as the machines are.
+"""Checkpoints on the workers' own machines: made often, and valid as long as the machines live.
 
     <local_tier>/
       <run id>/
-        <session>/                            of one `fit`
+        <session>/                            one `fit`
           rank-0/step-00000042/...            as in `layout.py`, the whole state in one share
 
-Every worker writes all of the state, so that it can read it back without the others. A checkpoint
-is of use when each of them finds a copy of it; whose copy that was does not matter.
+Every worker writes the whole state, so that it can read it back without the others. A checkpoint
+is usable if every worker finds a copy of it, no matter which worker wrote that copy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KEPT = 2
 
 @dataclass(frozen=True)
 class Copy:
-    """A local checkpoint, and how to name it to a person."""
+    """A local checkpoint, and its location for messages."""
 
     stored: Stored
     where: str
@@ -40,8 +40,8 @@ class LocalTier:
     """The local checkpoints of one run on this machine.
 
     Args:
-        files: The folder for those of all runs.
-        run_id: Of the run.
+        files: The folder for the local checkpoints of all runs.
+        run_id: The run's id.
     """
 
     def __init__(self, files: Files, run_id: str) -> None:
@@ -49,7 +49,7 @@ class LocalTier:
         self._run_id = run_id
 
     def copies(self) -> dict[str, Copy]:
-        """All that were committed, by their attempt. What cannot be read is warned of."""
+        """Returns all committed ones by their attempt. Warns about those that cannot be read."""
         found: dict[str, Copy] = {}
         try:
             for store in self._stores():
@@ -65,27 +65,27 @@ class LocalTier:
         return found
 
     def writer(self, session: str, rank: int, exchange: Exchange) -> LocalWriter:
-        """Writes this worker's copies.
+        """Returns a writer for this worker's copies.
 
         Args:
-            session: The same on all workers, and different for every `fit`.
-            rank: This worker's place.
-            exchange: For a worker alone.
+            session: A name that is the same on all workers, and different for every `fit`.
+            rank: This worker's rank.
+            exchange: The exchange of a team that consists of this worker only.
         """
         return LocalWriter(self, self._files, f"{self._run_id}/{session}", rank, exchange)
 
-    def delete_sessions(self, but: str = "") -> None:
-        """Deletes what this machine holds of the run, but for the session in the folder `but`."""
+    def delete_sessions(self, kept_session: str = "") -> None:
+        """Deletes this machine's copies of the run, except those in the folder `kept_session`."""
         try:
             for session in layout.names(self._files, self._run_id):
-                if (folder := f"{self._run_id}/{session}") != but:
+                if (folder := f"{self._run_id}/{session}") != kept_session:
                     self._files.delete(folder)
-            if not but:
+            if not kept_session:
                 self._files.delete(self._run_id)
         except (OSError, CheckpointError) as error:
             warnings.warn(
                 f"Old local checkpoints in {self._files.where(self._run_id)} were not deleted: "
-                f"{error}. They take room, nothing else.",
+                f"{error}. They only take up disk space.",
                 stacklevel=2,
             )
 
@@ -95,11 +95,11 @@ class LocalTier:
                 yield CheckpointStore(self._files, f"{self._run_id}/{session}/{rank}")
 
     def _warn(self, error: CheckpointError) -> None:
-        warnings.warn(f"A local checkpoint is left out: {error}", stacklevel=3)
+        warnings.warn(f"Skipped a local checkpoint: {error}", stacklevel=3)
 
 
 class LocalWriter:
-    """Writes one worker's local checkpoints in one session. From `LocalTier.writer`."""
+    """Writes one worker's local checkpoints in one session. Made by `LocalTier.writer`."""
 
     def __init__(
         self, tier: LocalTier, files: Files, session: str, rank: int, exchange: Exchange
@@ -115,9 +115,9 @@ class LocalWriter:
         return self._writer.meter
 
     def save(self, state: TrainState, attempt: str) -> None:
-        """As `Writer.save`."""
+        """Does the same as `Writer.save`, then deletes old sessions."""
         self._writer.save(state, attempt)
         self._saved += 1
         if self._saved == KEPT:
-            # Those of sessions before may be newer, but then some worker has lost its copy.
-            self._tier.delete_sessions(but=self._session)
+            # Earlier sessions may hold newer ones, but then some worker has lost its copy.
+            self._tier.delete_sessions(kept_session=self._session)

@@ -10,10 +10,10 @@ from keras_distplug.python_state import json_values
 
 
 class LostLogs:
-    """Reports them, once per name.
+    """Reports such logs, once per name.
 
     Args:
-        is_chief: Whether this worker reports.
+        is_chief: True if this worker reports.
     """
 
     def __init__(self, *, is_chief: bool) -> None:
@@ -21,13 +21,13 @@ class LostLogs:
         self._known: set[str] = set()
 
     def report(self, logs: Mapping[str, Any]) -> None:
-        """Reports which of `logs` are lost."""
+        """Reports those of `logs` that a checkpoint would lose."""
         lost = {name: value for name, value in logs.items() if not json_values.is_kept(value)}
         for name in lost.keys() - self._known if self._is_chief else ():
             kind = type(lost[name][-1] if isinstance(lost[name], list) else lost[name])
             announce(
                 f"the log {name!r} holds a {kind.__qualname__}, which cannot be saved: after a "
-                "restart its earlier values in `History` will be None. Log numbers, text, "
+                "restart, its earlier values in `History` will be None. Log numbers, text, "
                 "arrays of numbers, or lists and dicts of these"
             )
         self._known |= lost.keys()

@@ -1,4 +1,4 @@
-"""A checkpoint's model as Keras' own files."""
+"""Exports a checkpoint's model as Keras' own files."""
 
 from __future__ import annotations
 
@@ -24,52 +24,50 @@ from keras_distplug.checkpoint.trusted_config import (
 from keras_distplug.core.errors import ConfigurationError, OtherRunError
 from keras_distplug.storage.manifest import Manifest, first_difference
 
-Values = Callable[..., Iterable[tuple[str, Any]]]  # of `capture.allocate`
+Values = Callable[..., Iterable[tuple[str, Any]]]  # takes `capture.allocate`
 
 _SHARED = "shared_object_id"
-_VALUES_OF_METRICS = 2**28  # at most, and of other variables that are in no checkpoint
+_VALUES_OF_METRICS = 2**28  # largest size of metrics and other variables outside a checkpoint
 
 
 def architecture_of(model: keras.Model) -> Mapping[str, Any] | None:
-    """What `save_rebuilt` makes `model` from, JSON-able; None if Keras cannot tell that."""
+    """Returns the JSON-able input of `save_rebuilt`; None if Keras cannot serialize `model`."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # of lambdas, for example, which nobody is asked to load
-            told: dict[str, Any] = json.loads(json.dumps(models.serialize(model)))
-    except Exception:  # noqa: BLE001 (a `get_config` of the user's raises what it likes)
+            warnings.simplefilter("ignore")  # about lambdas, for example: nothing is loaded here
+            config: dict[str, Any] = json.loads(json.dumps(models.serialize(model)))
+    except Exception:  # noqa: BLE001 (a custom `get_config` can raise anything)
         return None
-    _renumber(told, {})
-    return told
+    _renumber(config, {})
+    return config
 
 
-def _renumber(told: Any, numbers: dict[int, int]) -> None:
-    """Numbers shared objects in their order. Keras takes their addresses, and the same model would
-    be another one in each process."""
-    if isinstance(told, dict):
-        if isinstance(number := told.get(_SHARED), int):
-            told[_SHARED] = numbers.setdefault(number, len(numbers))
-        told = list(told.values())
-    if isinstance(told, list):
-        for each in told:
+def _renumber(config: Any, numbers: dict[int, int]) -> None:
+    """Numbers shared objects in order. Keras uses their addresses, with which the same model would
+    differ between processes."""
+    if isinstance(config, dict):
+        if isinstance(number := config.get(_SHARED), int):
+            config[_SHARED] = numbers.setdefault(number, len(numbers))
+        config = list(config.values())
+    if isinstance(config, list):
+        for each in config:
             _renumber(each, numbers)
 
 
 def save_rebuilt(
     architecture: Mapping[str, Any], manifest: Manifest, values: Values, path: Path
 ) -> None:
-    """Makes a model that is not there, fills it from a checkpoint, and saves it.
+    """Builds a model from its architecture, fills it from a checkpoint, and saves it.
 
     Args:
-        architecture: From `architecture_of`.
-        manifest: The checkpoint's.
-        values: Reads its values.
-        path: Ends with `.keras` or `.weights.h5`.
+        architecture: The result of `architecture_of`.
+        manifest: The checkpoint's manifest.
+        values: Reads the checkpoint's values.
+        path: The file to write; ends with `.keras` or `.weights.h5`.
 
     Raises:
-        ConfigurationError: Inside the scope of a strategy, which would take the model.
-        ModelError: If the model cannot be made.
+        ConfigurationError: If called in a strategy's scope, which would capture the model.
+        ModelError: If the model cannot be built.
         OtherRunError: If the checkpoint does not fit it.
         CorruptCheckpointError: If the checkpoint is damaged.
     """
@@ -81,15 +79,15 @@ def save_rebuilt(
 def rebuilt(
     architecture: Mapping[str, Any], manifest: Manifest, values: Values
 ) -> Iterator[keras.Model]:
-    """Makes a model that is not there, and fills it from a checkpoint.
+    """Builds a model from its architecture, and fills it from a checkpoint.
 
     Args:
-        architecture: From `architecture_of`.
-        manifest: The checkpoint's.
-        values: Reads its values.
+        architecture: The result of `architecture_of`.
+        manifest: The checkpoint's manifest.
+        values: Reads the checkpoint's values.
 
     Raises:
-        DistplugError: As `save_rebuilt` does.
+        DistplugError: As from `save_rebuilt`.
     """
     if tf.distribute.has_strategy():
         raise ConfigurationError("Export outside the scope of any strategy.")
@@ -100,15 +98,15 @@ def rebuilt(
 
 
 def save_through(model: keras.Model, manifest: Manifest, values: Values, path: Path) -> None:
-    """Fills `model` from a checkpoint, saves it, and puts back what it held.
+    """Fills `model` from a checkpoint, saves it, and restores its previous values.
 
-    Until then that stays in memory, too.
+    Both sets of values are in memory until then.
 
     Args:
-        model: The model that is trained, in mid-training, too.
-        manifest: The checkpoint's.
-        values: Reads its values.
-        path: Ends with `.keras` or `.weights.h5`.
+        model: The model in training, even mid-training.
+        manifest: The checkpoint's manifest.
+        values: Reads the checkpoint's values.
+        path: The file to write; ends with `.keras` or `.weights.h5`.
 
     Raises:
         OtherRunError: If the checkpoint does not fit the model.
@@ -125,7 +123,7 @@ def save_through(model: keras.Model, manifest: Manifest, values: Values, path: P
 
 
 def _rebuilt(architecture: Mapping[str, Any], manifest: Manifest) -> keras.Model:
-    # Without `build_config`, with which Keras gives other names than a first call.
+    # Without `build_config`, with which Keras gives other names than in a first call.
     config = {name: value for name, value in architecture.items() if name != "build_config"}
     elements = elements_of(manifest)
     try:
@@ -134,12 +132,12 @@ def _rebuilt(architecture: Mapping[str, Any], manifest: Manifest) -> keras.Model
             model = models.deserialize(config)
             capture.build(model, manifest.how_built)
             capture.build_optimizers(model, manifest.how_built)
-        model.built = True  # Keras itself knows that after a first call only
+        model.built = True  # Keras itself sets it only after a first call
     except Exception as error:
         raise not_rebuilt(error) from error
     if models.optimizer_targets(model) != manifest.how_built["optimizers"]:
         raise OtherRunError(
-            "The optimizer of the model that was made anew trains other variables than that of the "
+            "The optimizer of the rebuilt model trains other variables than that of the "
             f"checkpoint. {EXPORT_INSTEAD}"
         )
     return model
@@ -150,19 +148,19 @@ def _fill(model: keras.Model, manifest: Manifest, values: Values, *, by_path: bo
     difference = first_difference(stored, capture.specs_of(model), by_path=by_path)
     if difference is not None:
         raise OtherRunError(
-            "The checkpoint does not fit the model. The first difference: "
+            "The checkpoint does not fit the model. First difference: "
             f"{difference}. {EXPORT_INSTEAD}"
         )
     keys = [spec.key for spec in stored]
-    capture.restore(model, keys, _of_model(values(capture.allocate), set(keys)))
+    capture.restore(model, keys, _model_values(values(capture.allocate), set(keys)))
 
 
-def _of_model(values: Iterable[tuple[str, Any]], keys: set[str]) -> Iterator[tuple[str, Any]]:
-    """Without the state of `keras.random`, which is the process's and in no file of Keras'."""
+def _model_values(values: Iterable[tuple[str, Any]], keys: set[str]) -> Iterator[tuple[str, Any]]:
+    """Skips the state of `keras.random`, which belongs to the process; Keras' files lack it."""
     for key, value in values:
         if key in keys:
             yield key, value
-        del value  # its memory is the next one's
+        del value  # frees its memory for the next one
 
 
 def _save(model: keras.Model, path: Path) -> None:

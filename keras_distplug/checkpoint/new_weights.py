@@ -1,4 +1,4 @@
-"""Weights that a model gets while it trains."""
+"""Detects weights added to a model while it trains."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class NewWeights:
 
     Args:
         model: The model in training.
-        is_chief: Whether this worker reports.
+        is_chief: True if this worker reports.
     """
 
     def __init__(self, model: keras.Model, *, is_chief: bool) -> None:
@@ -21,14 +21,14 @@ class NewWeights:
         self._weights: dict[int, keras.Variable] | None = None  # at the last trace of the step
 
     def report(self) -> None:
-        """To be called whenever the training step is traced."""
+        """Must be called whenever the training step is traced."""
         weights = {id(each): each for each in self._model.weights}
         new = [] if self._weights is None else weights.keys() - self._weights.keys()
         self._weights = weights
         if new and self._is_chief:
             paths = sorted(weights[each].path for each in new)
             announce(
-                f"{len(paths)} weights were added to the model during training, `{paths[0]}` among "
-                "them: a restart of this script cannot resume from the checkpoints that follow. "
+                f"{len(paths)} weights were added to the model during training, including "
+                f"`{paths[0]}`: a restart of this script cannot resume from later checkpoints. "
                 "Add them before `fit`"
             )

@@ -1,4 +1,4 @@
-"""Which run a training belongs to."""
+"""Finds the run that a training belongs to."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from keras_distplug.storage.store import CheckpointStore, Stored
 
 @dataclass(frozen=True)
 class Finished:
-    """The `fit` that this process has finished last in a directory.
+    """The `fit` that this process has finished most recently in a directory.
 
     Args:
-        run: Its run.
+        run: The run of that `fit`.
         has_trained: False if it only returned what another process had trained.
-        is_deleted: Whether its run was deleted then.
+        is_deleted: True if the run was deleted at the end.
     """
 
     run: runs.Run
@@ -46,17 +46,17 @@ finished_here: dict[tuple[int, str], Finished] = {}
 
 
 def note_finished(files: Files, run: runs.Run, has_trained: bool, is_deleted: bool) -> None:
-    """Notes what a `fit` of this process has finished: its next one gets the run after that."""
+    """Records a finished `fit` of this process: its next one gets the run after that."""
     finished_here[_key(files)] = Finished(run, has_trained, is_deleted)
 
 
 def run_of_model(files: Files, model: keras.Model, data: Mapping[str, str], **how: Any) -> runs.Run:
-    """As `find_or_begin_run`, of a model and the contents of its data."""
+    """Calls `find_or_start_run` with the identity and settings of a model and its data."""
     identity, settings = same_run.identity_of(model, data), compilation.settings_of(model)
-    return find_or_begin_run(files, identity, settings=settings, **how)
+    return find_or_start_run(files, identity, settings=settings, **how)
 
 
-def find_or_begin_run(
+def find_or_start_run(
     files: Files,
     identity: runs.Identity,
     *,
@@ -70,16 +70,16 @@ def find_or_begin_run(
 
     Within a process, every `fit` that follows a finished one has its own run, after those of the
     earlier ones. Another process that runs the same script gets the same runs in the same order.
-    If it leaves out some of them, it gets the one that trains the same.
+    If it skips some of them, it gets the one that trains the same model and data.
 
     Args:
         files: The directory.
-        identity: What is trained.
-        resume: Whether to continue a run that it holds.
-        job: That of the supervisor which has started this process.
-        is_shared: Whether the directory may hold runs of other models and data, so that a new run
-            begins after a finished one of these.
-        settings: The model's, from `compilation.settings_of`.
+        identity: The identity of the model and data in training.
+        resume: True to continue an existing run.
+        job: The job of the supervisor that started this process, if any.
+        is_shared: True if the directory may hold runs of other models and data, so that a new run
+            starts after a finished one of these.
+        settings: The model's settings, from `compilation.settings_of`.
         world_size: The number of workers.
     """
     opening = _Opening(files, identity, job, is_shared, settings, world_size)
@@ -93,15 +93,15 @@ def find_or_begin_run(
         if resume:
             raise
         newest, sequence = None, {}
-    if newest is None or not (resume or _is_of(newest, job)):
-        return opening.begin()
+    if newest is None or not (resume or _has_job(newest, job)):
+        return opening.start()
     if 1 not in sequence:
         announce(
-            f"{files.where(newest.name)} is the run of fit number {newest.record.place} of a "
-            "script, whose earlier runs are gone, so it cannot be continued: starting from the "
-            "beginning. Pass delete_checkpoint=False to keep them"
+            f"{files.where(newest.name)} is the run of `fit` call number {newest.record.place} of "
+            "a script, but its earlier runs no longer exist, so it cannot be continued: starting "
+            "from scratch. Pass delete_checkpoint=False to keep them"
         )
-        return opening.begin()
+        return opening.start()
     return opening.choose(sequence, 1)
 
 
@@ -117,12 +117,12 @@ class _Opening:
     def choose(
         self, sequence: Mapping[int, runs.Run], place: int, *, has_trained: bool = False
     ) -> runs.Run:
-        """Returns the run at `place`, unless another one is certain to be meant.
+        """Returns the run at `place`, unless another run certainly matches better.
 
         Args:
             sequence: The runs of the script's `fit` calls by their places.
-            place: That of this call.
-            has_trained: Whether the call before has: a later run continued from an earlier state.
+            place: The place of this call.
+            has_trained: True if the previous call has trained: later runs continued an older state.
         """
         expected = sequence[place]
         may_be = expected.record.identity.may_be(self.identity)
@@ -131,10 +131,12 @@ class _Opening:
             for number, run in sequence.items()
             if number > place and run.record.identity.is_surely(self.identity)
         ]
-        if may_be and (not later or has_trained or not self._is_of_others(expected, strict=True)):
+        if may_be and (
+            not later or has_trained or not self._differs_in_settings(expected, strict=True)
+        ):
             return expected
-        found = next(filter(self._is_of_same_settings, later), None)
-        if found is None and may_be and self._is_of_others(expected):
+        found = next(filter(self._matches_settings, later), None)
+        if found is None and may_be and self._differs_in_settings(expected):
             found = next((run for run in later if not layout.places(self.files, run.name)), None)
         if found is None and not may_be and later:
             found = later[0]
@@ -149,72 +151,72 @@ class _Opening:
         last = sequence[max(sequence)]
         if may_be or not self.is_shared:
             return expected
-        if (earlier := self._of_same_before(sequence.values())) is not None:
+        if (earlier := self._earlier_run(sequence.values())) is not None:
             announce(
                 f"{self.files.where(earlier.name)} is the run of this model and this data; newer "
-                "runs in the directory are of others"
+                "runs in the directory belong to others"
             )
             return earlier
         if not _is_finished(self.files, last) and layout.places(self.files, last.name):
             if last is expected:
-                return last  # its checkpoint says what differs
+                return last  # its checkpoint's error names the difference
             raise OtherRunError(
                 f"{self.files.where(last.name)} is an interrupted run of a different model or "
-                "different data. Give this training a directory of its own, or resume=False to "
-                "start a new run next to the old one; nothing was changed."
+                "different data. Give this training a separate directory, or resume=False to "
+                "start a new run next to the old one. Nothing was changed."
             )
         announce(
             f"{self.files.where(last.name)} belongs to a different model or different data; "
             "starting a new run"
         )
-        return self.begin(last)
+        return self.start(last)
 
-    def _has_settings_of(self, stored: Stored, *, strict: bool = False) -> bool:
+    def _has_same_settings(self, stored: Stored, *, strict: bool = False) -> bool:
         manifest = stored.manifest
-        there = compilation.started_with(manifest.how_built)
-        return not changed_settings.of_training(
+        there = compilation.start_settings(manifest.how_built)
+        return not changed_settings.training_changes(
             changed_settings.compare(there, self.settings),
             {} if strict else manifest.history,
             is_same_size=manifest.world_size == self.world_size,
         )
 
-    def _is_of_others(self, run: runs.Run, *, strict: bool = False) -> bool:
-        """Whether `run` is finished, and was trained with other hyperparameters.
+    def _differs_in_settings(self, run: runs.Run, *, strict: bool = False) -> bool:
+        """Returns True if `run` is finished, and was trained with other hyperparameters.
 
         Args:
             run: The run.
-            strict: Whether a learning rate which it reached during training is another one.
+            strict: True if a learning rate that it reached during training counts as different.
         """
         stored = self._newest(run, "final")
-        return stored is not None and not self._has_settings_of(stored, strict=strict)
+        return stored is not None and not self._has_same_settings(stored, strict=strict)
 
-    def _is_of_same_settings(self, run: runs.Run) -> bool:
-        """Whether `run` has a checkpoint that was trained with exactly these hyperparameters."""
+    def _matches_settings(self, run: runs.Run) -> bool:
+        """Returns True if `run` has a checkpoint trained with exactly these hyperparameters."""
         stored = self._newest(run, "final") or self._newest(run, "step")
-        return stored is not None and self._has_settings_of(stored, strict=True)
+        return stored is not None and self._has_same_settings(stored, strict=True)
 
     def _newest(self, run: runs.Run, kind: layout.Kind) -> Stored | None:
-        with contextlib.suppress(CheckpointError):  # whoever resumes from it reports that
+        with contextlib.suppress(CheckpointError):  # resuming from it reports that
             return CheckpointStore(self.files, run.name).newest(kind)
         return None
 
-    def _of_same_before(self, newer: Iterable[runs.Run]) -> runs.Run | None:
-        """Returns the newest run with a checkpoint that is certain to be meant."""
-        left_out = {run.name for run in newer}
+    def _earlier_run(self, newer: Iterable[runs.Run]) -> runs.Run | None:
+        """Returns the newest run with a checkpoint that certainly has this identity."""
+        skipped = {run.name for run in newer}
         for _, name in reversed(layout.runs(self.files)):
-            if name in left_out or layout.RECORD not in layout.names(self.files, name):
+            if name in skipped or layout.RECORD not in layout.names(self.files, name):
                 continue
             with contextlib.suppress(CorruptCheckpointError):
                 run = runs.read_run(self.files, name)
                 is_same = run.record.identity.is_surely(self.identity)
-                if not is_same or self._is_of_others(run):
+                if not is_same or self._differs_in_settings(run):
                     continue
                 if layout.places(self.files, name):
                     return run
         return None
 
-    def begin(self, after: runs.Run | None = None) -> runs.Run:
-        # From a copy: starting a run must not draw more than resuming one.
+    def start(self, after: runs.Run | None = None) -> runs.Run:
+        # Draws from a copy: starting a run must not draw more numbers than resuming one.
         draws = random.Random()
         draws.setstate(random.getstate())
         seed = draws.randrange(2**31)
@@ -224,7 +226,7 @@ class _Opening:
 
 
 def _is_known(files: Files, before: Finished) -> bool:
-    """False if somebody has deleted the run since."""
+    """Returns False if the run was deleted from outside since."""
     return before.is_deleted or layout.RECORD in layout.names(files, before.run.name)
 
 
@@ -232,22 +234,23 @@ def _next(opening: _Opening, before: Finished, *, resume: bool) -> runs.Run:
     files = opening.files
     sequence = runs.sequence_of(files, before.run)
     place = before.run.record.place + 1
-    # A run that was deleted leaves its number to the next one.
-    if place not in sequence or not (resume or _is_of(sequence[place], opening.job)):
-        return opening.begin(before.run)
+    # The number of a deleted run is reused for the next one.
+    if place not in sequence or not (resume or _has_job(sequence[place], opening.job)):
+        return opening.start(before.run)
     found = opening.choose(sequence, place, has_trained=before.has_trained)
     if before.has_trained and found is sequence[place] and _is_finished(files, found):
         announce(
             f"{files.where(found.name)} is the run of this fit, but continued from an earlier "
-            f"state of {before.run.name}, which has been trained since: starting this fit from "
-            "the beginning"
+            f"state of {before.run.name}, which was trained further: starting this fit from "
+            "scratch"
         )
-        return opening.begin(before.run)
+        return opening.start(before.run)
     return found
 
 
-def _is_of(run: runs.Run, job: str | None) -> bool:
-    """A supervisor starts the same script again: `resume=False` is meant for its first start."""
+def _has_job(run: runs.Run, job: str | None) -> bool:
+    """Returns True if the same supervisor job started `run`: `resume=False` affects only the job's
+    first start."""
     return job is not None and run.record.job == job
 
 
@@ -263,7 +266,7 @@ def _key(files: Files) -> tuple[int, str]:
 
 
 def require_one_model(role: Role, strategy: Any) -> None:
-    """Checks that workers of a cluster do not train separate models into one directory."""
+    """Checks that workers of a cluster do not train separate models in one directory."""
     if role.world_size > 1 or "TF_CONFIG" not in os.environ:
         return
     described = roles.from_environment(os.environ)

@@ -1,5 +1,4 @@
-"""What each replica and each worker has of its own: metrics of an epoch under way, random
-generators."""
+"""State that differs between replicas or workers: metrics of the current epoch, random states."""
 
 from __future__ import annotations
 
@@ -21,16 +20,17 @@ from keras_distplug.core.log import announce
 from keras_distplug.python_state import random_states
 
 PREFIX = "replicas/"
-DRAWS = "draws"  # of random ops
+DRAWS = "draws"  # the states of random operations
 
 
 @dataclass(frozen=True)
 class OwnStates:
-    """What all of them have, the same on every worker.
+    """The states of all replicas and workers, the same on every worker.
 
     Args:
-        arrays: The values of each replica's variables, as `replicas/<replica>/<variable>`.
-        random: The random generators of each worker; on the chief alone, unless all were to know.
+        arrays: The values of every replica's variables, as `replicas/<replica>/<variable>`.
+        random: The random generators of every worker; on the chief only, unless all workers need
+            them.
     """
 
     arrays: Mapping[str, Any] = field(default_factory=dict)
@@ -45,14 +45,14 @@ def capture(
     in_epoch: bool,
     random_for_all: bool = True,
 ) -> OwnStates:
-    """Takes them on all workers, which have to call this together.
+    """Captures the states of all workers, which must call this together.
 
     Args:
         model: The model in training.
-        agreement: How the workers agree.
-        world_size: How many they are.
-        in_epoch: Whether metrics count: they begin anew with each epoch.
-        random_for_all: Whether all workers need to know each other's random generators, and not
+        agreement: The channel between the workers.
+        world_size: The number of workers.
+        in_epoch: True if metrics are included: they are reset at the start of every epoch.
+        random_for_all: True if all workers need to know each other's random generators, and not
             only the chief, which writes the manifest.
     """
     names, variables = _named(model, in_epoch=in_epoch)
@@ -60,22 +60,22 @@ def capture(
     of_all = gather(variables, agreement, world_size)
     if world_size == 1:
         return OwnStates(_by_replica(names, of_all), (random,))
-    word = json.dumps(random)
+    message = json.dumps(random)
     ask = agreement.gather if random_for_all else agreement.to_chief
-    heard = ask("random", word) or []
-    return OwnStates(_by_replica(names, of_all), tuple(map(json.loads, heard)))
+    gathered = ask("random", message) or []
+    return OwnStates(_by_replica(names, of_all), tuple(map(json.loads, gathered)))
 
 
 def gather(
     variables: Sequence[Any], agreement: Channel, world_size: int
 ) -> Sequence[Sequence[Any]]:
-    """The values that the replicas of all workers have of each variable."""
+    """Returns, for every variable, its values on the replicas of all workers."""
     mine = [replica_values.parts(variable) for variable in variables]
     if world_size == 1 or not variables:
         return mine
-    said = [_unpacked(each, mine) for each in agreement.gather("own states", _packed(mine))]
+    received = [_unpacked(each, mine) for each in agreement.gather("own states", _packed(mine))]
     return [
-        [np.array(part) for theirs in said for part in theirs[str(place)]]
+        [np.array(part) for theirs in received for part in theirs[str(place)]]
         for place in range(len(variables))
     ]
 
@@ -88,15 +88,15 @@ def restore(
     in_epoch: bool,
     with_metrics: bool = True,
 ) -> None:
-    """Gives each replica of this worker its values back, also of variables that the first step
-    makes, and reports the metrics of an epoch that do not match.
+    """Restores the values of this worker's replicas, also of variables that the first step
+    creates, and reports metrics of the epoch that do not match.
 
     Args:
         model: The model in training.
-        arrays: `OwnStates.arrays`.
-        role: This worker's.
-        in_epoch: As it was given to `capture`.
-        with_metrics: False if the metrics of the epoch start again.
+        arrays: The `OwnStates.arrays`.
+        role: This worker's role.
+        in_epoch: The value given to `capture`.
+        with_metrics: False if the metrics of the epoch start from scratch.
     """
     is_eager = models.runs_eagerly(model)
     counting: set[int] = set()
@@ -115,12 +115,12 @@ def restore(
             counting.update(_existing(model))
         return found
 
-    def restore_what_was_built() -> None:
+    def restore_after_build() -> None:
         if (differs := restore()) is not None and not is_eager:
             announce_new_metrics(differs)
 
     differs = restore()
-    if differs is not None and not replica_values.when_built(model, restore_what_was_built):
+    if differs is not None and not replica_values.when_built(model, restore_after_build):
         announce_new_metrics(differs)
 
 
@@ -133,22 +133,22 @@ def restore_existing(
     in_epoch: bool,
     counting: Collection[int] = (),
 ) -> str | None:
-    """Gives each replica of this worker its values back.
+    """Restores the values of this worker's replicas.
 
-    With another number of replicas, the values of a variable are put together by its own
-    `aggregation`. Of a sum, such as those that metrics count, the first replica gets all.
+    If the number of replicas has changed, a variable's values are combined according to its
+    `aggregation`. For a sum, such as the counts of metrics, the first replica gets the total.
 
     Args:
         model: The model in training, with all its variables.
-        arrays: `OwnStates.arrays`.
-        rank: Of this worker.
-        world_size: How many workers there are.
-        in_epoch: As it was given to `capture`.
-        counting: The `id` of variables to keep, which a step that runs has changed.
+        arrays: The `OwnStates.arrays`.
+        rank: This worker's rank.
+        world_size: The number of workers.
+        in_epoch: The value given to `capture`.
+        counting: The `id` of every variable to leave as is, because a running step changed it.
 
     Returns:
-        What does not match; None if everything does. Variables with a matching path are restored
-        anyway, because the others may not exist yet.
+        A description of the mismatch; None if everything matches. Variables with a matching path
+        are restored anyway, because the others may not exist yet.
     """
     _, variables = _named(model, in_epoch=in_epoch)
     replicas: dict[int, list[np.ndarray]] = {}
@@ -164,8 +164,8 @@ def restore_existing(
                 assign(variable, values, rank, world_size)
         there = [array.shape for array in stored[0]] if stored else []
         if len(there) != len(shapes):
-            return f"they had {len(there)} variables at the checkpoint and have {len(shapes)} now"
-        return f"their variables had the shapes {there} at the checkpoint and have {shapes} now"
+            return f"they had {len(there)} variables at the checkpoint and now have {len(shapes)}"
+        return f"their variables had shapes {there} at the checkpoint and now have {shapes}"
     for place, variable in enumerate(variables):
         if id(variable) not in counting:
             assign(variable, [each[place] for each in stored], rank, world_size)
@@ -178,21 +178,21 @@ def _existing(model: keras.Model) -> set[int]:
 
 
 def assign(variable: Any, values: Sequence[np.ndarray], rank: int, world_size: int) -> None:
-    """Gives the replicas of this worker theirs of a variable's values."""
+    """Assigns this worker's share of a variable's values to its replicas."""
     if any(value.shape != tuple(variable.shape) for value in values):
         return
     here = len(replica_values.parts(variable))
     if len(values) == here * world_size:
         mine = values[rank * here : (rank + 1) * here]
     else:
-        mine = _of_others(values, replica_values.aggregation(variable), here, is_first=rank == 0)
+        mine = _redistribute(values, replica_values.aggregation(variable), here, is_first=rank == 0)
     replica_values.set_parts(variable, mine)
 
 
-def _of_others(
+def _redistribute(
     values: Sequence[np.ndarray], aggregation: str, replicas: int, *, is_first: bool
 ) -> list[np.ndarray]:
-    """What replicas have of a variable that another number of them has had."""
+    """Returns the values for replicas if the number of replicas has changed."""
     if aggregation == "sum":
         total = np.sum(values, axis=0, dtype=values[0].dtype)
         return [total if is_first and n == 0 else np.zeros_like(total) for n in range(replicas)]
@@ -220,15 +220,15 @@ def _by_replica(names: Sequence[str], values: Sequence[Sequence[Any]]) -> dict[s
 
 
 def _packed(parts: Sequence[Sequence[Any]]) -> str:
-    """The values of one worker's replicas, one replica after the other. Of a large cluster, all
-    that each says is sent to each, so that it says no more."""
+    """Returns the values of one worker's replicas, one replica after the other, without metadata:
+    in a large cluster, every worker's message is sent to all others."""
     values = [part for of_replica in zip(*parts, strict=True) for part in of_replica]
     return base64.b64encode(b"".join(np.asarray(each).tobytes() for each in values)).decode()
 
 
-def _unpacked(word: str, mine: Sequence[Sequence[Any]]) -> np.ndarray:
-    """The inverse of `_packed`: a row for each replica, in which each variable's place is a name.
-    Types and shapes are those of this worker."""
+def _unpacked(message: str, mine: Sequence[Sequence[Any]]) -> np.ndarray:
+    """The inverse of `_packed`: returns a row per replica, with variables by position. Types and
+    shapes are those of this worker."""
     firsts = [np.asarray(parts[0]) for parts in mine]
     row = np.dtype([(str(place), each.dtype, each.shape) for place, each in enumerate(firsts)])
-    return np.frombuffer(base64.b64decode(word), row)
+    return np.frombuffer(base64.b64decode(message), row)

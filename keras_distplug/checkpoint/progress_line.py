@@ -1,4 +1,4 @@
-"""What a person sees of reading and writing checkpoints that takes long."""
+"""Shows the progress of reading and writing checkpoints if that takes long."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _EVERY_SECS = 0.1
 
 
 @contextmanager
-def shown(what: str, meter: Meter, *, is_shown: bool) -> Iterator[None]:
-    """Shows how far its body is, where that takes longer than a moment.
+def show_progress(what: str, meter: Meter, *, is_shown: bool) -> Iterator[None]:
+    """Shows the progress of the body if it takes longer than a second.
 
-    On a terminal a bar moves on standard error, and is gone at the end. Elsewhere it is one line of
-    the log. Who does not hear the package's log sees neither.
+    On a terminal, this is a progress bar on standard error, removed at the end. Elsewhere, it is
+    one line of the log. If the package's log is disabled, nothing is shown.
 
     Args:
-        what: Such as `"writing checkpoint of step 42"`; short.
-        meter: Counts what its body, or a thread that it waits for, does.
+        what: The description; short, such as `"writing checkpoint of step 42"`.
+        meter: Counts the work done by the body, or by a thread that it waits for.
         is_shown: False on workers other than the chief.
     """
     if not is_shown or not is_heard():
@@ -35,7 +35,7 @@ def shown(what: str, meter: Meter, *, is_shown: bool) -> Iterator[None]:
         return
     over = threading.Event()
     thread = threading.Thread(
-        target=_show, args=(what, meter, over), name="keras_distplug-progress", daemon=True
+        target=_run, args=(what, meter, over), name="keras_distplug-progress", daemon=True
     )
     thread.start()
     try:
@@ -45,28 +45,28 @@ def shown(what: str, meter: Meter, *, is_shown: bool) -> Iterator[None]:
         thread.join()
 
 
-def _show(what: str, meter: Meter, over: threading.Event) -> None:
-    begun_s = time.monotonic()
+def _run(what: str, meter: Meter, over: threading.Event) -> None:
+    started_s = time.monotonic()
     if over.wait(AFTER_SECS):
         return
     console = Console(stderr=True, highlight=False, markup=False, emoji=False)
-    # FORCE_COLOR makes rich take a file for a terminal; nothing can move there.
+    # With FORCE_COLOR, rich treats a file as a terminal; a bar cannot move there.
     if console.is_interactive and sys.stderr.isatty():
-        _move(console, what, meter, over)
+        _animate(console, what, meter, over)
     else:
-        announce(f"{what}: {meter} after {time.monotonic() - begun_s:.0f} s")
+        announce(f"{what}: {meter} after {time.monotonic() - started_s:.0f} s")
 
 
-def _move(console: Console, what: str, meter: Meter, over: threading.Event) -> None:
+def _animate(console: Console, what: str, meter: Meter, over: threading.Event) -> None:
     with Progress(
         TextColumn("keras_distplug: {task.description}", markup=False),
-        BarColumn(bar_width=10),  # all of it in a line of 80 characters
-        TextColumn("{task.fields[told]}", markup=False),
+        BarColumn(bar_width=10),  # makes everything fit into 80 characters
+        TextColumn("{task.fields[progress]}", markup=False),
         console=console,
         transient=True,
         redirect_stdout=False,
         redirect_stderr=False,
     ) as bar:
-        task = bar.add_task(what, total=None, told=str(meter))
+        task = bar.add_task(what, total=None, progress=str(meter))
         while not over.wait(_EVERY_SECS):
-            bar.update(task, completed=meter.done, total=meter.total or None, told=str(meter))
+            bar.update(task, completed=meter.done, total=meter.total or None, progress=str(meter))

@@ -1,6 +1,6 @@
-"""Finds the variables that Python objects lead to, under names that another process finds them by.
+"""Finds variables reachable from Python objects, under names that are the same in other processes.
 
-A name is the way to a variable: `model/loss/<closure> beta` is the variable `beta` of the function
+A name is the path to a variable: `model/loss/<closure> beta` is the variable `beta` of the function
 that encloses the loss.
 """
 
@@ -23,16 +23,16 @@ import tensorflow as tf
 from keras_distplug.python_state import script_code
 
 _MOST_OBJECTS = 200_000
-_MOST_ENTRIES = 10_000  # of a list or dict
+_MOST_ENTRIES = 10_000  # per list or dict
 _SEPARATOR = "/"
-# Nothing that their functions refer to is a user's.
+# Their functions refer to no objects of the user.
 _LIBRARIES = frozenset(
     {"absl", "h5py", "keras", "keras_distplug", "numpy", "optree", "pandas", "scipy", "tensorflow"}
     | sys.stdlib_module_names
 ) - {"__main__"}
 _CLOSED = _LIBRARIES - {"keras", "tensorflow", "functools", "collections", "types"}
 _LEAVES = frozenset({str, bytes, int, float, complex, bool, type(None), np.ndarray})
-# What appears while a model is trained, or leads from it to what is not its own.
+# Attributes that appear while a model is trained, or lead to objects outside it.
 _PASSING = frozenset(
     {"train_function", "test_function", "predict_function", "history", "_history", "_model"}
 )
@@ -42,15 +42,15 @@ _OURS = ("_distplug",)
 def find(
     roots: Mapping[str, Any], is_wanted: Callable[[Any], bool], most: float = math.inf
 ) -> dict[str, Any]:
-    """The variables that `roots` lead to, nearest first.
+    """Returns the variables reachable from `roots`, nearest first.
 
     Args:
         roots: Objects by name.
-        is_wanted: Whether a variable, of Keras or TensorFlow, is one that is looked for.
-        most: How many of these there are at most.
+        is_wanted: Returns True for a Keras or TensorFlow variable that should be found.
+        most: The largest possible number of such variables.
     """
     found: dict[str, Any] = {}
-    # Each object is kept, so that no other one gets its number, with its name in its owner's place.
+    # Every object is kept, so that its id is not reused, with its name in its owner and that id.
     seen: dict[int, tuple[Any, str, int]] = {}
     queue: collections.deque[Any] = collections.deque()
 
@@ -76,7 +76,7 @@ def find(
             if issubclass(type(value), keras.Variable):
                 seen.setdefault(id(value._value), (value._value, "", id(value)))
             continue
-        # What an object of the user's does when it is looked at must not end a training.
+        # An error raised by a user's object during inspection must not end training.
         with contextlib.suppress(Exception):
             for name, each in _parts(value):
                 add(name, each, id(value))
@@ -84,7 +84,7 @@ def find(
 
 
 def resolve(roots: Mapping[str, Any], path: str) -> Any | None:
-    """The variable that `find` gave that name; None if there is none."""
+    """Returns the variable that `find` lists under that name; None if it does not exist."""
     for name, root in roots.items():
         if path == name or path.startswith(f"{name}{_SEPARATOR}"):
             value = _follow(root, path[len(name) + 1 :])
@@ -111,11 +111,11 @@ def _is_variable(value: Any) -> bool:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What an object refers to, each under a name that is the same in another process. Past methods
-    and properties of the user's, which may do anything."""
+    """Yields the objects that an object refers to, with names that are the same in another process.
+    Avoids the user's methods and properties, which may have side effects."""
     kind = type(value)
     if kind.__module__ == "tensorflow.python.trackable.data_structures":
-        # What TensorFlow makes of lists, tuples and dicts that are attributes of its modules.
+        # TensorFlow's wrappers of lists, tuples and dicts that are attributes of its modules.
         value = list(value) if issubclass(kind, list) else getattr(value, "__wrapped__", ())
         kind = type(value)
     if issubclass(kind, dict):
@@ -131,9 +131,9 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif issubclass(kind, types.MethodType):
         yield from (("<self>", value.__self__), ("<function>", value.__func__))
     elif issubclass(kind, types.FunctionType):
-        yield from _of_function(value)
+        yield from _function_parts(value)
     elif not issubclass(kind, types.ModuleType | type) and not _is_closed(kind):
-        yield from _of_object(value)
+        yield from _object_parts(value)
 
 
 def _is_name(key: Any) -> bool:
@@ -142,7 +142,7 @@ def _is_name(key: Any) -> bool:
     return type(key) in (str, int, bool)
 
 
-def _of_object(value: Any) -> Iterator[tuple[str, Any]]:
+def _object_parts(value: Any) -> Iterator[tuple[str, Any]]:
     yield from _attributes(script_code.attributes(value))
     if issubclass(type(value), tf.types.experimental.PolymorphicFunction):
         yield "<function>", value.python_function
@@ -160,22 +160,22 @@ def _attributes(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         yield name, each.fget if isinstance(each, property) else each
 
 
-def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield f"<closure> {name}", cell.cell_contents
-        except ValueError:  # it is empty
+        except ValueError:  # empty cell
             continue
     yield from (("<defaults>", function.__defaults__), ("<keywords>", function.__kwdefaults__))
     if (wrapped := getattr(function, "__wrapped__", None)) is not None:
         yield "<wrapped>", wrapped
     if _is_of_library(function.__module__):
         return
-    names = list(script_code.names_in(function.__code__))
+    names = list(script_code.mentioned_names(function.__code__))
     for name in names:
         each = function.__globals__.get(name)
         if isinstance(each, types.ModuleType):
-            yield from _of_module(f"<global> {name}", each, names)
+            yield from _module_parts(f"<global> {name}", each, names)
         elif isinstance(each, type):
             if not _is_of_library(each.__module__):
                 for inner, member in _attributes(vars(each).items()):
@@ -184,26 +184,26 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             yield f"<global> {name}", each
 
 
-def _of_module(
+def _module_parts(
     path: str, module: types.ModuleType, names: Sequence[str], depth: int = 4
 ) -> Iterator[tuple[str, Any]]:
-    """What of a module, and of those within it, a function may mention."""
+    """Yields the objects of a module, and of modules within it, that a function may mention."""
     if _is_of_library(module.__name__):
         return
     for name in names:
         each = vars(module).get(name)
         if isinstance(each, types.ModuleType):
             if depth:
-                yield from _of_module(f"{path}.{name}", each, names, depth - 1)
+                yield from _module_parts(f"{path}.{name}", each, names, depth - 1)
         elif each is not None:
             yield f"{path}.{name}", each
 
 
 def _is_closed(kind: type) -> bool:
-    """Does nothing that such objects refer to belong to a step?"""
+    """Returns True if no object referred to by instances of `kind` can belong to a step."""
     module = str(kind.__module__)
     if module == "argparse":
-        return False  # a usual holder of settings
+        return False  # often used for settings
     return (
         module.split(".")[0] in _CLOSED
         or ".data.ops." in module

@@ -1,4 +1,4 @@
-"""How a run goes on from its newest checkpoint, and what a person is told then."""
+"""Resumes a run from its newest checkpoint, and reports where it resumes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import keras
 
 from keras_distplug.backend.tensorflow.input import epochs
 from keras_distplug.checkpoint import warm_start
-from keras_distplug.checkpoint.candidates import Candidates, Found
+from keras_distplug.checkpoint.candidates import Candidate, Candidates
 from keras_distplug.checkpoint.fit_state import FitState
 from keras_distplug.checkpoint.settings import Resuming
 from keras_distplug.cluster.channel import Channel
@@ -23,30 +23,33 @@ from keras_distplug.storage.files import Files
 from keras_distplug.storage.runs import Run
 
 
-def take_up_newest(
+def restore_newest(
     state: FitState,
     candidates: Candidates,
-    make_ready_for: Callable[[Found], None],
-    go_on_from: Callable[[Found], None],
+    prepare: Callable[[Candidate], None],
+    continue_from: Callable[[Candidate], None],
 ) -> bool:
-    """Takes up the newest checkpoint whose bytes are what was committed, if there is one.
+    """Restores the newest checkpoint whose bytes match what was committed, if one exists.
 
-    A checkpoint is read once: what is not yet verified goes into the model. What was there is kept,
-    by reference, and put back if the checkpoint turns out to be damaged.
+    A checkpoint is read only once, so values go into the model before they are verified. The
+    previous values are kept by reference, and written back if the checkpoint is damaged.
 
     Args:
-        state: That of the `fit`.
+        state: The state of the `fit`.
         candidates: The checkpoints.
-        make_ready_for: Makes the model ready for the values of one, or raises.
-        go_on_from: Makes `fit` go on from one whose values are in the model.
+        prepare: Prepares the model for a checkpoint's values, or raises.
+        continue_from: Lets `fit` continue from a checkpoint whose values are in the model.
+
+    Returns:
+        True if a checkpoint was restored.
     """
-    begun_s = time.monotonic()
+    started_s = time.monotonic()
     while (found := candidates.newest()) is not None:
-        make_ready_for(found)
+        prepare(found)
         damage = state.read(found)
         if damage is None:
-            go_on_from(found)
-            cursor, secs = state.cursor, time.monotonic() - begun_s
+            continue_from(found)
+            cursor, secs = state.cursor, time.monotonic() - started_s
             report(
                 Restored(cursor.step, cursor.epoch, cursor.batch, found.where, found.is_local, secs)
             )
@@ -65,15 +68,15 @@ def roll_back(state: FitState, candidates: Candidates) -> int | None:
     return None
 
 
-def line(found: Found, files: Files, run: str, *, chief: str, epochs: int) -> str:
-    """From where a run goes on, or that it is finished.
+def resume_message(found: Candidate, files: Files, run: str, *, chief: str, epochs: int) -> str:
+    """Returns a message that says where a run resumes, or that it is finished.
 
     Args:
         found: The checkpoint.
         files: The directory.
         run: The name of the run's folder in it.
-        chief: The name of the worker that says it.
-        epochs: So many are asked for.
+        chief: The name of the chief.
+        epochs: The number of epochs that `fit` was called with.
     """
     cursor, name = found.stored.manifest.cursor, found.stored.name
     which = f"local checkpoint {found.where}" if found.is_local else f"checkpoint {name}"
@@ -89,16 +92,16 @@ def line(found: Found, files: Files, run: str, *, chief: str, epochs: int) -> st
     batch = f"batch {cursor.batch + 1}, " if cursor.batch else ""
     return (
         f"{where}: resuming at epoch {cursor.epoch + 1}/{epochs}, {batch}step {cursor.step}"
-        f"{_attempts(files, run, chief, cursor.step)}"
+        f"{_describe_attempts(files, run, chief, cursor.step)}"
     )
 
 
 def require_own_list(*, made_in_fit: bool, is_chief: bool) -> None:
-    """Checks that `fit` has made the list of callbacks, and reports what a custom loop lacks.
+    """Checks that `fit` made the list of callbacks; reports the limits of a custom loop.
 
     Args:
-        made_in_fit: Whether the callbacks were given their model in `fit`.
-        is_chief: Whether this worker reports.
+        made_in_fit: True if the callbacks were given their model in `fit`.
+        is_chief: True if this worker reports.
 
     Raises:
         ConfigurationError: If `fit` was given a `CallbackList`.
@@ -118,7 +121,7 @@ def require_own_list(*, made_in_fit: bool, is_chief: bool) -> None:
         )
 
 
-def begin(
+def start_new_run(
     model: keras.Model,
     files: Files,
     run: Run,
@@ -126,62 +129,60 @@ def begin(
     resuming: Resuming,
     storage_options: Mapping[str, Any],
 ) -> None:
-    """Announces a new run, and gives it the values of the run that it is to begin with.
+    """Announces a new run, and loads the values of the run in `init_from`, if given.
 
     Args:
         model: The model about to be trained.
         files: The directory.
         run: The new run.
-        agreement: How the workers agree.
-        resuming: What the user asked for.
-        storage_options: As in `BackupAndRestore`; also for `init_from`, if that is of this kind.
+        agreement: The channel between the workers.
+        resuming: The user's settings.
+        storage_options: As in `BackupAndRestore`; also used for a store of the same kind in
+            `init_from`.
     """
     role = agreement.role
-    lines = [new_run_line(files, run.name, role.name)] if role.is_chief else []
+    lines = [new_run_message(files, run.name, role.name)] if role.is_chief else []
     if (other := resuming.init_from) is not None:
         options = storage_options if _scheme(str(other)) == _scheme(files.where()) else None
         with_optimizer = resuming.init_optimizer
         lines += warm_start.load(model, other, options, agreement, with_optimizer=with_optimizer)
-    for line in lines if role.is_chief else ():
-        announce(line)
+    for resume_message in lines if role.is_chief else ():
+        announce(resume_message)
 
 
 def _scheme(where: str) -> str:
     return where.partition("://")[0] if "://" in where else ""
 
 
-def new_run_line(files: Files, run: str, chief: str) -> str:
-    """Returns what is said of a run without a checkpoint, which may have had attempts.
+def new_run_message(files: Files, run: str, chief: str) -> str:
+    """Returns the message for a run without a checkpoint, which may have had attempts.
 
     Args:
         files: The directory.
         run: The name of the run's folder in it.
-        chief: The name of the worker that says it.
+        chief: The name of the chief.
     """
     where = files.where(run)
     try:
         before = look_back(files, run, chief)
     except (CheckpointError, OSError):
-        before = None  # training needs no log
+        before = None  # training does not need the log
     if before is None:
         return f"new run {where}"
     trained = ""
     if before.last_step:
         steps = "1 step" if before.last_step == 1 else f"{before.last_step} steps"
         trained = f" after {'' if before.has_told_all else 'at least '}{steps}"
-    return (
-        f"{where}: attempt {before.attempts} left no checkpoint{trained}; starting from the "
-        "beginning"
-    )
+    return f"{where}: attempt {before.attempts} left no checkpoint{trained}; starting from scratch"
 
 
-def _attempts(files: Files, run: str, chief: str, step: int) -> str:
-    """How many there are, and what the last one loses; nothing where no log was kept."""
+def _describe_attempts(files: Files, run: str, chief: str, step: int) -> str:
+    """Returns the number of attempts and the lost steps as text; empty if there is no log."""
     try:
         before = look_back(files, run, chief)
     except (CheckpointError, OSError) as error:
-        # Training needs no log.
-        return f" (how many attempts there were is not known: {error})"
+        # Training does not need the log.
+        return f" (number of attempts unknown: {error})"
     if before is None:
         return ""
     loss = before.loss(step)

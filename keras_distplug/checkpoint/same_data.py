@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of this data."""
+"""Checks that a checkpoint was made with the same data."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ OTHER_ORDER = (
     "the samples are in a different order than at the checkpoint, so the interrupted epoch sees "
     "some of them twice and others not at all. Set the seed of whatever shuffles them before `fit`"
 )
-_OF_KERAS, _ARRAYS = "ArrayDataAdapter", "arrays"  # the same data, with a seed and without
-_IS_OTHER = "other"  # what a worker says instead of an error
+_OF_KERAS, _ARRAYS = "ArrayDataAdapter", "arrays"  # the same data, with and without a seed
+_IS_OTHER = "other"  # sent by a worker instead of an error
 
 
 @dataclass(frozen=True)
-class Compared:
+class DataComparison:
     """The data of a `fit`, compared with that of a checkpoint.
 
     Args:
-        is_other: Whether it is other data.
-        seeds: Of the checkpoint's data, if they differ.
-        has_other_seeds: Whether they do.
-        has_other_order: Whether the same samples come in another order.
+        is_other: True if the data differs.
+        seeds: The seeds of the checkpoint's data, if they differ.
+        has_other_seeds: True if the seeds differ.
+        has_other_order: True if the same samples come in another order.
     """
 
     is_other: bool = False
@@ -61,21 +61,21 @@ def compare(
     *,
     is_chief: bool,
     ends: bool,
-) -> Compared:
-    """Compares the data with that of a checkpoint. All workers call this together.
+) -> DataComparison:
+    """Compares the data with that of a checkpoint. All workers must call this together.
 
     Args:
-        manifest: Of the checkpoint.
+        manifest: The checkpoint's manifest.
         source: The data.
-        where: The run it is of, for errors.
-        allowed: What it may go on with.
-        agreement: How the workers agree.
-        is_chief: Whether this process's data was described in the checkpoint: others may have
+        where: The run's location, for errors.
+        allowed: Which changes of the script are allowed.
+        agreement: The channel between the workers.
+        is_chief: True if the checkpoint describes this process's data: other workers may have
             other parts of it.
-        ends: Whether the run ends there, and reads no more data.
+        ends: True if the run ends there, and reads no more data.
 
     Raises:
-        OtherRunError: If it is other data than it may be.
+        OtherRunError: If the data differs in a way that is not allowed.
     """
     there = _Fingerprint.of(manifest.data["fingerprint"])
     here = _Fingerprint.of(json.loads(json.dumps(source.fingerprint())))
@@ -88,25 +88,25 @@ def compare(
         other_values = None
     if ends:
         is_known = bool(there.contents and here.contents)
-        there, here = (each.of_samples(is_known=is_known) for each in (there, here))
+        there, here = (each.only_samples(is_known=is_known) for each in (there, here))
     is_within = "read" in (manifest.data.get("train") or {}) and not ends
     why_not = source.why_not_by_samples if is_within else None
-    word = None
+    verdict = None
     try:
         if _is_other(
             there.described, here.described, where, why_not, allowed, other_values, ends=ends
         ):
-            word = _IS_OTHER
+            verdict = _IS_OTHER
     except OtherRunError as error:
-        word = str(error)
-    word = agreement.first_complaint("data", word)
-    if word not in (None, _IS_OTHER):
-        raise OtherRunError(word)
-    if word is not None or ends:
-        return Compared(is_other=word is not None)
+        verdict = str(error)
+    verdict = agreement.first_complaint("data", verdict)
+    if verdict not in (None, _IS_OTHER):
+        raise OtherRunError(verdict)
+    if verdict is not None or ends:
+        return DataComparison(is_other=verdict is not None)
     orders = (there.order, here.order)
     is_order_known = is_chief and not source.holds_state and None not in orders
-    return Compared(
+    return DataComparison(
         seeds=there.seeds,
         has_other_seeds=there.seeds != here.seeds,
         has_other_order=is_order_known and there.order != here.order,
@@ -114,8 +114,8 @@ def compare(
 
 
 def use_chiefs_seeds(source: Source, agreement: Channel) -> None:
-    """Lets all workers draw the chief's orders, of which each takes its part. All workers call this
-    together."""
+    """Lets all workers use the chief's shuffling orders, of which every worker takes its part. All
+    workers must call this together."""
     own = source.fingerprint().get(SEEDS)
     chiefs = json.loads(agreement.from_chief("seeds", json.dumps(own)))
     if chiefs is not None and chiefs != own:
@@ -123,8 +123,8 @@ def use_chiefs_seeds(source: Source, agreement: Channel) -> None:
 
 
 def has_same_size(manifest: Manifest, data: Progress | None, world_size: int) -> bool:
-    """Whether a checkpoint was made by as many workers and on global batches of the same size. A
-    script may scale its learning rate to these."""
+    """Returns True if a checkpoint was made with the same number of workers and global batch size.
+    A script may scale its learning rate with these."""
     fingerprint = manifest.data.get("fingerprint", {})
     here = None if data is None else data.data.source.batch_size
     return manifest.world_size == world_size and fingerprint.get(BATCH_SIZE, here) == here
@@ -132,7 +132,7 @@ def has_same_size(manifest: Manifest, data: Progress | None, world_size: int) ->
 
 @dataclass(frozen=True)
 class _Fingerprint:
-    """The parts of one."""
+    """A data fingerprint, split into its parts."""
 
     described: dict[str, Any]
     contents: Mapping[str, str]
@@ -145,23 +145,23 @@ class _Fingerprint:
         others = {name: each for name, each in whole.items() if name not in (*held, SEEDS, ORDER)}
         return cls(others, held, whole.get(SEEDS), whole.get(ORDER))
 
-    def of_samples(self, *, is_known: bool) -> Self:
-        """Without what only matters as long as data is read.
+    def only_samples(self, *, is_known: bool) -> Self:
+        """Returns a copy without the parts that only matter while data is read.
 
         Args:
-            is_known: Whether their contents are.
+            is_known: True if the contents of the samples are known.
         """
-        left_out = {BATCH_SIZE, "shuffle", "batches"}
+        ignored = {BATCH_SIZE, "shuffle", "batches"}
         if is_known:
-            left_out |= {name for name in self.described if name.startswith("step ")}
-        described = {name: each for name, each in self.described.items() if name not in left_out}
+            ignored |= {name for name in self.described if name.startswith("step ")}
+        described = {name: each for name, each in self.described.items() if name not in ignored}
         if described.get("kind") == _OF_KERAS:
             described["kind"] = _ARRAYS
         return replace(self, described=described)
 
 
 def _seeds_set(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
-    """Who shuffles arrays depends on whether there is a seed."""
+    """Describes a changed seed: whether there is one decides who shuffles arrays."""
     kinds = there.get("kind"), here.get("kind")
     if kinds == (_OF_KERAS, _ARRAYS):
         return "`keras.utils.set_random_seed` was called when the run started, and now is not"
@@ -171,7 +171,7 @@ def _seeds_set(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
 
 
 def _other_values(there: Mapping[str, str], here: Mapping[str, str]) -> str | None:
-    """What has other values, in words. Checkpoints of earlier versions do not tell."""
+    """Describes the data whose values differ; None for checkpoints of earlier versions."""
     other = [name for name in there if name in here and there[name] != here[name]]
     if not other:
         return None
@@ -192,17 +192,17 @@ def _is_other(
     """Compares the fingerprints of the data.
 
     Args:
-        there: That of the checkpoint.
-        here: That of this `fit`.
-        where: The run it is of.
-        why_not_by_samples: Why the data cannot be continued at a sample, if the checkpoint is from
-            within an epoch and it cannot.
-        allowed: What it may go on with.
-        other_values: What holds other values, if anything does.
-        ends: Whether the run ends there.
+        there: The checkpoint's fingerprint.
+        here: The fingerprint of this `fit`.
+        where: The run's location, for errors.
+        why_not_by_samples: The reason why the data cannot be continued at a sample, if it cannot
+            and the checkpoint was made mid-epoch.
+        allowed: Which changes of the script are allowed.
+        other_values: Description of the data with different values, if any.
+        ends: True if the run ends there.
 
     Raises:
-        OtherRunError: If it is other data than it may be.
+        OtherRunError: If the data differs in a way that is not allowed.
     """
     sizes = {each.get(BATCH_SIZE) for each in (there, here)}
     is_batch_other = len(sizes) == 2 and None not in sizes
@@ -213,19 +213,19 @@ def _is_other(
             raise OtherRunError(
                 f"{where} was trained on global batches of {there[BATCH_SIZE]} samples, and "
                 f"cannot continue mid-epoch with {here[BATCH_SIZE]}: {why_not_by_samples}. Use "
-                "the same global batch, or allow_data_change=True to start the epoch again; "
-                "nothing was changed."
+                "the same global batch size, or allow_data_change=True to start the epoch again. "
+                "Nothing was changed."
             )
     difference = _seeds_set(there, here) or first_difference(there, here) or other_values
     if difference is not None and not allowed.allow_data_change:
-        goes_on = (
+        remedy = (
             "allow_data_change=True to get the finished run's History and weights"
             if ends
             else "allow_data_change=True to continue with these from the start of the epoch"
         )
         raise OtherRunError(
-            f"{where} was trained on other data. The first difference: {difference}. Give the "
-            f"same data, {_BATCH_REMEDY if is_batch_other else ''}{goes_on}, or "
-            "resume=False to start a new run; nothing was changed."
+            f"{where} was trained on other data. First difference: {difference}. Give the "
+            f"same data, {_BATCH_REMEDY if is_batch_other else ''}{remedy}, or "
+            "resume=False to start a new run. Nothing was changed."
         )
     return difference is not None

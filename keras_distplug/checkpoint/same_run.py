@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of this model."""
+"""Checks that a checkpoint was made with the same model."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from keras_distplug.storage import runs
 from keras_distplug.storage.manifest import Manifest
 
 
-def of_model(model: keras.Model) -> dict[str, Any]:
-    """The classes of the model's layers and optimizers; JSON-able."""
+def describe_model(model: keras.Model) -> dict[str, Any]:
+    """Returns the classes of the model's layers and optimizers; JSON-able."""
     layers = {
         f"layer {number}": type(layer).__name__ for number, layer in enumerate(layers_of(model), 1)
     }
@@ -28,16 +28,16 @@ def of_model(model: keras.Model) -> dict[str, Any]:
 
 
 def identity_of(model: keras.Model, data: Mapping[str, str]) -> runs.Identity:
-    """What a `fit` trains.
+    """Returns the identity of what a `fit` trains.
 
     Args:
         model: The model.
-        data: The contents of its data, as in `data.contents`; empty if they are not known.
+        data: The fingerprints of its data, as in `data.contents`; empty if they are not known.
     """
-    # Not the optimizer's variables: that of a model that was loaded is built.
+    # Without the optimizer's variables: a loaded model's optimizer is already built.
     shapes = [(each.shape, each.dtype) for each in model.weights] if model.built else None
     return runs.Identity(
-        _hash(of_model(model)),
+        _hash(describe_model(model)),
         "" if shapes is None else _hash([[list(shape), str(dtype)] for shape, dtype in shapes]),
         _hash(data[CONTENTS]) if CONTENTS in data else "",
     )
@@ -48,11 +48,11 @@ def _hash(value: Any) -> str:
 
 
 def first_difference(stored: Mapping[str, Any], current: Mapping[str, Any]) -> str | None:
-    """Where two differ first, in words; None if they do not."""
+    """Describes the first difference between two descriptions; None if they are equal."""
     for name in [*stored, *(name for name in current if name not in stored)]:
         there, here = (repr(each[name]) if name in each else "none" for each in (stored, current))
         if there != here:
-            return f"`{name}` is {there} there and {here} here"
+            return f"`{name}` was {there} at the checkpoint and is now {here}"
     return None
 
 
@@ -60,34 +60,34 @@ def require_model(
     manifest: Manifest,
     where: str,
     model: keras.Model,
-    is_of_this_script: Callable[[Mapping[str, Any]], bool],
+    matches_script: Callable[[Mapping[str, Any]], bool],
 ) -> None:
-    """Checks that a checkpoint is of `model`, which has the variables that it had.
+    """Checks that a checkpoint is of `model`, which must have all its variables by now.
 
     Args:
-        manifest: Of the checkpoint.
-        where: The run it is of.
+        manifest: The checkpoint's manifest.
+        where: The run's location, for errors.
         model: The model.
-        is_of_this_script: Whether what a manifest says of how its model was built is what this
-            script has built, too.
+        matches_script: Returns True if the given `Manifest.how_built` matches what this script
+            has built.
 
     Raises:
-        OtherRunError: If it is not.
+        OtherRunError: If the checkpoint is of another model.
     """
     difference = manifests.first_difference(
         *capture.comparable(manifest.variables, model)
-    ) or first_difference(manifest.how_built["made_of"], of_model(model))
+    ) or first_difference(manifest.how_built["made_of"], describe_model(model))
     if difference is None:
         return
-    if is_of_this_script(manifest.how_built):
+    if matches_script(manifest.how_built):
         raise OtherRunError(
-            f"{where} holds the run of another model, or a callback has changed this one in "
-            f"mid-run. The first difference: {difference}. Give another model a directory of "
-            "its own, or resume=False to start a new run beside the old one. What a callback "
-            "adds to a model has to be there before `fit`. Nothing was changed."
+            f"{where} holds the run of another model, or a callback changed this model "
+            f"mid-run. First difference: {difference}. Give another model a separate directory, "
+            "or resume=False to start a new run next to the old one. Anything that a callback "
+            "adds to a model must exist before `fit`. Nothing was changed."
         )
     raise OtherRunError(
-        f"{where} holds the run of another model. The first difference: {difference}. Give "
-        "this model a directory of its own, or resume=False to start a new run beside the "
-        "old one; nothing was changed."
+        f"{where} holds the run of another model. First difference: {difference}. Give "
+        "this model a separate directory, or resume=False to start a new run next to the "
+        "old one. Nothing was changed."
     )

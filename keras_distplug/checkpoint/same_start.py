@@ -1,4 +1,4 @@
-"""Whether all workers are about to train the same."""
+"""Checks that all workers are about to train the same model on the same data."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from keras_distplug.data.position import Positioned, is_own_part
 from keras_distplug.data.sources import SEEDS
 
 Facts = Mapping[str, str]
-"""What a worker is about to do, by name."""
+"""What a worker is about to train, as texts by name."""
 
 _ARGUMENTS = (
     "epochs",
@@ -45,17 +45,17 @@ _SEED = "the seed of `keras.utils.set_random_seed`"
 _DATA, _VALIDATION = "data: ", "validation_data"
 _PARTS = {f"{CONTENTS} of {part}" for part in ("x", "y", "sample_weight")}
 _HASHED = (f"{_DATA}{CONTENTS}", f"{_DATA}{ORDER}")
-_OF_CHIEF = (_SEED, "optimizer.learning_rate")  # variables, which all get from the chief
+_OF_CHIEF = (_SEED, "optimizer.learning_rate")  # variables: all workers get the chief's value
 _HARMLESS = ("Python", "NumPy")
-_DTYPE = ".dtype"  # of a layer: often chosen by the machine
+_DTYPE = ".dtype"  # of a layer: often chosen to suit the machine
 _NONE = "none"
 _CLOCK_SECS = 5.0
-_COUNTED = re.compile(r"_\d+$")  # the names of a process count what it has made before
+_COUNTED = re.compile(r"_\d+$")  # Keras numbers names within a process
 _MOST_SHOWN, _MOST_CHARS = 3, 200
 
 
 def watch() -> None:
-    """Has each `fit` on several workers compared before it makes variables."""
+    """Compares the workers before every multi-worker `fit`, before it makes variables."""
     trainer.install_dispatch()
     trainer.before_building(require_same_fit)
 
@@ -64,7 +64,7 @@ def of_model(model: keras.Model) -> Facts:
     """Describes a model and how it is compiled."""
     weights = model.weights if model.built else ()
     return {
-        **{name: str(kind) for name, kind in same_run.of_model(model).items()},
+        **{name: str(kind) for name, kind in same_run.describe_model(model).items()},
         **changed_settings.as_texts(compilation.settings_of(model)),
         **{
             f"weight {number} ({_COUNTED.sub('', weight.name)})": str(tuple(weight.shape))
@@ -74,7 +74,7 @@ def of_model(model: keras.Model) -> Facts:
 
 
 def of_arguments(arguments: Mapping[str, Any]) -> Facts:
-    """Describes arguments of `fit`, but for the data."""
+    """Describes the arguments of `fit`, except the data."""
     has_validation = arguments.get(_VALIDATION) is not None
     return {
         **{name: _text(arguments[name]) for name in _ARGUMENTS if arguments.get(name) is not None},
@@ -92,7 +92,7 @@ def of_process() -> Facts:
 
 
 def of_fit() -> Facts:
-    """Describes the arguments of the `fit` that calls, with the data."""
+    """Describes the arguments of the current `fit`, including the data."""
     loop = epochs.of_fit()
     if loop is None:
         return {}
@@ -100,7 +100,7 @@ def of_fit() -> Facts:
     facts = dict(of_arguments(given))
     validation = given.get(_VALIDATION)
     if isinstance(validation, tf.data.Dataset | tuple | list) and not is_own_part(validation):
-        known = changed_settings.of_fit().get(_VALIDATION, _NONE)
+        known = changed_settings.fit_settings().get(_VALIDATION, _NONE)
         facts[f"{_DATA}{CONTENTS} of {_VALIDATION}"] = _text(known)
     is_positioned = isinstance(loop.dataset, Positioned)
     read = loop.dataset if is_positioned else loop.whole_dataset
@@ -112,19 +112,19 @@ def of_fit() -> Facts:
     else:
         adapter = loop.adapter
         data = {"batches": _text(adapter.num_batches), "batch_size": _text(adapter.batch_size)}
-        data |= contents.of_fit()
+        data |= contents.fingerprint_fit()
     if len(data.keys() & _PARTS) > 1:
-        del data[CONTENTS]  # of these together
+        del data[CONTENTS]  # of all parts together
     holds_state = is_positioned and loop.dataset.source.holds_state
     if holds_state or loop.py_dataset is not None or loop.torch_loader is not None:
-        # An object may hold what it has drawn, or read before. Each worker takes its own part.
+        # An object may hold what it has drawn or read before. Every worker takes its own part.
         data = {name: each for name, each in data.items() if not name.startswith((CONTENTS, ORDER))}
     return {**facts, **{_DATA + name: each for name, each in data.items()}}
 
 
 def require_same_fit(model: keras.Model) -> None:
-    """Compares the `fit` that calls, if its run is kept, with that of the other workers, which call
-    this, too."""
+    """Compares the current `fit` with that of the other workers, which must call this as well, if a
+    callback keeps its run."""
     callbacks = epochs.arguments_of_fit(["callbacks"]).get("callbacks")
     listed = getattr(callbacks, "callbacks", callbacks)
     if not any(isinstance(each, RunKeeper) for each in keras.tree.flatten(listed)):
@@ -136,47 +136,45 @@ def require_same_fit(model: keras.Model) -> None:
 
 
 def require_same(channel: Channel, facts: Facts, clock: Callable[[], float] = time.time) -> None:
-    """Compares what all workers are about to do. All call this together.
+    """Compares what all workers are about to train. All workers must call this together.
 
     Args:
-        channel: To the other workers.
-        facts: What this one is about to do.
-        clock: In seconds.
+        channel: The channel to the other workers.
+        facts: What this worker is about to train.
+        clock: Returns the time in seconds.
 
     Raises:
         ConfigurationError: On all workers, if a difference would make training wrong.
     """
     role = channel.role
-    told = json.dumps({"facts": facts, "at": clock()}) if role.is_chief else None
-    chiefs = json.loads(channel.from_chief("start", told))
+    message = json.dumps({"facts": facts, "at": clock()}) if role.is_chief else None
+    chiefs = json.loads(channel.from_chief("start", message))
     late_secs = chiefs["at"] - clock()
     differences = list(_differences(chiefs["facts"], facts))
-    said = channel.gather("start", json.dumps([differences, late_secs, clock()]))
+    replies = channel.gather("start", json.dumps([differences, late_secs, clock()]))
     now = clock()
     chief = role.workers[0]
     refused: list[Difference] = []
     noted: list[str] = []
-    for name, each in zip(role.workers, said, strict=True):
-        other, behind_secs, at = json.loads(each)
+    for name, each in zip(role.workers, replies, strict=True):
+        other, lag_secs, at = json.loads(each)
         for found in (Difference(chief, name, *one) for one in other):
             if found.is_harmless:
                 noted.append(str(found))
             else:
                 refused.append(found)
         # Messages take time, so only a time stamp from the future proves that a clock is wrong.
-        if max(behind_secs, at - now) > _CLOCK_SECS:
-            way, secs = (
-                ("behind", behind_secs) if behind_secs > at - now else ("ahead of", at - now)
-            )
+        if max(lag_secs, at - now) > _CLOCK_SECS:
+            way, secs = ("behind", lag_secs) if lag_secs > at - now else ("ahead of", at - now)
             noted.append(f"the clock of {name} is {secs:.0f} s {way} {chief}'s")
     if refused:
-        refused.sort(key=lambda each: each.is_of_values)  # sizes say more than hashes
-        remedy = " If each worker reads its own part of the data, give a tf.data.Dataset with "
+        refused.sort(key=lambda each: each.has_hashes)  # sizes are more helpful than hashes
+        remedy = " If every worker reads its own part of the data, give a tf.data.Dataset with "
         remedy += "AutoShardPolicy.OFF."
         raise ConfigurationError(
             f"The workers are about to train different things: {_joined(refused)}. Give every "
             "worker the same script, arguments and data."
-            f"{remedy if refused[0].is_of_data else ''} Nothing was trained."
+            f"{remedy if refused[0].concerns_data else ''} Nothing was trained."
         )
     if noted and role.is_chief:
         announce(f"the workers differ: {_joined(noted)}")
@@ -184,14 +182,14 @@ def require_same(channel: Channel, facts: Facts, clock: Callable[[], float] = ti
 
 @dataclass(frozen=True)
 class Difference:
-    """Between the chief and another worker.
+    """A difference between the chief and another worker.
 
     Args:
         chief: The name of the chief.
-        worker: That of the other one.
-        what: Differs.
+        worker: The name of the other worker.
+        what: The name of the fact that differs.
         there: Its value on the chief.
-        here: Its value on the other one.
+        here: Its value on the other worker.
     """
 
     chief: str
@@ -202,35 +200,35 @@ class Difference:
 
     @property
     def is_harmless(self) -> bool:
-        """Whether training is what it would be without it."""
-        return self._is_of_chief or self.what in _HARMLESS or self.what.endswith(_DTYPE)
+        """True if it does not affect training."""
+        return self._uses_chiefs_value or self.what in _HARMLESS or self.what.endswith(_DTYPE)
 
     @property
-    def is_of_values(self) -> bool:
-        """Whether its values are hashes."""
+    def has_hashes(self) -> bool:
+        """True if its values are hashes."""
         return self.what.startswith(_HASHED)
 
     @property
-    def is_of_data(self) -> bool:
-        """Whether the workers would read other samples."""
+    def concerns_data(self) -> bool:
+        """True if the workers would read different samples."""
         return self.what.startswith(_DATA)
 
     @property
-    def _is_of_chief(self) -> bool:
+    def _uses_chiefs_value(self) -> bool:
         values = (self.there, self.here)
         is_plain = all(each == _NONE or changed_settings.is_number(each) for each in values)
         return self.what in _OF_CHIEF and is_plain
 
     def __str__(self) -> str:
         what, there, here = self.what.removeprefix(_DATA), self.there, self.here
-        if self.is_of_values:
+        if self.has_hashes:
             what = {CONTENTS: "the samples", ORDER: "the order of the samples"}.get(what, what)
             what = what.removeprefix(f"{CONTENTS} of ")
             there, here = (
                 each if each == _NONE else f"data with hash {each}" for each in (there, here)
             )
-        told = f"{what} is {there} on {self.chief} and {here} on {self.worker}"
-        return f"{told}; {self.chief}'s is used" if self._is_of_chief else told
+        message = f"{what} is {there} on {self.chief} and {here} on {self.worker}"
+        return f"{message}; {self.chief}'s is used" if self._uses_chiefs_value else message
 
 
 def _differences(chiefs: Facts, own: Facts) -> Iterator[tuple[str, str, str]]:

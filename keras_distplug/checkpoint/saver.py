@@ -1,4 +1,4 @@
-"""Saves in the background of training, one at a time."""
+"""Runs saves in the background of training, one at a time."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from dataclasses import dataclass
 from keras_distplug.core.errors import SaveError
 from keras_distplug.core.threads import before_threads_end
 
-# A tenth of the weight of a thread of training: where processors are idle it costs a save nothing,
-# and where they are not, a save still gets on.
+# A tenth of the CPU weight of a training thread: on idle processors this costs a save nothing, and
+# on busy ones it still makes progress.
 _NICENESS = 10
 
 
 @dataclass(frozen=True)
-class Saved:
-    """A save that has ended, or that takes too long.
+class SaveResult:
+    """A save that has finished, or that takes too long.
 
     Args:
-        step: Of the checkpoint.
-        seconds: How long it took in the background, so far.
-        error: Why there is no checkpoint; None if there is one.
+        step: The checkpoint's step.
+        seconds: Time that it has taken in the background, so far.
+        error: The reason why there is no checkpoint; None if there is one.
     """
 
     step: int
@@ -38,20 +38,20 @@ class Saved:
 class Saver:
     """Runs saves in a thread, at most one at a time.
 
-    While one runs, the state that it writes stays in memory: of the variables that change
-    meanwhile there are two copies. When the process ends, it waits for the save under way.
+    While one runs, the state that it writes stays in memory, so the variables that change
+    meanwhile exist twice. When the process ends, it waits for the save in progress.
 
     Args:
-        timeout_s: How long `wait` and the end of the process wait for a save, and after how long
-            one that is under way counts as failed, once more each time.
+        timeout_s: Time in seconds for which `wait` and the end of the process wait for a save, and
+            after which a save in progress is reported as failed, again after every such period.
     """
 
     def __init__(self, timeout_s: float = 600.0) -> None:
         self._timeout_s = timeout_s
         self._thread: threading.Thread | None = None
         self.step = 0  # of the newest save
-        self._begun_s = self._told_s = 0.0
-        self._ended: queue.SimpleQueue[Saved] = queue.SimpleQueue()
+        self._started_s = self._reported_s = 0.0
+        self._results: queue.SimpleQueue[SaveResult] = queue.SimpleQueue()
         _wait_at_exit()
         _savers.add(self)
 
@@ -61,73 +61,73 @@ class Saver:
         return thread is not None and thread.is_alive()
 
     def start(self, step: int, save: Callable[[], None]) -> None:
-        """Begins a save. There must be none under way.
+        """Starts a save. None may be in progress.
 
         Args:
-            step: Of the checkpoint.
-            save: What writes it.
+            step: The checkpoint's step.
+            save: Writes the checkpoint.
         """
         if self.is_busy:
-            raise RuntimeError("A save is under way. Call `wait` before `start`.")
+            raise RuntimeError("A save is in progress. Call `wait` before `start`.")
 
         self.step = step
-        self._begun_s = self._told_s = begun_s = time.monotonic()
+        self._started_s = self._reported_s = started_s = time.monotonic()
 
         def run() -> None:
             error: Exception | None = None
             try:
-                _give_way()
+                _lower_priority()
                 save()
-            except Exception as raised:  # noqa: BLE001 (handed over by `ended`)
+            except Exception as raised:  # noqa: BLE001 (handed over by `finished`)
                 error = raised
-            self._ended.put(Saved(step, time.monotonic() - begun_s, error))
+            self._results.put(SaveResult(step, time.monotonic() - started_s, error))
 
-        # A daemon, since a storage that hangs for ever must not keep the process for ever.
+        # A daemon thread, since storage that hangs forever must not block the process forever.
         self._thread = threading.Thread(target=run, name="keras_distplug-save", daemon=True)
         self._thread.start()
 
     @property
     def has_news(self) -> bool:
-        """Whether `ended` has something to give."""
-        return not self._ended.empty() or (self._thread is not None and self._is_late())
+        """True if `finished` would return a save."""
+        return not self._results.empty() or (self._thread is not None and self._is_late())
 
     def _is_late(self) -> bool:
-        return self.is_busy and time.monotonic() - self._told_s > self._timeout_s
+        return self.is_busy and time.monotonic() - self._reported_s > self._timeout_s
 
-    def ended(self) -> list[Saved]:
-        """The saves that have ended and were not given before, and one that takes too long."""
-        found = [self._ended.get() for _ in range(self._ended.qsize())]
+    def finished(self) -> list[SaveResult]:
+        """Returns finished saves not returned before, and one that takes too long, if any."""
+        found = [self._results.get() for _ in range(self._results.qsize())]
         if not self.is_busy:
             self._thread = None  # makes the check after every step cheaper
         if self._is_late():
-            self._told_s = now_s = time.monotonic()
-            seconds = now_s - self._begun_s
-            found.append(Saved(self.step, seconds, self._hangs(seconds)))
+            self._reported_s = now_s = time.monotonic()
+            seconds = now_s - self._started_s
+            found.append(SaveResult(self.step, seconds, self._hangs(seconds)))
         return found
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Returns once no save is under way.
+        """Returns once no save is in progress.
 
         Args:
-            timeout_s: How long that may take. Defaults to that of this object.
+            timeout_s: Longest time to wait, in seconds. Defaults to the `timeout_s` of this object.
 
         Raises:
-            SaveError: If it takes longer.
+            SaveError: If the save takes longer.
         """
         if (thread := self._thread) is not None:
             thread.join(self._timeout_s if timeout_s is None else timeout_s)
             if thread.is_alive():
-                raise self._hangs(time.monotonic() - self._begun_s)
+                raise self._hangs(time.monotonic() - self._started_s)
 
     def _hangs(self, seconds: float) -> SaveError:
         return SaveError(
             f"The checkpoint of step {self.step} was still being written after {seconds:.0f} s. "
-            "It does not count until it is complete. Look at the storage."
+            "It does not count until it is complete. Check the storage."
         )
 
 
-def _give_way() -> None:
-    """Lets training have the processors first: on Linux, niceness is a thread's own."""
+def _lower_priority() -> None:
+    """Gives training priority on the processors: on Linux, niceness is set per thread."""
     if sys.platform == "linux":
         os.nice(_NICENESS)
 
@@ -143,13 +143,13 @@ def wait_for_all() -> None:
 
 @functools.cache
 def _wait_at_exit() -> None:
-    before_threads_end(_wait_and_tell)
+    before_threads_end(_wait_and_report)
 
 
-def _wait_and_tell() -> None:
+def _wait_and_report() -> None:
     wait_for_all()
     for saver in list(_savers):
-        for saved in saver.ended():
+        for saved in saver.finished():
             if saved.error is not None:
-                # Nobody is left who could be told in another way.
+                # At this point there is no other way to report it.
                 print(f"keras_distplug: a checkpoint failed: {saved.error!r}", file=sys.stderr)

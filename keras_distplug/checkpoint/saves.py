@@ -1,4 +1,4 @@
-"""The saves of one training: when, in the background, and what becomes of those that fail."""
+"""The saves of one training: when they are made in the background, and how failures are handled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any, NoReturn, Protocol
 
 from keras_distplug.checkpoint.cadence import Pace, Plan
-from keras_distplug.checkpoint.progress_line import shown
+from keras_distplug.checkpoint.progress_line import show_progress
 from keras_distplug.checkpoint.saver import Saver
 from keras_distplug.cluster import leaving
 from keras_distplug.cluster.channel import Channel
@@ -26,36 +26,37 @@ from keras_distplug.storage.commit import Writer
 from keras_distplug.storage.meter import Meter
 
 
-class Writes(Protocol):
-    """Where the checkpoints go."""
+class CheckpointWriter(Protocol):
+    """Writes checkpoints to their storage."""
 
     @property
     def meter(self) -> Meter:
-        """Of the save under way."""
+        """The meter of the save in progress."""
         ...
 
     def save(self, state: TrainState, attempt: str) -> None:
-        """Raises SaveError if it fails."""
+        """Writes a checkpoint. Raises SaveError if it fails."""
         ...
 
 
 class Saves:
-    """What the workers of a training save together; all call the same methods at the same steps.
+    """The saves of a training; all workers call the same methods at the same steps.
 
     Args:
         writer: Writes a checkpoint.
-        agreement: How the workers agree.
-        pace: Says when a checkpoint is due; the chief's counts.
+        agreement: The channel between the workers.
+        pace: Decides when a checkpoint is due; the chief's decision counts.
         is_chief: True on the worker that decides.
-        max_failed_saves: So many failed saves in a row are an error. None if each worker saves for
-            itself, as a help only: it tells its own failures, and they end nothing.
-        on_saved: Called, from a thread, with the step of each checkpoint that is complete.
-        is_alone: Whether there is no other worker.
+        max_failed_saves: Number of consecutive failed saves that raise an error. None if every
+            worker saves for itself, as an addition: it reports its own failures, and training
+            continues.
+        on_saved: Called, from a thread, with the step of every completed checkpoint.
+        is_alone: True if there is no other worker.
     """
 
     def __init__(
         self,
-        writer: Writes,
+        writer: CheckpointWriter,
         agreement: Channel,
         pace: Pace,
         *,
@@ -76,37 +77,37 @@ class Saves:
         self._saver = Saver()
         self._attempts = agreement.from_chief("saves", Writer.new_attempt() if is_chief else None)
         self._number = 0
-        self.saved_step: int | None = None  # of the newest that is complete
+        self.saved_step: int | None = None  # of the newest complete checkpoint
         self._next_look = pace.first_look()
         self._stall_s = 0.0
-        self._bytes = 0  # of the newest
-        self._failures: list[Exception] = []  # in a row
+        self._bytes = 0  # size of the newest
+        self._failures: list[Exception] = []  # consecutive ones
 
     def stepped(self, step: int, seconds: float | None) -> bool:
-        """Notes the end of a step, and returns whether `look` has something to do. Runs after every
+        """Records the end of a step; returns True if `look` has something to do. Runs after every
         step, so it must be cheap.
 
         Args:
-            step: Steps since the run began.
-            seconds: What the last step took; None if it was no usual one.
+            step: Number of steps since the run started.
+            seconds: Duration of the last step; None if it is not representative.
         """
         if seconds is not None:
             self._pace.stepped(seconds, is_saving=self._saver.is_busy)
         return (self._next_look is not None and step >= self._next_look) or self._saver.has_news
 
     def look(self, step: int, state: Callable[[], TrainState], *, is_sound: bool) -> None:
-        """Reports the saves that have ended, and saves if that is due at the end of a step.
+        """Reports finished saves, and starts one if it is due at the end of a step.
 
         Args:
-            step: Steps since the run began.
+            step: Number of steps since the run started.
             state: Makes the state to save.
-            is_sound: False if the state is not worth saving, for a loss that is not finite.
+            is_sound: False if the state is not worth saving because of a non-finite loss.
 
         Raises:
-            SaveError: If too many saves have failed in a row.
-            FencedError: If another process has taken the directory over.
+            SaveError: If too many consecutive saves have failed.
+            FencedError: If another process has taken over the directory.
         """
-        self._look_after_ended()
+        self._handle_finished()
         if self._next_look is None or step < self._next_look:
             return
         plan = self._agree(
@@ -120,9 +121,9 @@ class Saves:
         if plan.save:
             self.save(state)
 
-    def epoch_ended(self, step: int, state: Callable[[], TrainState], *, is_last: bool) -> None:
-        """As `look`, at the end of an epoch."""
-        self._look_after_ended()
+    def on_epoch_end(self, step: int, state: Callable[[], TrainState], *, is_last: bool) -> None:
+        """Does the same as `look`, at the end of an epoch."""
+        self._handle_finished()
         plan = self._agree(
             lambda: self._pace.at_epoch_end(
                 step, time.monotonic(), is_saving=self._saver.is_busy, is_last=is_last
@@ -132,10 +133,10 @@ class Saves:
             self.save(state)
 
     def save(self, state: Callable[[], TrainState]) -> None:
-        """Saves in the background, once a save under way has ended."""
-        begin = time.monotonic()
+        """Saves in the background, once the save in progress has finished."""
+        start_s = time.monotonic()
         self._wait_for_saver()
-        self._look_after_ended()
+        self._handle_finished()
         self._number += 1
         attempt = f"{self._attempts}-{self._number}"
         taken = state()
@@ -146,9 +147,9 @@ class Saves:
             self._on_saved(taken.cursor.step)
 
         self._saver.start(taken.cursor.step, write)
-        self._stall_s = time.monotonic() - begin
+        self._stall_s = time.monotonic() - start_s
 
-    def save_before(
+    def save_in_time(
         self,
         step: int,
         state: Callable[[], TrainState],
@@ -156,29 +157,29 @@ class Saves:
         *,
         is_sound: bool,
     ) -> None:
-        """Saves what is not saved yet, and waits for it, as far as there is time.
+        """Saves the current state if it is not saved yet, and waits for that, if time permits.
 
         Args:
-            step: Steps since the run began.
+            step: Number of steps since the run started.
             state: Makes the state to save.
-            left_s: How much time there is. None for as long as it takes.
+            left_s: Remaining time in seconds. None for no limit.
             is_sound: As in `look`.
         """
         end_s = None if left_s is None else time.monotonic() + left_s
         failed = self._wait_until(end_s)
         is_time = end_s is None or time.monotonic() + self._pace.duration_s < end_s
-        said = map(
+        reply = map(
             json.loads,
             self._agreement.gather(
                 "last save", json.dumps([self.saved_step == step, is_time, failed])
             ),
         )
-        saved, are_in_time, failures = zip(*said, strict=True)
+        saved, are_in_time, failures = zip(*reply, strict=True)
         if all(saved) or not is_sound:
             return
         why = next((each for each in failures if each is not None), None)
         if why is None and not are_in_time[0]:
-            why = f"there are {left_s or 0:.1f} s left, and the last one took more"
+            why = f"{left_s or 0:.1f} s left, and the last save took longer"
         if why is None:
             self.save(state)
             failed = self._wait_until(end_s)
@@ -186,29 +187,29 @@ class Saves:
                 failed = str(self._failures[-1])
             why = self._agreement.first_complaint("last saved", failed)
         if why is not None and self._is_chief:
-            announce(f"there is no {self._what} of step {step}: {why}")
+            announce(f"no {self._what} of step {step} was made: {why}")
 
     def _wait_until(self, end_s: float | None) -> str | None:
-        """Waits for the save under way. Tells why it has not ended."""
+        """Waits for the save in progress. Returns the reason if it has not finished."""
         try:
             self._wait_for_saver(None if end_s is None else max(0.0, end_s - time.monotonic()))
         except SaveError as error:
             return str(error)
-        self._look_after_ended()
+        self._handle_finished()
         return None
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is in progress."""
+        """True if a save is in progress."""
         return self._saver.is_busy
 
     def await_idle(self) -> None:
-        """Waits for a save in progress, and reports nothing of it. From any thread."""
+        """Waits for a save in progress, without reporting its result. Callable from any thread."""
         with contextlib.suppress(SaveError):
             self._saver.wait()
 
     def wait(self) -> None:
-        """Waits for a save under way."""
+        """Waits for the save in progress."""
         self._wait_until(None)
 
     def finish(self) -> None:
@@ -218,60 +219,60 @@ class Saves:
             SaveError: If it has failed.
         """
         self._wait_for_saver()
-        self._look_after_ended()
+        self._handle_finished()
         if self._failures and not self._is_local:
             if isinstance(self._failures[-1], FencedError):
                 self._end_fenced(self._failures[-1])
             raise self._failures[-1]
         if self._pace.skipped and self._is_chief:
-            of_several = f"{self._pace.skipped} {self._what}s that were due were"
-            which = f"1 {self._what} that was due was" if self._pace.skipped == 1 else of_several
-            announce(f"{which} left out, because the one before was still being written")
+            several = f"{self._pace.skipped} due {self._what}s were"
+            which = f"1 due {self._what} was" if self._pace.skipped == 1 else several
+            announce(f"{which} skipped: the previous one was still being written")
 
     def _wait_for_saver(self, timeout_s: float | None = None) -> None:
-        """Raises SaveError if the save under way takes longer."""
+        """Raises SaveError if the save in progress takes longer."""
         if not self._saver.is_busy:
             return
         what = f"writing {self._what} of step {self._saver.step}"
-        with shown(what, self._writer.meter, is_shown=self._is_chief):
+        with show_progress(what, self._writer.meter, is_shown=self._is_chief):
             self._saver.wait(timeout_s)
 
     def _agree(self, plan: Callable[[], Plan]) -> Plan:
-        word = None
+        message = None
         if self._is_chief:
             too_many = len(self._failures) >= self._patience
             failed = str(self._failures[-1]) if too_many else None
             fenced = next((str(e) for e in self._failures if isinstance(e, FencedError)), None)
-            word = json.dumps({"failed": failed, "fenced": fenced, "plan": asdict(plan())})
-        said = json.loads(self._agreement.from_chief("save", word))
-        if said["fenced"] is not None:
-            self._end_fenced(FencedError(said["fenced"]))
-        if said["failed"] is not None:
+            message = json.dumps({"failed": failed, "fenced": fenced, "plan": asdict(plan())})
+        reply = json.loads(self._agreement.from_chief("save", message))
+        if reply["fenced"] is not None:
+            self._end_fenced(FencedError(reply["fenced"]))
+        if reply["failed"] is not None:
             raise SaveError(
-                f"{self._patience} checkpoints in a row could not be written. The last "
-                f"one: {said['failed']}"
+                f"{self._patience} consecutive checkpoints could not be written. Last error: "
+                f"{reply['failed']}"
             )
-        return Plan(**said["plan"])
+        return Plan(**reply["plan"])
 
-    def _look_after_ended(self) -> None:
-        for saved in self._saver.ended():
+    def _handle_finished(self) -> None:
+        for saved in self._saver.finished():
             if saved.error is None:
                 self._failures = []
                 self.saved_step = saved.step
                 report(Saved(saved.step, saved.seconds, self._is_local, self._stall_s, self._bytes))
                 self._pace.saved(self._stall_s, saved.seconds)
-                self._tell_interval()
+                self._report_interval()
                 continue
             self._failures.append(saved.error)
             if isinstance(saved.error, FencedError):
                 if self._is_alone:
                     self._end_fenced(saved.error)
-                continue  # all workers end at the same step, by the chief's next word
+                continue  # all workers end at the same step, after the chief's next message
             report(SaveFailed(saved.step, len(self._failures), self._is_local, str(saved.error)))
             if self._is_local or self._is_chief:
-                end = "" if self._is_local else f", and ends at {self._patience}"
+                end = "" if self._is_local else f", but ends at {self._patience}"
                 warnings.warn(
-                    f"A {self._what} failed, {len(self._failures)} in a row now; training goes on"
+                    f"A {self._what} failed ({len(self._failures)} consecutive); training continues"
                     f"{end}. {saved.error}",
                     stacklevel=2,
                 )
@@ -280,24 +281,24 @@ class Saves:
         leaving.is_fenced()
         raise error
 
-    def _tell_interval(self) -> None:
+    def _report_interval(self) -> None:
         interval_s, cost_s = self._pace.interval_s, self._pace.cost_s
         if not self._is_chief or not self._pace.is_automatic or not interval_s or cost_s is None:
             return
-        told_s = _told_s.get(self._what)
-        if told_s is None or not 1 / 3 < interval_s / told_s < 3:
-            _told_s[self._what] = interval_s
+        announced_s = _announced_s.get(self._what)
+        if announced_s is None or not 1 / 3 < interval_s / announced_s < 3:
+            _announced_s[self._what] = interval_s
             announce(
                 f"a {self._what} costs training {cost_s:.3f} s, so one is made every "
                 f"{interval_s:.1f} s"
             )
 
 
-_told_s: dict[str, float] = {}
-"""The intervals that this process has announced last: one line for a loop of `fit` calls."""
+_announced_s: dict[str, float] = {}
+"""The intervals that this process announced last: one line for a loop of `fit` calls."""
 
 
-def save_all_before(
+def save_all_in_time(
     all_saves: Iterable[Saves],
     step: int,
     state: Callable[[], TrainState],
@@ -305,17 +306,17 @@ def save_all_before(
     *,
     is_sound: bool,
 ) -> int | None:
-    """Calls `save_before` of each, as far as there is time. Returns the newest step saved."""
+    """Calls `save_in_time` of all, as far as time permits. Returns the newest step saved."""
     end_s = None if left_s is None else time.monotonic() + left_s
     steps = []
     for saves in all_saves:
         rest_s = None if end_s is None else end_s - time.monotonic()
-        saves.save_before(step, state, rest_s, is_sound=is_sound)
+        saves.save_in_time(step, state, rest_s, is_sound=is_sound)
         steps.append(saves.saved_step)
     return max((each for each in steps if each is not None), default=None)
 
 
 def is_finite(logs: Mapping[str, Any] | None) -> bool:
-    """Whether a model with these logs is worth saving."""
+    """Returns True if a model with these logs is worth saving."""
     loss = (logs or {}).get("loss")
     return loss is None or math.isfinite(float(loss))

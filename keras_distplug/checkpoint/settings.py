@@ -1,4 +1,4 @@
-"""The values that `BackupAndRestore` takes, and the names that they had as single arguments."""
+"""Settings of `BackupAndRestore`, and the names of their fields as single arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from keras_distplug.storage.retention import Mode, Retention, require_count
 
 @dataclass(frozen=True, repr=False)
 class Saving(Shown):
-    """What saves may cost, and what happens if one is late or fails.
+    """How much saves may cost, and what happens if one is late or fails.
 
     Example:
 
@@ -27,13 +27,13 @@ class Saving(Shown):
     Args:
         on_busy: If a save is due while another is in progress, `"skip"` it, or `"wait"` for the
             other. Defaults to `"skip"`. The save at the end of training always waits.
-        max_overhead: With `save_freq="auto"`, the largest share of the time that saves may take.
+        max_overhead: With `save_freq="auto"`, the largest fraction of the time spent on saves.
             Defaults to 0.01.
         max_failed_saves: Training ends with an error after this many consecutive failed saves.
             Defaults to 3.
 
     Raises:
-        ConfigurationError: For an argument that is not usable.
+        ConfigurationError: If an argument is not usable.
     """
 
     on_busy: Literal["skip", "wait"] = "skip"
@@ -47,7 +47,7 @@ class Saving(Shown):
             )
         if not isinstance(self.max_overhead, float) or not 0 < self.max_overhead < 1:
             raise ConfigurationError(
-                "Expected `max_overhead` to be a share between 0 and 1, such as 0.01. Received: "
+                "Expected `max_overhead` to be a fraction between 0 and 1, such as 0.01. Received: "
                 f"{self.max_overhead!r}"
             )
         require_count("max_failed_saves", self.max_failed_saves)
@@ -55,7 +55,7 @@ class Saving(Shown):
 
 @dataclass(frozen=True, repr=False)
 class Resuming(Shown):
-    """What the script may have changed since the checkpoint, and what a new run begins with.
+    """What the script may have changed since the checkpoint, and what a new run starts from.
 
     Example:
 
@@ -68,23 +68,23 @@ class Resuming(Shown):
         allow_batch_change: Continue with the same data in global batches of another size, from the
             next sample on. Defaults to `False`, which refuses them.
         allow_data_change: Continue although the data differs from the checkpoint's: another global
-            batch, another pipeline, other samples. The interrupted epoch then starts again.
+            batch size, another pipeline, other samples. The interrupted epoch then starts again.
             Defaults to `False`, which refuses such data.
         allow_loss_change: Continue an interrupted epoch with another loss; its metrics then start
             with the next batch. Also return a finished run that was trained with another loss, or
             with other settings of the optimizer or of a layer. Defaults to `False`, which refuses
-            both. Between epochs, another loss is only reported.
-        restore_learning_rate: `False` uses the script's learning rate if it is another one than
-            when the checkpoint was made. Defaults to `True`: the checkpoint's.
-        init_from: Folder of another run, or its URL. A new run begins with the weights of that
-            run's newest checkpoint; layers that are new or have another shape are named and keep
+            both. Between epochs, a changed loss is only reported.
+        restore_learning_rate: `False` uses the script's learning rate if the script has changed it
+            since the checkpoint was made. Defaults to `True`: the checkpoint's.
+        init_from: Folder or URL of another run. A new run starts with the weights of that run's
+            newest checkpoint; layers that are new or have another shape are reported and keep
             their initial values. Once the run has a checkpoint, this has no effect. Defaults to
             `None`.
-        init_optimizer: With `init_from`, take over the optimizer's state as well, but for the
+        init_optimizer: With `init_from`, restore the optimizer's state as well, except the
             learning rate. Defaults to `False`.
 
     Raises:
-        ConfigurationError: For an argument that is not usable.
+        ConfigurationError: If an argument is not usable.
     """
 
     allow_batch_change: bool = False
@@ -96,13 +96,13 @@ class Resuming(Shown):
 
     @classmethod
     def names(cls) -> frozenset[str]:
-        """Those of its fields."""
+        """Returns the names of its fields."""
         return frozenset(each.name for each in fields(cls))
 
     def __post_init__(self) -> None:
         if self.init_optimizer and self.init_from is None:
             raise ConfigurationError(
-                "`init_optimizer` takes over the optimizer of the run in `init_from`, which is not "
+                "`init_optimizer` restores the optimizer of the run in `init_from`, which is not "
                 "given. Received: init_optimizer=True"
             )
         if self.init_from is not None:
@@ -116,8 +116,8 @@ class LocalCheckpoints(Shown):
     Every worker writes the whole state to its machine and keeps two copies of it, three while it
     writes. They are deleted when training has finished. Training resumes from the newest checkpoint
     in either place; a local one counts only if every worker finds a complete copy of it. A process
-    that dies therefore costs the training since the last local checkpoint, a lost machine that
-    since the last checkpoint in `backup_dir`.
+    that dies therefore costs the training since the last local checkpoint, a lost machine the
+    training since the last checkpoint in `backup_dir`.
 
     Example:
 
@@ -131,7 +131,7 @@ class LocalCheckpoints(Shown):
         local_freq: How often to save there, as in `save_freq`. Defaults to `"auto"`.
 
     Raises:
-        ConfigurationError: For an argument that is not usable.
+        ConfigurationError: If an argument is not usable.
     """
 
     local_tier: str | os.PathLike[str]
@@ -140,14 +140,14 @@ class LocalCheckpoints(Shown):
     def __post_init__(self) -> None:
         if not open_files(self.local_tier).traits.is_near:
             raise ConfigurationError(
-                "Expected `local_tier` to be a folder of each worker's own machine, such as "
+                "Expected `local_tier` to be a folder on every worker's own machine, such as "
                 f"/dev/shm/mnist. Received: {os.fspath(self.local_tier)!r}"
             )
         cadence_of(self.local_freq, Saving.max_overhead, "local_freq")
         object.__setattr__(self, "local_tier", os.fspath(self.local_tier))
 
     def open(self, saving: Saving) -> tuple[Files, Cadence]:
-        """Returns where local checkpoints go, and how often one is made."""
+        """Returns the folder of local checkpoints, and their cadence."""
         cadence = cadence_of(self.local_freq, saving.max_overhead, "local_freq")
         return open_files(self.local_tier), cadence
 
@@ -178,7 +178,7 @@ class Single(ResumingFields, total=False):
 
 @dataclass(frozen=True)
 class Settings:
-    """All of them."""
+    """All settings of `BackupAndRestore`."""
 
     saving: Saving
     retention: Retention
@@ -194,15 +194,15 @@ class Settings:
         local: LocalCheckpoints | None,
         single: Mapping[str, Any],
     ) -> Settings:
-        """Merges values and single arguments, each of which may be given in one of the two ways."""
+        """Merges values and single arguments; every setting may be given in one of the two ways."""
         if unknown := sorted(single.keys() - get_type_hints(Single).keys()):
             raise TypeError(
                 f"BackupAndRestore.__init__() got an unexpected keyword argument {unknown[0]!r}"
             )
         if single.get("local_freq") is not None and local is None is single.get("local_tier"):
             raise ConfigurationError(
-                "`local_freq` says how often a checkpoint goes to the folder `local_tier`, which "
-                f"is not given. Received: local_freq={single['local_freq']!r}"
+                "`local_freq` sets how often a checkpoint is saved in the folder `local_tier`, "
+                f"which is not given. Received: local_freq={single['local_freq']!r}"
             )
         of_local = {
             name: single[name]
@@ -217,12 +217,12 @@ class Settings:
         )
 
 
-SAVING, RETENTION, RESUMING = Saving(), Retention(), Resuming()  # as they are by default
+SAVING, RETENTION, RESUMING = Saving(), Retention(), Resuming()  # the defaults
 _V = TypeVar("_V", Saving, Retention, Resuming, LocalCheckpoints)
 
 
 def merged(name: str, kind: type[_V], value: object, single: Mapping[str, Any]) -> _V:
-    """Merges a value and its fields as single arguments, of which others are ignored.
+    """Merges a value with its fields given as single arguments; other arguments are ignored.
 
     Raises:
         ConfigurationError: If both are given, or the value is of another kind.

@@ -1,7 +1,7 @@
-"""Python values that a trace turns into constants, though callbacks change them later.
+"""Python values that tracing turns into constants, although callbacks change them later.
 
-`self.model.beta = 0.5` in a callback has no effect on a step that was traced before: it computes
-with the value of that time. So must the same step when a resumed run traces it again.
+`self.model.beta = 0.5` in a callback has no effect on a step that was already traced: it computes
+with the earlier value. So must the same step when a resumed run traces it again.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from keras_distplug.python_state.callback_changes import CallbackChanges
 
 
 class TracedValues:
-    """These values, for one `fit`.
+    """The values at the traces of a model's steps, during one `fit`.
 
     Args:
-        changes: Of the callbacks of this `fit`.
-        touched: What the steps of the model touch; keeps the values at their traces.
+        changes: The changes of the callbacks of this `fit`.
+        touched: The objects that the model's steps use; keeps the values at their traces.
     """
 
     def __init__(self, changes: CallbackChanges, touched: Touched) -> None:
         self._changes = changes
         self._touched = touched
         self._lock = threading.Lock()
-        self._tracing = 0  # replicas trace a step in threads of their own, by turns
+        self._tracing = 0  # replicas trace a step in separate threads, one after the other
         self._as_stored = contextlib.ExitStack()
         touched.around_trace = self._around
 
     def capture(self) -> dict[str, list[Any]]:
-        """Returns by step, JSON-able, the values at its trace that are not those of the start."""
+        """Returns by step, JSON-able, the values at its trace that differ from the initial ones."""
         start = self._changes.small_values_at_start
         return {
             step: [
@@ -44,7 +44,7 @@ class TracedValues:
         }
 
     def restore(self, states: Mapping[str, list[Any]]) -> None:
-        """Has the next traces of the steps in `states` compute with what `capture` returned."""
+        """Lets the next traces of the steps in `states` use the values that `capture` returned."""
         start = self._changes.small_values_at_start
         for step, differing in states.items():
             there = {(each["callback"], tuple(each["path"])): each["value"] for each in differing}

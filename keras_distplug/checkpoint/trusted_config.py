@@ -1,4 +1,4 @@
-"""Checks model configs: Keras' own classes, and classes that the user has imported, are allowed.
+"""Checks that model configs name only Keras' own classes and classes the user has imported.
 
 Other people may be able to write to the folder of a config. Keras' `safe_mode` refuses lambdas, but
 neither all functions that a config can name nor paths, and not in every supported version.
@@ -32,7 +32,7 @@ PARTS = (
     *("quantizers", "random", "regularizers"),
 )
 FUNCTIONS_IN = ("activations", "constraints", "initializers", "losses", "metrics", "regularizers")
-# Directly in `keras`; others there, such as `Function`, are in no config.
+# Directly in `keras`; other names there, such as `Function`, are in no config.
 TOP_LEVEL = (
     *("DTypePolicy", "FloatDTypePolicy", "InputSpec", "Initializer", "Layer", "Loss", "Metric"),
     *("Model", "Optimizer", "Quantizer", "Regularizer", "Sequential"),
@@ -51,15 +51,15 @@ _PLAIN = (
 )
 _DTYPE = re.compile(r"bool|string|object|(u?int|b?float|complex)\d{1,3}(_e\dm\d[a-z0-9]{0,9})?")
 _PATHS = ("vocabulary", "filepath")
-# Sizes of weights, in Keras' classes.
+# Arguments of Keras' classes that determine sizes of weights.
 _SIZES = (
     *("units", "filters", "input_dim", "output_dim", "key_dim", "value_dim", "num_heads"),
     *("depth_multiplier", "head_dim", "lora_rank", "num_key_value_heads", "num_query_heads"),
 )
-# A sample of more values, 32 GB of float32, is nothing that was trained.
+# A sample with more values (32 GB of float32) was certainly never trained on.
 _MOST_VALUES = 2**33
 _ENORMOUS = 2**200  # products stay small enough to be computed quickly
-# What Keras makes of these is in no array of a checkpoint.
+# What Keras makes from these is not in the arrays of a checkpoint.
 _LIMITS_OF_KERAS = {
     **dict.fromkeys(("ngrams", "num_thresholds", "num_mel_bins", "fft_length"), 10**6),
     "num_oov_indices": 10**7,
@@ -78,25 +78,25 @@ _MOST_DEEP = 100
 
 
 class Names(Protocol):
-    """What the names in a config stand for."""
+    """Looks up what the names in a config stand for."""
 
     def kind(self, module: str, name: str) -> Kind | None:
-        """Returns the kind of an object of Keras; None if there is none, or another kind."""
+        """Returns the kind of an object of Keras; None if it does not exist or has another kind."""
 
     def is_registered(self, name: str) -> bool:
-        """Returns whether the user has registered a class or function by this name."""
+        """Returns True if the user has registered a class or function under this name."""
 
     def is_imported(self, module: str, name: str) -> bool:
-        """Returns whether this is a model part that an imported module of the user's defines."""
+        """Returns True if this is a model part defined in one of the user's imported modules."""
 
 
 @dataclass(frozen=True)
 class NamesBeforeImports:
-    """Names before any module is imported that defines them.
+    """Looks up names before the modules that define them are imported.
 
     Args:
-        files: Those of Keras.
-        may_be_users: Whether any other name may turn out to be the user's.
+        files: Keras' files.
+        may_be_users: True if any other name may turn out to be the user's.
     """
 
     files: KerasFiles
@@ -116,7 +116,7 @@ def require_trusted(config: Any, elements: int, names: Names) -> None:
     """Checks a config before any object is built from it.
 
     Args:
-        config: As `keras.saving.serialize_keras_object` gives it, from JSON.
+        config: The config from `keras.saving.serialize_keras_object`, via JSON.
         elements: Total number of values in the arrays of the checkpoint.
         names: Looks up the names in it.
 
@@ -129,17 +129,17 @@ def require_trusted(config: Any, elements: int, names: Names) -> None:
 def require_trusted_before_imports(
     config: Any, manifest: Manifest, modules: Collection[str]
 ) -> None:
-    """Refuses a config before Keras is imported, if that can be known then.
+    """Refuses a config before Keras is imported, if its fault can be known then.
 
-    `save_rebuilt` checks it again, when the user's modules are imported.
+    `save_rebuilt` checks it again, once the user's modules are imported.
 
     Args:
         config: The config of a model.
-        manifest: The checkpoint's.
-        modules: Modules of the user that will be imported.
+        manifest: The checkpoint's manifest.
+        modules: The user's modules that will be imported.
 
     Raises:
-        ModelError: The one that `save_rebuilt` would raise.
+        ModelError: The error that `save_rebuilt` would raise.
     """
     files = keras_files.find()
     if files is None:
@@ -157,11 +157,11 @@ def elements_of(manifest: Manifest) -> int:
 
 
 def not_rebuilt(error: Exception) -> ModelError:
-    """Returns the error for a model that cannot be made, with advice."""
+    """Returns the error for a model that cannot be rebuilt, with advice."""
     return ModelError(
-        f"The model of the run could not be made anew: {error} Classes and functions of your "
-        "own register themselves by @keras.saving.register_keras_serializable() in a module "
-        "that is imported before (--import MODULE of the command); Lambda layers are not made. "
+        f"The model of the run could not be rebuilt: {error} Register custom classes and functions "
+        "with @keras.saving.register_keras_serializable() in a module that is imported before "
+        "(--import MODULE of the command); Lambda layers cannot be rebuilt. "
         f"{EXPORT_INSTEAD}"
     )
 
@@ -172,13 +172,13 @@ class _Check:
     names: Names
 
     def look_at(self, config: Any, where: str, depth: int, of: str | None = None) -> None:
-        """Checks an entry and those in it.
+        """Checks an entry and the entries in it.
 
         Args:
             config: The entry.
             where: Its path.
             depth: Its depth.
-            of: The name of the class of Keras whose arguments these are; None for other entries.
+            of: The Keras class whose arguments these are; None for other entries.
         """
         if depth > _MOST_DEEP:
             raise ModelError(f"The model description is nested more than {_MOST_DEEP} deep.")
@@ -195,7 +195,7 @@ class _Check:
                 self._require_argument(key, value, place, of)
 
     def _require_allowed(self, config: Mapping[str, Any], where: str) -> None:
-        """Raises if the object itself, without those in it, is not allowed."""
+        """Raises if the object itself, apart from the objects in it, is not allowed."""
         name, module = config["class_name"], config.get("module")
         registered, inner = config.get("registered_name", name), config["config"]
         if not isinstance(name, str) or not isinstance(module, str | None):
@@ -243,7 +243,7 @@ class _Check:
     def _require_argument(self, key: str, value: Any, where: str, of: str | None) -> None:
         if key in _PATHS and isinstance(value, str):
             _refuse(where, f"path to a file, {_shown(value)}")
-        # Others may use these words as they like, such as for the names of outputs.
+        # Other classes may use these words freely, such as for the names of outputs.
         if of is not None and (key in _SIZES or (key == "kernel_size" and "Conv" in of)):
             self._require_size(value, where)
         limit = _MOST_VALUES if key.endswith("shape") else None
@@ -272,7 +272,7 @@ def _parts(config: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _totals(sizes: Any) -> Iterator[int | float]:
-    """Yields a number, or for each list in a nested list the product of its numbers."""
+    """Yields a number, or for every list in a nested list the product of its numbers."""
     if isinstance(sizes, int | float):
         yield abs(sizes)
     elif isinstance(sizes, Sequence) and not isinstance(sizes, str):
@@ -288,7 +288,7 @@ def _totals(sizes: Any) -> Iterator[int | float]:
 
 
 def _require_plain(inner: Any, where: str) -> None:
-    # A type such as NumPy's `U100000000` makes a large array of a short list.
+    # A type such as NumPy's `U100000000` turns a short list into a large array.
     dtype = inner.get("dtype") if isinstance(inner, Mapping) else None
     if not isinstance(dtype, str) or not _DTYPE.fullmatch(dtype):
         _refuse(where, f"data of type {_shown(dtype)}")

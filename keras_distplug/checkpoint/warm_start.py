@@ -1,4 +1,4 @@
-"""What a new run takes over from a run in another folder."""
+"""Initializes a new run from a run in another folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from keras_distplug.storage.store import CheckpointStore
 
 _MOST_NAMED = 5
 _MODEL = "model/"
-_SCRIPTS = ("learning_rate", "seed_generator_state")  # which stay as the script sets them
+_SCRIPTS = ("learning_rate", "seed_generator_state")  # keep the script's values
 
 
 def load(
@@ -31,18 +31,18 @@ def load(
     *,
     with_optimizer: bool,
 ) -> list[str]:
-    """Gives a model the values of another run's newest checkpoint, where name and shape are those
-    of one of its variables.
+    """Loads values of another run's newest checkpoint into the variables of a model that have the
+    same names and shapes.
 
     Args:
         model: A model about to be trained.
-        directory: Of the other run. Nothing is written there.
+        directory: The other run's directory. Nothing is written there.
         storage_options: As in `BackupAndRestore`, for that directory.
-        agreement: How the workers agree on the checkpoint, which the chief chooses.
-        with_optimizer: Whether to restore the optimizer as well, except its learning rate.
+        agreement: The channel over which the chief announces the checkpoint that it chose.
+        with_optimizer: True to restore the optimizer as well, except its learning rate.
 
     Returns:
-        Lines for people.
+        Messages for the user.
 
     Raises:
         NoCheckpointError: If there is no checkpoint.
@@ -75,8 +75,8 @@ def load(
     matches = dict(_matched(list(stored.manifest.variables), list(specs.values())))
     if not matches:
         raise OtherRunError(
-            f"Expected init_from to be a run of a similar model. Received: {where}, where no "
-            "variable has the name and shape of one of this model. Nothing was changed."
+            f"Expected init_from to be a run of a similar model. Received: {where}, in which no "
+            "variable has the name and shape of one in this model. Nothing was changed."
         )
     capture.assign(model, variables, matches, stored.values(capture.allocate))
     taken = set(matches.values())
@@ -84,7 +84,7 @@ def load(
     if new := [spec for key, spec in specs.items() if key not in taken]:
         named = ", ".join(f"`{_shown(spec)}`" for spec in new[:_MOST_NAMED])
         more = f" and {len(new) - _MOST_NAMED} more" if len(new) > _MOST_NAMED else ""
-        lines.append(f"not found there with this shape, and left as they are: {named}{more}")
+        lines.append(f"not found there with this shape, and keeping their values: {named}{more}")
     return lines
 
 
@@ -95,12 +95,12 @@ def _shown(spec: VariableSpec) -> str:
 def _matched(
     stored: Sequence[VariableSpec], here: Sequence[VariableSpec]
 ) -> Iterator[tuple[str, str]]:
-    """Pairs of keys. Names that Keras counts up (`dense_1`) count as the same, in their order, as
-    does the model's own."""
+    """Yields pairs of matching keys. Names that Keras numbers (`dense_1`) count as equal, in their
+    order, and so do the names of the models."""
     there_by_name, here_by_name = _by_name(stored), _by_name(here)
     for name, mine in here_by_name.items():
         its = there_by_name.get(name, [])
-        if len(its) != len(mine):  # some are new, or gone: the numbers tell which
+        if len(its) != len(mine):  # some are new or removed: the numbers identify the same ones
             same = [key for key in mine if key in its]
             yield from zip(same, same, strict=True)
             its, mine = ([key for key in keys if key not in same] for keys in (its, mine))

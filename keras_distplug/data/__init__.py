@@ -1,1 +1,1 @@
-"""Input that can be continued at any batch."""
+"""Input that can be resumed at any batch."""

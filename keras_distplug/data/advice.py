@@ -1,8 +1,8 @@
-"""What could be better about a tf.data pipeline, as far as the pipeline itself tells it.
+"""Suggests improvements for a tf.data pipeline, as far as the pipeline itself shows the need.
 
-A line that is wrong costs more than one that is missing: whether a map is slow, whether samples fit
-into memory, or whether their order is meant to be as it is cannot be seen here, and is passed over.
-What TensorFlow does by itself (it runs maps in parallel, and fetches ahead) needs no advice.
+A wrong suggestion costs more than a missing one: whether a map is slow, whether samples fit into
+memory, or whether their order is intended cannot be seen here, so none of these is reported. No
+advice is needed for TensorFlow's own optimizations (it runs maps in parallel, and prefetches).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tensorflow as tf
 from keras_distplug.backend.tensorflow.input import pipeline
 from keras_distplug.backend.tensorflow.input.pipeline_steps import Step
 
-# One element of theirs is one that they read, or none.
+# Every output element comes from one input element.
 _ONE_TO_ONE = re.compile(
     r"((Parallel)?Map|Prefetch|Options|Shuffle|ShuffleAndRepeat|Repeat|Cache|Take|Skip|Filter"
     r"|ParallelFilter|AssertCardinality|Shard)Dataset(V\d)?"
@@ -27,26 +27,26 @@ _SHUFFLES = re.compile(r"Shuffle(AndRepeat)?Dataset(V\d)?")
 _FETCHES_AHEAD = re.compile(r"(Prefetch|Parallel\w+|MapAndBatch)Dataset(V\d)?")
 _READS_FILES = re.compile(r"(TFRecord|TextLine|FixedLengthRecord|CSV)Dataset(V\d)?")
 _DECODES = re.compile(r"Decode(Jpeg|AndCropJpeg|Png|Gif|Bmp|Image|WebP|Wav)")
-_SMALL_BYTES = 512 * 2**20  # to be kept in memory on any machine
+_SMALL_BYTES = 512 * 2**20  # fits into the memory of any machine
 
 
 def advise(
     parts: pipeline.Pipeline, dataset: tf.data.Dataset, *, workers: int, epochs: int
 ) -> list[str]:
-    """One line for each thing to change.
+    """Returns one line per suggested change.
 
     Example:
 
     ```python
     advise(read(ds.batch(8).shuffle(100)), ..., workers=1, epochs=2)
-    # ["`shuffle` comes behind `batch`, so ..."]
+    # ["`shuffle` comes after `batch`, so ..."]
     ```
 
     Args:
-        parts: Those of `dataset`.
-        dataset: Of global batches.
-        workers: How many processes read it.
-        epochs: How often it is read.
+        parts: The pipeline of `dataset`.
+        dataset: The dataset of global batches.
+        workers: Number of processes that read it.
+        epochs: Number of times that it is read.
     """
     return [
         *_shuffled_batches(parts),
@@ -58,11 +58,11 @@ def advise(
 
 
 def lacks_prefetch(parts: pipeline.Pipeline) -> bool:
-    """Whether, read as it is, it makes no batch while a step computes, and may do so.
+    """Returns True if a pipeline prepares no batch while a step computes, but could.
 
-    TensorFlow adds a prefetch to each pipeline that does not end with one, but where it is not to
-    tune it. Who has asked for none (`inject_prefetch=False`) gets none. Functions that keep a state
-    might share it with training.
+    TensorFlow adds a prefetch to every pipeline that does not end with one, unless autotuning is
+    off. If the user disables it (`inject_prefetch=False`), none is added. Functions that keep a
+    state might share it with training.
     """
     options = parts.options
     last = next(step for step in parts.chain if step.op != "OptionsDataset")
@@ -75,27 +75,27 @@ def lacks_prefetch(parts: pipeline.Pipeline) -> bool:
 
 
 PREFETCHED = (
-    "`options.autotune.enabled=False` keeps TensorFlow from fetching ahead, so a `prefetch(1)` is "
+    "`options.autotune.enabled=False` keeps TensorFlow from prefetching, so a `prefetch(1)` is "
     "added here. Write one at the end of the pipeline"
 )
 
 
 def _shuffled_batches(parts: pipeline.Pipeline) -> Iterator[str]:
-    above, batch, below = _at_batch(parts)
+    above, batch, below = _split_at_batch(parts)
     if batch is None or batch.numbers.get("batch_size", 1) == 1:
         return
     if any(map(_shuffles, above)) and not any(map(_shuffles, below)):
         yield (
-            "`shuffle` comes behind `batch`, so whole batches change places, and each holds the "
-            "same samples in every epoch. Put it before `batch`"
+            "`shuffle` comes after `batch`, so whole batches change places, and every batch holds "
+            "the same samples in every epoch. Put it before `batch`"
         )
 
 
 def _small_buffer(parts: pipeline.Pipeline, dataset: tf.data.Dataset) -> Iterator[str]:
-    _, batch, below = _at_batch(parts)
+    _, batch, below = _split_at_batch(parts)
     if batch is None or int(dataset.cardinality().numpy()) in (0, 1, tf.data.UNKNOWN_CARDINALITY):
         return
-    # Below what makes samples of it, such as `interleave`, files are shuffled.
+    # Before a transformation that creates samples, such as `interleave`, files are shuffled.
     samples = list(itertools.takewhile(_is_one_to_one, below))
     shuffles = [step for step in samples if _shuffles(step)]
     if not shuffles or sum(map(_shuffles, parts.steps)) > 1:
@@ -103,7 +103,7 @@ def _small_buffer(parts: pipeline.Pipeline, dataset: tf.data.Dataset) -> Iterato
     buffer, size = shuffles[0].numbers.get("buffer_size", 0), batch.numbers.get("batch_size", 0)
     if 0 < buffer < size:
         yield (
-            f"`shuffle(buffer_size={buffer})` mixes {buffer} neighbouring samples only, fewer than "
+            f"`shuffle(buffer_size={buffer})` mixes only {buffer} neighboring samples, fewer than "
             f"the {size} of a batch. Give it a buffer of many batches"
         )
 
@@ -113,8 +113,8 @@ def _kept_order(parts: pipeline.Pipeline) -> Iterator[str]:
     shuffles = [step for step in parts.steps if _shuffles(step)]
     if shuffles and all(step.node in kept and step.reshuffles for step in shuffles):
         yield (
-            "`shuffle` comes before `cache`, which keeps the order of the first epoch for all that "
-            "follow. Put it behind `cache`"
+            "`shuffle` comes before `cache`, which keeps the order of the first epoch for all "
+            "later ones. Put it after `cache`"
         )
 
 
@@ -128,9 +128,9 @@ def _decoded_again(parts: pipeline.Pipeline, dataset: tf.data.Dataset) -> Iterat
         found = sorted(op for op in step.calls if _DECODES.fullmatch(op))
         if found and step.pure:
             yield (
-                f"`{step.title}` decodes the same files in each epoch ({', '.join(found)}), and "
-                f"all that comes of it is {max(1, size // 2**20)} MB. Put `cache()` behind it, and "
-                "what is random, such as `shuffle`, behind that"
+                f"`{step.title}` decodes the same files in every epoch ({', '.join(found)}), and "
+                f"its results take only {max(1, size // 2**20)} MB. Put `cache()` after it, and "
+                "random steps, such as `shuffle`, after that"
             )
 
 
@@ -144,13 +144,13 @@ def _few_files(parts: pipeline.Pipeline, workers: int) -> Iterator[str]:
     files = sources[0].samples if len(sources) == 1 else None
     if files is not None and files < workers:
         yield (
-            f"`AutoShardPolicy.FILE` needs a file for each worker, and there are {files} for "
-            f"{workers} workers. Leave the policy out: then each global batch is split"
+            f"`AutoShardPolicy.FILE` needs a file for every worker, but there are {files} for "
+            f"{workers} workers. Remove the policy: then every global batch is split"
         )
 
 
-def _at_batch(parts: pipeline.Pipeline) -> tuple[list[Step], Step | None, list[Step]]:
-    """What is behind the transformation that makes global batches, itself, and what is before."""
+def _split_at_batch(parts: pipeline.Pipeline) -> tuple[list[Step], Step | None, list[Step]]:
+    """Returns the steps after the one that makes global batches, that one, and those before it."""
     chain = list(parts.chain)
     above = list(itertools.takewhile(_is_one_to_one, chain))
     rest = chain[len(above) :]
@@ -160,7 +160,7 @@ def _at_batch(parts: pipeline.Pipeline) -> tuple[list[Step], Step | None, list[S
 
 
 def _bytes_of(parts: pipeline.Pipeline, dataset: tf.data.Dataset) -> int | None:
-    """Of all samples; None if that is not known."""
+    """Returns the size of all samples in bytes; None if unknown."""
     batches, batch = int(dataset.cardinality().numpy()), parts.global_batch
     if batches < 0 or batch is None:
         return None

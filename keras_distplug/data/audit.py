@@ -1,4 +1,4 @@
-"""Describes a tf.data pipeline, and names what a resumed run cannot reproduce."""
+"""Describes a tf.data pipeline, and finds the parts that a resumed run cannot reproduce."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from keras_distplug.backend.tensorflow.input import pipeline
 from keras_distplug.backend.tensorflow.input.pipeline_steps import FROM_GENERATOR, Step
 
-# Arguments that change which samples come, or in which order.
-_TELLING = (
+# Arguments that affect which samples come, or in which order.
+_RELEVANT = (
     "block_length",
     "buffer_size",
     "count",
@@ -23,12 +23,12 @@ _TELLING = (
     "stop",
     "stride",
 )
-# They change neither.
-_SILENT = ("prefetch", "options", "model", "tensor")
+# Steps that affect neither.
+_IRRELEVANT = ("prefetch", "options", "model", "tensor")
 
 
 def audit(parts: pipeline.Pipeline, *, is_resumed_mid_pass: bool = True) -> list[str]:
-    """Names what of a pipeline a resumed run cannot reproduce, and what to change.
+    """Lists the parts of a pipeline that a resumed run cannot reproduce, and what to change.
 
     Example:
 
@@ -39,17 +39,17 @@ def audit(parts: pipeline.Pipeline, *, is_resumed_mid_pass: bool = True) -> list
 
     Args:
         parts: The pipeline.
-        is_resumed_mid_pass: False if every pass reads it from its start.
+        is_resumed_mid_pass: False if every pass reads the pipeline from its start.
 
     Returns:
-        One line for every transformation. Shuffles without a seed are not among them: training
-        gives them seeds, unless a function of another transformation creates them.
+        One line per finding. Shuffles without a seed are not included: training gives them seeds,
+        unless a function of another transformation creates them.
     """
     lines = [] if parts.options.deterministic is not False else [_DISORDERED_OPTIONS]
     return lines + [
         f"{_named(step)}: {line}"
         for step in parts.steps
-        for line in _of_step(step, is_resumed_mid_pass)
+        for line in _step_lines(step, is_resumed_mid_pass)
     ]
 
 
@@ -59,7 +59,7 @@ def _named(step: Step) -> str:
 
 _DISORDERED_OPTIONS = (
     "options.deterministic=False lets parallel transformations change the order of their elements. "
-    "Leave it out"
+    "Remove it"
 )
 _STATELESS = (
     "zip the data with `tf.data.Dataset.random(seed)` and use `tf.random.stateless_*` ops with its "
@@ -67,10 +67,10 @@ _STATELESS = (
 )
 
 
-def _of_step(step: Step, is_resumed_mid_pass: bool) -> Iterator[str]:
+def _step_lines(step: Step, is_resumed_mid_pass: bool) -> Iterator[str]:
     if not step.deterministic:
         yield (
-            "deterministic=False changes the order of elements. Leave it out; TensorFlow Datasets "
+            "deterministic=False changes the order of elements. Remove it; TensorFlow Datasets "
             "sets it with shuffle_files=True, except with read_config=tfds.ReadConfig("
             "shuffle_seed=1)"
         )
@@ -85,13 +85,13 @@ def _of_step(step: Step, is_resumed_mid_pass: bool) -> Iterator[str]:
         elif step.parallel and not pipeline.is_op_determinism_on():
             yield (
                 f"{op} runs in parallel calls, so which element gets which number differs in "
-                "every run. Leave out num_parallel_calls, call "
+                "every run. Remove num_parallel_calls, call "
                 f"tf.config.experimental.enable_op_determinism(), or better {_STATELESS}"
             )
     if step.changes_variables and step.parallel and not pipeline.is_op_determinism_on():
         yield (
             "it changes variables (as Keras' random layers and tf.random.Generator do) in parallel "
-            "calls, whose order differs in every run. Leave out num_parallel_calls, or call "
+            "calls, whose order differs in every run. Remove num_parallel_calls, or call "
             "tf.config.experimental.enable_op_determinism()"
         )
     if step.python_ops and is_resumed_mid_pass:
@@ -110,28 +110,28 @@ def _of_step(step: Step, is_resumed_mid_pass: bool) -> Iterator[str]:
 
 
 def chain(parts: pipeline.Pipeline) -> Mapping[str, str]:
-    """The transformations, numbered, with the arguments that tell their work; not the size of the
-    global batch."""
-    told = [step for step in parts.steps if step.title not in _SILENT]
+    """Returns the transformations, numbered, with the arguments that affect their result. The size
+    of the global batch is not included."""
+    steps = [step for step in parts.steps if step.title not in _IRRELEVANT]
     batch = parts.global_batch
     return {
-        f"step {number}": _told(step, () if step == batch else ("batch_size",))
-        for number, step in enumerate(told)
+        f"step {number}": _description(step, () if step == batch else ("batch_size",))
+        for number, step in enumerate(steps)
     }
 
 
 def seeds(parts: pipeline.Pipeline) -> str:
-    """Those of the transformations that have one, in their order."""
+    """Returns the seeds of the transformations that have one, in order."""
     return "; ".join(f"{step.numbers['seed']}, {step.numbers['seed2']}" for step in seeded(parts))
 
 
 def seeded(parts: pipeline.Pipeline) -> list[Step]:
-    """The transformations that have seeds."""
+    """Returns the transformations that have seeds."""
     return [step for step in parts.steps if step.is_seeded and "seed" in step.numbers]
 
 
-def _told(step: Step, more: Sequence[str]) -> str:
-    names = sorted((*_TELLING, *more))
+def _description(step: Step, more: Sequence[str]) -> str:
+    names = sorted((*_RELEVANT, *more))
     numbers = {name: step.numbers[name] for name in names if name in step.numbers}
     if step.samples is not None:
         numbers["samples"] = step.samples

@@ -1,4 +1,4 @@
-"""Takes data made before TensorFlow starts afresh to the other side."""
+"""Carries data across a restart of TensorFlow in the process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keras_distplug.core.errors import DataError
 
 
 def pack(values: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
-    """Read `values` before the restart of TensorFlow.
+    """Reads `values` before the restart of TensorFlow.
 
     Args:
         values: Arguments by name: datasets, arrays, tensors, `PyDataset`s, functions, nests of
@@ -25,7 +25,7 @@ def pack(values: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
         A function that returns them after the restart.
 
     Raises:
-        DataError: If one cannot be taken along.
+        DataError: If one cannot be carried over.
     """
     packed = {
         name: keras.tree.map_structure(functools.partial(_pack_one, name), value)
@@ -53,7 +53,7 @@ def _pack_one(name: str, part: Any) -> Callable[[], Any]:
 
 def _cannot_carry(name: str, why: str) -> DataError:
     return DataError(
-        f"The dataset `{name}` was made before the cluster was formed, and cannot be taken along: "
+        f"The dataset `{name}` was made before the cluster was formed, and cannot be carried over: "
         f"{why}. Either call `keras_distplug.init()` at the top of the script, before any model, "
         "tensor or dataset is made, or pass a function that makes the dataset: "
         f"`distributed_fit(model, make_{name}, ...)`."

@@ -1,6 +1,6 @@
-"""What the samples of a training hold, in a few bytes that tell it from other samples.
+"""Fingerprints of training samples: a few bytes that distinguish them from other samples.
 
-Small data is hashed as a whole, and its order by itself; of large data, rows spread evenly over it.
+Small data is hashed completely, and its order separately; of large data, evenly spread rows.
 """
 
 from __future__ import annotations
@@ -27,67 +27,69 @@ CONTENTS, ORDER = "contents", "order"  # in a fingerprint; also "contents of y",
 _WHOLE_BYTES, _WHOLE_ROWS = 4 * 2**20, 200_000
 _SAMPLED_BYTES, _SAMPLED_ROWS = 16 * 2**20, 1_000
 _PARTS = ("x", "y", "sample_weight")
-_DEPTH, _MOST_OBJECTS = 3, 10_000  # within a user's data set
+_DEPTH, _MOST_OBJECTS = 3, 10_000  # limits within a user's data set
 
 _NO_ROWS = np.zeros(0, np.uint64)
 
 _P = ParamSpec("_P")
 Columns = Mapping[str, Sequence[Any]]
-"""Arrays by what they are part of."""
+"""Arrays by the part of the data that they belong to."""
 
 
 def _or_unknown(function: Callable[_P, Mapping[str, str]]) -> Callable[_P, Mapping[str, str]]:
-    """Returns nothing for data of a kind that `function` cannot read: training can."""
+    """Makes `function` return nothing for data it cannot read: training may be able to."""
 
     @functools.wraps(function)
     def found(*args: _P.args, **kwargs: _P.kwargs) -> Mapping[str, str]:
         try:
             return function(*args, **kwargs)
-        except Exception:  # noqa: BLE001 (arrays of other libraries raise what they like)
+        except Exception:  # noqa: BLE001 (arrays of other libraries may raise anything)
             return {}
 
     return found
 
 
 @_or_unknown
-def of_fit() -> Mapping[str, str]:
-    """Returns entries for a fingerprint of what the `fit` that calls has been given."""
+def fingerprint_fit() -> Mapping[str, str]:
+    """Returns fingerprint entries for the data given to the current `fit`."""
     if (loop := epochs.of_fit()) is None:
         return {}
     if isinstance(loop.dataset, Positioned):
         return loop.dataset.source.contents
     if (arrays := loop.given_arrays) is not None:
-        return of_arrays(arrays)
+        return fingerprint_arrays(arrays)
     if loop.is_dataset and (whole := loop.whole_dataset) is not None:
         return of_given(whole)
     if (given := loop.py_dataset) is not None:
-        return of_object(given[0])
-    return {} if (loader := loop.torch_loader) is None else of_object(loader.loader.dataset)
+        return fingerprint_object(given[0])
+    return (
+        {} if (loader := loop.torch_loader) is None else fingerprint_object(loader.loader.dataset)
+    )
 
 
 @_or_unknown
 def of_given(x: Any, y: Any = None, sample_weight: Any = None) -> Mapping[str, str]:
-    """Returns entries for a fingerprint of arguments of `distributed_fit`."""
+    """Returns fingerprint entries for arguments of `distributed_fit`."""
     if isinstance(x, Positioned):
         return x.source.contents
     if isinstance(x, tf.data.Dataset):
         try:
-            return of_pipeline(pipeline.read(x))
+            return fingerprint_pipeline(pipeline.read(x))
         except pipeline.UnreadableError:
             return {}
     if isinstance(x, keras.utils.PyDataset):
-        return of_object(x)
+        return fingerprint_object(x)
     if readers.is_torch_loader(x):
-        return of_object(x.dataset)
-    return {} if callable(x) else of_arrays((x, y, sample_weight))
+        return fingerprint_object(x.dataset)
+    return {} if callable(x) else fingerprint_arrays((x, y, sample_weight))
 
 
 @_or_unknown
-def of_arrays(given: Any) -> Mapping[str, str]:
-    """Returns entries for a fingerprint, none for what is not known to be an array.
+def fingerprint_arrays(given: Any) -> Mapping[str, str]:
+    """Returns fingerprint entries; none for values that are not known to be arrays.
 
     Args:
-        given: A tuple of `x`, `y` and `sample_weight`, or fewer of them, each nested.
+        given: A tuple of `x`, `y` and `sample_weight`, or of fewer of them, possibly nested.
     """
     parts = given if isinstance(given, tuple) else (given,)
     columns = {
@@ -95,22 +97,22 @@ def of_arrays(given: Any) -> Mapping[str, str]:
         for name, part in zip(_PARTS, parts, strict=False)
         if part is not None
     }
-    return _told(columns) if all(columns.values()) else {}
+    return _fingerprint(columns) if all(columns.values()) else {}
 
 
 @_or_unknown
-def of_pipeline(parts: pipeline.Pipeline) -> Mapping[str, str]:
-    """Returns entries for a fingerprint: of the tensors that the data is made from, and the names
-    of its files."""
-    return _told({"": parts.constants()})
+def fingerprint_pipeline(parts: pipeline.Pipeline) -> Mapping[str, str]:
+    """Returns fingerprint entries for the tensors that the data is made from, and for the names of
+    its files."""
+    return _fingerprint({"": parts.constants()})
 
 
 @_or_unknown
-def of_object(given: Any) -> Mapping[str, str]:
-    """Returns entries for a fingerprint: of the arrays and lists of texts that an object with
-    samples holds in its attributes."""
+def fingerprint_object(given: Any) -> Mapping[str, str]:
+    """Returns fingerprint entries for the arrays and lists of texts in the attributes of an object
+    with samples."""
     columns = list(_held(given, _DEPTH, set()))
-    # Each by itself: an order that the object draws for itself is another one in every process.
+    # Hashed separately: an order that the object draws itself differs in every process.
     hashes = [_joined({int(each.shape[0]): [each]})[0] for each in columns]
     return {CONTENTS: _hash([each.encode() for each in hashes])} if hashes else {}
 
@@ -129,7 +131,7 @@ def _held(given: Any, depth: int, seen: set[int]) -> Iterator[Any]:
         return
     seen.add(id(given))
     torch = random_states.imported_torch()
-    if hasattr(given, "iloc"):  # of pandas
+    if hasattr(given, "iloc"):  # a pandas object
         yield given
     elif isinstance(given, np.ndarray) or (torch is not None and isinstance(given, torch.Tensor)):
         if len(given.shape):
@@ -156,9 +158,9 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, tuple) and all(isinstance(each, str | int | float) for each in value)
 
 
-def _told(columns: Columns) -> Mapping[str, str]:
-    """Hashes rows across all columns of the same length: labels belong to their samples."""
-    told: dict[str, str] = {}
+def _fingerprint(columns: Columns) -> Mapping[str, str]:
+    """Hashes rows across all columns of the same length, since labels belong to their samples."""
+    entries: dict[str, str] = {}
     by_length: dict[int, list[Any]] = defaultdict(list)
     is_whole = True
     for name, given in columns.items():
@@ -168,13 +170,13 @@ def _told(columns: Columns) -> Mapping[str, str]:
             alone[length].append(each)
             by_length[length].append(each)
         if len(columns) > 1:
-            told[f"{CONTENTS} of {name}"] = _joined(alone)[0]
+            entries[f"{CONTENTS} of {name}"] = _joined(alone)[0]
     if not by_length:
         return {}
-    told[CONTENTS], told[ORDER], is_whole = _joined(by_length)
+    entries[CONTENTS], entries[ORDER], is_whole = _joined(by_length)
     if not is_whole:
-        del told[ORDER]  # it is part of the other ones
-    return told
+        del entries[ORDER]  # already part of the contents
+    return entries
 
 
 def _joined(by_length: Mapping[int, Sequence[Any]]) -> tuple[str, str, bool]:
@@ -183,11 +185,11 @@ def _joined(by_length: Mapping[int, Sequence[Any]]) -> tuple[str, str, bool]:
     all_whole = True
     for length, columns in sorted(by_length.items()):
         is_whole = sum(map(_bytes_of, columns)) <= _WHOLE_BYTES and length <= _WHOLE_ROWS
-        if not is_whole:  # labels, indices: their order does not count here, either
+        if not is_whole:  # labels, indices: their order does not count here
             flat = [each for each in columns if _is_flat(each)]
-            unordered += map(_sum_of, flat)
+            unordered += map(_sum_digest, flat)
             columns = [each for each in columns if not _is_flat(each)]
-        hashes = _of_rows(length, columns, is_whole=is_whole)
+        hashes = _row_hashes(length, columns, is_whole=is_whole)
         ordered.append(hashes.tobytes())
         unordered.append((np.sort(hashes) if is_whole else hashes).tobytes())
         all_whole &= is_whole
@@ -202,15 +204,15 @@ def _is_flat(column: Any) -> bool:
     return len(column.shape) == 1 and np.asarray(_taken(column, np.array([0]))).dtype.kind in "iub"
 
 
-def _sum_of(column: Any) -> bytes:
-    """The same for the same numbers in any order."""
+def _sum_digest(column: Any) -> bytes:
+    """Returns a digest that does not depend on the order of the numbers."""
     numbers = _taken(column, None).astype(np.int64).view(np.uint64)
     sums = [numbers.sum(), (numbers * numbers).sum(), (numbers * (numbers >> np.uint64(7))).sum()]
     return np.array([len(numbers), *sums], np.uint64).tobytes()
 
 
-def _of_rows(length: int, columns: Sequence[Any], *, is_whole: bool) -> np.ndarray:
-    """Returns hashes of all rows across the columns, or of a sample spread evenly over them."""
+def _row_hashes(length: int, columns: Sequence[Any], *, is_whole: bool) -> np.ndarray:
+    """Returns hashes of all rows across the columns, or of evenly spread rows."""
     places = None
     if not is_whole:
         row_bytes = max(1, sum(map(_bytes_of, columns)) // length)
@@ -228,7 +230,7 @@ def _hash_rows(array: np.ndarray) -> np.ndarray:
         width = len(texts) // len(array) if len(array) else 0
         rows = [repr(texts[at * width : (at + 1) * width]).encode() for at in range(len(array))]
         return np.array([xxhash.xxh3_64_intdigest(each) for each in rows], np.uint64)
-    if array.dtype.kind == "f":  # Keras computes in it
+    if array.dtype.kind == "f":  # Keras computes in `floatx`
         array = array.astype(keras.config.floatx(), copy=False)
     width = math.prod(array.shape[1:]) * array.dtype.itemsize
     if width >= len(array):
@@ -244,8 +246,8 @@ def _hash_rows(array: np.ndarray) -> np.ndarray:
 
 
 def _mixed(words: np.ndarray) -> np.ndarray:
-    """Returns one hash per row, for all rows at once: faster than a call per row if there are many
-    short ones. Mixes as the finalizer of MurmurHash3 does."""
+    """Returns one hash per row, vectorized over all rows, which is faster than a call per row if
+    there are many short ones. Mixes like the finalizer of MurmurHash3."""
     found = np.full(len(words), words.shape[1], np.uint64)
     for column in words.T:
         found = (found ^ column) * np.uint64(0xFF51AFD7ED558CCD)
@@ -268,7 +270,7 @@ def _is_scipys(value: Any) -> bool:
 
 
 def _taken(column: Any, places: np.ndarray | None) -> np.ndarray:
-    if hasattr(column, "detach"):  # torch's
+    if hasattr(column, "detach"):  # a torch tensor
         column = column.detach().cpu()
     if hasattr(column, "iloc"):
         column = column.to_numpy() if places is None else column.iloc[places].to_numpy()
@@ -291,7 +293,8 @@ def _text(value: Any) -> str:
 
 
 def _without_common_folder(texts: list[str]) -> list[str]:
-    """Data may lie in another folder after a restart: on a node's own disk, for example."""
+    """Removes the common folder: data may be in another folder after a restart, for example on a
+    node's own disk."""
     first, last = min(texts, default=""), max(texts, default="")
     same = sum(
         1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))

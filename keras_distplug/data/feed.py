@@ -1,4 +1,4 @@
-"""Input for `fit` that every worker sees in the same order and that can begin at any batch."""
+"""Input for `fit` that every worker sees in the same order and that can start at any batch."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from keras_distplug.data.torch_sources import LoaderData
 
 @dataclass(frozen=True)
 class Feed:
-    """What `fit` is given.
+    """The input of `fit`.
 
     Args:
         x: The first argument of `Model.fit` that carries all of the data.
-        validation_data: For `Model.fit`, split off from `x` if that was asked for.
-        description: How the data is shuffled and split over the workers, for people.
-        advice: What could be better about them, a line each.
+        validation_data: The `validation_data` of `Model.fit`, split off from `x` if requested.
+        description: How the data is shuffled and split over the workers, for the user.
+        advice: Suggested improvements, one line each.
     """
 
     x: InputAdapter
@@ -43,7 +43,7 @@ class Feed:
 
 
 class InputAdapter(readers.DataAdapter):  # type: ignore[misc]
-    """A source of global batches as Keras' `fit` takes it.
+    """A source of global batches in the form that Keras' `fit` accepts.
 
     Args:
         source: The data.
@@ -76,12 +76,12 @@ class InputAdapter(readers.DataAdapter):  # type: ignore[misc]
 
 class InputDataset(InputAdapter, readers.SameDataset):
     """An `InputAdapter` that a model's own `fit` may transform as a `tf.data.Dataset`, before it
-    calls Keras'.
+    calls Keras' `fit`.
 
     Args:
         source: The data.
         dataset: The same batches.
-        seed: As in `resumable`; it holds for what is made of `dataset`, too.
+        seed: As in `resumable`; also applies to datasets made from `dataset`.
     """
 
     def __init__(self, source: Source, dataset: tf.data.Dataset, seed: int) -> None:
@@ -91,21 +91,21 @@ class InputDataset(InputAdapter, readers.SameDataset):
 
 
 class OpaqueInput(InputAdapter):
-    """An `InputAdapter` that raises an error if it is used in any other way than given to Keras'
-    `fit`.
+    """An `InputAdapter` that raises an error if it is used in any other way than as an argument of
+    Keras' `fit`.
 
     Args:
         source: The data.
-        kind: What the user gave.
+        kind: The kind of data that the user gave.
     """
 
     def __init__(self, source: Source, kind: str) -> None:
         super().__init__(source)
         self._why_not = (
-            f"Expected `resumable(...)` of a {kind} to reach Keras' `fit` as it is. Received: "
+            f"Expected `resumable(...)` of a {kind} to reach Keras' `fit` unchanged. Received: "
             "other code uses it as data, probably the model's own `fit`. Give the data to that "
-            "`fit` without `resumable`: with the callbacks of `defaults()` it is resumed just the "
-            "same."
+            "`fit` without `resumable`: with the callbacks of `defaults()` it is resumed just as "
+            "well."
         )
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +121,7 @@ class OpaqueInput(InputAdapter):
 
 
 def seed_of(dataset: tf.data.Dataset, default: int) -> int:
-    """Returns the seed of the `resumable` data that `dataset` was made of, or `default`."""
+    """Returns the seed of the `resumable` data from which `dataset` was made, or `default`."""
     found = (each.seed for each in made_from(dataset) if isinstance(each, InputDataset))
     return next(found, default)
 
@@ -136,10 +136,10 @@ def resumable(
     class_weight: dict[int, float] | None = None,
     seed: int = 0,
 ) -> InputAdapter:
-    """Data for `Model.fit` that can be begun anew at any batch of any epoch.
+    """Returns data for `Model.fit` that can be started at any batch of any epoch.
 
-    With the callbacks of `defaults()`, a run that was killed goes on behind the last batch of its
-    checkpoint, with the batches that would have come. `distributed_fit` needs no such thing.
+    With the callbacks of `defaults()`, a run that was killed resumes after the last batch of its
+    checkpoint, with the batches that would have followed. `distributed_fit` does not need this.
 
     Example:
 
@@ -148,35 +148,36 @@ def resumable(
     model.fit(kd.resumable(x, y, batch_size=64), epochs=10, callbacks=kd.defaults("runs/digits"))
     ```
 
-    It stands for `x`, `y`, `batch_size`, `shuffle`, `sample_weight` and `class_weight` of `fit`,
-    which ignores its own then. What of a `tf.data` pipeline cannot be repeated is warned of.
+    It replaces `x`, `y`, `batch_size`, `shuffle`, `sample_weight` and `class_weight` of `fit`,
+    which ignores its own. A warning lists the steps of a `tf.data` pipeline that cannot be
+    reproduced.
 
     A model whose class has its own `fit` may transform it as a `tf.data.Dataset` of batches, if it
-    was made of arrays or of a `tf.data.Dataset`. Other data is given to such a `fit` as it is.
+    was made from arrays or a `tf.data.Dataset`. Pass other data to such a `fit` directly.
 
     Args:
         x: A `tf.data.Dataset`, a `keras.utils.PyDataset` or a torch `DataLoader` of *global*
             batches, a generator of them, a function without arguments that returns one of these,
             or (nested) arrays of samples.
-        y: Targets, if `x` are arrays.
+        y: Targets, if `x` is arrays.
         batch_size: Samples in a *global* batch, for arrays. Defaults to 32.
-        shuffle: Draw a new order in each epoch: of an array's samples, of a `PyDataset`'s batches.
+        shuffle: Draw a new order in every epoch: of an array's samples, of a `PyDataset`'s batches.
             Defaults to `True`.
         sample_weight: As in `Model.fit`.
         class_weight: As in `Model.fit`.
-        seed: From which orders are drawn: those of `shuffle`, and of a pipeline's transformations
-            that have no seed. The same in each process of a run. Defaults to 0.
+        seed: Seed of the orders: those of `shuffle`, and of a pipeline's transformations without a
+            seed. Must be the same in every process of a run. Defaults to 0.
 
     Returns:
         The first argument of `Model.fit`.
 
     Raises:
-        DataError: For data of an unknown kind, or not batched; in `fit`, for data that the model's
-            own `fit` cannot work on.
+        DataError: If the data is of an unknown kind, or not batched; in `fit`, if the model's own
+            `fit` cannot use it.
     """
     trainer.install_dispatch()  # tells the strategy before the first batch is read
     source, _ = _source(made(x), y, sample_weight, class_weight, batch_size, shuffle, seed)
-    warn_of(source)
+    report_warnings(source)
     if isinstance(source, Arrays):
         return InputDataset(source, source.as_dataset(), seed)
     if isinstance(source, TfData) and not _takes_context(x):
@@ -200,24 +201,24 @@ def feed(
     workers: int = 1,
     epochs: int = 1,
 ) -> Feed:
-    """Makes the input of `fit` out of what the user gave.
+    """Makes the input of `fit` from the user's data.
 
     Args:
         x: As in `resumable`.
         y: As in `resumable`.
         model: The model that will be trained, under its strategy.
-        seed: From which shuffled orders are drawn; the same on every worker.
+        seed: Seed of the shuffled orders; the same on every worker.
         batch_size: Samples in a global batch, for arrays. Defaults to 32.
-        shuffle: Draw a new order in each epoch: of an array's samples, of a `PyDataset`'s batches.
+        shuffle: Draw a new order in every epoch: of an array's samples, of a `PyDataset`'s batches.
         sample_weight: As in `Model.fit`.
         class_weight: As in `Model.fit`.
         validation_data: As in `Model.fit`.
         validation_split: As in `Model.fit`.
-        workers: How many processes train.
+        workers: Number of processes that train.
         epochs: As in `Model.fit`.
 
     Raises:
-        DataError: For data of an unknown kind, not batched, or with batches smaller than the
+        DataError: If the data is of an unknown kind, not batched, or has batches smaller than the
             number of replicas.
     """
     strategy = model.distribute_strategy
@@ -234,15 +235,15 @@ def feed(
     lacks_prefetch = False
     if isinstance(source, TfData):
         advice = source.advice(workers=workers, epochs=epochs)
-        # Others than the default strategy fetch ahead by themselves.
+        # Strategies other than the default one prefetch automatically.
         lacks_prefetch = source.lacks_prefetch and strategy is of_chief()
     adapter = InputAdapter(source, fetches_ahead=lacks_prefetch)
     adapter.get_tf_dataset().use(strategy)
-    warn_of(source)
+    report_warnings(source)
     if lacks_prefetch:
         advice.append(PREFETCHED)
     if adapter.get_tf_dataset().is_scheduled:
-        how = f"{how}; each worker reads for itself"
+        how = f"{how}; every worker reads the data itself"
     elif strategy.num_replicas_in_sync > 1:
         how = f"{how}; {_sharding(source)}"
     return Feed(adapter, validation_data, how, tuple(advice))
@@ -258,9 +259,9 @@ def _source(
     seed: int,
     model: keras.Model | None = None,
 ) -> tuple[Source, str]:
-    """The data, and how they are shuffled, for people."""
+    """Returns the source, and a description of how it is shuffled, for the user."""
     if _takes_context(x):
-        _refuse_beside(x, y, sample_weight, batch_size)
+        _refuse_extra_arguments(x, y, sample_weight, batch_size)
         of_workers = DatasetFunction(x, seed, class_weight)
         _require_batches(of_workers.whole, model)
         return of_workers, "tf.data, from a function"
@@ -269,7 +270,7 @@ def _source(
         order = "shuffled by epoch" if shuffle else "in order"
         source = Arrays(arrays, batch_size or 32, seed if shuffle else None, class_weight)
         return source, f"arrays, samples {order}"
-    _refuse_beside(x, y, sample_weight, batch_size)
+    _refuse_extra_arguments(x, y, sample_weight, batch_size)
     if isinstance(x, keras.utils.PyDataset):
         order = "shuffled by epoch" if shuffle and x.num_batches is not None else "in order"
         return PyData(x, shuffle, seed, class_weight), f"PyDataset, batches {order}"
@@ -290,17 +291,17 @@ def _source(
     return pipeline, f"tf.data, {titles} without a seed seeded by the run"
 
 
-def _refuse_beside(x: Any, y: Any, sample_weight: Any, batch_size: int | None) -> None:
+def _refuse_extra_arguments(x: Any, y: Any, sample_weight: Any, batch_size: int | None) -> None:
     for name, given in (("y", y), ("sample_weight", sample_weight)):
         if given is not None:
             raise DataError(
-                f"`{name}` goes into the dataset when `x` is a {type(x).__name__}. Received: "
+                f"`{name}` must be part of the dataset if `x` is a {type(x).__name__}. Received: "
                 f"{name} of type {type(given).__name__}. Let the dataset yield "
                 "(x, y) or (x, y, sample_weight)."
             )
     if batch_size is not None:
         raise DataError(
-            f"`batch_size` is for arrays. Received: batch_size={batch_size} and x of type "
+            f"`batch_size` applies to arrays only. Received: batch_size={batch_size} and x of type "
             f"{type(x).__name__}. Batch the dataset by the global batch instead."
         )
 
@@ -311,33 +312,33 @@ def _is_batched(x: Any) -> bool:
 
 
 def _takes_context(x: Any) -> bool:
-    """Whether `x` is a function that wants one argument."""
+    """Returns True if `x` is a function with one required argument."""
     if not callable(x) or isinstance(x, tf.data.Dataset):
         return False
     try:
         parameters = inspect.signature(x).parameters.values()
-    except (TypeError, ValueError):  # of a class of C, such as that of generators
+    except (TypeError, ValueError):  # of a class implemented in C, such as generators
         return False
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(each.kind in kinds and each.default is each.empty for each in parameters) == 1
 
 
 def made(x: Any) -> Any:
-    """What `x` returns if it is a function, but itself if that is a generator, of which each pass
-    has one of its own, or a function of an `InputContext`."""
+    """Returns the result of `x` if it is a function; `x` itself if it returns a generator, since
+    every pass needs a new one, or takes an `InputContext`."""
     if not callable(x) or _is_batched(x) or _takes_context(x):
         return x
     made = x()
     return x if isinstance(made, types.GeneratorType) else made
 
 
-def warn_of(source: Source, *, is_validation: bool = False) -> None:
-    """Warns of what a resumed run may not reproduce, or only at a cost."""
+def report_warnings(source: Source, *, is_validation: bool = False) -> None:
+    """Warns of data that a resumed run may not reproduce, or only at a cost."""
     if lines := source.warnings():
         what = "validation data" if is_validation else "training data"
         listed = "\n".join(f"- {line}." for line in lines)
         warnings.warn(
-            f"A resumed run cannot be sure to reproduce its {what} exactly:\n{listed}", stacklevel=3
+            f"A resumed run may not reproduce its {what} exactly:\n{listed}", stacklevel=3
         )
 
 
@@ -354,7 +355,7 @@ def _arrays(x: Any, y: Any, sample_weight: Any) -> Any:
     sizes = {array.shape[0] if array.ndim else None for array in keras.tree.flatten(arrays)}
     if len(sizes) != 1 or None in sizes:
         raise DataError(
-            "All of x, y and sample_weight must hold the same number of samples. Received: "
+            "Expected x, y and sample_weight to hold the same number of samples. Received: "
             f"{[array.shape for array in keras.tree.flatten(arrays)]}"
         )
     if not sizes.pop():
@@ -363,7 +364,7 @@ def _arrays(x: Any, y: Any, sample_weight: Any) -> Any:
 
 
 def _without_lists(value: Any) -> Any:
-    """Makes arrays of lists of texts or numbers; other lists are nests."""
+    """Makes arrays from lists of texts or numbers; other lists are nested structures."""
     if isinstance(value, list) and all(
         isinstance(each, str | bytes | int | float) for each in value
     ):
@@ -374,13 +375,13 @@ def _without_lists(value: Any) -> Any:
 def _as_array(value: Any) -> np.ndarray:
     array = np.asarray(value)
     if array.dtype == object and not all(isinstance(each, str | bytes) for each in array.flat):
-        raise TypeError(f"{type(value).__name__} does not become an array of numbers")
+        raise TypeError(f"{type(value).__name__} cannot be converted to an array of numbers")
     # Keras computes in floatx and casts on entry.
     return array.astype(keras.config.floatx(), copy=False) if array.dtype.kind == "f" else array
 
 
 def _split(arrays: Any, fraction: float) -> tuple[Any, Any]:
-    """The last `fraction` of the samples become validation data, as in Keras."""
+    """Splits off the last `fraction` of the samples as validation data, like Keras."""
     if not 0 < fraction < 1:
         raise DataError(f"`validation_split` must be between 0 and 1. Received: {fraction}")
     arrays = keras.tree.map_structure(lambda a: None if a is None else np.asarray(a), arrays)
@@ -402,11 +403,13 @@ def _require_batches(dataset: tf.data.Dataset, model: keras.Model | None) -> Non
     shapes = [part.shape for part in keras.tree.flatten(spec) if hasattr(part, "shape")]
     inputs = keras.tree.flatten(spec[0] if isinstance(spec, tuple) else spec)
     single = False
-    wants = list(getattr(model, "inputs", None) or ())
-    if model is not None and model.built and len(wants) == len(inputs) == 1:
-        wanted, given = wants[0].shape, getattr(inputs[0], "shape", None)
-        # Keras adds a last axis of 1 by itself.
-        single = given is not None and given.rank == len(wanted) - 1 and wanted[-1] != 1
+    expected = list(getattr(model, "inputs", None) or ())
+    if model is not None and model.built and len(expected) == len(inputs) == 1:
+        expected_shape, given = expected[0].shape, getattr(inputs[0], "shape", None)
+        # Keras adds a last axis of size 1 automatically.
+        single = (
+            given is not None and given.rank == len(expected_shape) - 1 and expected_shape[-1] != 1
+        )
     if single or any(shape.rank == 0 for shape in shapes):
         raise DataError(
             "The dataset is not batched: it yields single samples. Received: elements of "
@@ -418,5 +421,5 @@ def _require_batches(dataset: tf.data.Dataset, model: keras.Model | None) -> Non
 def _sharding(source: Source) -> str:
     chosen = sharded(source.whole).options().experimental_distribute.auto_shard_policy
     if chosen == tf.data.experimental.AutoShardPolicy.DATA:
-        return "auto-shard policy DATA: each global batch is split"
-    return f"auto-shard policy {chosen.name}, as the dataset says"
+        return "auto-shard policy DATA: every global batch is split"
+    return f"auto-shard policy {chosen.name}, set by the dataset"

@@ -1,7 +1,7 @@
-"""Models whose class has its own `fit`, which prepares the data and then calls Keras'.
+"""Supports models whose class overrides `fit` to prepare the data before calling Keras' `fit`.
 
-Such a `fit` gets its arguments as the user gave them: it may tokenize texts, slice arrays, or split
-off validation data. What it gives to Keras' `fit` is the data of the run; callbacks make that
+Such a `fit` gets the user's original arguments: it may tokenize texts, slice arrays, or split off
+validation data. The data that it passes to Keras' `fit` is the data of the run; callbacks make it
 resumable there, as in a plain `fit`.
 """
 
@@ -25,14 +25,14 @@ def prepare(
 
     Args:
         model: A model for which `models.has_own_fit` is true.
-        x: As the user gave it.
-        y: As the user gave it.
-        others: The other arguments that the user gave, and `callbacks`.
-        is_silent: Turn the progress bar off, if `fit` has one.
+        x: The user's value.
+        y: The user's value.
+        others: The user's other arguments, and `callbacks`.
+        is_silent: True to turn off the progress bar, if `fit` has one.
 
     Raises:
-        ModelError: If `fit` takes no callbacks.
-        ConfigurationError: If it does not take what the user gave.
+        ModelError: If `fit` does not accept callbacks.
+        ConfigurationError: If it does not accept the user's arguments.
     """
     signature = inspect.signature(model.fit)
     kinds = {parameter.kind for parameter in signature.parameters.values()}
@@ -54,8 +54,8 @@ def prepare(
         call = signature.bind(*data, **named)
     except TypeError as error:
         raise ConfigurationError(
-            f"Expected the arguments of {name}{signature}, which `distributed_fit` calls with what "
-            f"it was given. Received: {', '.join(_shown(x, y, named))}: {error}."
+            f"Expected the arguments of {name}{signature}, to which `distributed_fit` passes its "
+            f"own. Received: {', '.join(_shown(x, y, named))}: {error}."
         ) from error
     return functools.partial(model.fit, *call.args, **call.kwargs)
 
@@ -66,7 +66,7 @@ def _shown(x: Any, y: Any, named: Mapping[str, Any]) -> list[str]:
 
 
 def warn_of_lost_callbacks(model: keras.Model) -> None:
-    """Warns of a `fit` that has trained without the callbacks that it was given."""
+    """Warns that a `fit` trained without the callbacks that it was given."""
     warnings.warn(
         f"{name_of(model)} did not pass `callbacks` to Keras' `fit`, so nothing was saved and this "
         "run cannot be resumed. Pass them on: `super().fit(..., callbacks=callbacks)`.",
@@ -75,5 +75,5 @@ def warn_of_lost_callbacks(model: keras.Model) -> None:
 
 
 def name_of(model: keras.Model) -> str:
-    """The name of the model's own `fit`, for messages."""
+    """Returns the name of the model's own `fit`, for messages."""
     return f"{type(model).__name__}.fit"

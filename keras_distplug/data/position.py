@@ -1,4 +1,4 @@
-"""A place in the data of a training, and the way back to it."""
+"""A position in the data of a training, and how to return to it."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from keras_distplug.core.errors import DataError
 
 
 class Variable(Protocol):
-    """A value beside the elements that decides what the next ones are."""
+    """A value outside the elements that determines the next ones."""
 
     def read(self) -> Any:
-        """JSON-able."""
+        """Returns the value, JSON-able."""
         ...
 
     def assign(self, value: Any, *, in_pass: bool) -> None:
-        """Puts back what `read` gave at the beginning of a pass, to go on within it, or at a time
-        from which everything goes on anyway."""
+        """Restores a value from `read`: from the start of a pass, to continue within the pass, or
+        from any other time."""
         ...
 
 
 class Source:
     """Data that can be read again from any batch of any pass.
 
-    A pass is what one iterator gives. Keras makes more of them than there are epochs.
+    A pass is the elements of one iterator. Keras makes more of them than there are epochs.
 
     Attributes:
-        whole: A pass, for its elements and their number. Nobody makes an iterator of it.
-        batch_size: Samples in a full global batch; None if that is not known.
-        variables: What reading it changes, such as the seeds of random layers.
-        holds_state: Whether its `contents` may be changed by reading it.
-        draws: Whether its batches are known to depend on what was drawn for those before, so that
-            these are made again where a pass goes on.
+        whole: A pass, for its element spec and size. It is never iterated.
+        batch_size: Samples in a full global batch; None if unknown.
+        variables: Values that reading it changes, such as the seeds of random layers.
+        holds_state: True if reading it may change its `contents`.
+        draws: True if its batches are known to depend on numbers drawn for earlier ones, so that
+            these must be made again to continue a pass.
     """
 
     whole: tf.data.Dataset
@@ -49,39 +49,39 @@ class Source:
 
     @property
     def num_batches(self) -> int | None:
-        """In a pass; None if that is not known, or there is no end."""
+        """The number of batches in a pass; None if unknown or infinite."""
         raise NotImplementedError
 
     @property
     def why_not_by_samples(self) -> str | None:
-        """What keeps a pass from being begun behind a number of samples; None if nothing does."""
+        """The reason why a pass cannot be started after a number of samples; None if it can."""
         return None
 
     @property
     def why_not_on_workers(self) -> str | None:
-        """What keeps other processes from reading it by themselves; None if nothing does."""
+        """The reason why other processes cannot read it themselves; None if they can."""
         return None
 
     def batches(
         self, passed: int, start: int, behind: int = 0, read: int | None = None
     ) -> tf.data.Dataset:
-        """The global batches of the next pass. The caller makes one iterator of them; it may ask
-        for the same pass again before.
+        """Returns the global batches of the next pass. The caller makes one iterator of them;
+        before that, it may ask for the same pass again.
 
         Args:
-            passed: Passes before it. It grows by one from call to call, or by more.
-            start: Batches of this pass that have been trained; the dataset begins behind them.
+            passed: Number of earlier passes. It grows by at least one from call to call.
+            start: Batches of this pass that were trained; the dataset starts after them.
             behind: Samples of this pass that were trained before these, in batches of other sizes.
-            read: Passes before it of which a batch was read; None for all of them.
+            read: Number of earlier passes of which a batch was read; None for all of them.
         """
         raise NotImplementedError
 
     def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
-        """As `LateDistributedDataset.of_worker`."""
+        """Does the same as `LateDistributedDataset.of_worker`."""
         raise NotImplementedError(self.why_not_on_workers)
 
     def fingerprint(self) -> Mapping[str, Any]:
-        """What has to be the same when the run goes on; flat and JSON-able."""
+        """Returns the facts that must not change when the run resumes; flat and JSON-able."""
         return {**self._described(), **self.contents}
 
     def _described(self) -> Mapping[str, Any]:
@@ -90,43 +90,43 @@ class Source:
 
     @functools.cached_property
     def contents(self) -> Mapping[str, str]:
-        """What its samples hold, as in `data.contents`; empty if that is not known."""
+        """Fingerprints of its samples, as in `data.contents`; empty if unknown."""
         return {}
 
     def use_seeds(self, seeds: str) -> bool:
-        """Draws orders from these seeds, of its `fingerprint` in another process. Returns whether
-        it can."""
+        """Draws orders from these seeds, taken from its `fingerprint` in another process. Returns
+        True if it can."""
         return False
 
     def warnings(self) -> list[str]:
-        """Lines for people on what a resumed run may not reproduce, or only at a cost."""
+        """Returns messages about parts that a resumed run may not reproduce, or only at a cost."""
         return []
 
     def on_epoch_begin(self) -> None:
-        """To be called when an epoch begins."""
+        """Must be called when an epoch starts."""
 
     def on_epoch_end(self) -> None:
-        """To be called when an epoch has ended."""
+        """Must be called when an epoch has ended."""
 
-    # Others may read the same data, too, so that iterators of it are counted.
+    # Other code may read the same data, too, so iterators of it are counted.
 
     def note_made(self, passed: int) -> None:
-        """To be called for every iterator, with those before it."""
+        """Must be called for every iterator, with the number of earlier ones."""
 
     def note_read(self, read: int) -> None:
-        """To be called when the first batch of one was read, with those before it that were."""
+        """Must be called at an iterator's first batch, with the number of earlier ones read."""
 
     def note_looked(self, passed: int, read: int) -> None:
-        """To be called where plain Keras would have looked at a batch, with the passes before."""
+        """Must be called where plain Keras would inspect a batch, with the earlier passes."""
 
 
 class Positioned(readers.LateDistributedDataset):
-    """A source as `fit` reads it, which knows how many iterators were made of it.
+    """A source as read by `fit`, which counts the iterators made of it.
 
     Args:
         source: The data.
-        fetches_ahead: Whether to make the next batch while a step computes, beside what
-            TensorFlow does.
+        fetches_ahead: True to prepare the next batch while a step computes, in addition to
+            TensorFlow's own prefetching.
     """
 
     def __init__(self, source: Source, *, fetches_ahead: bool = False) -> None:
@@ -134,17 +134,17 @@ class Positioned(readers.LateDistributedDataset):
         self._fetches_ahead = fetches_ahead
         self.passes = 0
         self.read = 0  # passes of which a batch was read
-        self.is_read = False  # whether the last one is among these
-        self.is_scheduled = False  # once it is used: whether workers read it, and nobody here does
+        self.is_read = False  # True if the last one is among these
+        self.is_scheduled = False  # True if workers read it, and this process doesn't; set by `use`
         self._start = self._behind = 0
         self._given: Sequence[Any] = ()  # values of variables for the next iterator
-        self._begun_with: list[Any] = []
+        self._started_with: list[Any] = []
         self._strategy: tf.distribute.Strategy | None = None
         self._dataset: tf.data.Dataset | None = None
         self._distributed: Any = None
 
     def use(self, strategy: tf.distribute.Strategy) -> None:
-        """Distributes by `strategy`, instead of that in whose scope it is read.
+        """Distributes by `strategy`, instead of the strategy in whose scope it is read.
 
         Raises:
             DataError: If a batch has fewer samples than there are replicas.
@@ -160,7 +160,7 @@ class Positioned(readers.LateDistributedDataset):
         if self.is_scheduled:
             if (why_not := self.source.why_not_on_workers) is not None:
                 raise DataError(
-                    "Under ParameterServerStrategy each worker reads the data by itself, but "
+                    "Under ParameterServerStrategy, every worker reads the data itself, but "
                     f"{why_not}. Give arrays, a tf.data.Dataset of TensorFlow's operations only, "
                     "or a function that returns one."
                 )
@@ -172,20 +172,20 @@ class Positioned(readers.LateDistributedDataset):
         return self.source.of_worker(worker, workers, seed)
 
     def variables(self, *, in_pass: bool) -> list[Any]:
-        """What `begin_at` takes; JSON-able.
+        """Returns the `variables` for `begin_at`; JSON-able.
 
         Args:
-            in_pass: Whether for the pass under way, or for the one that comes next.
+            in_pass: True for those of the current pass, False for those of the next one.
         """
-        return self._begun_with if in_pass else [each.read() for each in self.source.variables]
+        return self._started_with if in_pass else [each.read() for each in self.source.variables]
 
     def assign(self, variables: Sequence[Any], *, in_pass: bool) -> None:
-        """Puts back what `variables` gave."""
+        """Restores the values from `variables`."""
         for each, value in zip(self.source.variables, variables, strict=False):
             each.assign(value, in_pass=in_pass)
 
     def note_read(self) -> None:
-        """To be called once a batch of the last pass was read; again makes no difference."""
+        """Must be called once a batch of the last pass was read; further calls have no effect."""
         if not self.is_read:
             self.source.note_read(self.read)
             self.read += 1
@@ -196,7 +196,7 @@ class Positioned(readers.LateDistributedDataset):
 
     @property
     def read_before(self) -> int:
-        """As `read`, of the passes before the last one."""
+        """The number of passes before the last one of which a batch was read."""
         return self.read - self.is_read
 
     def begin_at(
@@ -207,15 +207,15 @@ class Positioned(readers.LateDistributedDataset):
         variables: Sequence[Any] = (),
         read: int | None = None,
     ) -> None:
-        """Makes the next iterator that of the pass behind `passed` others, from batch `start` on,
-        counted from behind so many samples.
+        """Makes the next iterator that of the pass after `passed` others, from batch `start` on,
+        counted after `behind` samples.
 
         Args:
-            passed: Passes before it.
+            passed: Number of earlier passes.
             start: Batches of it that were trained.
             behind: Samples of it that were trained before these.
-            variables: Values at the beginning of that pass, from `variables`.
-            read: Passes before it of which a batch was read; None for all of them.
+            variables: Values at the start of that pass, from `variables`.
+            read: Number of earlier passes of which a batch was read; None for all of them.
 
         Raises:
             DataError: If the pass has fewer batches.
@@ -223,7 +223,7 @@ class Positioned(readers.LateDistributedDataset):
         batches = self.source.num_batches
         if batches is not None and start > batches:
             raise DataError(
-                f"The training goes on behind batch {start} of its data, but they have only "
+                f"Training resumes after batch {start} of its data, but the data has only "
                 f"{batches} batches. Give the same data as before."
             )
         self.passes, self._start, self._behind = passed, start, behind
@@ -235,12 +235,12 @@ class Positioned(readers.LateDistributedDataset):
             self.passes += 1
             return iter(())
         in_pass = bool(self._start or self._behind)
-        # The variables, if there are any, are those after this pass.
+        # The variables, if any, are those after this pass.
         is_over = bool(self._start) and self._start == self.source.num_batches
         given, self._given = list(self._given), ()
         self.assign(given, in_pass=in_pass)
         now = [each.read() for each in self.source.variables]
-        self._begun_with = given if given and in_pass else now
+        self._started_with = given if given and in_pass else now
         dataset = self.source.batches(self.passes, self._start, self._behind, self.read)
         self.is_read = False
         if is_over:
@@ -275,13 +275,13 @@ class Positioned(readers.LateDistributedDataset):
             self._dataset = dataset
             strategy = self._strategy
             assert strategy is not None
-            # A position counts batches that were trained, so that more of them may be made.
+            # A position counts trained batches, so it does not matter how many are prefetched.
             read = dataset.prefetch(1) if self._fetches_ahead else dataset
             self._distributed = strategy.experimental_distribute_dataset(sharded(read))
 
 
 def is_own_part(data: Any) -> bool:
-    """Whether each worker may read other data than the others."""
+    """Returns True if every worker may read different data."""
     if isinstance(data, Positioned):
         data = data.source.whole
     if not isinstance(data, tf.data.Dataset):
@@ -291,7 +291,7 @@ def is_own_part(data: Any) -> bool:
 
 
 def sharded(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Splits each global batch over the workers, unless the user chose otherwise."""
+    """Splits every global batch over the workers, unless the user chose otherwise."""
     policy = tf.data.experimental.AutoShardPolicy
     chosen = dataset.options().experimental_distribute.auto_shard_policy
     if chosen not in (policy.AUTO, policy.DATA):

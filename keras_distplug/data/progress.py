@@ -1,4 +1,4 @@
-"""Where a `fit` stands in its data."""
+"""The position of a `fit` in its data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keras_distplug.backend.tensorflow.input import epochs, readers
 from keras_distplug.backend.tensorflow.runtime import context, workers
 from keras_distplug.core.log import announce
 from keras_distplug.data import contents
-from keras_distplug.data.feed import InputAdapter, seed_of, warn_of
+from keras_distplug.data.feed import InputAdapter, report_warnings, seed_of
 from keras_distplug.data.position import Positioned, Source
 from keras_distplug.data.python_sources import PyData, warning_of_generator
 from keras_distplug.data.sources import BATCH_SIZE, SEEDS, Arrays, TfData, elements
@@ -22,43 +22,43 @@ from keras_distplug.data.torch_sources import LoaderData
 
 
 class Progress:
-    """The place of a `fit` in its data, from the beginning of training to the end.
+    """The position of a `fit` in its data, from the start of training to its end.
 
     Args:
         loop: The loop of that `fit`.
-        data: What the loop draws batches from.
-        draws_again: Whether the data is read from its very beginning, and draws what it drew then:
-            one Python generator gives the batches of all epochs.
+        data: The data from which the loop draws batches.
+        draws_again: True if the data is read from its very start, and draws the same numbers again:
+            one Python generator yields the batches of all epochs.
     """
 
     def __init__(self, loop: epochs.Loop, data: Positioned, draws_again: bool) -> None:
         self.data = data
         self.draws_again = draws_again
         self._loop = loop
-        self._passes = data.passes  # of which `_read` and `_behind` are of the last
+        self._passes = data.passes  # `_read` and `_behind` belong to the last of these
         self._read = 0
         self._behind = 0
         self._counted = loop.counted
 
-    def epoch_begins(self) -> None:
-        """To be called before an epoch draws its first batch."""
+    def on_epoch_begin(self) -> None:
+        """Must be called before an epoch draws its first batch."""
         self._counted = self._loop.counted
 
     def trained(self, batches: int) -> None:
-        """To be called behind each step."""
+        """Must be called after every step."""
         if self.data.passes == self._passes and self.data.is_read:
             self._read += batches
             return
-        read, self._behind = self._place_in_pass()
+        read, self._behind = self._position_in_pass()
         self._read = read + batches
         self.data.note_read()
         self._passes = self.data.passes
 
     def position(self, *, in_epoch: bool) -> dict[str, Any]:
-        """What `seek` takes to go on from here; JSON-able.
+        """Returns the position from which `seek` continues; JSON-able.
 
         Args:
-            in_epoch: Whether the epoch under way goes on, even if it has no batch left.
+            in_epoch: True if the current epoch continues, even if it has no batch left.
         """
         place: dict[str, Any] = {
             "passes": self.data.passes,
@@ -71,27 +71,27 @@ class Progress:
         }
         in_pass = in_epoch or self._loop.goes_on
         if in_pass:
-            read, place["behind"] = self._place_in_pass()
+            read, place["behind"] = self._position_in_pass()
             place["passes_read"] = self.data.read_before
             place["read"] = min(read, self.data.source.num_batches or math.inf)
-            # Nothing will be read again of a pass that is over.
+            # Nothing of a finished pass will be read again.
             in_pass = place["read"] != self.data.source.num_batches
         place["variables"] = self.data.variables(in_pass=in_pass)
         place["draws"] = self.data.source.draws
         return place
 
     def seek(self, position: Mapping[str, Any], batch: float) -> float:
-        """Makes training go on where `position` was taken.
+        """Makes training continue from `position`.
 
         Args:
-            position: From `position`.
+            position: A result of `position`.
             batch: Batches of the epoch that were trained; `math.inf` if it has none left.
 
         Returns:
-            `batch`, or as many of the size that batches have now.
+            The `batch`, converted to batches of the current size.
         """
         if position["batch_size"] != self.data.source.batch_size:
-            position, batch = self._in_present_batches(position, batch)
+            position, batch = self._convert_batches(position, batch)
         self._loop.count(position["counted"])
         self.data.source.draws |= position.get("draws", False)
         read, behind = position.get("read"), position.get("behind", 0)
@@ -108,7 +108,7 @@ class Progress:
             self._loop.begin_at(batch)
         return batch
 
-    def _in_present_batches(
+    def _convert_batches(
         self, position: Mapping[str, Any], batch: float
     ) -> tuple[Mapping[str, Any], float]:
         source = self.data.source
@@ -130,20 +130,20 @@ class Progress:
         """Restores the state in which a `fit` that finished in another process left the data."""
         self.data.assign(position.get("variables", ()), in_pass=False)
 
-    def _place_in_pass(self) -> tuple[int, int]:
-        """Batches that were read of it, and samples before these."""
+    def _position_in_pass(self) -> tuple[int, int]:
+        """Returns the batches read of the current pass, and the samples before these."""
         return (self._read, self._behind) if self.data.passes == self._passes else (0, 0)
 
 
-def of_fit(model: keras.Model, seed: int) -> Progress | None:
-    """The progress of the `fit` that calls, from which on it is counted.
+def track_fit(model: keras.Model, seed: int) -> Progress | None:
+    """Returns the progress of the current `fit`, counted from now on.
 
     Args:
         model: The model in training.
-        seed: For what would be shuffled in an order that nobody could repeat.
+        seed: Seed for data that would otherwise be shuffled in an irreproducible order.
 
     Returns:
-        None if that is not possible: `fit` is not Keras', or the data was distributed before.
+        The progress; None if `fit` is not Keras', or the data was already distributed.
     """
     if (loop := epochs.of_fit()) is None:
         return None
@@ -156,22 +156,22 @@ def of_fit(model: keras.Model, seed: int) -> Progress | None:
 
 
 def take_over_early(model: keras.Model, seed: int) -> None:
-    """Makes the data of a plain `fit` resumable before `fit` looks at it, if workers read it by
+    """Makes the data of a plain `fit` resumable before `fit` inspects it, if the workers read it
     themselves: Keras would read it on the chief.
 
     Args:
         model: The model that will be trained.
-        seed: As in `of_fit`.
+        seed: As in `track_fit`.
     """
     strategy = model.distribute_strategy
     if workers.is_scheduled(strategy):
         epochs.before_reading(model, lambda loop: _positioned(loop, strategy, seed))
 
 
-def of_validation(model: keras.Model, seed: int) -> Positioned | None:
-    """The validation data of the `fit` that calls, from which on passes over it are counted."""
+def track_validation(model: keras.Model, seed: int) -> Positioned | None:
+    """Returns the validation data of the current `fit`; passes over it are counted from now on."""
     loop = epochs.of_validation(model)
-    # Other data comes in the same order each time.
+    # Other data comes in the same order every time.
     if loop is None or not (loop.is_dataset or loop.py_dataset or loop.torch_loader):
         return None
     is_ours = isinstance(loop.dataset, Positioned)
@@ -194,18 +194,18 @@ def _announce_orders(source: Source, what: str) -> None:
         )
 
 
-def take_up_validation(
-    data: Positioned, passes: int, passes_read: int, variables: Sequence[Any], *, looked: bool
+def resume_validation(
+    data: Positioned, passes: int, passes_read: int, variables: Sequence[Any], *, is_inspected: bool
 ) -> None:
     """Continues validation after passes of another process.
 
-    Keras has made its iterator over the data, and has reset it, as it does before each of these
-    passes; the data had another state then.
+    Keras has already made its iterator over the data, and has reset it, as before every one of
+    these passes; at that time the data had another state.
     """
     data.begin_at(passes, 0, read=passes_read)
     data.assign(variables, in_pass=False)
-    if looked:
-        data.note_looked()  # which the other process would have done, too
+    if is_inspected:
+        data.note_looked()  # as in the other process
     data.source.on_epoch_end()
 
 
@@ -219,7 +219,7 @@ def _positioned(
     adapter = InputAdapter(source)
     adapter.get_tf_dataset().use(strategy)
     loop.draw_from(adapter)
-    warn_of(source, is_validation=is_validation)
+    report_warnings(source, is_validation=is_validation)
     return adapter.get_tf_dataset()
 
 
@@ -228,7 +228,7 @@ def _source(
 ) -> Source | None:
     if (given := loop.py_dataset) is not None:
         dataset, is_shuffled, class_weight, signature = given
-        # Python's generators differ between workers, which have to draw the same order.
+        # Python's generators differ between workers, which must draw the same order.
         own = seed if workers.is_multi_worker(strategy) else None
         return PyData(
             dataset, is_shuffled, own, class_weight, signature, is_in_parts=loop.keeps_iterator
@@ -255,15 +255,15 @@ def _source(
 
 
 class _OfKeras(Source):
-    """What Keras makes of other data than datasets. It is read over.
+    """The batches that Keras makes from data other than datasets. To resume, it is read again.
 
     Args:
         whole: Its batches.
-        adapter: What Keras makes them with.
-        sizes: The size of a batch and the number of samples, if that decides nothing about the
+        adapter: Keras' adapter, which makes the batches.
+        sizes: The size of a batch and the number of samples, if the batch size does not affect the
             order of samples.
         seed: TensorFlow's global seed, if orders are drawn from it.
-        arrays: Those that it was given, if it was.
+        arrays: The arrays given to `fit`, if any.
     """
 
     def __init__(
@@ -322,7 +322,7 @@ class _OfKeras(Source):
 
     @functools.cached_property
     def contents(self) -> Mapping[str, str]:
-        return {} if self._given is None else contents.of_arrays(self._given)
+        return {} if self._given is None else contents.fingerprint_arrays(self._given)
 
     def use_seeds(self, seeds: str) -> bool:
         if self._seed is None:
@@ -334,4 +334,4 @@ class _OfKeras(Source):
 
     def warnings(self) -> list[str]:
         is_generator = self._kind == "GeneratorDataAdapter"
-        return [warning_of_generator(is_begun_anew=False)] if is_generator else []
+        return [warning_of_generator(is_restarted=False)] if is_generator else []

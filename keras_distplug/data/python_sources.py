@@ -1,4 +1,4 @@
-"""Sources whose batches Python code makes: `keras.utils.PyDataset` and generators."""
+"""Sources whose batches are made by Python code: `keras.utils.PyDataset` and generators."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from keras_distplug.backend.tensorflow.input import readers
 from keras_distplug.core.log import announce
 from keras_distplug.data import contents
 from keras_distplug.data.position import Source
-from keras_distplug.data.reached_state import Reached
+from keras_distplug.data.reachable_state import ReachableState
 from keras_distplug.data.sources import described_weights, elements
 from keras_distplug.python_state import random_states
 from keras_distplug.python_state.object_states import Attributes
 
 _DATASET = "dataset"
-_LOOKED_AT = 2  # batches of a pass that are watched for what they draw and change
-_HELD = 32  # first batches of a generator, for passes that only look at them
+_WATCHED = 2  # batches of a pass that are watched for drawing numbers and changing state
+_HELD = 32  # first batches of a generator, kept for passes that only inspect them
 
 
 class PyData(Source):
     """A `keras.utils.PyDataset` of global batches.
 
-    Its attributes, what they lead to, and the global generators of Python and NumPy are part of
-    the position. If making a batch draws random numbers, or changes any of these, resuming makes
-    the earlier batches of the pass again.
+    The position includes its attributes, the objects reachable from them, and the global generators
+    of Python and NumPy. If making a batch draws random numbers, or changes any of these, resuming
+    makes the earlier batches of the pass again.
 
     Args:
-        dataset: The user's.
-        shuffle: Draw a new order of its batches in each pass.
-        seed: Of the orders; None draws them as Keras does, from Python's generator.
+        dataset: The user's data set.
+        shuffle: True to draw a new order of its batches in every pass.
+        seed: Seed of the orders; None draws them like Keras, from Python's generator.
         class_weight: As in `Model.fit`.
         signature: As in `PyReader`.
-        is_in_parts: Whether epochs end in the middle of a pass.
+        is_in_parts: True if epochs end mid-pass.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class PyData(Source):
         is_in_parts: bool = False,
     ) -> None:
         self._given = dataset
-        self._batches_at_start = self.num_batches  # before it changes itself
+        self._batches_at_start = self.num_batches  # it may change later
         self._shuffle = shuffle
         self._seed = seed
         self._is_in_parts = is_in_parts
@@ -62,12 +62,12 @@ class PyData(Source):
             name for name in hooks if getattr(type(dataset), name) is not getattr(stock, name)
         ]
         self._attributes = Attributes(dataset, vars(stock()), only_generators=not self._hooks)
-        self._reached = Reached(dataset, {_DATASET: dataset}, {_DATASET: self._attributes})
+        self._reachable = ReachableState(dataset, {_DATASET: dataset}, {_DATASET: self._attributes})
         self._generators = _Generators(self)
-        self.variables = (self._attributes, self._generators, self._reached)
-        self._told: set[str] = set()
-        self._is_looked_at = False
-        self._is_watched = False  # whether a second batch was
+        self.variables = (self._attributes, self._generators, self._reachable)
+        self._reported: set[str] = set()
+        self._is_inspected = False
+        self._is_watched = False  # True once a second batch was watched
         self._class_weight = class_weight
         self._reader = readers.PyReader(self._rest(0, None), class_weight, signature)
         self.whole = self._counted(self._reader.whole, 0)
@@ -91,35 +91,35 @@ class PyData(Source):
         if not start and not self._shuffle:
             return self.whole
         if start and not self.draws:
-            order = self._order(passed, self._generators.begun)
+            order = self._order(passed, self._generators.initial)
             dataset = self._reader.dataset(lambda: self._rest(start, order))
             return self._counted(dataset, start)
         dataset = self._reader.dataset(lambda: self._rest(0, self._order(passed)))
         return self._counted(dataset, 0).skip(start) if start else self._counted(dataset, 0)
 
-    def _order(self, passed: int, begun: Mapping[str, Any] | None = None) -> list[int] | None:
-        """That of a pass; with `begun`, as drawn from those states of the global generators."""
+    def _order(self, passed: int, initial: Mapping[str, Any] | None = None) -> list[int] | None:
+        """Returns the order of a pass; with `initial`, drawn from those global generator states."""
         if (count := self.num_batches) is None or not self._shuffle:
             return None
         if self._seed is not None:
             return list(np.random.default_rng([self._seed, passed]).permutation(count))
         order = list(range(count))
-        (random if begun is None else random_states.python_generator(begun)).shuffle(order)
+        (random if initial is None else random_states.python_generator(initial)).shuffle(order)
         return order
 
     def _rest(self, start: int, order: Sequence[int] | None) -> _Rest:
         return _Rest(self._given, start, order, self._made)
 
     def _made(self, make: Callable[[], Any], *, is_first: bool) -> Any:
-        """Makes one of the first two batches of a pass, and notes whether that changes what later
-        ones depend on. The first one often opens files and the like, once."""
+        """Makes one of the first two batches of a pass, and records whether that changes state that
+        later ones depend on. The first one often opens files and the like, only once."""
         if not is_first and self._is_watched:
             return make()
         self._is_watched |= not is_first
 
         def state() -> Any:
             own = self._attributes.generators() if is_first else self._kept()
-            return random_states.capture_of_python(), own
+            return random_states.capture_python(), own
 
         before = state()
         batch = make()
@@ -134,7 +134,7 @@ class PyData(Source):
         return batch
 
     def _kept(self) -> Any:
-        return self._attributes.read(), self._reached.read()
+        return self._attributes.read(), self._reachable.read()
 
     def _counted(self, dataset: tf.data.Dataset, start: int) -> tf.data.Dataset:
         if (count := self.num_batches) is None:
@@ -145,20 +145,20 @@ class PyData(Source):
         self._given.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        looks = "on_epoch_end" in self._hooks and not self._is_looked_at
-        before = self._kept() if looks else None
+        inspects = "on_epoch_end" in self._hooks and not self._is_inspected
+        before = self._kept() if inspects else None
         self._given.on_epoch_end()
-        if looks:
-            self._is_looked_at = True
+        if inspects:
+            self._is_inspected = True
             if self._kept() == before and not self._attributes.too_large():
                 announce(
                     f"{type(self._given).__name__}.on_epoch_end changed nothing that is saved. If "
                     "it changes anything else, such as a dict of arrays or a file, a resumed run "
-                    "will not restore it: keep what changes in an attribute, for example as an "
+                    "will not restore it: keep changing values in an attribute, for example as an "
                     "array of indices"
                 )
-        for name in set(self._attributes.too_large() if self._hooks else ()) - self._told:
-            self._told.add(name)
+        for name in set(self._attributes.too_large() if self._hooks else ()) - self._reported:
+            self._reported.add(name)
             announce(
                 f"{type(self._given).__name__}.on_epoch_end changes `{name}`, which is too large "
                 "to save. Shuffle an array of indices instead"
@@ -178,43 +178,43 @@ class PyData(Source):
 
     @functools.cached_property
     def contents(self) -> Mapping[str, str]:
-        return contents.of_object(self._given)
+        return contents.fingerprint_object(self._given)
 
     def warnings(self) -> list[str]:
-        return self._reached.warnings() + [
+        return self._reachable.warnings() + [
             f"with steps_per_epoch, {type(self._given).__name__}.{name} runs while batches of the "
             "next epoch are being prefetched, so which batches see its changes differs in every "
-            "run. Leave out steps_per_epoch"
+            "run. Remove steps_per_epoch"
             for name in (self._hooks if self._is_in_parts else ())
         ]
 
 
 class _Generators:
-    """The global generators of Python and NumPy, of a source that may draw from them."""
+    """The global generators of Python and NumPy, for a source that may draw from them."""
 
     def __init__(self, source: PyData) -> None:
         self._source = source
-        self.begun: Mapping[str, Any] | None = None  # what they were at the beginning of a pass
+        self.initial: Mapping[str, Any] | None = None  # their states at the start of a pass
 
     def read(self) -> Any:
-        return random_states.capture_of_python()
+        return random_states.capture_python()
 
     def assign(self, value: Any, *, in_pass: bool) -> None:
         if not in_pass:
-            return  # they go on with the process
-        self.begun = value
+            return  # they continue with the process
+        self.initial = value
         if self._source.draws:
-            random_states.restore_of_python(value)
+            random_states.restore_python(value)
 
 
 class _Rest(keras.utils.PyDataset):  # type: ignore[misc]
-    """The batches of a `PyDataset` in another order, from one of them on.
+    """The batches of a `PyDataset` in another order, starting at one of them.
 
     Args:
-        given: The user's.
-        start: Batches that are left out.
-        order: Of all batches.
-        made: Makes the first ones that are asked for, with a function that gives one.
+        given: The user's data set.
+        start: Number of batches to skip.
+        order: The order of all batches.
+        made: Called with a function that makes a batch, for the first batches requested.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class _Rest(keras.utils.PyDataset):  # type: ignore[misc]
         self._start = start
         self._order = order
         self._made: Callable[..., Any] | None = made
-        self._asked = 0
+        self._requested = 0
 
     @property
     def num_batches(self) -> int | None:
@@ -243,22 +243,22 @@ class _Rest(keras.utils.PyDataset):  # type: ignore[misc]
     def __getitem__(self, index: int) -> Any:
         place = self._start + index
         number = place if self._order is None else int(self._order[place])
-        self._asked += 1
-        if self._made is None or self._asked > _LOOKED_AT:
+        self._requested += 1
+        if self._made is None or self._requested > _WATCHED:
             return self._given[number]
-        return self._made(lambda: self._given[number], is_first=self._asked == 1)
+        return self._made(lambda: self._given[number], is_first=self._requested == 1)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A process of its own tells nobody what it has drawn.
+        # Another process cannot report what it has drawn.
         return {**vars(self), "_made": None}
 
 
 class Generator(Source):
-    """Batches of a Python generator, read over from the first one when training goes on.
+    """Batches of a Python generator, read again from the first one to resume training.
 
     Args:
-        make: Returns a generator of global batches; each pass has one of its own. Or a generator,
-            which cannot be begun anew: all of training is one pass.
+        make: Returns a generator of global batches; every pass makes a new one. Or a generator,
+            which cannot be restarted: all of training is one pass.
         class_weight: As in `Model.fit`.
     """
 
@@ -297,12 +297,12 @@ class Generator(Source):
         }
 
     def warnings(self) -> list[str]:
-        return [warning_of_generator(is_begun_anew=bool(self._make))]
+        return [warning_of_generator(is_restarted=bool(self._make))]
 
 
-def warning_of_generator(*, is_begun_anew: bool) -> str:
-    """A line for people on data from a Python generator, which every pass begins anew, or none."""
-    drawn = "of the pass are drawn again" if is_begun_anew else "are drawn from a new generator"
+def warning_of_generator(*, is_restarted: bool) -> str:
+    """Returns a warning about a Python generator that restarts in every pass, or never."""
+    drawn = "of the pass are drawn again" if is_restarted else "are drawn from a new generator"
     return (
         f"a Python generator: to resume, all batches up to the checkpoint {drawn}, which must "
         "yield the same as before. A keras.utils.PyDataset continues at any batch without "
@@ -311,9 +311,10 @@ def warning_of_generator(*, is_begun_anew: bool) -> str:
 
 
 class _OnePass:
-    """The batches of a generator, from the first one again while hardly any were read.
+    """The batches of a generator, which can be read again from the first one as long as only a few
+    were read.
 
-    Keras looks at a batch, for its shapes, before it trains.
+    Keras inspects a batch, for its shapes, before it trains.
     """
 
     def __init__(self, rest: Iterator[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Sources that TensorFlow reads by itself: arrays, pipelines of tf.data, functions of these."""
+"""Sources that TensorFlow reads on its own: arrays, tf.data pipelines, functions of these."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from keras_distplug.data import advice, audit, contents
 from keras_distplug.data.position import Source
 from keras_distplug.python_state import json_values
 
-# What of a fingerprint differs, too, where a process makes the same pipeline a second time.
+# Parts of a fingerprint that also differ if a process makes the same pipeline a second time.
 SEEDS = "seeds"
 BATCH_SIZE = "batch_size"
-# Of the Feistel network that permutes the samples. With 4, neighbours stay correlated (0.09).
+# Rounds of the Feistel network that permutes samples. With 4, neighbors stay correlated (0.09).
 _ROUNDS = 8
-_MOST_BYTES_OF_VARIABLE = 2**20  # its value goes into the manifest
+_MOST_BYTES_OF_VARIABLE = 2**20  # its value is stored in the manifest
 
 
 class Arrays(Source):
-    """Nested arrays of samples. The order in a pass is a function of the seed and its number.
+    """Nested arrays of samples. The order in a pass depends only on the seed and the pass's number.
 
     Args:
-        arrays: NumPy arrays of equal length, nested as the model's batches are.
+        arrays: NumPy arrays of equal length, nested like the model's batches.
         batch_size: Samples in a global batch.
-        seed: Of the shuffled orders; None leaves the samples in theirs.
+        seed: Seed of the shuffled orders; None keeps the samples in their own order.
         class_weight: As in `Model.fit`.
     """
 
@@ -84,8 +84,8 @@ class Arrays(Source):
         return self._in_batches(rows, gathered, from_start=behind is None)
 
     def as_dataset(self) -> tf.data.Dataset:
-        """Returns the batches as a dataset for transformations, which draws its own order in every
-        pass if these are shuffled."""
+        """Returns the batches as a dataset for transformations; if shuffled, it draws its own order
+        in every pass."""
         rows = tf.data.Dataset.range(self._samples)
         if self._seed is not None:
             rows = rows.shuffle(self._samples, seed=self._seed, reshuffle_each_iteration=True)
@@ -94,21 +94,21 @@ class Arrays(Source):
     def _in_batches(
         self, rows: tf.data.Dataset, gathered: Callable[[tf.Tensor], Any], from_start: bool = True
     ) -> tf.data.Dataset:
-        """The batches of the samples that `gathered` returns for their numbers."""
-        # Batches of a known size, as in plain Keras, make faster steps.
+        """Returns the batches of the samples that `gathered` returns for row numbers."""
+        # Batches of a known size, as in plain Keras, make steps faster.
         are_full = from_start and self._samples % self.batch_size == 0
         dataset = rows.batch(self.batch_size, drop_remainder=are_full).map(
             gathered, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
         )
         dataset = readers.class_weighted(dataset, self._class_weight)
         options = tf.data.Options()
-        # They would copy the arrays.
+        # The default optimizations would copy the arrays.
         options.experimental_optimization.apply_default_optimizations = False
         return dataset.prefetch(tf.data.AUTOTUNE).with_options(options)
 
     def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
-        """Passes over all samples, each in another order; or its share of the batches, where they
-        come in theirs."""
+        """Returns endless passes over all samples, every pass in a different order; without
+        shuffling, the worker's share of the batches."""
 
         def pass_of(own: tf.Tensor) -> tf.data.Dataset:
             rows = tf.data.Dataset.range(self._samples).batch(self.batch_size)
@@ -151,7 +151,7 @@ class Arrays(Source):
 
     @functools.cached_property
     def contents(self) -> Mapping[str, str]:
-        return contents.of_arrays(self._tensors)
+        return contents.fingerprint_arrays(self._tensors)
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class _Stored:
 
 @dataclass(frozen=True)
 class _Counts:
-    """How often the shuffles of a dataset have drawn an order."""
+    """The number of orders that the shuffles of a dataset have drawn."""
 
     dataset: tf.data.Dataset
     is_validation: bool
@@ -179,7 +179,7 @@ class _Counts:
 
     def assign(self, value: Any, *, in_pass: bool) -> None:
         counts = [(made, read) for made, read in value]
-        # Training data that has the same shuffles is restored first, and was read since.
+        # Training data with the same shuffles is restored first, and was read since.
         earlier_passes.restore(self.dataset, counts, or_more=self.is_validation)
 
 
@@ -190,9 +190,9 @@ class TfData(Source):
     a `repeat` in a pipeline that every epoch reads from its start. See `reordered`.
 
     Args:
-        dataset: The user's.
-        seed: From which ops without a seed get theirs.
-        is_validation: Whether `fit` validates with it.
+        dataset: The user's dataset.
+        seed: Seed for operations that have none.
+        is_validation: True if `fit` validates with it.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class TfData(Source):
         return self._pipeline is not None and advice.lacks_prefetch(self._pipeline)
 
     def advice(self, *, workers: int, epochs: int) -> list[str]:
-        """As `advice.advise`."""
+        """Returns the result of `advice.advise`."""
         if self._pipeline is None:
             return []
         return advice.advise(self._pipeline, self.whole, workers=workers, epochs=epochs)
@@ -232,14 +232,14 @@ class TfData(Source):
 
     @property
     def seeded_by_run(self) -> list[str]:
-        """Transformations without a seed, which get one here."""
+        """Transformations without a seed, which get one from the run."""
         return [] if self._orders is None else self._orders.unseeded
 
     @property
     def reordered(self) -> list[str]:
         """Transformations whose orders are not plain Keras' from the second pass on."""
         is_endless = int(self.whole.cardinality().numpy()) == tf.data.INFINITE_CARDINALITY
-        # Training reads it in one pass, then, which has plain Keras' order if it is the first one.
+        # Training then reads it in one pass, which has plain Keras' order if it is the first one.
         is_one_pass = is_endless and not self._is_validation
         if self._orders is None or (is_one_pass and not any(map(any, self._counts().values()))):
             return []
@@ -250,7 +250,7 @@ class TfData(Source):
         if self._pipeline is None:
             return f"the pipeline cannot be inspected: {self._why_unreadable}"
         title = self._pipeline.bound_to_batches
-        return title and f"of what `{title}` gives, samples cannot be left out"
+        return title and f"samples cannot be skipped in the result of `{title}`"
 
     @property
     def why_not_on_workers(self) -> str | None:
@@ -258,10 +258,10 @@ class TfData(Source):
         return f"the pipeline runs Python code ({', '.join(sorted(called))})" if called else None
 
     def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
-        """The pipeline with other orders; or its share of the batches, where there are none to draw
-        or they cannot be told apart."""
+        """Returns the pipeline with other orders; or the worker's share of the batches if there are
+        no orders to draw or they are unknown."""
         if self._orders is None or not self._orders.nodes:
-            with tf.init_scope():  # out of the function that is traced
+            with tf.init_scope():  # outside the function that is traced
                 graph = readers.to_graph(self.whole)
             return readers.from_graph(graph).shard(workers, worker)
         return self._orders.of_worker(seed)
@@ -275,8 +275,8 @@ class TfData(Source):
         if self._orders is not None:
             if not (start or behind or self._orders.nodes):
                 return self.whole
-            return self._orders.of_pass(passed, read, start, behind, self._counts())
-        self._read_over(passed)
+            return self._orders.pass_dataset(passed, read, start, behind, self._counts())
+        self._skip_passes(passed)
         return self.whole.skip(start) if start else self.whole
 
     def _counts(self) -> Mapping[str, tuple[int, int]]:
@@ -284,8 +284,8 @@ class TfData(Source):
         nodes, counts = self._pipeline.shuffles(), earlier_passes.of_shuffles(self.whole)
         return dict(zip(nodes, counts, strict=True)) if len(nodes) == len(counts) else {}
 
-    def _read_over(self, passed: int) -> None:
-        """Leaves so many passes out of a pipeline that is taken as it is."""
+    def _skip_passes(self, passed: int) -> None:
+        """Makes as many iterators of a pipeline that cannot be inspected as there were passes."""
         drawn = _iterators_of.get(self.whole, 0)
         if drawn > passed:
             warnings.warn(
@@ -300,14 +300,14 @@ class TfData(Source):
         _iterators_of[self.whole] = max(drawn, passed) + 1
 
     def _described(self) -> Mapping[str, Any]:
-        told = {"kind": "tf.data", BATCH_SIZE: self.batch_size, "elements": elements(self.whole)}
+        facts = {"kind": "tf.data", BATCH_SIZE: self.batch_size, "elements": elements(self.whole)}
         if self._pipeline is not None:
-            told |= {**audit.chain(self._pipeline), SEEDS: self._used_seeds}
-        return told
+            facts |= {**audit.chain(self._pipeline), SEEDS: self._used_seeds}
+        return facts
 
     @functools.cached_property
     def contents(self) -> Mapping[str, str]:
-        return {} if self._pipeline is None else contents.of_pipeline(self._pipeline)
+        return {} if self._pipeline is None else contents.fingerprint_pipeline(self._pipeline)
 
     def use_seeds(self, seeds: str) -> bool:
         if self._pipeline is None:
@@ -330,7 +330,7 @@ class TfData(Source):
         earlier_passes.add(self.whole, 0, 1, least=(0, read))
 
     def note_looked(self, passed: int, read: int) -> None:
-        if self._is_validation:  # other data has no order of plain Keras to keep to
+        if self._is_validation:  # other data does not have to match plain Keras' order
             self.note_made(passed)
             self.note_read(read)
 
@@ -343,26 +343,26 @@ class TfData(Source):
             ]
         too_large = [
             f"it changes a variable of {each.nbytes / 2**20:.0f} MB, which is not saved. Keep "
-            f"what changes in variables of at most {_MOST_BYTES_OF_VARIABLE // 2**20} MB"
+            f"changing values in variables of at most {_MOST_BYTES_OF_VARIABLE // 2**20} MB"
             for each in self._too_large
         ]
         lines = audit.audit(self._pipeline, is_resumed_mid_pass=not self._is_validation)
         return lines + too_large
 
 
-# How many iterators were made of datasets that are taken as they are.
+# Number of iterators made of datasets that cannot be inspected.
 _iterators_of: weakref.WeakKeyDictionary[tf.data.Dataset, int] = weakref.WeakKeyDictionary()
 
 
 class DatasetFunction(TfData):
-    """What a function of an `InputContext` returns.
+    """The dataset that a function of an `InputContext` returns.
 
-    Where one process reads the data, and splits global batches, it is called for the only input
-    pipeline that there is. Where each worker reads for itself, it is called once for each of them,
-    in the chief's process, and what it makes is made on the workers.
+    If one process reads the data and splits global batches, the function is called once, for the
+    only input pipeline. If every worker reads the data itself, it is called once per worker, in the
+    chief's process, and the datasets that it makes are created on the workers.
 
     Args:
-        make: The user's.
+        make: The user's function.
         seed: As in `TfData`.
         class_weight: As in `Model.fit`.
     """
@@ -375,18 +375,18 @@ class DatasetFunction(TfData):
     ) -> None:
         self._make = make
         self._class_weight = class_weight
-        super().__init__(self._of(0, 1), seed)
+        super().__init__(self._make_dataset(0, 1), seed)
 
     def of_worker(self, worker: tf.Tensor, workers: int, seed: tf.Tensor) -> tf.data.Dataset:
         def variant_of(number: int) -> Callable[[], tf.Tensor]:
-            return lambda: tf.data.experimental.to_variant(self._of(number, workers))
+            return lambda: tf.data.experimental.to_variant(self._make_dataset(number, workers))
 
         variant = tf.switch_case(
             tf.cast(worker, tf.int32), [variant_of(number) for number in range(workers)]
         )
         return tf.data.experimental.from_variant(variant, self.whole.element_spec)
 
-    def _of(self, number: int, pipelines: int) -> tf.data.Dataset:
+    def _make_dataset(self, number: int, pipelines: int) -> tf.data.Dataset:
         made = self._make(tf.distribute.InputContext(pipelines, number))
         if not isinstance(made, tf.data.Dataset):
             raise DataError(
@@ -402,10 +402,10 @@ class _Drawn:
 
     Args:
         node: Its node.
-        seeds: What it has, or draws from.
-        varies: Whether it draws others for every iterator.
-        once: Whether it draws exactly once an iterator.
-        by_reading: Whether it does so when the first element is read, not when that is made.
+        seeds: The seeds that it has, or draws from.
+        varies: True if it draws others for every iterator.
+        once: True if it draws exactly once per iterator.
+        by_reading: True if it draws when the first element is read, not when the iterator is made.
     """
 
     node: str
@@ -416,12 +416,12 @@ class _Drawn:
 
 
 class _Orders:
-    """The seeds of a pipeline in each of its passes.
+    """The seeds of a pipeline in all of its passes.
 
     Args:
         parts: The pipeline.
-        seed: For transformations that have none.
-        given: Seeds to use instead of those of the pipeline.
+        seed: Seed for transformations that have none.
+        given: Seeds to use instead of the pipeline's own.
     """
 
     def __init__(
@@ -432,13 +432,13 @@ class _Orders:
         self._pipeline = parts
         self._drawn: list[_Drawn] = []
         self.unseeded: list[str] = []
-        self.own: list[str] = []  # those that draw several times restart with every pass
+        self.own: list[str] = []  # those that draw several times restart in every pass
         for step in parts.steps:
             node, is_seeded = step.node, step.is_seeded
             if is_seeded and not step.reshuffles and node not in given:
                 continue
             seeds = given.get(node) or _seeds_of(step, seed, len(self._drawn))
-            # A cache holds the order of the first pass.
+            # A cache keeps the order of the first pass.
             varies = step.reshuffles and node not in cached
             drawn = _Drawn(node, seeds, varies, varies and node in once, varies and node in read)
             self._drawn.append(drawn)
@@ -453,12 +453,12 @@ class _Orders:
         fixed = frozenset(each.node for each in self._drawn if each.once)
         return self._pipeline.remaker(self.nodes, fixed)
 
-    def of_pass(
+    def pass_dataset(
         self, passed: int, read: int, start: int, behind: int, counts: Mapping[str, tuple[int, int]]
     ) -> tf.data.Dataset:
         seeds = []
         for each in self._drawn:
-            # Others may have read it, too.
+            # Other code may have read it, too.
             made_by_all, read_by_all = counts.get(each.node, (0, 0))
             number = max(read, read_by_all) if each.by_reading else max(passed, made_by_all)
             is_drawn = each.once or (each.varies and number)
@@ -466,7 +466,7 @@ class _Orders:
         return self._remake(seeds, start, behind)
 
     def of_worker(self, seed: tf.Tensor) -> tf.data.Dataset:
-        """With orders that follow from `seed`, and from those of the user and the run."""
+        """Returns the pipeline with orders that depend on the given, user's and run's seeds."""
         ours = tf.constant([each.seeds for each in self._drawn], tf.int64)
         drawn = tf.random.stateless_uniform(ours.shape, seed, 0, 2**62, tf.int64)
         return self._pipeline.reseeded(self.nodes, tf.bitwise.bitwise_xor(ours, drawn))
@@ -480,14 +480,14 @@ def _seeds_of(step: Step, seed: int, number: int) -> tuple[int, int]:
 
 
 def described_weights(class_weight: Mapping[int, float] | None) -> Mapping[str, str]:
-    """The part of a fingerprint for the weights of classes; empty if there are none."""
+    """Returns a fingerprint's part for class weights; empty if there are none."""
     if class_weight is None:
         return {}
     return {"class_weight": str({int(c): float(w) for c, w in sorted(class_weight.items())})}
 
 
 def elements(dataset: tf.data.Dataset) -> str:
-    """Shapes and types of a sample's parts, with their names; without the size of the batch."""
+    """Returns shapes and types of a sample's parts, with their names, without the batch size."""
 
     def text(spec: Any) -> str:
         shape = getattr(spec, "shape", tf.TensorShape(None))

@@ -1,4 +1,4 @@
-"""The batches of a torch `DataLoader`."""
+"""A source that reads the batches of a torch `DataLoader`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_distplug.backend.tensorflow.input import readers
 from keras_distplug.data import contents
 from keras_distplug.data.position import Source
-from keras_distplug.data.reached_state import Reached
+from keras_distplug.data.reachable_state import ReachableState
 from keras_distplug.data.sources import elements
 from keras_distplug.python_state import random_states
 from keras_distplug.python_state.object_states import Attributes
@@ -35,12 +35,12 @@ _BY_THE_CLOCK = (
 class LoaderData(Source):
     """A torch `DataLoader` of global batches.
 
-    What its order and its samples depend on is part of the position: the random generators of
-    torch, Python and NumPy, and the attributes of the loader, its samplers and its datasets.
+    The position includes the state that determines its order and its samples: the random generators
+    of torch, Python and NumPy, and the attributes of the loader, its samplers and its datasets.
     Resuming reads the earlier batches of the pass again, which draws the same numbers again.
 
     Args:
-        reader: What Keras reads the loader with.
+        reader: Keras' reader of the loader.
     """
 
     draws = True
@@ -66,23 +66,23 @@ class LoaderData(Source):
             self._state.restore(given)  # nothing is left to be read
             given = None
 
-        def begin() -> Iterator[Any]:
-            # Called for the first batch, which may be long after the iterator was made.
+        def start_reading() -> Iterator[Any]:
+            # Called for the first batch, possibly long after the iterator was made.
             if given is None:
                 noted.update(self._state.capture())
                 return islice(self._loader, start, None)
             return self._read_again(given, start)
 
-        return self._reader.dataset(begin)
+        return self._reader.dataset(start_reading)
 
     def _read_again(self, state: Mapping[str, Any], start: int) -> Iterator[Any]:
-        now = random_states.capture_of_python()
+        now = random_states.capture_python()
         self._state.restore(state)
-        random_states.restore_of_python(state[_GLOBAL])
+        random_states.restore_python(state[_GLOBAL])
         batches = _skipped(self._loader, start)
-        if random_states.capture_of_python() == state[_GLOBAL]:
-            # The loader does not draw from them; callbacks may have since the pass started.
-            random_states.restore_of_python(now)
+        if random_states.capture_python() == state[_GLOBAL]:
+            # The loader does not use them, but callbacks may have drawn since the pass started.
+            random_states.restore_python(now)
         return batches
 
     def _described(self) -> Mapping[str, Any]:
@@ -98,19 +98,19 @@ class LoaderData(Source):
 
     @functools.cached_property
     def contents(self) -> Mapping[str, str]:
-        return contents.of_object(self._loader.dataset)
+        return contents.fingerprint_object(self._loader.dataset)
 
     def warnings(self) -> list[str]:
         return [
-            *self._state.reached.warnings(),
+            *self._state.reachable.warnings(),
             *([_PERSISTENT] if self._loader.persistent_workers else []),
             *([_BY_THE_CLOCK] if _is_shuffled_by_the_clock(self._loader.dataset) else []),
         ]
 
 
 def _skipped(loader: Any, batches: int) -> Iterator[Any]:
-    """The iterator of a loader after some batches. Their samples are read, as that may draw random
-    numbers; they are not brought together by torch's own functions, which draw none."""
+    """Returns the iterator of a loader after some batches. Their samples are read, since that may
+    draw random numbers, but torch's own collate functions are skipped: they draw none."""
     torch = random_states.imported_torch()
     usual = loader.collate_fn
     draws_none = (torch.utils.data.default_collate, torch.utils.data.default_convert)
@@ -134,19 +134,21 @@ def _skipped(loader: Any, batches: int) -> Iterator[Any]:
 
 
 class _State:
-    """What decides which batches a loader gives next."""
+    """The state that determines which batches a loader yields next."""
 
     def __init__(self, loader: Any) -> None:
         parts = _parts(loader)
         own = {name: Attributes(part) for name, part in parts.items()}
-        self.reached = Reached(loader.dataset, {**parts, "collate_fn": loader.collate_fn}, own)
-        self._parts: dict[str, Attributes | Reached] = {
+        self.reachable = ReachableState(
+            loader.dataset, {**parts, "collate_fn": loader.collate_fn}, own
+        )
+        self._parts: dict[str, Attributes | ReachableState] = {
             **own,
-            # Its other attributes are settings.
+            # The loader's other attributes are settings.
             "loader": Attributes(SimpleNamespace(generator=loader.generator)),
-            _REACHED: self.reached,
+            _REACHED: self.reachable,
         }
-        self._latest: dict[str, Any] = {}  # what was read last
+        self._latest: dict[str, Any] = {}  # the last result of `read`
         self._given: Mapping[str, Any] | None = None  # for the pass to continue
 
     def read(self) -> dict[str, Any]:
@@ -154,9 +156,9 @@ class _State:
         return self._latest
 
     def capture(self) -> dict[str, Any]:
-        """As `read`."""
+        """Does the same as `read`, without recording the result."""
         parts = {name: part.read() for name, part in self._parts.items()}
-        return {_GLOBAL: random_states.capture_of_python(), **parts}
+        return {_GLOBAL: random_states.capture_python(), **parts}
 
     def assign(self, value: Mapping[str, Any], *, in_pass: bool) -> None:
         if in_pass:
@@ -165,19 +167,19 @@ class _State:
             self.restore(value)
 
     def take(self) -> tuple[Mapping[str, Any] | None, dict[str, Any]]:
-        """What a new iterator starts with: the state to restore, if any, and what `read` gave."""
+        """Returns a new iterator's start: the state to restore, if any, and the last `read`."""
         given, self._given = self._given, None
         return given, self._latest
 
     def restore(self, value: Mapping[str, Any]) -> None:
-        """Puts back what `read` gave, except the global generators, which the process has."""
+        """Restores a state from `read`, except the global generators, which the process owns."""
         for name, part in self._parts.items():
             if name in value:
                 part.assign(value[name])
 
 
 def _parts(loader: Any) -> dict[str, Any]:
-    """The samplers and datasets that a loader reads, by their place in it."""
+    """Returns the samplers and datasets that a loader reads, by their place in it."""
     torch = random_states.imported_torch()
     kinds = (torch.utils.data.Dataset, torch.utils.data.Sampler)
     found: dict[str, Any] = {}
@@ -193,7 +195,7 @@ def _parts(loader: Any) -> dict[str, Any]:
 
 
 def _is_shuffled_by_the_clock(dataset: Any) -> bool:
-    """Whether stages of a WebDataset shuffle without a seed."""
+    """Returns True if stages of a WebDataset shuffle without a seed."""
     stages = [stage for stage in getattr(dataset, "pipeline", ()) if hasattr(stage, "kw")]
     shuffles = [s for s in stages if getattr(s.f, "__name__", "") == "_shuffle"]
     return any(stage.kw.get("seed") is None for stage in shuffles)

@@ -1,1 +1,1 @@
-"""What Python objects hold, what of it has changed since training began, and how it is saved."""
+"""The state of Python objects: finding their values, tracking changes, saving and restoring."""

@@ -1,4 +1,4 @@
-"""What changes in callbacks while a model is trained is state; the rest is configuration."""
+"""Tracks changes in callbacks during training: what changes is state, the rest is configuration."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from keras_distplug.python_state import changes, plain_values, script_code, walk
 from keras_distplug.python_state.changes import DELETED, SAME, Changes, Policy, Saved, Value
 from keras_distplug.python_state.walk import Attribute, Owners, Path, Place, Walked
 
-_MODEL = "<model>"  # the name of attributes that callbacks set on the model
-_SMALL = 4096  # characters of a value that is kept as text
+_MODEL = "<model>"  # stands for attributes that callbacks set on the model
+_SMALL = 4096  # largest value kept as text, in characters
 
 SmallValues = Mapping[tuple[str, Path], str]  # JSON by callback and path
 
 
 class CallbackChanges:
-    """The changes of callbacks, and of what the model keeps in Python, since training started.
+    """The changes of callbacks, and of Python attributes of the model, since training started.
 
     Example:
 
@@ -37,9 +37,9 @@ class CallbackChanges:
     ```
 
     Args:
-        callbacks: By name, after their `on_train_begin`.
-        model: The model in training, whose variables are not a callback's.
-        is_alone: Whether no other worker has another copy of what the model keeps in Python.
+        callbacks: Callbacks by name, after their `on_train_begin`.
+        model: The model in training, whose variables do not belong to a callback.
+        is_alone: True if no other worker has a copy of the model's Python attributes.
     """
 
     def __init__(
@@ -70,7 +70,9 @@ class CallbackChanges:
     def _walk(self, name: str, at_start: Owners) -> Walked:
         callbacks = list(self._callbacks.values())
         if name == _MODEL:
-            return walk.from_model(self._model, callbacks, at_start, by_itself=self._is_alone)
+            return walk.from_model(
+                self._model, callbacks, at_start, includes_own_code=self._is_alone
+            )
         callback = self._callbacks[name]
         others = [each for each in callbacks if each is not callback]
         return walk.from_callback(callback, [self._model, *others], at_start)
@@ -90,7 +92,7 @@ class CallbackChanges:
         )
 
     def unsound(self) -> list[str]:
-        """Returns what of the callbacks a resumed run cannot restore, as known from their start."""
+        """Returns the parts of callbacks that are known at the start not to be resumable."""
         lines = []
         for name, callback in self._callbacks.items():
             if not script_code.is_of_script(type(callback)):
@@ -101,20 +103,20 @@ class CallbackChanges:
                 if not place.is_global and (what := _positioned(place.value))
             ]
             if self._code[name].stops_by_clock:
-                lines.append(f"{name}: stops training by a clock, which runs on between processes")
+                lines.append(f"{name}: stops training by a clock, which keeps running between runs")
         return lines
 
     @property
     def lost(self) -> list[str]:
-        """Attributes that have changed and could not be saved: `Meter.bar (Bar)`."""
+        """Attributes that have changed and could not be saved, such as `Meter.bar (Bar)`."""
         return list(self._lost)
 
     def capture(self, arrays: dict[str, Any], prefix: str) -> dict[str, list[Any]]:
-        """Returns what has changed, JSON-able, by callback.
+        """Returns the changes, JSON-able, by callback.
 
         Args:
-            arrays: Gets copies of arrays by key.
-            prefix: Starts these keys.
+            arrays: Receives copies of arrays by key.
+            prefix: Prefix of these keys.
         """
         self._note_known()
         changed: dict[str, list[Any]] = {}
@@ -126,7 +128,7 @@ class CallbackChanges:
             ]
             for place, each in saved:
                 if isinstance(place.value, bool) and place.path[-1] in flags:
-                    continue  # it says that there is an object which could not be saved
+                    continue  # the flag says that an object exists, which could not be saved
                 key = f"{prefix}{name}/changed/{len(states)}:"
                 arrays.update({f"{key}{k}": np.array(v) for k, v in each.arrays.items()})
                 state = {"path": list(each.path), "value": each.encoded, "same": each.is_same}
@@ -136,7 +138,7 @@ class CallbackChanges:
         return changed
 
     def _changed(self, name: str) -> tuple[list[tuple[Place, Saved]], list[Place]]:
-        """What has changed, and what of it cannot be saved."""
+        """Returns the saved changes, and the changed values that cannot be saved."""
         own = self._changes[name]
         places, _ = own.places()
         shared = self._shared(own, places)
@@ -149,21 +151,21 @@ class CallbackChanges:
         for place, value, start in own.since_start(p for p in places if p.path not in shared):
             is_holder = value.kind in ("variables", "generator")
             if value.kind == "" or (is_holder and (start is None or start.kind != value.kind)):
-                lost.append(place)  # or it was made during training
+                lost.append(place)  # or it was created during training
                 continue
             if place.path[:-1] and not _has_owner(own, place.path):
-                lost.append(place)  # a part of an object that was made during training
+                lost.append(place)  # part of an object that was created during training
             is_same = own.is_same(place)
             saved.append((place, Saved(place.path, value.encoded, value.arrays, is_same)))
         return saved, lost
 
     def _shared(self, own: Changes, places: Sequence[Place]) -> dict[Path, Path]:
-        """Paths of what has become the same object or container as what has another path, and that
-        path."""
+        """Returns the other path by the path of every object or container that has become identical
+        with one under another path."""
         there = {path for path, _ in own.at_start.objects.values()}
         kinds = (*walk.CONTAINERS, keras.Variable, tf.Variable)
         first: dict[int, Path] = {}
-        for each in sorted(places, key=own.is_same, reverse=True):  # where it was at the start
+        for each in sorted(places, key=own.is_same, reverse=True):  # unchanged ones first
             if isinstance(each.value, kinds):
                 first.setdefault(id(each.value), each.path)
         shared = {}
@@ -174,11 +176,11 @@ class CallbackChanges:
         return shared
 
     def _note_lost(self, name: str, lost: Sequence[Place]) -> frozenset[str]:
-        """Keeps what cannot be saved for a report. Returns the names of flags set beside it."""
+        """Records unsavable values for a report. Returns the names of flags set along with them."""
         code = self._code.get(name)
         owner = self._callbacks.get(name, self._model)
         if code is None or not script_code.is_of_script(type(owner)):
-            return frozenset()  # libraries make their bars again
+            return frozenset()  # libraries create their progress bars again
         titles: dict[str, None] = {}
         for place in lost:
             if place.path[0] not in code.made_in_epochs:
@@ -187,10 +189,10 @@ class CallbackChanges:
                 kind = f" ({type(place.value).__name__})" if first == place.path else ""
                 titles[f"{name}.{title}{kind}"] = None
         self._lost.update(titles)
-        return code.flags_beside({part for place in lost for part in place.path})
+        return code.companion_flags({part for place in lost for part in place.path})
 
     def _deleted(self, name: str) -> list[Path]:
-        """Attributes of callbacks that are gone since training started."""
+        """Returns attributes of callbacks that were deleted after training started."""
         if name == _MODEL:
             return []
         there = dict(script_code.attributes(self._callbacks[name]))
@@ -200,7 +202,7 @@ class CallbackChanges:
     def restore(
         self, states: Mapping[str, Sequence[Any]], arrays: Mapping[str, np.ndarray]
     ) -> list[str]:
-        """Restores what `capture` returned. Returns the attributes that no longer exist."""
+        """Restores the result of `capture`. Returns the attributes that no longer exist."""
         self._note_known()
         return [
             f"{name}.{walk.title_of(path)}"
@@ -212,7 +214,7 @@ class CallbackChanges:
         self._known = {id(each) for each in models.all_variables(self._model)}
 
     def _is_models(self, value: Any) -> bool:
-        """Returns whether a value refers only to variables of the model."""
+        """Returns True if a value refers only to variables of the model."""
         if isinstance(value, keras.Variable | tf.Variable):
             return id(value) in self._known
         if isinstance(value, list | tuple) and value:
@@ -232,16 +234,16 @@ class CallbackChanges:
 
     @contextlib.contextmanager
     def with_small_values(self, values: SmallValues) -> Iterator[None]:
-        """Replaces `small_values` by `values`, for a while; nothing if these are empty."""
+        """Temporarily replaces `small_values` with `values`; does nothing if these are empty."""
         with contextlib.ExitStack() as undo:
             for key, place, text in self._small_places():
                 if values.get(key, text) != text:
                     undo.callback(_exchange(place, text, values[key]))
                 elif (
-                    values  # taken before it was made, in training
+                    values  # captured before the attribute was created during training
                     and not (key in values or place.path in self._changes[key[0]].starts)
                     and isinstance(place.put, Attribute)
-                    and place.put.has_default  # `n += 1` hides the `n` of the class since then
+                    and place.put.has_default  # since then, `n += 1` hides the `n` of the class
                 ):
                     place.put.delete()
                     undo.callback(place.put, place.value)
@@ -255,14 +257,14 @@ class CallbackChanges:
 
 
 def _has_owner(own: Changes, path: Path) -> bool:
-    """Returns whether the owner of a value was there at the start."""
+    """Returns True if the owner of a value existed at the start."""
     is_variable = path[-2] in ("<closure>", "<global>")
     return path in own.starts or path[:-1] in own.at_start.puts or is_variable
 
 
 def _saved(state: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Saved:
-    """Returns what one of the states of `CallbackChanges.capture` stands for."""
-    key = state.get("key")  # what was deleted has none
+    """Returns the value described by one of the states from `CallbackChanges.capture`."""
+    key = state.get("key")  # missing for deleted values
     own = (
         {} if key is None else {k.removeprefix(key): arrays[k] for k in arrays if k.startswith(key)}
     )
@@ -270,7 +272,7 @@ def _saved(state: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Saved:
 
 
 def _text(value: Value) -> str | None:
-    """A small value without arrays as text."""
+    """Returns a small value without arrays as text; None for other values."""
     if value.kind != "plain" or value.arrays:
         return None
     text = json.dumps(value.encoded)
@@ -278,9 +280,9 @@ def _text(value: Value) -> str | None:
 
 
 def _exchange(place: Place, now: str, text: str) -> Callable[[], Any]:
-    """Gives a small value, `now` as text, the value of another text. Returns what undoes that."""
+    """Sets a small value, given as the text `now`, to that of `text`. Returns the undo function."""
     before, value = (plain_values.decode(json.loads(each), {}) for each in (now, text))
-    made = plain_values.put(place.value, value)  # in place, as others may refer to it, too
+    made = plain_values.put(place.value, value)  # in place, as others may refer to it
     if made is place.value:
         return functools.partial(plain_values.put, made, before)
     try:
@@ -291,7 +293,7 @@ def _exchange(place: Place, now: str, text: str) -> Callable[[], Any]:
 
 
 def _positioned(value: Any) -> str | None:
-    """Names what keeps its place where nothing can read it."""
+    """Returns the name of an object with a position that cannot be read; None for others."""
     if isinstance(value, io.IOBase):
         is_file = not value.closed and value.writable() and value.seekable()
         return "an open file" if is_file and value not in (sys.stdout, sys.stderr) else None

@@ -1,6 +1,6 @@
-"""What has changed in the values that an object leads to since training with it started.
+"""Tracks changes in the values reachable from an object since training with it started.
 
-The object may be a callback, a model or a data source. What differs between these is a `Policy`.
+The object may be a callback, a model or a data source. A `Policy` holds the differences.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from keras_distplug.python_state import (
 )
 from keras_distplug.python_state.walk import Attribute, Owners, Path, Place, Walked
 
-# What stands for a value in its saved form.
+# Tags that stand for a value in its saved form.
 GENERATOR = "__generator__"
-BAR = "__progress_bar__"  # of tqdm, which cannot be saved: its position
+BAR = "__progress_bar__"  # position of a tqdm bar; the bar itself cannot be saved
 DELETED = "__deleted__"
-SAME = "__same__"  # as what has another path
-_FEW_CELLS = 100_000  # of a table that is read as a whole
+SAME = "__same__"  # identical with the object under another path
+_FEW_CELLS = 100_000  # tables up to this size are read as a whole
 
-_ERRORS = (LookupError, TypeError, ValueError, AttributeError)  # of values that do not fit
+_ERRORS = (LookupError, TypeError, ValueError, AttributeError)  # raised if values do not fit
 
 Variables = Callable[[Any], list[Any] | None]
 
 
 class GoneError(LookupError):
-    """What held a value no longer exists."""
+    """Raised if the owner of a value no longer exists."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class Value:
     """A value at some time.
 
     Args:
-        kind: Of the means to save it: "plain", "variables", "generator", "bar", or "" for none.
-        digest: Another one once the value has changed.
-        encoded: JSON-able; None where nothing can save it.
+        kind: How it is saved: "plain", "variables", "generator", "bar", or "" if it cannot be.
+        digest: Differs once the value has changed.
+        encoded: The JSON-able form; None if the value cannot be saved.
         arrays: Arrays in it, by key; not copied.
     """
 
@@ -66,11 +66,11 @@ class Start:
     """A value when training started.
 
     Args:
-        kind: As in `Value`; "absent" if there was none.
+        kind: As in `Value`; "absent" if it did not exist.
         digest: As in `Value`.
         number: The object's `id`.
-        is_container: Whether it can change in place.
-        kept: The value itself, if it is to be restored.
+        is_container: True if it can change in place.
+        kept: The value itself, if it must be restored.
     """
 
     kind: str
@@ -88,10 +88,10 @@ class Saved:
     """A value to restore.
 
     Args:
-        path: The way to it.
-        encoded: JSON-able: the value, or one of the marks above.
+        path: Its path.
+        encoded: The JSON-able value, or one of the tags above.
         arrays: Arrays in it, by key.
-        is_same: Whether it was still the object of the start, which has changed in place.
+        is_same: True if it was still the initial object, changed in place.
     """
 
     path: Path
@@ -106,17 +106,16 @@ class Saved:
 
 @dataclass(frozen=True)
 class Policy:
-    """What differs between callbacks, models and data sources.
+    """The differences between callbacks, models and data sources.
 
     Args:
-        look: Returns what a value is now.
-        keeps: Whether a value of the start is kept, to be restored if a checkpoint has no other.
-        variables: Returns the variables that a value has of its own; None if it is no holder of
-            variables.
-        is_ignored: Whether changes of a place are not state.
-        is_assigned: Whether code that training calls assigns what has a path, so that an earlier
-            training of this process has changed it.
-        is_made: Whether only such code makes it.
+        look: Returns the current `Value`.
+        keeps: Returns True if an initial value is kept, to restore it if a checkpoint lacks it.
+        variables: Returns a value's own variables; None if it cannot hold variables.
+        is_ignored: Returns True if changes of a place are not state.
+        is_assigned: Returns True if code that training calls assigns the path, so that an earlier
+            training in this process has changed it.
+        is_made: Returns True if only such code creates it.
     """
 
     look: Callable[[Any], Value]
@@ -132,8 +131,8 @@ class Changes:
 
     Args:
         owner: The object.
-        walk: Returns the values that it leads to, given what led to them at the start.
-        policy: What differs between objects.
+        walk: Returns the values reachable from it, given the initial owners.
+        policy: The policy for this kind of object.
     """
 
     def __init__(self, owner: Any, walk: Callable[[Owners], Walked], policy: Policy) -> None:
@@ -147,11 +146,11 @@ class Changes:
         self.starts = _since_first(owner, starts, policy)
 
     def places(self) -> Walked:
-        """Returns the values that the object leads to now, and what leads to them."""
+        """Returns the values that are reachable from the object now, and their owners."""
         return self._walk(self.at_start)
 
     def since_start(self, places: Iterable[Place]) -> Iterator[tuple[Place, Value, Start | None]]:
-        """Returns those of `places` that have changed, what they are now, and what they were."""
+        """Yields those of `places` that have changed, with their current and initial values."""
         for place in places:
             if not self.is_ignored(place):
                 value, start = self.look(place.value), self.starts.get(place.path)
@@ -159,21 +158,21 @@ class Changes:
                     yield place, value, start
 
     def accept(self, place: Place, value: Value) -> None:
-        """Takes a value for that of the start, without keeping it."""
+        """Makes a value the initial one, without keeping it."""
         self.starts[place.path] = Start(value.kind, value.digest, id(place.value), True, None)
 
     def is_same(self, place: Place) -> bool:
-        """Returns whether a value is still the object of the start."""
+        """Returns True if a value is still the initial object."""
         start = self.starts.get(place.path)
         return start is not None and start.number == id(place.value)
 
     def restore(
         self, saved: Sequence[Saved], errors: tuple[type[Exception], ...] = _ERRORS
     ) -> list[Path]:
-        """Restores values, and undoes other changes since the start, which an epoch that starts
-        again has made. Returns the paths of values that raised one of `errors`."""
+        """Restores values, and undoes other changes since the start, which an epoch that is
+        repeated has made. Returns the paths of values that raised one of `errors`."""
         failed = []
-        # What refers to others comes last, when these are what they were.
+        # References come last, once the objects that they refer to are restored.
         for refers in (False, True):
             chosen = [each for each in saved if each.is_reference == refers]
             if refers and not chosen:
@@ -201,14 +200,14 @@ class Changes:
             value = places[same].value if there is None else there
             (_put_made(path, owners) if place is None else place.put)(value)
         elif _is_marked(encoded, BAR):
-            # A bar that is made later starts at zero.
+            # A bar that is created later starts at zero.
             if place is not None and _is_bar(place.value):
-                bar = place.value  # the rate that it shows counts from there
+                bar = place.value  # its displayed rate is computed from this position
                 bar.n = bar.last_print_n = bar.initial = encoded[BAR]
                 bar.refresh()
         elif _is_marked(encoded, GENERATOR):
             if place is None or not random_states.is_generator(place.value):
-                raise GoneError("it is no generator")
+                raise GoneError("it is not a generator")
             random_states.restore_generator(place.value, encoded[GENERATOR])
         elif place is None:
             _put_made(path, owners)(plain_values.decode(encoded, saved.arrays))
@@ -219,7 +218,7 @@ class Changes:
     def _put(self, place: Place, value: Any, *, is_same: bool) -> None:
         if (variables := self._policy.variables(place.value)) is not None:
             if isinstance(place.value, keras.Model) and len(value) > len(variables):
-                with contextlib.suppress(Exception):  # reported below if it lacks variables
+                with contextlib.suppress(Exception):  # missing variables are reported below
                     place.value.optimizer.build(place.value.trainable_variables)
                 variables = self._policy.variables(place.value) or []
             if [each.shape for each in variables] != [each.shape for each in value]:
@@ -227,7 +226,7 @@ class Changes:
             for variable, each in zip(variables, value, strict=True):
                 variable.assign(each)
             return
-        # Another object took its place; the first one may have other uses.
+        # Another object took its place; the initial one may be used elsewhere.
         put = plain_values.put if is_same else plain_values.replace
         made = put(place.value, value)
         if made is not place.value:
@@ -260,18 +259,18 @@ class Changes:
         return Start(now.kind, now.digest, id(value), is_container, kept)
 
 
-# What objects held when this process first trained with them, by `id`. One whose training failed
-# still has what it held then. The checkpoint does not name what was as at the start when it was
-# made: that start is the first one, in this process or in an earlier one.
+# What objects held when this process first trained with them, by `id`. An object whose training
+# failed still has the values of that training. A checkpoint omits values that equal those at the
+# start: that start is the first one, in this process or in an earlier one.
 _firsts: dict[int, tuple[weakref.ref[Any], dict[Path, Start]]] = {}
 
 
 def _since_first(owner: Any, starts: Mapping[Path, Start], policy: Policy) -> dict[Path, Start]:
-    """Returns `starts`, with the first ones in place of what training has changed since."""
+    """Returns `starts`, with the first values in place of those that training has changed since."""
     number = id(owner)
     known = _firsts.get(number)
     if known is None or known[0]() is not owner:
-        with contextlib.suppress(TypeError):  # it has `__slots__`
+        with contextlib.suppress(TypeError):  # an object with `__slots__`
             reference = weakref.ref(owner, lambda _: _firsts.pop(number, None))
             _firsts[number] = (reference, dict(starts))
         return dict(starts)
@@ -288,7 +287,7 @@ def _since_first(owner: Any, starts: Mapping[Path, Start], policy: Policy) -> di
 
 
 def _put_made(path: Path, owners: Owners) -> Callable[[Any], None]:
-    """What makes a value that does not exist."""
+    """Returns a function that creates a value that does not exist."""
     if path[:-1] not in owners.puts:
         raise GoneError(path)
     return owners.puts[path[:-1]](path[-1])
@@ -299,7 +298,7 @@ def _is_marked(encoded: Any, mark: str) -> bool:
 
 
 def look(value: Any, variables: Variables = lambda value: None) -> Value:
-    """Returns what a value is now.
+    """Returns the current state of a value.
 
     Args:
         value: The value.
@@ -311,7 +310,7 @@ def look(value: Any, variables: Variables = lambda value: None) -> Value:
     try:
         kind, encoded = _encoded(value, variables, arrays)
         digest = xxhash.xxh3_64(json.dumps(encoded).encode())
-    except Exception:  # noqa: BLE001 (it cannot be saved, or raises when it is looked at)
+    except Exception:  # noqa: BLE001 (it cannot be saved, or raises when inspected)
         return Value("", (type(value).__name__, id(value), _mark(value)))
     for array in arrays.values():
         mark = object_states.mark_of_array(array)
@@ -331,13 +330,13 @@ def _encoded(value: Any, variables: Variables, arrays: dict[str, np.ndarray]) ->
 
 
 def _is_bar(value: Any) -> bool:
-    """Returns whether a value is a bar of tqdm, which is no dependency."""
+    """Returns True if a value is a bar of tqdm, which is not a dependency."""
     tqdm = sys.modules.get("tqdm.std")
     return tqdm is not None and isinstance(value, tqdm.tqdm)
 
 
 def _mark(value: Any) -> Any:
-    """Differs once an object that cannot be saved has changed in place, as far as that is cheap."""
+    """Differs once an unsavable object has changed in place, as far as that is cheap to see."""
     if isinstance(value, queue.Queue):
         return [id(each) for each in list(value.queue)]
     if isinstance(value, list | dict | set | tuple | collections.deque):

@@ -1,7 +1,7 @@
-"""Numbers, text, arrays and nests of them as JSON, and back; above all those of logs.
+"""Converts numbers, text, arrays and nests of them, mainly from logs, to JSON and back.
 
-Most logs are one number. Others are arrays (`F1Score` has one value for each class), or whatever a
-callback adds.
+Most logs are one number. Others are arrays (`F1Score` has one value per class), or anything else
+that a callback adds.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-# For what JSON has not.
+# Tags for types that JSON lacks.
 _ARRAY, _TYPE, _SHAPE, _TUPLE = "__array__", "__type__", "__shape__", "__tuple__"
 _RESERVED = frozenset({_ARRAY, _TYPE, _SHAPE, _TUPLE})
-_MOST_LISTED = 64  # elements of an array that are written as numbers
+_MOST_LISTED = 64  # largest number of array elements written as numbers
 
 
 def numbers(logs: Mapping[str, Any]) -> dict[str, float]:
-    """Those of `logs` that are one number."""
+    """Returns those of `logs` that are one number."""
     encoded = {name: encode(value) for name, value in logs.items()}
     return {
         name: float(value)
@@ -30,13 +30,13 @@ def numbers(logs: Mapping[str, Any]) -> dict[str, float]:
 
 
 def others(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """The rest of `logs`, JSON-able."""
+    """Returns the rest of `logs`, JSON-able."""
     known = numbers(logs)
     return {name: encode(value) for name, value in logs.items() if name not in known}
 
 
 def encode(value: Any) -> Any:
-    """`value` as JSON; None for what `is_kept` does not know."""
+    """Returns `value` as JSON; None for types that `is_kept` does not accept."""
     match value:
         case None | bool() | int() | float() | str():
             return value
@@ -58,7 +58,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """The inverse of `encode`; of a number in an array of no dimension, the number."""
+    """The inverse of `encode`; an array of no dimension becomes a number."""
     match value:
         case {"__array__": list(values), "__type__": str(name)}:
             return np.array(values, np.dtype(name))
@@ -75,7 +75,7 @@ def decode(value: Any) -> Any:
 
 
 def is_kept(value: Any) -> bool:
-    """Whether `encode` loses nothing of `value`."""
+    """Returns True if `encode` loses nothing of `value`."""
     match value:
         case None | bool() | int() | float() | str():
             return True
@@ -91,11 +91,11 @@ def _has_names(value: Mapping[Any, Any]) -> bool:
 
 
 def _array(value: Any) -> np.ndarray | None:
-    """Numbers or truth values as an array; None if it is something else."""
+    """Returns numbers or truth values as an array; None for anything else."""
     if not (hasattr(value, "shape") and hasattr(value, "dtype")):
         return None
     try:
         array = np.asarray(value)
-    except Exception:  # noqa: BLE001 (of a graph, or whatever else only looks like an array)
+    except Exception:  # noqa: BLE001 (a graph tensor, or anything else that imitates an array)
         return None
     return array if array.dtype.kind in "biuf" or array.dtype == ml_dtypes.bfloat16 else None

@@ -1,4 +1,4 @@
-"""What changes in an object of the user's while it is read, as JSON, and back."""
+"""Saves and restores, as JSON, the attributes of a user's object that change while it is read."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ import xxhash
 
 from keras_distplug.python_state import json_values, plain_values, random_states
 
-MOST_BYTES = 16 * 2**20  # of an array or a list that is kept
-SMALL_BYTES = 2**20  # kept whether it has changed or not
-_UNKNOWN_BYTES = 64  # of an entry that JSON cannot hold
-_SAMPLED_BYTES = 64 * 2**20  # of larger ones only parts are looked at
+MOST_BYTES = 16 * 2**20  # largest array or list that is kept
+SMALL_BYTES = 2**20  # up to this size, kept even if unchanged
+_UNKNOWN_BYTES = 64  # assumed for an entry that JSON cannot hold
+_SAMPLED_BYTES = 64 * 2**20  # of larger arrays, only parts are hashed
 _PARTS, _PART_BYTES = 1024, 4096
 _MOST_ENTRIES, _SAMPLE = 100_000, 100  # of lists and dicts
 CONTAINERS = (list, tuple, set, frozenset, collections.deque, dict)
 _PLAIN = frozenset({bool, int, float, str, type(None)})
-_UNCHANGED = "__unchanged__"  # what stands for text, and lists of it, that has not changed
+_UNCHANGED = "__unchanged__"  # marks text, and lists of it, that has not changed
 _CHANGED = object()
 
 
 class Attributes:
-    """The attributes of an object that decide what it gives next: numbers, text, arrays of numbers,
+    """The attributes of an object that decide its next output: numbers, text, arrays of numbers,
     lists and dicts of numbers and text, and random generators. Arrays and lists of more than 1 MB
-    are kept if they have changed. Tensors of torch are treated as arrays.
+    are kept only if they have changed. Tensors of torch are treated as arrays.
 
-    Another thread may be changing them.
+    Another thread may be changing the attributes.
 
     Args:
         owner: The object.
-        others: Names of attributes that are not its own.
-        only_generators: Leave out arrays, lists and dicts, of an object that does not change them.
+        others: Names of attributes that are not the object's own.
+        only_generators: Skip arrays, lists and dicts, for an object that does not change them.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class Attributes:
         }
 
     def read(self) -> dict[str, Any]:
-        """Their values, JSON-able."""
+        """Returns their values, JSON-able."""
         values = {
             name: encode(value)
             for name, value in self._own()
             if _bytes_of(value) <= MOST_BYTES
             and (name not in self._marks or _mark(value) != self._marks[name])
         }
-        # Text may be a path, which is another one in another process.
+        # Text may be a path, which may differ in another process.
         return {
             name: {_UNCHANGED: value} if value == self._texts.get(name, _CHANGED) else value
             for name, value in values.items()
@@ -69,7 +69,7 @@ class Attributes:
         }
 
     def assign(self, values: Mapping[str, Any], *, in_pass: bool = False) -> None:
-        """Puts back what `read` gave; in place, where others may refer to it."""
+        """Restores the values from `read`; in place if other objects may refer to them."""
         for name, value in values.items():
             there = getattr(self._owner, name, None)
             made = put(there, value)
@@ -77,15 +77,15 @@ class Attributes:
                 setattr(self._owner, name, made)
 
     def names(self) -> set[str]:
-        """Names of those, and of the attributes that are not its own."""
+        """Returns the names of these and of the attributes that are not the object's own."""
         return {name for name, _ in self._own()} | self._others
 
     def generators(self) -> list[Any]:
-        """The states of those that are random generators."""
+        """Returns the states of the random generators among them."""
         return [encode(value) for _, value in self._own() if random_states.is_generator(value)]
 
     def too_large(self) -> list[str]:
-        """Names of arrays and lists that have changed, and are larger than what is kept."""
+        """Returns the names of changed arrays and lists that are too large to keep."""
         return [
             name
             for name, value in self._own()
@@ -96,7 +96,7 @@ class Attributes:
         own = sorted(vars(self._owner).items())
         return [
             (name, value)
-            for name, value in ((name, _of_torch(value)) for name, value in own)
+            for name, value in ((name, _torch_as_array(value)) for name, value in own)
             if name not in self._others
             and (
                 random_states.is_generator(value)
@@ -106,14 +106,14 @@ class Attributes:
         ]
 
 
-def _of_torch(value: Any) -> Any:
-    """The memory of a tensor as an array; anything else as it is."""
+def _torch_as_array(value: Any) -> Any:
+    """Returns the memory of a tensor as an array, and any other value unchanged."""
     torch = random_states.imported_torch()
     if torch is None or not isinstance(value, torch.Tensor):
         return value
     try:
         return value.numpy()
-    except (TypeError, RuntimeError):  # of another device, of a type that NumPy has not, ...
+    except (TypeError, RuntimeError):  # on another device, or of a type that NumPy lacks
         return value
 
 
@@ -126,7 +126,7 @@ def _may_change(value: Any) -> bool:
 
 
 def _is_plain(value: list[Any] | dict[Any, Any]) -> bool:
-    """Numbers and text, and lists and tuples of these: no arrays, whose size nobody knows here."""
+    """True for numbers and text, and lists and tuples of these; not for arrays of unknown size."""
     parts = list(value.values()) if isinstance(value, dict) else value
     if set(map(type, parts)) <= _PLAIN:
         return json_values.is_kept(value) if isinstance(value, dict) else True
@@ -135,7 +135,7 @@ def _is_plain(value: list[Any] | dict[Any, Any]) -> bool:
 
 
 def _texts_in(value: Any) -> Iterator[str]:
-    """The text in a value, and in lists and dicts of it."""
+    """Yields the text in a value, and in lists and dicts within it."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list | tuple):
@@ -144,12 +144,12 @@ def _texts_in(value: Any) -> Iterator[str]:
 
 
 def _bytes_of(value: Any) -> int:
-    """As `bytes_of`; dicts are kept whatever they hold."""
+    """Returns `bytes_of`, or 0 for dicts, which are always kept."""
     return 0 if isinstance(value, dict) else bytes_of(value)
 
 
 def bytes_of(value: Any) -> int:
-    """Returns the size of an array; of a container about that of its JSON."""
+    """Returns the size of an array, or the approximate size of a container's JSON."""
     if isinstance(value, np.ndarray):
         return int(value.nbytes)
     if not isinstance(value, CONTAINERS) or not value:
@@ -164,25 +164,25 @@ def _bytes_of_entry(value: Any) -> int:
         return int(value.nbytes)
     try:
         return len(json.dumps(value, default=str)) + 2
-    except Exception:  # noqa: BLE001 (keys that JSON has not, a cycle, an odd `__str__`, ...)
+    except Exception:  # noqa: BLE001 (keys that JSON lacks, a cycle, an odd `__str__`, ...)
         return _UNKNOWN_BYTES
 
 
 def _mark(value: np.ndarray | list[Any]) -> int:
-    """Tells whether an array or a list has changed. Of a large one, whether it was shuffled."""
+    """Returns a value that differs once an array has changed, or a list holds other entries."""
     return mark_of_entries(value) if isinstance(value, list) else mark_of_array(value)
 
 
 def mark_of_entries(container: Any) -> int:
-    """Tells whether a container has other entries, or in another order."""
+    """Returns a value that differs once a container holds other entries, or in another order."""
     return hash(tuple(map(id, list(container))))
 
 
 def mark_of_array(array: np.ndarray) -> int:
-    """Tells whether an array has changed; of a large one, only parts are looked at."""
+    """Returns a value that differs once an array has changed; large arrays are hashed in parts."""
     in_one_piece = array.flags.c_contiguous or array.flags.f_contiguous
     if array.nbytes > _SAMPLED_BYTES and not in_one_piece:
-        return 0  # to look at it would copy it
+        return 0  # hashing would copy it
     flat = array.ravel(order="K").view(np.uint8)
     if flat.nbytes <= _SAMPLED_BYTES:
         return xxhash.xxh3_64_intdigest(flat.data)
@@ -193,15 +193,15 @@ def mark_of_array(array: np.ndarray) -> int:
 
 
 def encode(value: Any) -> Any:
-    """The state of a random generator, or another value, as JSON."""
+    """Returns the state of a random generator, or any other value, as JSON."""
     if random_states.is_generator(value):
         return random_states.encode_generator(value)
     return json_values.encode(value)
 
 
 def put(there: Any, value: Any) -> Any:
-    """`value` as it was before `encode`; `there` itself, if it can be made equal. What has not
-    changed is put into the same order, and left alone if it holds other text."""
+    """Returns the `value` before `encode`: `there` itself, if that can be made equal to it. An
+    unchanged value is only brought into the same order, or left alone if it holds other text."""
     if isinstance(value, dict) and _UNCHANGED in value:
         value = value[_UNCHANGED]
         if sorted(_texts_in(json_values.decode(value))) != sorted(_texts_in(there)):
@@ -209,6 +209,6 @@ def put(there: Any, value: Any) -> Any:
     if isinstance(value, dict) and random_states.is_generator(there):
         random_states.restore_generator(there, value)
         return there
-    array = _of_torch(there)
+    array = _torch_as_array(there)
     made = plain_values.put(array, json_values.decode(value))
     return there if made is array else made

@@ -1,4 +1,4 @@
-"""Python values as JSON and arrays, and back, with their types."""
+"""Converts Python values to JSON and arrays, and back, with their types."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _BYTES, _PATH, _TIME, _DURATION = "__bytes__", "__path__", "__datetime__", "__ti
 _ENUM = "__enum__"
 _PLAIN = frozenset({bool, int, str, type(None)})
 _FACTORIES = {each.__name__: each for each in (bool, dict, float, int, list, set, str, tuple)}
-_OF_THERE = "?"  # a dict of a type that only the object in its place can have
-_LONG = 64  # numbers of a list that JSON holds one by one
-_TRIES = 5  # to copy what another thread changes
+_OF_THERE = "?"  # a dict whose type is known only from the object in its place
+_LONG = 64  # longest list of numbers that is stored as JSON numbers
+_TRIES = 5  # attempts to copy a value that another thread changes
 
 
 class UnsavableError(TypeError):
     """A value that neither JSON nor arrays can hold.
 
     Args:
-        path: Where it is in the value that was encoded: `best/0`.
+        path: Its position in the value that was encoded, such as `best/0`.
         value: The value.
     """
 
@@ -47,7 +47,7 @@ class Encoder:
     """Encodes values.
 
     Args:
-        arrays: Where their arrays go, by key.
+        arrays: Receives their arrays by key.
         take: Returns an array to keep: a copy if the original may change before it is written.
     """
 
@@ -65,8 +65,8 @@ class Encoder:
         Args:
             value: Numbers, text, bytes, arrays, tensors, variables, paths, times, members of
                 enumerations, `None`, and lists, tuples, sets, deques and dicts of these.
-            key: Of its first array; those within it get longer ones.
-            path: For errors.
+            key: Key of its first array; arrays within it get longer keys.
+            path: The value's path, for errors.
 
         Raises:
             UnsavableError: If it holds anything else.
@@ -102,7 +102,7 @@ class Encoder:
         if kind is collections.deque:
             return {_DEQUE: [value.maxlen, self._entries(entries, key, path)]}
         if kind in (set, frozenset):
-            # In an order that is the same in another process.
+            # In an order that is the same in every process.
             entries.sort(key=lambda each: (type(each).__name__, repr(each)))
             tag = _SET if kind is set else _FROZEN
             return {tag: self._entries(entries, key, path)}
@@ -124,7 +124,7 @@ class Encoder:
         ]
 
     def _packed(self, values: list[Any], kinds: set[type], key: str) -> Any:
-        """A long list of numbers of one type as an array."""
+        """Returns a long list of numbers of one type as an array; None for other lists."""
         [kind, *others] = kinds
         if others:
             return None
@@ -164,7 +164,7 @@ class Encoder:
             raise UnsavableError(path, value)
         try:
             array = self._take(value if tag == _ARRAY else value.numpy())
-        except Exception:  # noqa: BLE001 (a tensor of a graph, a variable that is gone)
+        except Exception:  # noqa: BLE001 (a graph tensor, a deleted variable)
             raise UnsavableError(path, value) from None
         if array.dtype.kind in "OSUMm" or array.dtype.type is np.void:
             raise UnsavableError(path, value)
@@ -173,7 +173,7 @@ class Encoder:
 
 
 def _copied(copy: Callable[[Any], list[Any]], value: Any, path: str) -> list[Any]:
-    """A copy of entries that another thread may be changing."""
+    """Returns a copy of entries that another thread may be changing."""
     for _ in range(_TRIES):
         try:
             return copy(value)
@@ -183,7 +183,7 @@ def _copied(copy: Callable[[Any], list[Any]], value: Any, path: str) -> list[Any
 
 
 def _kind_of(value: dict[Any, Any]) -> str:
-    """How to make a dict of the same type."""
+    """Returns a name from which a dict of the same type can be created."""
     if type(value) is collections.defaultdict:
         name = getattr(value.default_factory, "__name__", "")
         return f"defaultdict {name}" if _FACTORIES.get(name) is value.default_factory else _OF_THERE
@@ -193,7 +193,7 @@ def _kind_of(value: dict[Any, Any]) -> str:
 
 
 def _is_of_keras(kind: type) -> bool:
-    return kind.__module__.split(".")[0] == "keras"  # what a model makes of its attributes
+    return kind.__module__.split(".")[0] == "keras"  # models wrap their attributes in these
 
 
 def _name_of(kind: type, value: Any, path: str) -> str:
@@ -207,7 +207,7 @@ def _name_of(kind: type, value: Any, path: str) -> str:
 
 
 def _class(name: str) -> type:
-    """The class of an enumeration or of named tuples with that name."""
+    """Returns the enumeration or named tuple class with that name."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
@@ -239,7 +239,7 @@ def decode(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     """Returns the value that `Encoder.encode` was given. A variable becomes a new one.
 
     Raises:
-        LookupError: If it is a member of an enumeration, or a named tuple, that is gone.
+        LookupError: If the class of an enumeration member or named tuple no longer exists.
     """
     if isinstance(value, list):
         return [decode(each, arrays) for each in value]
@@ -253,7 +253,7 @@ def decode(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
 
 
 class _Entries(dict[Any, Any]):
-    """Those of a dict whose type only the object in its place has."""
+    """The entries of a dict whose type is known only from the object in its place."""
 
 
 def _mapping(content: Any, arrays: Mapping[str, np.ndarray]) -> Any:
@@ -297,10 +297,10 @@ _DECODERS: dict[str, Callable[[Any, Mapping[str, np.ndarray]], Any]] = {
 
 
 def replace(there: Any, value: Any) -> Any:
-    """Returns `value`, or what is in its place if only that has its type, made equal to it.
+    """Returns `value`; or, if only the object in its place has its type, that one made equal to it.
 
     Raises:
-        LookupError: If nothing with that type is there.
+        LookupError: If no object with that type is in its place.
     """
     if isinstance(value, _Entries):
         if not isinstance(there, dict):
@@ -310,8 +310,8 @@ def replace(there: Any, value: Any) -> Any:
 
 
 def put(there: Any, value: Any) -> Any:
-    """Makes `there` equal to `value`, in place if it can be changed, and returns it; otherwise
-    returns what should take its place."""
+    """Makes `there` equal to `value`, in place if it is mutable, and returns it; otherwise returns
+    its replacement."""
     if isinstance(value, keras.Variable | tf.Variable):
         if isinstance(there, keras.Variable | tf.Variable) and there.shape == value.shape:
             there.assign(value)

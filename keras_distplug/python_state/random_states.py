@@ -1,7 +1,7 @@
-"""The random generators of a process, as JSON, and back.
+"""Saves and restores the random generators of a process, as JSON.
 
-Keras' own are variables; these are the ones that callbacks, data in Python and operations outside
-of the model draw from.
+Keras' own are variables; these are the generators used by callbacks, Python data and operations
+outside the model.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _NUMPY, _PYTHON, _TORCH = "__numpy_random__", "__python_random__", "__torch_rand
 
 
 def capture() -> dict[str, Any]:
-    """The states of Python's, NumPy's, torch's and TensorFlow's global generators."""
-    taken = {**capture_of_python(), "seed": context.global_seed()}
+    """Returns the states of Python's, NumPy's, torch's and TensorFlow's global generators."""
+    taken = {**capture_python(), "seed": context.global_seed()}
     if (seeds := process_generators.operation_seeds()) is not None:
         taken["operation_seeds"] = _packed(seeds.getstate())
     if (generator := process_generators.global_generator()) is not None:
@@ -33,11 +33,11 @@ def capture() -> dict[str, Any]:
 
 
 def restore(taken: Mapping[str, Any]) -> None:
-    """Puts back what `capture` took."""
-    restore_of_python(taken)
+    """Restores the states from `capture`."""
+    restore_python(taken)
     seed = taken.get("seed")
     if seed is not None and seed != context.global_seed():
-        tf.random.set_seed(seed)  # of operations that are not traced yet
+        tf.random.set_seed(seed)  # affects operations that are not traced yet
     seeds = process_generators.operation_seeds()
     if seeds is not None and "operation_seeds" in taken:
         seeds.setstate(_unpacked(taken["operation_seeds"]))
@@ -46,8 +46,8 @@ def restore(taken: Mapping[str, Any]) -> None:
         process_generators.set_global_generator(tf.constant(state, tf.int64), algorithm)
 
 
-def capture_of_python() -> dict[str, Any]:
-    """The states of the global generators of Python, NumPy and, if the script imports it, torch."""
+def capture_python() -> dict[str, Any]:
+    """Returns the states of the global generators of Python, NumPy and, if imported, torch."""
     name, key, place, has_gauss, cached_gaussian = np.random.get_state()
     taken: dict[str, Any] = {
         "python": _packed(random.getstate()),
@@ -59,14 +59,14 @@ def capture_of_python() -> dict[str, Any]:
 
 
 def python_generator(taken: Mapping[str, Any]) -> random.Random:
-    """A generator that draws what Python's global one would after `restore_of_python`."""
+    """Returns a generator that draws the same as Python's global one after `restore_python`."""
     made = random.Random()
     made.setstate(_unpacked(taken["python"]))
     return made
 
 
-def restore_of_python(taken: Mapping[str, Any]) -> None:
-    """Puts back what `capture_of_python` took."""
+def restore_python(taken: Mapping[str, Any]) -> None:
+    """Restores the states from `capture_python`."""
     random.setstate(_unpacked(taken["python"]))
     name, key, *rest = taken["numpy"]
     np.random.set_state((name, _words(key), *rest))
@@ -76,13 +76,13 @@ def restore_of_python(taken: Mapping[str, Any]) -> None:
 
 
 def imported_torch() -> Any:
-    """torch, if the script has imported all of it."""
+    """Returns torch, if the script has completely imported it."""
     torch = sys.modules.get("torch")
     return torch if hasattr(torch, "default_generator") else None
 
 
 def is_generator(value: Any) -> bool:
-    """Returns whether a value is a random generator of Python, NumPy or torch."""
+    """Returns True if a value is a random generator of Python, NumPy or torch."""
     kinds = (np.random.Generator, np.random.RandomState, random.Random)
     return isinstance(value, kinds) or _is_of_torch(value)
 
@@ -105,7 +105,7 @@ def encode_generator(generator: Any) -> dict[str, Any]:
 
 
 def restore_generator(generator: Any, encoded: Mapping[str, Any]) -> None:
-    """Gives a generator the state that `encode_generator` returned."""
+    """Restores the state that `encode_generator` returned."""
     if isinstance(generator, random.Random):
         generator.setstate(_unpacked(encoded[_PYTHON]))
     elif _is_of_torch(generator):
@@ -118,7 +118,7 @@ def restore_generator(generator: Any, encoded: Mapping[str, Any]) -> None:
 
 
 def _packed(state: tuple[Any, ...]) -> list[Any]:
-    """JSON of what `random.Random.getstate` gives."""
+    """Returns JSON for the result of `random.Random.getstate`."""
     version, words, gauss = state
     return [version, _text(np.array(words, np.uint32)), gauss]
 

@@ -1,5 +1,5 @@
-"""What belongs to the script, and not to an installed package, and what its code says about
-attributes."""
+"""Distinguishes the script's own code from installed packages, and analyzes which attributes it
+uses."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _CLOCKS = frozenset(
 )
 _TIMES = _CLOCKS | {"time", "time_ns", "now", "utcnow"}
 _STORES = frozenset({"STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL", "STORE_NAME"})
-# What may come between the result of a function and where it is stored.
+# Instructions that may come between the result of a function and the store of it.
 _PASSES = ("CALL", "PRECALL", "LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "COPY", "SWAP", "PUSH_NULL")
 _EPOCH_HOOKS = frozenset({"on_epoch_begin", "on_train_begin"})
 _BEFORE_TRAINING = frozenset({"__init__", "on_train_begin", "set_model", "set_params"})
 
 
 def is_of_script(kind: type) -> bool:
-    """Returns whether a class belongs to the script, and not to an installed package."""
+    """Returns True if a class belongs to the script, not to an installed package."""
     if kind.__module__ == "__main__":
         return True
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
@@ -47,22 +47,22 @@ def is_of_script(kind: type) -> bool:
 
 
 def is_of_library(kind: type) -> bool:
-    """Returns whether a class is one of Keras', ours, or `object`."""
+    """Returns True if a class is Keras', ours, or `object`."""
     return kind is object or kind.__module__.split(".")[0] in _LIBRARIES
 
 
 def is_file_of_script(file: str | None) -> bool:
-    """Returns whether a file belongs to the script."""
+    """Returns True if a file belongs to the script."""
     return file is not None and not file.startswith((*_INSTALLED, "<frozen"))
 
 
 def is_function_of_script(function: types.FunctionType) -> bool:
-    """Returns whether a function belongs to the script."""
+    """Returns True if a function belongs to the script."""
     return is_file_of_script(function.__code__.co_filename)
 
 
 def attributes(owner: Any) -> list[tuple[str, Any]]:
-    """Returns what is in an object and its slots, by name."""
+    """Returns the contents of an object's `__dict__` and slots, by name."""
     found: list[tuple[str, Any]] = []
     with contextlib.suppress(AttributeError):
         found += dict(object.__getattribute__(owner, "__dict__")).items()
@@ -75,7 +75,7 @@ def attributes(owner: Any) -> list[tuple[str, Any]]:
 
 
 def functions_of(owner: Any) -> Iterator[types.FunctionType]:
-    """Returns functions of the script among the methods and attributes of an object."""
+    """Yields functions of the script among the methods and attributes of an object."""
     kinds = [kind for kind in type(owner).__mro__ if not is_of_library(kind)]
     members = [member for kind in kinds for member in vars(kind).values()]
     for member in [*members, *(value for _, value in attributes(owner))]:
@@ -86,17 +86,17 @@ def functions_of(owner: Any) -> Iterator[types.FunctionType]:
             yield member
 
 
-def names_in(code: types.CodeType) -> Iterator[str]:
-    """Returns names of globals and attributes that a function, or one within it, mentions."""
+def mentioned_names(code: types.CodeType) -> Iterator[str]:
+    """Yields names of globals and attributes that a function, or one within it, mentions."""
     yield from code.co_names
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
-            yield from names_in(each)
+            yield from mentioned_names(each)
 
 
-@functools.lru_cache(4096)  # by content, at every save
+@functools.lru_cache(4096)  # by content; called at every save
 def stored(code: types.CodeType, operation: str = "STORE_ATTR") -> frozenset[str]:
-    """Returns names of attributes, or of globals, that a function, or one within it, assigns."""
+    """Returns names of attributes, or of globals, that a function or one within it assigns."""
     inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
     own: set[str] = set()
     if dis.opmap[operation] in code.co_code[::2]:  # most functions assign none
@@ -104,7 +104,7 @@ def stored(code: types.CodeType, operation: str = "STORE_ATTR") -> frozenset[str
     return frozenset(own).union(*(stored(each, operation) for each in inner))
 
 
-def attributes_set_in(owners: Iterable[Any]) -> set[str]:
+def attributes_set_by_script(owners: Iterable[Any]) -> set[str]:
     """Returns names of attributes that functions of the script in some objects may set."""
     names: set[str] = set()
     for function in (each for owner in owners for each in functions_of(owner)):
@@ -132,15 +132,15 @@ def _set_by(kinds: tuple[Hashable, ...]) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Code:
-    """What is known of the script's code in a callback.
+    """Facts about the script's code in a callback.
 
     Args:
-        clocks: Names that hold what a clock of this process has said.
-        made_in_epochs: Attributes that are made when an epoch begins.
-        stops_by_clock: Whether a function asks for the time and stops training.
-        changed: Names that are assigned while a model is trained.
-        made: Those that nothing assigns before, nor when an epoch begins.
-        stored: For every function, the names of what it assigns.
+        clocks: Names assigned from a clock of this process.
+        made_in_epochs: Attributes created at the start of an epoch.
+        stops_by_clock: True if a function reads the time and stops training.
+        changed: Names assigned while a model is trained.
+        made: Those of `changed` assigned neither before training nor when an epoch starts.
+        stored: For every function, the names that it assigns.
     """
 
     clocks: frozenset[str]
@@ -150,14 +150,14 @@ class Code:
     made: frozenset[str]
     stored: tuple[frozenset[str], ...]
 
-    def flags_beside(self, names: Collection[str]) -> frozenset[str]:
-        """Names of what a function assigns that assigns one of `names`, too."""
-        beside = [each for each in self.stored if not each.isdisjoint(names)]
-        return frozenset().union(*beside)
+    def companion_flags(self, names: Collection[str]) -> frozenset[str]:
+        """Returns the names assigned by every function that assigns one of `names`."""
+        related = [each for each in self.stored if not each.isdisjoint(names)]
+        return frozenset().union(*related)
 
 
 def code_of(callback: keras.callbacks.Callback | keras.Model) -> Code:
-    """Returns what the code of a callback, or of a model, says."""
+    """Analyzes the code of a callback, or of a model."""
     functions = list(functions_of(callback))
 
     def assigned(names: frozenset[str], *, is_in: bool) -> frozenset[str]:
@@ -187,7 +187,7 @@ def _assigned(function: types.FunctionType) -> frozenset[str]:
 
 
 def _readings(function: types.FunctionType) -> frozenset[str]:
-    """Names that are assigned the very result of a clock."""
+    """Returns names that are assigned the direct result of a clock."""
     found: set[str] = set()
     is_reading = False
     for each in dis.get_instructions(function):
@@ -201,7 +201,7 @@ def _readings(function: types.FunctionType) -> frozenset[str]:
 
 
 def _called(function: types.FunctionType) -> set[str]:
-    """Names of functions that are called, as far as they are loaded for that."""
+    """Returns names of called functions, as far as they are loaded directly before the call."""
     found, name = set(), None
     for each in dis.get_instructions(function):
         if each.opname.startswith("LOAD_") and isinstance(each.argval, str):

@@ -1,7 +1,7 @@
 """Finds the values that the code of a callback can change, and how to replace them.
 
-These are the attributes of a callback, of its class, and of the script's own objects that it refers
-to, the variables that its functions enclose, and globals that they may change.
+These are attributes of a callback, of its class, and of the script's own objects that it refers
+to, variables enclosed by its functions, and globals that they may change.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Path = tuple[str, ...]
 Put = Callable[[str], Callable[[Any], None]]
 
 _MOST_OBJECTS = 20_000
-_MOST_BEHIND = 2_000  # objects that one of the script's leads to, which may be its samples
+_MOST_REACHABLE = 2_000  # objects reachable from one of the script's, which may be its samples
 _OF_EVERY_PART = frozenset({"built", "name", "trainable", "dtype_policy"})
 _NUMBERS_AND_TEXT = frozenset({bool, int, float, str, type(None)})
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
@@ -43,10 +43,10 @@ _NO_STATE = (types.ModuleType, types.BuiltinFunctionType, np.ufunc)
 
 @dataclass(frozen=True)
 class Attribute:
-    """Sets an attribute, or takes it away.
+    """Sets or deletes an attribute.
 
     Args:
-        owner: What has it.
+        owner: The object with the attribute.
         name: Its name.
         assign: `setattr`, or `object.__setattr__`.
     """
@@ -60,7 +60,7 @@ class Attribute:
 
     @property
     def has_default(self) -> bool:
-        """Whether its class has one of that name, which is read when it is taken away."""
+        """True if its class has an attribute of that name, which is read once this is deleted."""
         return hasattr(type(self.owner), self.name)
 
     def delete(self) -> None:
@@ -72,15 +72,15 @@ class Owners:
     """Objects and containers on the way to values.
 
     Args:
-        puts: By path, what replaces an attribute or entry, by its name.
-        objects: By `id`, the path of an object, and it.
+        puts: By path, a function that returns the setter of an attribute or entry by its name.
+        objects: By `id`, an object's path, and the object.
     """
 
     puts: dict[Path, Put] = field(default_factory=dict)
     objects: dict[int, tuple[Path, Any]] = field(default_factory=dict)
 
     def at(self, path: Path) -> Any:
-        """Returns the object with a path; None without one."""
+        """Returns the object with that path, or None."""
         return next((each for there, each in self.objects.values() if there == path), None)
 
 
@@ -89,11 +89,11 @@ class Place:
     """A value that a callback can reach.
 
     Args:
-        path: The way to it, the same in another process.
+        path: Its path, which is the same in another process.
         value: The value.
         put: Replaces it.
-        is_global: Whether a global variable leads to it.
-        same_as: The path of the object that it is, of one that has a path already.
+        is_global: True if it is reached through a global variable.
+        same_as: The object's other path, if it was already found under one.
     """
 
     path: Path
@@ -103,11 +103,11 @@ class Place:
     same_as: Path | None = None
 
 
-Walked = tuple[list[Place], Owners]  # the values, and what leads to them
+Walked = tuple[list[Place], Owners]  # the values, and their owners
 
 
 def title_of(path: Path) -> str:
-    """The way to a value as the script has it: `meter.total`."""
+    """Returns the path of a value as it is written in the script: `meter.total`."""
     return ".".join(part for part in path if not part.startswith("<"))
 
 
@@ -118,12 +118,12 @@ def from_callback(
 
     Args:
         callback: The callback. Attributes that Keras' own classes set are skipped.
-        closed: Objects that are not looked into.
-        at_start: What led to the values when training started; objects keep the path of then.
+        closed: Objects whose attributes are not visited.
+        at_start: The owners when training started; objects keep their path from then.
     """
     walk = _Walk([*closed, callback], at_start)
-    own = script_code.attributes_set_in([callback])
-    others = script_code.attributes_set_in(
+    own = script_code.attributes_set_by_script([callback])
+    others = script_code.attributes_set_by_script(
         each for each in closed if isinstance(each, keras.callbacks.Callback)
     )
     others -= set(keras_callbacks.attributes_of(callback))  # these are saved anyway
@@ -138,7 +138,7 @@ def from_objects(roots: Mapping[str, Any]) -> Walked:
     Args:
         roots: The objects and functions, by the first part of their paths.
     """
-    walk = _Walk([], Owners(), most_objects=_MOST_BEHIND)
+    walk = _Walk([], Owners(), most_objects=_MOST_REACHABLE)
     return walk.all_of(
         place for name, root in roots.items() for place in walk.from_root((name,), root)
     )
@@ -149,7 +149,7 @@ def from_model(
     callbacks: Sequence[keras.callbacks.Callback],
     at_start: Owners,
     *,
-    by_itself: bool,
+    includes_own_code: bool,
 ) -> Walked:
     """Returns the attributes of a model, its layers, metrics, loss and optimizer that code of the
     script sets: the callbacks' or their own. Variables are skipped.
@@ -158,7 +158,7 @@ def from_model(
         model: The model. Attributes that Keras sets itself are skipped.
         callbacks: The callbacks.
         at_start: As for `from_callback`.
-        by_itself: Whether to include what their own code sets.
+        includes_own_code: True to include attributes set by the parts' own code.
     """
     parts: dict[Path, Any] = {(): model, ("loss",): model.loss, ("optimizer",): model.optimizer}
     for place, layer in models.layers_by_place(model).items():
@@ -166,19 +166,19 @@ def from_model(
     for number, metric in enumerate(models.metrics_of(model)):
         parts["metrics", str(number)] = metric
     walk = _Walk([*parts.values(), *callbacks], at_start)
-    by_callbacks = script_code.attributes_set_in(callbacks)
+    by_callbacks = script_code.attributes_set_by_script(callbacks)
 
     def found() -> Iterator[Place]:
         for path, owner in parts.items():
-            if isinstance(owner, _FUNCTIONS) and by_itself:
+            if isinstance(owner, _FUNCTIONS) and includes_own_code:
                 yield from walk.from_function(owner, path)
             if not isinstance(owner, keras.Layer | keras.Metric | keras.Loss | keras.Optimizer):
                 continue
             walk.owners.puts[path] = functools.partial(Attribute, owner)
             of_keras = script_code.attributes_set_by_library(type(owner))
             names = by_callbacks - (of_keras if owner is model else _OF_EVERY_PART)
-            if by_itself and is_of_script(type(owner)):
-                names |= script_code.attributes_set_in([owner]) - of_keras
+            if includes_own_code and is_of_script(type(owner)):
+                names |= script_code.attributes_set_by_script([owner]) - of_keras
                 for kind in filter(is_of_script, type(owner).__mro__):
                     yield from walk.from_class(kind, path)
             for name, value in script_code.attributes(owner) if names else ():
@@ -189,7 +189,7 @@ def from_model(
 
 
 def _has_variables(value: Any) -> bool:
-    """Whether a value is, or directly holds, variables."""
+    """Returns True if a value is a variable, or directly holds variables."""
     entries = value.values() if isinstance(value, dict) else value
     return variables_of(value) is not None or any(
         isinstance(each, keras.Variable | tf.Variable)
@@ -209,12 +209,12 @@ def variables_of(value: Any) -> list[Any] | None:
 
 
 class _Walk:
-    """Looks into every object once.
+    """Visits every object once.
 
     Args:
-        closed: Objects that are not looked into.
+        closed: Objects whose attributes are not visited.
         at_start: As for `from_callback`.
-        most_objects: How many are looked into.
+        most_objects: Largest number of objects to visit.
     """
 
     def __init__(
@@ -222,13 +222,13 @@ class _Walk:
     ) -> None:
         self.owners = Owners()
         self._most_objects = most_objects
-        self._seen: dict[int, Any] = {id(each): each for each in closed}  # kept, so ids stay
+        self._seen: dict[int, Any] = {id(each): each for each in closed}  # keeps ids valid
         self._at_start = at_start
-        self._postponed: list[Place] = []  # objects with a path of their own, if that leads there
+        self._postponed: list[Place] = []  # objects met away from their own path
 
     def all_of(self, found: Iterable[Place]) -> Walked:
-        """Returns what was found, and what is in objects that were met away from their path of the
-        start."""
+        """Returns the values found, including those in objects that were met away from their
+        initial path."""
         places = list(found)
         while self._postponed:
             postponed, self._postponed = self._postponed, []
@@ -252,8 +252,8 @@ class _Walk:
         return True
 
     def from_value(self, place: Place, *, is_hidden: bool = False) -> Iterator[Place]:
-        """What is in a value that leads to others; the value itself, unless it `is_hidden`. Nothing
-        more of an object that raises errors when it is looked at."""
+        """Yields the values in a container or object; any other value itself, unless `is_hidden`.
+        Stops at an object that raises errors when inspected."""
         with contextlib.suppress(Exception):
             yield from self._look_into(place, is_hidden)
 
@@ -301,7 +301,7 @@ class _Walk:
                 yield from self.from_class(kind, path)
 
     def from_class(self, kind: type, path: Path, name: str = "") -> Iterator[Place]:
-        """What a class of the script, known as `name`, holds, and its functions refer to."""
+        """Yields values in a script's class, known as `name`, and those its functions refer to."""
         if not self._is_new(kind):
             return
         path = (*path, f"<class {name or kind.__name__}>")
@@ -345,7 +345,7 @@ class _Walk:
             kept = {
                 str(number): each
                 for number, each in enumerate(defaults)
-                if isinstance(each, list | dict | set) or _leads_on(each)
+                if isinstance(each, list | dict | set) or _may_hold_state(each)
             }
             yield from self._parts((*path, "<defaults>"), kept)
             put = functools.partial(Attribute, value)
@@ -365,7 +365,7 @@ class _Walk:
         named = function.__globals__
         path = (*path, "<global>")
         assigned = script_code.stored(function.__code__, "STORE_GLOBAL")
-        mentioned = dict.fromkeys(script_code.names_in(function.__code__))
+        mentioned = dict.fromkeys(script_code.mentioned_names(function.__code__))
         for name in mentioned:
             value = named.get(name)
             if isinstance(value, type):
@@ -376,7 +376,7 @@ class _Walk:
                     there = {each: vars(value)[each] for each in mentioned if each in vars(value)}
                     put = functools.partial(Attribute, value)
                     yield from self._parts((*path, name), there, put, is_global=True)
-            elif name in assigned or isinstance(value, CONTAINERS) or _leads_on(value):
+            elif name in assigned or isinstance(value, CONTAINERS) or _may_hold_state(value):
                 put_one = functools.partial(named.__setitem__, name)
                 yield from self.from_value(Place((*path, name), value, put_one, is_global=True))
 
@@ -386,7 +386,7 @@ def _refuse(value: Any) -> None:
 
 
 def _is_object(value: Any) -> bool:
-    """Returns whether a value is an object with attributes of the script's."""
+    """Returns True if a value is an object whose attributes the script defines."""
     kind = type(value)
     if kind in (types.SimpleNamespace, argparse.Namespace):
         return True
@@ -394,8 +394,8 @@ def _is_object(value: Any) -> bool:
     return is_of_script(kind) and not isinstance(value, no_object) and variables_of(value) is None
 
 
-def _leads_on(value: Any) -> bool:
-    """Returns whether a value may hold state though it is no number, text or array."""
+def _may_hold_state(value: Any) -> bool:
+    """Returns True if a value that is no number, text or array may hold state."""
     is_function = isinstance(value, types.FunctionType | functools.partial)
     return (
         is_function
@@ -407,18 +407,18 @@ def _leads_on(value: Any) -> bool:
 
 
 def _has_objects(value: Any, depth: int = 4) -> bool:
-    """Returns whether entries of a container lead on."""
+    """Returns True if entries of a container may lead to state."""
     is_container = isinstance(value, dict | list | tuple | collections.deque)
     if not is_container or len(value) > _MOST_OBJECTS or not depth:
         return False
     entries = list(value.values()) if isinstance(value, dict) else list(value)
     if set(map(type, entries)) <= _NUMBERS_AND_TEXT:
         return False
-    return any(_is_looked_into(each) or _has_objects(each, depth - 1) for each in entries)
+    return any(_needs_visit(each) or _has_objects(each, depth - 1) for each in entries)
 
 
-def _is_looked_into(value: Any) -> bool:
-    """Returns whether an entry keeps its container from being saved as a whole."""
+def _needs_visit(value: Any) -> bool:
+    """Returns True if an entry prevents its container from being saved as a whole."""
     if isinstance(value, keras.Variable | tf.Variable | tf.Tensor | np.ndarray | np.generic):
         return False
     known = (*CONTAINERS, tuple, frozenset, bytes, complex, pathlib.PurePath, enum.Enum)

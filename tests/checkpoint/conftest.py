@@ -8,7 +8,7 @@ import stamina
 
 @pytest.fixture
 def tried_once() -> Iterator[None]:
-    """A save that fails is not tried again: the storage stays as broken as a test has made it."""
+    """Failed saves are not retried: the storage stays broken as the test left it."""
     stamina.set_testing(True, attempts=1)
     yield
     stamina.set_testing(False)

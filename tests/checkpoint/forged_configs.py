@@ -1,10 +1,11 @@
-"""Entries of model configs that no version of Keras writes. Loads neither Keras nor TensorFlow."""
+"""Entries of model configs that no version of Keras writes. Imports neither Keras nor
+TensorFlow."""
 
 from __future__ import annotations
 
 from typing import Any
 
-ELEMENTS = 100  # of the checkpoint
+ELEMENTS = 100  # in the checkpoint
 HUGE = 10**12
 
 
@@ -118,7 +119,7 @@ _NAMES = [
     ("own", "Own"),
 ]
 
-# Names that an imported module of the user might define or register, if there were one.
+# Names that an imported user module might define or register, if there were one.
 FORGED_NAMES: dict[str, Any] = {
     **{f"class {name!r} of {module!r}": made(module, name) for module, name in _NAMES},
     **{
@@ -135,7 +136,7 @@ FORGED_NAMES: dict[str, Any] = {
     "no module": made(None, "get_file"),
 }
 
-# Entries that are refused before the modules of the user are imported, whatever those define.
+# Entries that are refused before the user's modules are imported, whatever those define.
 FORGED: dict[str, Any] = {
     # Code
     "Lambda": layer("Lambda", function=function("builtins", "relu")),
@@ -200,7 +201,7 @@ FORGED: dict[str, Any] = {
     "a rank of LoRA": layer("Dense", units=1, lora_rank=HUGE),
     "private units": made("keras.src.layers.core.dense", "Dense", units=HUGE),
     "units without a module": made(None, "Dense", units=HUGE),
-    # Sizes of what is no weight
+    # Sizes of other things
     "a large input": layer("InputLayer", batch_shape=[None, HUGE]),
     "an input of many large sizes": layer("InputLayer", batch_shape=[None, 10**5, 10**5, 10**5]),
     "an input of NaN": layer("InputLayer", batch_shape=[None, float("nan")]),
@@ -260,7 +261,7 @@ FORGED: dict[str, Any] = {
     "a tensor of a wrong type": {
         "class_name": "__tensor__", "config": {"value": 1, "dtype": "variant"}
     },
-    "an object behind data": {
+    "an object after data": {
         "class_name": "__numpy__",
         "config": {"value": [1], "dtype": "int32"},
         "layers": [layer("Lambda")],
@@ -277,7 +278,7 @@ FORGED: dict[str, Any] = {
         "class_name": "__keras_tensor__",
         "config": {"shape": [1], "dtype": "int32", "keras_history": [layer("Lambda"), 0, 0]},
     },
-    "an object behind a function": {**function("builtins", "relu"), "then": layer("Lambda")},
+    "an object after a function": {**function("builtins", "relu"), "then": layer("Lambda")},
     "an object in an argument": layer("Dense", units=1, kernel_initializer=layer("Lambda")),
     "an object in an unknown argument": layer("Dense", units=1, x={"y": [{"z": layer("Lambda")}]}),
     "an object in a compile config": {

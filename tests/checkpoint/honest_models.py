@@ -1,4 +1,4 @@
-"""Models of most of Keras' layers, losses, metrics, optimizers and the like."""
+"""Models that use most of Keras' layers, losses, metrics, optimizers and the like."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import layers
 
-# The least share of each part's public classes that the models have to contain.
+# The least share of every part's public classes that the models must contain.
 SHARES = {
     "layers": 0.9,
     "losses": 1.0,
@@ -41,7 +41,7 @@ def _chain(shape: Sequence[int | None], *parts: Any, dtype: str | None = None) -
 
 
 def _there(*names: str) -> list[type]:
-    """Those of these layers that this version of Keras has."""
+    """Returns those of these layers that this version of Keras has."""
     return [getattr(layers, name) for name in names if hasattr(layers, name)]
 
 
@@ -197,7 +197,7 @@ def images() -> keras.Model:
         layers.AugMix(**wide), layers.RandAugment(**wide),
         layers.Equalization(**wide),
     ]  # fmt: skip
-    # Some of them give back the symbolic tensor that they get, from which Keras makes no model.
+    # Some of them return their symbolic input unchanged, from which Keras cannot build a model.
     apart = [layers.Pipeline([part, layers.Rescaling(1.0)]) for part in parts]
     return _chain((32, 32, 3), *apart, layers.Flatten(), layers.Dense(1))
 
@@ -244,7 +244,7 @@ def sounds() -> keras.Model:
 def _with_all(
     part: Any, compile_with: str, given: dict[str, dict[str, Any]], **compiled: Any
 ) -> keras.Model:
-    """A model of as many outputs as there are classes in `part`, each of which one of them gets."""
+    """Returns a model with one output per class in `part`; every class is used for one of them."""
     bases = (part.Loss,) if hasattr(part, "Loss") else (part.Metric,)
     kinds = {
         name: each
@@ -281,7 +281,7 @@ def metrics() -> keras.Model:
 
 
 def functions() -> keras.Model:
-    """Losses and metrics as functions and by name."""
+    """Losses and metrics given as functions and by name."""
     named = ("kullback_leibler_divergence", "mean_absolute_percentage_error", "huber")
     return _compiled(
         keras.Sequential([keras.Input((4,)), layers.Dense(2)]),
@@ -340,7 +340,7 @@ def low_rank() -> keras.Model:
 
 
 def constants() -> keras.Model:
-    """Operations with arrays and slices as their arguments."""
+    """Operations with arrays and slices as arguments."""
     first = keras.Input((4, 2))
     x = first * np.ones((4, 2), "float32") + keras.ops.convert_to_tensor([1.0, 2.0])
     x = keras.ops.pad(x[:, ::2, None, :], [[0, 0], [1, 1], [0, 0], [0, 0]])

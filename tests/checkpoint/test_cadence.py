@@ -1,4 +1,4 @@
-"""When a checkpoint is due. Time passes here because a test says so."""
+"""Tests when a checkpoint is due. Time passes only as a test says."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from keras_distplug.core.errors import ConfigurationError
 
 @dataclass
 class Run:
-    """Steps of `step_s`, and saves that keep training for `stall_s` and run for `save_s`, in which
-    each step takes `excess` times as long.
+    """Simulates steps of `step_s`, and saves that block training for `stall_s` and run for
+    `save_s`, during which steps take `excess` times as long.
 
     Attributes:
-        looks: Steps at which the workers asked.
-        saves: Steps at which a save began, and when.
+        looks: Steps at which the workers checked.
+        saves: Steps at which a save started, and the time.
     """
 
     cadence: Cadence
@@ -97,20 +97,20 @@ def test_unusable_save_freq(save_freq: Any) -> None:
 
 
 def test_batches() -> None:
-    """Every so many batches, and asked at those only."""
+    """Saves every N batches, and checks only then."""
     run = Run(EveryBatches(10)).steps(35)
     assert [step for step, _ in run.saves] == run.looks == [10, 20, 30]
 
 
 def test_steps_of_several_batches() -> None:
-    """An execution of several batches goes past the step at which to ask."""
+    """An execution of several batches may run past the step of the next check."""
     pace = Pace(EveryBatches(10), 0, 0.0, wait_if_busy=False)
     assert pace.at_look(12, 1.0, is_saving=False).next_look == 22
 
 
 @pytest.mark.parametrize(("wait_if_busy", "saves", "skipped"), [(False, 2, 2), (True, 4, 0)])
 def test_busy(wait_if_busy: bool, saves: int, skipped: int) -> None:
-    """A save that is due while one is under way is left out and counted, or waits."""
+    """A save that is due while another is in progress is skipped and counted, or waits."""
     run = Run(EveryBatches(10), save_s=1.5, wait_if_busy=wait_if_busy).steps(40)
     assert len(run.saves) == saves
     assert run.pace.skipped == skipped
@@ -118,7 +118,7 @@ def test_busy(wait_if_busy: bool, saves: int, skipped: int) -> None:
 
 @pytest.mark.parametrize("step_s", [0.001, 0.1, 7.0, 400.0])
 def test_seconds(step_s: float) -> None:
-    """At the first step behind each interval; asked a few times in between, not at each step."""
+    """Saves at the first step after every interval; checks only a few times in between."""
     run = Run(EverySeconds(300.0), step_s=step_s).steps(max(20, int(3000 / step_s)))
     assert len(run.saves) >= 9
     for interval_s in run.intervals_s():
@@ -127,7 +127,7 @@ def test_seconds(step_s: float) -> None:
 
 
 def test_seconds_with_steps_that_vary() -> None:
-    """Steps that get slower delay a save by less than what was left when that began."""
+    """Steps that get slower delay a save by less than the time that was left when that started."""
     run = Run(EverySeconds(60.0), step_s=0.01).steps(5000)
     run.step_s = 1.0
     pace, step, look = run.pace, 5000, run.looks[-1]
@@ -147,7 +147,7 @@ def test_seconds_with_steps_that_vary() -> None:
 @pytest.mark.parametrize("stall_s", [0.05, 0.5])
 @pytest.mark.parametrize("excess", [1.0, 1.5])
 def test_auto(stall_s: float, excess: float) -> None:
-    """What saves cost is the share of the time that was asked for."""
+    """Saves take the requested share of the time."""
     run = Run(Auto(0.01), stall_s=stall_s, save_s=2.0, excess=excess).steps(20_000)
     cost_s = stall_s + (excess - 1) * 0.1 * 20 / excess
     spent_s = run.now_s - 1000.0
@@ -157,28 +157,28 @@ def test_auto(stall_s: float, excess: float) -> None:
 
 
 def test_auto_of_saves_that_cost_nothing() -> None:
-    """One save after the other, but never two at a time."""
+    """One save follows the other, but never two at a time."""
     run = Run(Auto(0.01), stall_s=0.0, save_s=5.0).steps(1000)
     assert 15 <= len(run.saves) <= 20
     assert run.pace.skipped == 0
 
 
 def test_auto_measures_first() -> None:
-    """The first save comes early, once some steps have told what one takes."""
+    """The first save comes early, once a few steps have been timed."""
     run = Run(Auto(0.01), stall_s=1.0).steps(50)
     assert [step for step, _ in run.saves] == [11]
 
 
 @pytest.mark.parametrize("step_s", [2.0, 10.0, 35.0])
 def test_first_of_slow_steps(step_s: float) -> None:
-    """It comes within a minute, if two steps do."""
+    """The first save comes within a minute, if two steps fit into that."""
     run = Run(Auto(0.01), step_s=step_s, stall_s=1.0).steps(20)
     step, _ = run.saves[0]
     assert step * step_s <= 60 or step <= 2
 
 
 def test_auto_at_the_end_of_an_epoch() -> None:
-    """It saves there if nothing was saved before, as epochs may have a few steps only."""
+    """`"auto"` saves there if nothing was saved before, since epochs may have only a few steps."""
     pace = Pace(Auto(0.01), 0, 0.0, wait_if_busy=False)
     assert pace.at_epoch_end(5, 1.0, is_saving=False, is_last=False).save is True
     assert pace.at_epoch_end(7, 1.5, is_saving=True, is_last=False).save is False
@@ -188,7 +188,7 @@ def test_auto_at_the_end_of_an_epoch() -> None:
 
 
 def test_auto_to_a_store() -> None:
-    """Where saves cost next to nothing, money still counts."""
+    """Even if saves take almost no time, requests cost money."""
     for is_near, least_s in ((True, 2.0), (False, 20.0)):
         run = Run(cadence_of("auto", 0.01, is_near=is_near), stall_s=0.0, save_s=0.1).steps(2000)
         assert len(run.saves) > 5
@@ -196,7 +196,7 @@ def test_auto_to_a_store() -> None:
 
 
 def test_epochs() -> None:
-    """The end of an epoch counts for `"epoch"`; the last one's for all but `False`."""
+    """`"epoch"` saves at every epoch's end; all cadences except `False` save at the last one's."""
     for cadence, middle, last in (
         (EveryEpoch(), True, True),
         (EveryBatches(7), False, True),

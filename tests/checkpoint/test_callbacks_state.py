@@ -1,4 +1,4 @@
-"""What other callbacks know comes back: a run that was interrupted goes on as if it was not."""
+"""The state of other callbacks is restored: an interrupted run continues as if uninterrupted."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from keras_distplug.storage.files import open_files  # noqa: E402
 from keras_distplug.storage.store import CheckpointStore  # noqa: E402
 
 EPOCHS = 8
-# Of the losses, made up so that it falls, rises and falls: what has come before decides.
+# Made-up losses that fall, rise and fall: what happens depends on earlier values.
 MONITORED = [5.0, 4.0, 4.5, 4.6, 4.7, 3.0, 3.5, 3.6]
 
 
 class MadeUp(keras.callbacks.Callback):
-    """Tells the others what they monitor."""
+    """Logs the values that the other callbacks monitor."""
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         logs["made_up"] = MONITORED[epoch]
 
 
 class Own(keras.callbacks.Callback):
-    """A callback of a user's, which has something to keep."""
+    """A custom callback with state to keep."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ MADE: dict[str, Callable[[Path], keras.callbacks.Callback]] = {
 def fit(
     folder: Path, *made: str, epochs: int = EPOCHS, stop: small.Stop | None = None, **arguments: Any
 ) -> tuple[list[Any], dict[str, keras.callbacks.Callback]]:
-    """All that a user sees of a training: weights, History, callbacks, files."""
+    """Returns everything that a user sees of a training: weights, History, callbacks, files."""
     files = folder / "files"
     files.mkdir(parents=True, exist_ok=True)
     callbacks = {name: MADE[name](files) for name in made}
@@ -144,8 +144,8 @@ def _weights(path: Path) -> list[bytes]:
     ids=lambda value: "-".join(map(str, value)),
 )
 def test_interrupted(made: list[str], epochs: list[int], tmp_path: Path) -> None:
-    """The end of a run that was interrupted in some epochs is that of one that was not: weights,
-    History, what the callbacks know, and their files."""
+    """A run that was interrupted in some epochs ends like an uninterrupted one: with the same
+    weights, History, callback states, and files."""
     expected, _ = fit(tmp_path / "a", *made)
     for epoch in epochs:
         with pytest.raises(small.Interrupted):
@@ -156,7 +156,7 @@ def test_interrupted(made: list[str], epochs: list[int], tmp_path: Path) -> None
 
 
 def test_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison above sees it when what the callbacks know is not restored."""
+    """The comparison above notices if the callbacks' state is not restored."""
     expected, _ = fit(tmp_path / "a", "early", "reduce", "own")
     with pytest.raises(small.Interrupted):
         fit(tmp_path / "b", "early", "reduce", "own", stop=small.Stop(3, 1))
@@ -169,7 +169,7 @@ def test_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_several_of_a_class(tmp_path: Path) -> None:
-    """Callbacks of one class are told apart by their order; one more begins anew."""
+    """Callbacks of one class are distinguished by their order; an additional one starts fresh."""
     with pytest.raises(small.Interrupted):
         fit(tmp_path, "early", "early_delta", stop=small.Stop(3, 1))
     saver.wait_for_all()
@@ -179,7 +179,7 @@ def test_several_of_a_class(tmp_path: Path) -> None:
 
 
 def test_finished(tmp_path: Path) -> None:
-    """A run that is finished gives back what its callbacks knew, and leaves their files alone."""
+    """A finished run restores the state of its callbacks, and leaves their files alone."""
     expected, _ = fit(tmp_path, "early_best", "csv", "own")
     found, callbacks = fit(tmp_path, "early_best", "csv", "own")
     assert found == expected
@@ -187,8 +187,8 @@ def test_finished(tmp_path: Path) -> None:
 
 
 def test_more_epochs_after_an_early_end(tmp_path: Path) -> None:
-    """Who asks for more epochs than those at which patience ended wants them: patience is new, and
-    what was best is not."""
+    """More epochs than those at which patience ended are trained: patience is reset, and the best
+    result is kept."""
     fit(tmp_path, "early", epochs=6)
     _, callbacks = fit(tmp_path, "early", epochs=7)
     assert callbacks["early"].best == 3.0
@@ -197,7 +197,7 @@ def test_more_epochs_after_an_early_end(tmp_path: Path) -> None:
 
 
 def test_moving_averages(tmp_path: Path) -> None:
-    """Averaged weights that stand in the model between epochs are known to stand there."""
+    """Averaged weights that are in the model between epochs are still treated as averages."""
 
     def fit(folder: str, *stop: small.Stop) -> list[bytes]:
         keras.utils.set_random_seed(3)
@@ -219,7 +219,7 @@ def test_moving_averages(tmp_path: Path) -> None:
 
 
 def test_rows_of_others(tmp_path: Path) -> None:
-    """Rows that are not of the epochs that are trained again are not cut off."""
+    """Rows of other epochs than those trained again are kept."""
     with pytest.raises(small.Interrupted):
         fit(tmp_path, "csv", stop=small.Stop(2, 1))
     saver.wait_for_all()
@@ -232,15 +232,15 @@ def test_rows_of_others(tmp_path: Path) -> None:
 
 
 def test_new_run(tmp_path: Path) -> None:
-    """A new run begins the file of a CSVLogger as Keras does."""
+    """A new run starts the file of a CSVLogger as Keras does."""
     fit(tmp_path, "csv", epochs=3)
     fit(tmp_path, "csv", epochs=2, resume=False)
     rows = [row.split(",")[0] for row in (tmp_path / "files" / "log.csv").read_text().splitlines()]
     assert rows == ["epoch", "0", "1"]
 
 
-def test_kept_open(tmp_path: Path) -> None:
-    """What callbacks know is JSON in the manifest, arrays beside the model's, and strict JSON."""
+def test_open_format(tmp_path: Path) -> None:
+    """Callback states are strict JSON in the manifest, and arrays next to the model's."""
     fit(tmp_path, "early_best", "own", epochs=2)
     stored = CheckpointStore(open_files(tmp_path / "runs"), "run-0001").newest("step")
     assert stored is not None
@@ -275,7 +275,7 @@ def held(folder: Path, callback: Held, epochs: int) -> Any:
 
 
 def test_state_of_any_kind(tmp_path: Path) -> None:
-    """A state comes back with its types: keys that are no text, sets, tuples, NumPy's numbers."""
+    """A state is restored with its types: keys that are not text, sets, tuples, NumPy's numbers."""
     state = {
         3: (1.5, None, np.float32(0.1)),
         (1, "a"): {2.0, 1.0},
@@ -300,16 +300,18 @@ def test_state_of_any_kind(tmp_path: Path) -> None:
 
 
 def test_state_that_becomes_unusable(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A state that can be saved at first, and not later, is named once, and training continues."""
+    """A state that can be saved at first, but not later, is reported once, and training
+    continues."""
     assert held(tmp_path, Held({}, {1: 0.5}, object(), object()), 4) is None
     [line] = {each for each in caplog.messages if "cannot be saved" in each}
     assert line.startswith("Held.state_dict()[a] changed during training")
-    assert held(tmp_path, Held({}), 5) is None  # the last checkpoint has none
+    assert held(tmp_path, Held({}), 5) is None  # the last checkpoint has no state
 
 
 @pytest.mark.parametrize("value", [object(), np.array(["a"]), {1: {object()}}])
 def test_bad_state(value: Any, tmp_path: Path) -> None:
-    """What JSON and arrays cannot hold is an error before training, which names the leaf."""
+    """A state that JSON and arrays cannot hold is an error before training, which names the
+    leaf."""
 
     class Bad(Own):
         def state_dict(self) -> dict[str, Any]:

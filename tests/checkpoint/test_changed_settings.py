@@ -1,4 +1,4 @@
-"""What a script has changed since the checkpoint: which of the two counts, and what is reported.
+"""Settings that a script has changed since the checkpoint: which value applies; messages.
 
 `docs/changed_scripts.md` holds `TABLE`.
 """
@@ -35,7 +35,7 @@ OTHER_Y = small.Y + 1
 
 @dataclass(frozen=True)
 class Script:
-    """A script, with what differs between its two starts."""
+    """A script, with the settings that differ between its two starts."""
 
     optimizer: Callable[[], Any] = lambda: keras.optimizers.Adam(0.001)
     compiled: Mapping[str, Any] = field(default_factory=dict)
@@ -70,13 +70,13 @@ class Row:
     """A line of the table.
 
     Args:
-        counts: What does, in words.
-        second: The script as it is started again.
-        said: What is reported, or the error, as a pattern.
-        holds: Whether that is so.
-        first: The script as it was started first.
-        at: The epoch and the batch it was interrupted at.
-        refused: Whether it is.
+        counts: The source that applies, in words.
+        second: The script when it is started again.
+        said: The report, or the error, as a pattern.
+        holds: Checks that the source applies.
+        first: The script when it was started first.
+        at: The epoch and the batch at which it was interrupted.
+        refused: True if the change is refused.
     """
 
     counts: str
@@ -206,13 +206,13 @@ ROWS: dict[str, Row] = {
     "batch size": Row(
         REFUSED,
         Script(given={"batch_size": 10}),
-        "`batch_size` is 8 there and 10 here",
+        "`batch_size` was 8 at the checkpoint and is now 10",
         refused=True,
     ),
     "batch size, with `allow_batch_change=True`": Row(
         SCRIPT,
         Script(given={"batch_size": 10}, ours={"allow_batch_change": True}),
-        "global batches had 8 samples and have 10 now",
+        "global batches had 8 samples and now have 10",
         epochs_are(3),
     ),
     "`steps_per_epoch`": Row(
@@ -234,13 +234,13 @@ ROWS: dict[str, Row] = {
     "labels, with `allow_data_change=True`": Row(
         SCRIPT,
         Script(given={"y": OTHER_Y}, ours={"allow_data_change": True}),
-        "the epoch begins again from its first batch, because the data is another",
+        "the epoch starts again from its first batch, because the data has changed",
         epochs_are(3),
     ),
     "number of samples": Row(
         REFUSED,
         Script(given={"x": small.X[:28], "y": small.Y[:28]}),
-        "`samples` is 30 there and 28 here",
+        "`samples` was 30 at the checkpoint and is now 28",
         refused=True,
     ),
     "class weights": Row(
@@ -253,7 +253,7 @@ ROWS: dict[str, Row] = {
     "class weights, with a `PyDataset`": Row(
         REFUSED,
         Script(given={**BATCHES, "class_weight": {0: 1.0, 1: 3.0}}),
-        "`class_weight` is '{0: 1.0, 1: 2.0}' there and '{0: 1.0, 1: 3.0}' here",
+        "`class_weight` was '{0: 1.0, 1: 2.0}' at the checkpoint and is now '{0: 1.0, 1: 3.0}'",
         first=Script(given={**BATCHES, **WEIGHTS}),
         refused=True,
     ),
@@ -268,7 +268,7 @@ ROWS: dict[str, Row] = {
     "layers that are trained": Row(
         SCRIPT,
         Script(),
-        "since the checkpoint other variables are trained",
+        "the trained variables have changed since the checkpoint",
         first=Script(trains_all=False),
     ),
     "`keras.utils.set_random_seed`": Row(
@@ -304,12 +304,13 @@ def table() -> str:
 
 
 def test_page() -> None:
-    """Its table is this one."""
+    """The page's table is the one above."""
     assert table() in PAGE.read_text()
 
 
 def test_unchanged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The same in other words is no change: an object for a name, for example."""
+    """The same settings in another form are not a change: an object instead of a name, for
+    example."""
     said = {"loss": "mse", "metrics": ["mae"]}
     with pytest.raises(small.Interrupted):
         Script(compiled=said).run(tmp_path, small.Stop(1, 1))
@@ -322,8 +323,8 @@ def test_unchanged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_rate_that_training_has_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is kept, and `restore_learning_rate=False` brings the script's only if that is a new
-    one."""
+    """A learning rate changed by training is kept; `restore_learning_rate=False` uses the script's
+    only if the script has changed it."""
 
     class Halve(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -340,9 +341,9 @@ def test_rate_that_training_has_changed(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_finished_after_a_retry(tmp_path: Path) -> None:
-    """What training changed before a failure is not what the script sets: the run that the same
-    process finished afterwards is returned to a new process, and to a script that has loaded the
-    model."""
+    """A change made by training before a failure does not count as a change of the script: the run
+    that the same process finished afterwards is returned to a new process, and to a script that has
+    loaded the model."""
     schedule = keras.callbacks.LearningRateScheduler(lambda epoch: 0.001 / 2**epoch)
     data = {"x": small.X, "y": small.Y, "batch_size": 8, "epochs": EPOCHS, "verbose": 0}
 
@@ -360,7 +361,7 @@ def test_finished_after_a_retry(tmp_path: Path) -> None:
 
 
 def test_layer_settings() -> None:
-    """Building a model changes none of them. Lambdas are left out."""
+    """Building a model changes no settings. Lambdas are skipped."""
 
     def model(rate: float = 0.1, steps: int = 1, penalty: str = "l1") -> keras.Model:
         within = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
@@ -378,8 +379,8 @@ def test_layer_settings() -> None:
         )
 
     def changes(there: keras.Model, here: keras.Model) -> list[str]:
-        told = [{"layers": of_layers(each)} for each in (there, here)]
-        return [each.name for each in changed_settings.compare(*told)]
+        described = [{"layers": of_layers(each)} for each in (there, here)]
+        return [each.name for each in changed_settings.compare(*described)]
 
     built = model()
     built.build((None, 5, 3))
@@ -403,7 +404,7 @@ def test_rate_in_a_rollback(tmp_path: Path) -> None:
         first.run(tmp_path, small.Stop(1, 1))
     backup = kd.BackupAndRestore(
         tmp_path, delete_checkpoint=False, restore_learning_rate=False
-    )  # `defaults` has its own
+    )  # the callbacks of `defaults` have their own
     rolled_back = []
 
     class RollBack(keras.callbacks.Callback):
@@ -423,8 +424,8 @@ def test_rate_in_a_rollback(tmp_path: Path) -> None:
 
 
 def test_mean_of_another_loss(tmp_path: Path) -> None:
-    """The loss of the interrupted epoch is a mean of the new loss only, also where the metrics are
-    created by the first step."""
+    """The loss of the interrupted epoch is a mean of the new loss only, even if the first step
+    creates the metrics."""
 
     class OwnStep(keras.Sequential):
         def train_step(self, data: Any) -> Any:
@@ -446,8 +447,8 @@ def test_mean_of_another_loss(tmp_path: Path) -> None:
 
 
 def test_finished(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A finished run is returned, and settings that it did not have are reported. Other
-    hyperparameters are refused, but apply if the run continues for more epochs."""
+    """A finished run is returned, and settings that differ are reported. Other hyperparameters are
+    refused, but apply if the run continues for more epochs."""
     Script().run(tmp_path)
     caplog.clear()
     Script(compiled={"metrics": ["mae"]}).run(tmp_path)
@@ -487,15 +488,15 @@ def test_finished(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ],
 )
 def test_unknown(there: dict[str, Any], here: dict[str, Any]) -> None:
-    """What a checkpoint of an earlier version does not tell, and what the machine decides, is no
-    change."""
+    """Settings missing in a checkpoint of an earlier version, and settings that depend on the
+    machine, are not reported as changes."""
     assert changed_settings.compare(there, here) == []
 
 
 def test_optimizer_that_scales_the_loss() -> None:
-    """It stands for the one within it, as with `mixed_float16`."""
+    """A loss-scaling optimizer is compared by its inner optimizer, as with `mixed_float16`."""
 
-    def told(rate: float) -> dict[str, Any]:
+    def described(rate: float) -> dict[str, Any]:
         inner = keras.optimizers.SGD(rate)
         return {
             "compiled": {
@@ -505,6 +506,6 @@ def test_optimizer_that_scales_the_loss() -> None:
             }
         }
 
-    [change] = changed_settings.compare(told(0.1), told(0.2))
+    [change] = changed_settings.compare(described(0.1), described(0.2))
     assert change.is_rate
     assert change.name == "optimizer.learning_rate"

@@ -1,4 +1,4 @@
-"""Training that is interrupted at any moment ends in the bits of one that is not."""
+"""Training that is interrupted at any point ends bit for bit like an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BATCHES = 7
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """Pipelines that are made before a model draw the same seeds, too."""
+    """Pipelines made before a model draw the same seeds, too."""
     keras.utils.set_random_seed(11)
 
 
@@ -116,7 +116,7 @@ DATA: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 class Watch(keras.callbacks.Callback):
-    """Notes each batch and its logs, and interrupts training once."""
+    """Records every batch and its logs, and interrupts training once."""
 
     def __init__(self, at: tuple[Any, ...] = ()) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ def fit(case: Case, folder: Path, at: tuple[Any, ...] = ()) -> tuple[list[Any], 
         small.state(made),
         history.history,
         history.epoch,
-        # A generator is read over, and what it draws from Python's generators comes again by that.
+        # A generator is read again, which repeats what it draws from Python's generators.
         [] if case.data == "generator" else watch.drawn,
         (stopping.wait, stopping.best, stopping.best_epoch),
         [w.tobytes() for w in map(np.asarray, stopping.best_weights or [])],
@@ -208,14 +208,14 @@ CASES = [
     Case("unknown length", "mirrored", 3),
     Case("tf.data", "central_storage"),
 ]
-# What others are made of, put together otherwise: a minute or two each.
+# Other combinations of the above: a minute or two each.
 MORE = [
     Case("class weights"),
     Case("repeated"),
     Case("tf.data", steps_per_execution=3),
     Case("endless", steps_per_execution=2),
     *(Case(data, "one_device") for data in ("tf.data", "endless", "PyDataset")),
-    # "tf.data" under it is what `tests/scenarios/test_killed_at_random.py` kills.
+    # `tests/scenarios/test_killed_at_random.py` kills "tf.data" under a strategy.
     *(Case(data, "mirrored") for data in ("tf.data", "arrays", "endless", "PyDataset")),
 ]
 
@@ -224,9 +224,10 @@ MORE = [
     "case", [*CASES, *(pytest.param(case, marks=pytest.mark.soak) for case in MORE)], ids=str
 )
 def test_interrupted(case: Case, uninterrupted: Any, tmp_path: Path) -> None:
-    """Interrupted behind the first batch, within an epoch, behind the last batch of one, during
-    validation, and between epochs: weights, optimizer, History, what callbacks know and what they
-    draw are those of a run that was not; and each batch is seen once, under its number."""
+    """Interrupted after the first batch, within an epoch, after the last batch of one, during
+    validation, and between epochs, a run ends with the same weights, optimizer, History, callback
+    states and random states as an uninterrupted one; every batch is seen once, under its own
+    number."""
     expected, whole = uninterrupted(case)
     last = max(seen[1] for seen in whole.seen if len(seen) == 3)
     for moment in MOMENTS:
@@ -272,8 +273,9 @@ def interrupt(folder: Path, data: Any, at: tuple[Any, ...], **arguments: Any) ->
 
 
 def test_other_number_of_replicas(tmp_path: Path) -> None:
-    """From one replica to two and back in mid-epoch: the same batches, none twice, none left out,
-    and the end of an undisturbed training but for rounding; metrics of the epoch included."""
+    """A run that changes from one replica to two and back mid-epoch sees the same batches, none
+    twice, none skipped, and ends like an uninterrupted one except for rounding, including the
+    metrics of the epoch."""
     expected, history, whole = train(tmp_path / "a", shuffled(), strategy="one_device")
     interrupt(tmp_path / "b", shuffled(), ("batch", 0, 3), strategy="one_device")
     interrupt(tmp_path / "b", shuffled(), ("batch", 1, 4), strategy="mirrored")
@@ -289,10 +291,19 @@ def test_other_number_of_replicas(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "difference"),
     [
-        ({"data": lambda: shuffled().unbatch().batch(4)}, "`batch_size` is 8 there and 4 here"),
-        ({"data": lambda: shuffled().map(lambda x, y: (x, y))}, "there and 'map"),
-        ({"made": lambda: without_dropout("adamw")}, "`optimizer` is 'Adam' there and 'AdamW'"),
-        ({"made": lambda: without_dropout(more=True)}, "is 'Dense' there and 'Activation' here"),
+        (
+            {"data": lambda: shuffled().unbatch().batch(4)},
+            "`batch_size` was 8 at the checkpoint and is now 4",
+        ),
+        ({"data": lambda: shuffled().map(lambda x, y: (x, y))}, "at the checkpoint and is now 'map"),
+        (
+            {"made": lambda: without_dropout("adamw")},
+            "`optimizer` was 'Adam' at the checkpoint and is now 'AdamW'",
+        ),
+        (
+            {"made": lambda: without_dropout(more=True)},
+            "was 'Dense' at the checkpoint and is now 'Activation'",
+        ),
     ],
     ids=["batch", "pipeline", "optimizer", "layers"],
 )
@@ -310,17 +321,18 @@ def test_other_training(change: dict[str, Any], difference: str, tmp_path: Path)
 
 
 def test_other_data_on_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With `allow_data_change`, the epoch begins again with the new data."""
+    """With `allow_data_change`, the epoch starts again with the new data."""
     interrupt(tmp_path, shuffled(), ("batch", 1, 2))
     data = shuffled().unbatch().batch(4)
     _, history, watch = train(tmp_path, data, allow_data_change=True)
     assert watch.seen[0][:2] == (1, 0)
     assert history.epoch == [0, 1, 2]
-    assert "because the data is another" in caplog.text
+    assert "because the data has changed" in caplog.text
 
 
 def test_same_data_read_again(tmp_path: Path) -> None:
-    """A notebook's cell is run again with a dataset that has been read: as in a new process."""
+    """A notebook's cell that is run again with a dataset already read behaves as in a new
+    process."""
     data = shuffled()
     expected, *_ = train(tmp_path / "a", shuffled())
     interrupt(tmp_path / "b", data, ("batch", 1, 2))
@@ -329,7 +341,7 @@ def test_same_data_read_again(tmp_path: Path) -> None:
 
 
 def test_unseeded_shuffle(tmp_path: Path) -> None:
-    """A shuffle without a seed gets that of the run."""
+    """A shuffle without a seed gets the run's."""
 
     def unseeded() -> tf.data.Dataset:
         return tf.data.Dataset.from_tensor_slices(rows()).shuffle(40).batch(8)
@@ -341,18 +353,19 @@ def test_unseeded_shuffle(tmp_path: Path) -> None:
 
 
 def test_deterministic_without_a_seed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """`deterministic=True` is refused where nothing has a seed."""
+    """`deterministic=True` is refused if nothing has a seed."""
     monkeypatch.setattr(context, "global_seed", lambda: None)
     with pytest.raises(ConfigurationError, match="set_random_seed"):
         kd.distributed_fit(without_dropout(), shuffled(), directory=tmp_path, deterministic=True)
     assert not list(tmp_path.iterdir())
 
 
-def test_what_cannot_be_had_again(tmp_path: Path) -> None:
-    """A plain `fit` names what of its data does not come again, and what to write instead."""
+def test_irreproducible_parts(tmp_path: Path) -> None:
+    """A plain `fit` names the parts of its data that cannot be reproduced, and what to write
+    instead."""
     noisy = shuffled().map(lambda x, y: (x + tf.random.uniform(tf.shape(x), seed=1), y), 2)
     backup = kd.BackupAndRestore(tmp_path)
-    with pytest.warns(UserWarning, match=r"map .*: RandomUniform runs in parallel.*Leave out"):
+    with pytest.warns(UserWarning, match=r"map .*: RandomUniform runs in parallel.*Remove"):
         without_dropout().fit(noisy, verbose=0, shuffle=False, callbacks=[backup])
 
 
@@ -360,7 +373,7 @@ def test_what_cannot_be_had_again(tmp_path: Path) -> None:
 def test_other_metrics(
     before: list[str], now: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With other metrics than before the model goes on, and the epoch's metrics begin anew."""
+    """With other metrics, the model continues, and the epoch's metrics start from scratch."""
 
     def measured(metrics: list[str]) -> keras.Model:
         made = without_dropout()

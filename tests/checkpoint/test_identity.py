@@ -1,4 +1,4 @@
-"""Which run of a folder a `fit` continues: the one of its model and its data, never another."""
+"""Tests which run of a folder a `fit` continues: that of its model and data, never another."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ INPUTS: dict[str, Callable[[np.ndarray, np.ndarray], dict[str, Any]]] = {
 def fold(
     number: int, callbacks: Callbacks, kind: str = "arrays", epochs: int = 2, **given: Any
 ) -> list[bytes]:
-    """One of a k-fold validation; the folds have as many samples each."""
+    """Returns one fold of a k-fold validation; all folds have the same number of samples."""
     kept = np.arange(30) % FOLDS != number
     model = small.model()
     data = INPUTS[kind](small.X[kept], small.Y[kept])
@@ -77,8 +77,8 @@ def fold(
 @pytest.mark.parametrize("kind", INPUTS)
 @pytest.mark.parametrize("folder", ["default", "given"])
 def test_skipped_folds(folder: str, kind: str, tmp_path: Path) -> None:
-    """A script that leaves out finished folds on its own gets no other fold's weights: the one that
-    was interrupted goes on, the ones after it are trained."""
+    """A script that skips finished folds itself gets no other fold's weights: the interrupted fold
+    is resumed, the ones after it are trained."""
     plain = [fold(number, [], kind) for number in range(FOLDS)]
     assert len(set(map(tuple, plain))) == FOLDS
 
@@ -95,15 +95,15 @@ def test_skipped_folds(folder: str, kind: str, tmp_path: Path) -> None:
     assert 0 < count.batches < stop.batches
     assert fold(2, callbacks(), kind) == plain[2]
     small.start_process()
-    nothing = small.Stop()  # and a restart that leaves out none repeats the sequence
+    nothing = small.Stop()  # and a restart that skips none repeats the sequence
     assert [fold(n, [*callbacks(), nothing], kind) for n in range(FOLDS)] == plain
     assert nothing.batches == 0
 
 
 @pytest.mark.parametrize("kind", INPUTS)
 def test_next_fold(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    """One that has no run yet begins one in the default folder, and is refused in a folder that
-    was given for another one."""
+    """A fold without a run starts one in the default folder, and is refused in a folder that was
+    given for another fold."""
     plain = fold(1, [], kind)
     fold(0, kd.defaults(), kind)
     fold(0, kd.defaults("runs"), kind)
@@ -117,8 +117,8 @@ def test_next_fold(kind: str, caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("folder", [None, "runs"], ids=["default", "given"])
 def test_skipped_trials(folder: str | None) -> None:
-    """Trials that differ in a hyperparameter find their own runs when earlier ones are skipped; one
-    without a run is not given the finished run of another."""
+    """Trials that differ in a hyperparameter find their own runs when earlier ones are skipped; a
+    trial without a run does not get the finished run of another."""
 
     def trial(rate: float, dropout: float, *callbacks: keras.callbacks.Callback) -> list[bytes]:
         keras.utils.set_random_seed(1)
@@ -169,7 +169,7 @@ def test_ambiguous() -> None:
     fold(1, kd.defaults(resume=False))
     small.start_process()
     count = small.Stop()
-    plain = fold(0, [])  # which the newer run does not hide
+    plain = fold(0, [])  # the newer run does not hide it
     assert fold(0, [*kd.defaults(), count]) == plain
     assert 0 < count.batches < 6
 
@@ -177,8 +177,8 @@ def test_ambiguous() -> None:
 @pytest.mark.parametrize("kind", ["arrays", "tf.data"])
 @pytest.mark.parametrize("given", [{}, {"strategy": "one_device"}], ids=["fit", "distributed_fit"])
 def test_other_data(given: dict[str, Any], kind: str) -> None:
-    """Other samples, and other labels, are refused in mid-run and behind its end; what is named to
-    allow them does."""
+    """Other samples, and other labels, are refused mid-run and after its end; the suggested
+    argument allows them."""
 
     def go(x: np.ndarray, y: np.ndarray, *more: Any, **named: Any) -> None:
         model, data = small.model(), INPUTS[kind](x, y)
@@ -199,7 +199,7 @@ def test_other_data(given: dict[str, Any], kind: str) -> None:
     for x, y in ((small.X * 2, small.Y), (small.X, labels)):
         with pytest.raises(OtherRunError, match=r"have changed\. Give .*allow_data_change=True"):
             go(x, y)
-    with pytest.raises(OtherRunError, match=r"`.*` is .*30.* there and .*29.* here"):
+    with pytest.raises(OtherRunError, match=r"`.*` was .*30.* at the checkpoint and is now .*29"):
         go(small.X[:-1], small.Y[:-1])
     go(small.X, small.Y)
     small.start_process()
@@ -209,7 +209,7 @@ def test_other_data(given: dict[str, Any], kind: str) -> None:
 
 
 def test_other_order(caplog: pytest.LogCaptureFixture) -> None:
-    """The same samples in another order are no other data, but this is said."""
+    """The same samples in another order are not different data, but the change is reported."""
     with pytest.raises(small.Interrupted):
         small.model().fit(
             small.X, small.Y, batch_size=8, verbose=0,
@@ -224,7 +224,7 @@ def test_other_order(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_data_that_changes(caplog: pytest.LogCaptureFixture) -> None:
-    """What reading changes is no reason to refuse it, but one to say so."""
+    """Data changed by reading it is not refused, but the change is reported."""
 
     class Counting(OfArrays):
         def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
@@ -243,7 +243,7 @@ def test_data_that_changes(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_tasks_of_an_array(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has its own default folder."""
+    """Every task of an array has its own default folder."""
     for task in range(2):
         monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(task))
         fold(task, kd.defaults())
@@ -252,8 +252,8 @@ def test_tasks_of_an_array(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_seed_set_once() -> None:
-    """A seed that only one of two starts has set decides who shuffles arrays: it is named in
-    mid-run, and makes no difference to a finished run."""
+    """A seed set at only one of two starts decides who shuffles arrays: it is reported mid-run, and
+    makes no difference to a finished run."""
 
     def go(*more: keras.callbacks.Callback) -> None:
         made = small.model()
@@ -276,7 +276,7 @@ def fold_of_all(*more: keras.callbacks.Callback) -> None:
 
 
 def test_loaded_model() -> None:
-    """A model that Keras has loaded from a file has other paths, and is the same model (the idiom
+    """A model loaded by Keras from a file has other paths, but is the same model (the idiom
     `make_or_restore_model` of Keras' guide)."""
     plain = small.model()
     plain.fit(small.X, small.Y, batch_size=8, epochs=3, verbose=0)
@@ -297,7 +297,7 @@ def test_loaded_model() -> None:
 
 
 class OwnOrder(keras.utils.PyDataset):
-    """Shuffles its samples by itself, without a seed, as Keras' `Sequence` often does."""
+    """Shuffles its own samples, without a seed, as subclasses of Keras' `Sequence` often do."""
 
     def __init__(self, ids: list[int]) -> None:
         super().__init__()
@@ -314,8 +314,7 @@ class OwnOrder(keras.utils.PyDataset):
 
 
 def test_own_order() -> None:
-    """An order that the data draws for itself in every process is not what tells it from other
-    data."""
+    """An order that the data draws itself in every process does not make it different data."""
 
     def go(fold: int, *more: keras.callbacks.Callback) -> None:
         data = OwnOrder([each for each in range(30) if each % FOLDS != fold])

@@ -1,4 +1,4 @@
-"""Lists of callbacks that are wrong, and loops other than Keras' `fit`."""
+"""Incorrect lists of callbacks, and loops other than Keras' `fit`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from keras_distplug.core.errors import ConfigurationError  # noqa: E402
     ],
 )
 def test_lists_that_are_wrong(callbacks: Any, message: str, tmp_path: Path) -> None:
-    """What is wrong with the list of callbacks is said, with what to write."""
+    """Errors in the list of callbacks are reported, with the correct code."""
     given = callbacks(tmp_path / "a", tmp_path / "b")
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         small.model().fit(small.X, small.Y, verbose=0, callbacks=given)
@@ -46,7 +46,7 @@ def test_ready_made_list(tmp_path: Path) -> None:
 
 
 def test_custom_loop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What a loop over `train_on_batch` has to do by itself is said when it starts."""
+    """The duties of a loop over `train_on_batch` are reported when it starts."""
     model = small.model()
     made = keras.callbacks.CallbackList(
         kd.defaults(tmp_path, save_freq=1), add_history=True, model=model, epochs=1, steps=4

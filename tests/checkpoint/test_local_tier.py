@@ -1,4 +1,4 @@
-"""Local checkpoints: what is found on a machine, and what goes."""
+"""Local checkpoints: which ones are found on a machine, and which are deleted."""
 
 from __future__ import annotations
 
@@ -39,13 +39,14 @@ def found(tier: LocalTier) -> set[str]:
 
 
 def test_nothing(tier: LocalTier) -> None:
-    """A machine that has none holds none, and deleting them does nothing."""
+    """A machine without local checkpoints has none to find or delete."""
     assert tier.copies() == {}
     tier.delete_sessions()
 
 
 def test_copies(tier: LocalTier) -> None:
-    """The two newest of each worker are found, whoever looks, and hold what was saved."""
+    """The two newest of every worker are found, whichever worker looks, and hold the saved
+    values."""
     for rank in range(2):
         save(tier.writer("s1", rank, Nobody()), 1, 2, 3)
     copies = tier.copies()
@@ -56,8 +57,8 @@ def test_copies(tier: LocalTier) -> None:
 
 
 def test_sessions_before(tier: LocalTier, tmp_path: Path) -> None:
-    """What a session before has left stays until this one has two of its own, though it be newer;
-    that of other runs stays."""
+    """Checkpoints of an earlier session stay until this one has two of its own, even if they are
+    newer; those of other runs stay."""
     other = LocalTier(LocalFiles(tmp_path), "another-run")
     save(other.writer("s1", 0, Nobody()), 9)
     save(tier.writer("s1", 0, Nobody()), 7, 8)
@@ -78,18 +79,20 @@ def test_other_workers_of_the_machine(tier: LocalTier) -> None:
 
 
 def test_cut_off(tier: LocalTier, tmp_path: Path) -> None:
-    """A checkpoint without a manifest is none; one whose manifest is damaged is warned of."""
+    """A checkpoint without a manifest does not count; a damaged manifest causes a warning."""
     save(tier.writer("s1", 0, Nobody()), 1, 2)
     first, second = sorted(tmp_path.rglob("MANIFEST.json"))
     first.unlink()
     assert found(tier) == {"attempt-2"}
     second.write_text(second.read_text().replace('"step": 2', '"step": 3'))
-    with pytest.warns(UserWarning, match=r"left out: .*MANIFEST.json was changed"):
+    with pytest.warns(
+        UserWarning, match=r"Skipped a local checkpoint: .*MANIFEST.json was changed"
+    ):
         assert found(tier) == set()
 
 
 def test_end(tier: LocalTier, tmp_path: Path) -> None:
-    """In the end all that the run has left on the machine goes."""
+    """At the end, everything that the run has left on the machine is deleted."""
     save(tier.writer("s1", 0, Nobody()), 1)
     save(tier.writer("s2", 0, Nobody()), 1)
     tier.delete_sessions()
@@ -99,7 +102,8 @@ def test_end(tier: LocalTier, tmp_path: Path) -> None:
 def test_folder_that_cannot_be_deleted(
     tier: LocalTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What cannot be deleted takes room, which is told, and nothing else."""
+    """A folder that cannot be deleted takes up disk space, which is reported, and has no other
+    effect."""
 
     def fail(self: LocalFiles, path: str) -> None:
         raise PermissionError(path)

@@ -1,4 +1,5 @@
-"""Several `fit`s of one script in a directory: each has its own run; a restart repeats them."""
+"""Several `fit`s of one script in a directory: every one has its own run; a restart repeats
+them."""
 
 from __future__ import annotations
 
@@ -31,13 +32,13 @@ def new_process() -> Iterator[None]:
 
 
 def start_process() -> None:
-    """As `small.start_process`, with the seed that the script sets."""
+    """Does the same as `small.start_process`, with the seed that the script sets."""
     small.start_process()
     keras.utils.set_random_seed(5)
 
 
 class StopAtStep(small.Watching):
-    """Interrupts a script once, after some batches of all its `fit`s."""
+    """Interrupts a script once, after a number of batches of all its `fit`s."""
 
     def __init__(self, step: int) -> None:
         super().__init__()
@@ -72,7 +73,7 @@ def fit(model: keras.Model, callbacks: Callbacks, epochs: int = 1, **given: Any)
 
 
 def loop(callbacks: Callbacks) -> keras.Model:
-    """One epoch at a time, with what was drawn between."""
+    """Trains one epoch per `fit`, and draws numbers in between."""
     model = small.model()
     losses = []
     for _ in range(4):
@@ -83,7 +84,7 @@ def loop(callbacks: Callbacks) -> keras.Model:
 
 
 def phases(callbacks: Callbacks) -> keras.Model:
-    """Fine-tuning: other layers, another optimizer."""
+    """Fine-tunes with other layers, another optimizer."""
     model = small.model()
     model.layers[0].trainable = False
     model.compile("adam", "mse")
@@ -95,7 +96,7 @@ def phases(callbacks: Callbacks) -> keras.Model:
 
 
 def models(callbacks: Callbacks) -> keras.Model:
-    """A second model learns what the first one says."""
+    """A second model learns the first one's predictions."""
     teacher = small.model()
     fit(teacher, callbacks, 2)
     inputs = keras.Input((4,))
@@ -120,8 +121,8 @@ def weights(model: keras.Model) -> list[bytes]:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_interrupted(script: str, tmp_path: Path) -> None:
-    """Without interruption, it trains what plain Keras trains; interrupted in a later `fit`, a
-    restart ends as if it had not been."""
+    """Without interruption, the script trains like plain Keras; interrupted in a later `fit`, a
+    restart ends as if uninterrupted."""
     plain = weights(SCRIPTS[script]([Counts()]))
     start_process()
     assert weights(SCRIPTS[script]([*backups(tmp_path / "a"), Counts()])) == plain
@@ -142,7 +143,7 @@ def test_interrupted(script: str, tmp_path: Path) -> None:
 
 def test_same_process(tmp_path: Path) -> None:
     """A `fit` that failed is resumed by the next one of its process, as in a notebook; one after a
-    `fit` that has finished trains on, as in plain Keras."""
+    finished `fit` continues training, as in plain Keras."""
     expected = small.model()
     fit(expected, [], 2)
     fit(expected, [], 2)
@@ -161,7 +162,7 @@ def test_same_process(tmp_path: Path) -> None:
 
 def test_more_epochs(tmp_path: Path) -> None:
     """Given more epochs, the `fit` of another process continues."""
-    # The second one starts again, because what it continues has been trained since.
+    # The second one starts again, because the run that it continues was trained further.
     for epochs, trained in ((1, 8), (2, 4 + 8), (2, 0)):
         start_process()
         model, count = small.model(), StopAtStep(-1)
@@ -171,8 +172,8 @@ def test_more_epochs(tmp_path: Path) -> None:
         assert count.batches == trained
 
 
-def test_from_the_beginning(tmp_path: Path) -> None:
-    """`resume=False` begins a new sequence, which the next start continues."""
+def test_from_scratch(tmp_path: Path) -> None:
+    """`resume=False` starts a new sequence, which the next start continues."""
     for resume, runs in ((True, 2), (False, 4), (True, 4)):
         start_process()
         model = small.model()
@@ -182,8 +183,8 @@ def test_from_the_beginning(tmp_path: Path) -> None:
 
 
 def test_failed_fit_after_a_deleted_run(tmp_path: Path) -> None:
-    """It is resumed by the next `fit` of its process, though its run has the number of the one
-    before."""
+    """A failed `fit` is resumed by the next one of its process, even if its run has the number of
+    the deleted one."""
     model, stop = small.model(), StopAtStep(7)
     backup = {"save_freq": 2, "saving": kd.Saving(on_busy="wait")}
     fit(model, [kd.BackupAndRestore(tmp_path, **backup), stop])
@@ -195,7 +196,7 @@ def test_failed_fit_after_a_deleted_run(tmp_path: Path) -> None:
 
 
 def test_resume_false_again(tmp_path: Path) -> None:
-    """In a notebook, `resume=False` begins again also after a `fit` that was interrupted."""
+    """In a notebook, `resume=False` starts from scratch even after an interrupted `fit`."""
     model, stop = small.model(), StopAtStep(7)
     for _ in range(3):
         with suppress(small.Interrupted):
@@ -240,7 +241,7 @@ def test_export_after_a_restart(tmp_path: Path) -> None:
 
 
 def test_deleted_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With `delete_checkpoint=True` a restart cannot skip finished `fit`s: it says so, and trains
+    """With `delete_checkpoint=True`, a restart cannot skip finished `fit`s: it says so, and trains
     all of them."""
     model, stop = small.model(), StopAtStep(7)
     fit(model, [kd.BackupAndRestore(tmp_path, 2), stop])
@@ -251,4 +252,7 @@ def test_deleted_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         fit(again, [kd.BackupAndRestore(tmp_path, 2), count])
     assert count.batches == 8
-    assert "the run of fit number 2 of a script, whose earlier runs are gone" in caplog.text
+    assert (
+        "the run of `fit` call number 2 of a script, but its earlier runs no longer exist"
+        in caplog.text
+    )

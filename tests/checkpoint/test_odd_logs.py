@@ -1,4 +1,4 @@
-"""Logs that are not one number each: of Keras' own metrics, and of users' callbacks."""
+"""Logs other than single numbers: of Keras' own metrics, and of custom callbacks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ VALUES: dict[str, Callable[[int], Any]] = {
 
 
 class Add(keras.callbacks.Callback):
-    """Adds a value to the logs of each epoch."""
+    """Adds a value to the logs of every epoch."""
 
     def __init__(self, value: Callable[[int], Any] | None) -> None:
         super().__init__()
@@ -50,8 +50,8 @@ class Add(keras.callbacks.Callback):
 
 
 @pytest.fixture(autouse=True)
-def every_save_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that it is known where a `fit` resumes that was interrupted."""
+def wait_for_every_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits for every save, so that it is known where an interrupted `fit` resumes."""
     stock = saver.Saver.start
 
     def start(self: saver.Saver, step: int, save: Callable[[], None]) -> None:
@@ -76,7 +76,7 @@ def backup(folder: Path) -> keras.callbacks.Callback:
 
 
 def require_same(found: Any, expected: Any) -> None:
-    """The same values; arrays of the same type."""
+    """Checks for the same values, and arrays of the same type."""
     found, expected = keras.tree.map_structure(as_array, (found, expected))
     np.testing.assert_equal(found, expected)
     types = keras.tree.map_structure(lambda each: getattr(each, "dtype", None), (found, expected))
@@ -84,7 +84,7 @@ def require_same(found: Any, expected: Any) -> None:
 
 
 def as_array(value: Any) -> Any:
-    """A tensor comes back as an array, and a number of NumPy's as one of Python's."""
+    """A tensor is restored as an array, and a NumPy number as a Python number."""
     if value is None or isinstance(value, str):
         return value
     array = np.asarray(value)
@@ -92,7 +92,7 @@ def as_array(value: Any) -> Any:
 
 
 class StopAtEnd(keras.callbacks.Callback):
-    """Interrupts training behind the last batch of the second epoch."""
+    """Interrupts training after the last batch of the second epoch."""
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if epoch == 1:
@@ -102,8 +102,8 @@ class StopAtEnd(keras.callbacks.Callback):
 @pytest.mark.parametrize("stop", [small.Stop(1, 1), StopAtEnd()], ids=["in it", "at its end"])
 @pytest.mark.parametrize("name", ["backup", "defaults"])
 def test_score_of_each_class(name: str, stop: keras.callbacks.Callback, tmp_path: Path) -> None:
-    """`F1Score()` logs an array. Its checkpoints can be read, and History has it after a restart,
-    also of an epoch that has no batch left, and with callbacks that were not there before."""
+    """`F1Score()` logs an array. Its checkpoints can be read, and History holds it after a restart,
+    even for an epoch that has no batch left, and with additional callbacks."""
     expected = fit(None)
     with pytest.raises(small.Interrupted):
         fit(None, backup(tmp_path), stop)
@@ -114,7 +114,7 @@ def test_score_of_each_class(name: str, stop: keras.callbacks.Callback, tmp_path
 
 @pytest.mark.parametrize("name", VALUES)
 def test_values(name: str, tmp_path: Path) -> None:
-    """What a callback adds to the logs comes back: the values of epochs before a restart are in
+    """Values that a callback adds to the logs are restored: those of epochs before a restart are in
     History with the others."""
     expected = fit(VALUES[name])
     with pytest.raises(small.Interrupted):
@@ -122,8 +122,9 @@ def test_values(name: str, tmp_path: Path) -> None:
     require_same(fit(VALUES[name], *kd.defaults(tmp_path, save_freq="epoch")), expected)
 
 
-def test_what_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It costs neither training nor a checkpoint, and is told once, with its name and its type."""
+def test_value_that_cannot_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value that cannot be saved costs neither training nor a checkpoint, and is reported once,
+    with its name and type."""
 
     def now(epoch: int) -> datetime.date:
         return datetime.date(2026, 1, 1 + epoch)
@@ -137,7 +138,7 @@ def test_what_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_manifest_that_its_reader_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint that could not be read again is never committed, and says so at once."""
+    """A checkpoint that could not be read again is never committed, and is reported immediately."""
     stock, refused = Manifest.from_json, []
 
     def from_json(text: str, source: str) -> Manifest:

@@ -1,5 +1,5 @@
-"""Callbacks as tutorials write them, without `state_dict()`: a run that was interrupted ends the
-same, and what cannot be restored is named."""
+"""Typical tutorial callbacks, without `state_dict()`: an interrupted run ends like an uninterrupted
+one, and state that cannot be restored is reported."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class LRFinder(Callback):
 
 
 class SWA(Callback):
-    """Averages weights from an epoch on, and uses the mean in the end."""
+    """Averages weights from an epoch on, and uses the mean at the end."""
 
     def __init__(self, start: int) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class SWA(Callback):
 
 
 class EMA(Callback):
-    """Keeps averages in variables, which validation sees."""
+    """Keeps averages in variables, which validation uses."""
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.averages = [tf.Variable(weight) for weight in self.model.weights]
@@ -150,7 +150,7 @@ class EMA(Callback):
 
 
 class BestN(Callback):
-    """Keeps the files of the best epochs, and loads the best one in the end."""
+    """Keeps the files of the best epochs, and loads the best one at the end."""
 
     def __init__(self, folder: Path, n: int) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class BestN(Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         path = self.folder / f"best-{epoch}.weights.h5"
         self.model.save_weights(path)
-        # What is worst is best, so that it is an early one.
+        # The worst counts as the best, so that it is an early one.
         self.best = sorted([*self.best, (-logs["loss"], path)])
         for _, worse in self.best[self.n :]:
             worse.unlink(missing_ok=True)
@@ -228,7 +228,7 @@ class KLAnnealing(Callback):
 
 
 class GradientNorms(Callback):
-    """Logs the norm of the update of a step, from weights that it keeps."""
+    """Logs the norm of a step's update, from weights that it keeps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -301,7 +301,7 @@ class OfClass(Callback):
 
 
 class WithMeters(Callback):
-    """Counts in objects of its own, also within lists and dicts."""
+    """Counts in its own objects, also within lists and dicts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ class WithMeters(Callback):
 
 
 class Patience(keras.callbacks.EarlyStopping):
-    """Adds a counter to one of Keras' own."""
+    """Adds a counter to one of Keras' own callbacks."""
 
     def __init__(self) -> None:
         super().__init__("loss", patience=50, min_delta=0.1)
@@ -431,7 +431,8 @@ class OnModel(Callback):
 
 
 class MetersOfModel(Callback):
-    """Keeps its objects in the model, alone and in containers, which Keras replaces by its own."""
+    """Keeps its objects in the model, directly and in containers, which Keras replaces with its
+    own."""
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.model.meter, self.model.meters = Meter(), {"a": [Meter()]}
@@ -464,7 +465,7 @@ def impatient() -> list[Callback]:
 
 
 class Counted:
-    """A schedule that counts how often it is called."""
+    """A schedule that counts its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -527,7 +528,7 @@ class Odd(Callback):
 
 
 class Halving(keras.callbacks.ReduceLROnPlateau):
-    """Changes an argument of one of Keras' own."""
+    """Changes an argument of one of Keras' own callbacks."""
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         super().on_epoch_end(epoch, {"made_up": [5.0, 6.0, 7.0, 8.0][epoch]})
@@ -538,7 +539,7 @@ DATA = np.arange(16.0).reshape(8, 2)
 
 
 class Lazy(Callback):
-    """Makes averages when it needs them first."""
+    """Creates averages when it first needs them."""
 
     averages: Any = None
 
@@ -561,7 +562,7 @@ def scheduled() -> list[Callback]:
 
 
 class Phased(Callback):
-    """Has attributes that come to refer to what other ones refer to."""
+    """Has attributes that later refer to objects of other attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -644,7 +645,8 @@ def backup(directory: Path) -> Callback:
 
 @pytest.mark.parametrize("name", [*TUTORIALS, *OTHERS])
 def test_interrupted(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Weights, History and files of plain Keras, from within an epoch and from its end."""
+    """Training ends with the weights, History and files of plain Keras, from within an epoch and
+    from its end."""
     make = {**TUTORIALS, **OTHERS}[name]
     plain = fit(make, tmp_path / "plain")
     for place in [(1, 1), (2, 3)]:
@@ -652,12 +654,12 @@ def test_interrupted(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
         with pytest.raises(small.Interrupted):
             fit(make, folder, backup(folder / "runs"), small.Stop(*place))
         assert fit(make, folder, backup(folder / "runs")) == plain, place
-    told = [each for each in caplog.messages if "cannot" in each]
-    assert bool(told) == (name == "time stopping"), told
+    messages = [each for each in caplog.messages if "cannot" in each]
+    assert bool(messages) == (name == "time stopping"), messages
 
 
 def config_only(folder: Path) -> list[Callback]:
-    """Callbacks that hold configuration, and nothing that changes."""
+    """Callbacks that hold only configuration, which does not change."""
 
     class Notifier(Callback):
         def __init__(self, url: str, **given: Any) -> None:
@@ -731,9 +733,9 @@ def config_only(folder: Path) -> list[Callback]:
     ]
 
 
-def test_configuration_is_not_accused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing is said about callbacks that hold only configuration, neither before nor after a
-    restart, and nothing of them is in a checkpoint."""
+def test_configuration_causes_no_message(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Callbacks that hold only configuration cause no message, neither before nor after a restart,
+    and nothing of them is in a checkpoint."""
     from keras_distplug.storage.files import open_files
     from keras_distplug.storage.store import CheckpointStore
 
@@ -747,11 +749,11 @@ def test_configuration_is_not_accused(tmp_path: Path, caplog: pytest.LogCaptureF
     assert {each["callback"] for each in saved} <= {
         "<steps>",
         "WithMemory",
-    }  # a path, once it was asked for
+    }  # a path, once it was requested
 
 
 class Opens(Callback):
-    """Holds what cannot be saved from the start, and something that it makes later."""
+    """Holds an object that cannot be saved from the start, and creates another one later."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -773,25 +775,25 @@ class Bar:
         assert self.socket
 
 
-def test_what_cannot_be_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is named with its attribute: before training, or once it has changed. A flag that says
-    whether it is there is not restored without it."""
+def test_unsavable_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Unsavable state is reported with its attribute: before training, or once it has changed. A
+    flag for its existence is not restored without it."""
     before: list[str] = []
     first = keras.callbacks.LambdaCallback(
         on_epoch_begin=lambda epoch, logs: before.extend(caplog.messages)
     )
     with pytest.raises(small.Interrupted):
         fit(lambda f: [Opens(f)], tmp_path, backup(tmp_path / "runs"), small.Stop(1, 1), first)
-    told = "\n".join(before)
-    assert "Opens.file: the position of an open file cannot be saved" in told
-    assert "Opens.numbers: the position of an iterator cannot be saved" in told
+    messages = "\n".join(before)
+    assert "Opens.file: the position of an open file cannot be saved" in messages
+    assert "Opens.numbers: the position of an iterator cannot be saved" in messages
     [line] = {each for each in caplog.messages if "changed during training" in each}
     assert line.startswith("Opens.bar.socket (object)")
     fit(lambda f: [Opens(f)], tmp_path, backup(tmp_path / "runs"))
 
 
 class Collects(Callback):
-    """Changes in place what cannot be saved."""
+    """Changes an unsavable object in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -814,8 +816,8 @@ class Frames(Callback):
         self.frame.loc[epoch + 1] = [logs["loss"], threading.Lock()]
 
 
-def test_what_changes_in_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is named, too, if it cannot be saved."""
+def test_unsavable_state_changed_in_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An unsavable object changed in place is reported, too."""
     fit(lambda f: [Collects()], tmp_path, backup(tmp_path / "runs"))
     [line] = {each for each in caplog.messages if "changed during training" in each}
     names = line.split(" changed ")[0].split(", ")
@@ -853,7 +855,8 @@ def test_subclass_of_ours(tmp_path: Path) -> None:
 
 
 class Nothing(Callback):
-    """Answers to any name, holds what no checkpoint can, and changes it in a thread."""
+    """Answers to any name, holds objects that no checkpoint can hold, and changes them in a
+    thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -880,8 +883,8 @@ class Nothing(Callback):
         self.over.set()
 
 
-def test_what_is_hard_to_look_at(tmp_path: Path) -> None:
-    """Looking at a callback never ends training."""
+def test_objects_that_are_hard_to_inspect(tmp_path: Path) -> None:
+    """Inspecting a callback never ends training."""
     callback = Nothing()
     try:
         fit(lambda f: [callback], tmp_path, backup(tmp_path / "runs"))
@@ -891,7 +894,7 @@ def test_what_is_hard_to_look_at(tmp_path: Path) -> None:
 
 
 class Waits(Callback):
-    """Changes the loss by what it has counted since the loss improved last."""
+    """Changes the loss depending on a count since the loss last improved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -915,10 +918,10 @@ class Waits(Callback):
 
 @pytest.mark.parametrize("at", [(0, 3), (1, 0)])
 def test_retried_in_one_process(at: tuple[int, int], tmp_path: Path) -> None:
-    """What a callback holds from training that failed is not the start of the next attempt."""
+    """A callback's state after failed training is not the initial state of the next attempt."""
 
     def fit(directory: Path, waits: Waits, model: keras.Model, *callbacks: Callback) -> Any:
-        # Three batches for every checkpoint: `waits` is then as in the beginning.
+        # Three batches per checkpoint: `waits` then has its initial value.
         backups = kd.BackupAndRestore(directory, save_freq=3, on_busy="wait")
         model.fit(
             *(small.X, small.Y),

@@ -1,4 +1,4 @@
-"""A run that goes on with another global batch."""
+"""A run that continues with another global batch size."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ IDS = np.arange(53, dtype="float32")[:, None]
 
 
 class Noting(keras.layers.Layer):
-    """Notes the ids of the samples that its model is trained on, batch by batch."""
+    """Records the ids of the samples that its model is trained on, batch by batch."""
 
     def __init__(self) -> None:
         super().__init__()
-        # No state of the layer, which a resumed run would get back.
+        # Not a state of the layer, which a resumed run would restore.
         self.seen: Any = collections.UserList()
 
     def call(self, x: Any, training: bool = False) -> Any:
@@ -44,7 +44,8 @@ class Noting(keras.layers.Layer):
 
 
 class Stop(small.Watching):
-    """Interrupts `fit` behind so many batches; knows how many the last checkpoint has had."""
+    """Interrupts `fit` after a number of batches; knows the number of batches at the last
+    checkpoint."""
 
     def __init__(self, noting: Noting, behind: int | None) -> None:
         super().__init__()
@@ -68,7 +69,8 @@ class Stop(small.Watching):
 def run(
     folder: Path, arguments: dict[str, Any], stop: int | None = None, at_once: int = 1, **ours: Any
 ) -> tuple[list[int], keras.callbacks.History | None, Stop]:
-    """Trains for three epochs. The samples up to the last checkpoint, if it is interrupted."""
+    """Trains for three epochs. Returns the samples up to the last checkpoint, if it is
+    interrupted."""
     keras.utils.set_random_seed(11)
     arguments = dict(arguments)
     noting = Noting()
@@ -129,9 +131,9 @@ WAYS: dict[str, tuple[Callable[[int], dict[str, Any]], int, tuple[int, int, int]
 def test_every_sample_keeps_its_place(
     way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Interruptions in mid-epoch, with another global batch behind the first and the last of them:
-    no sample comes twice, none is left out, their order is that of an undisturbed run, and epochs
-    end where their data does."""
+    """After interruptions mid-epoch, with another global batch size after the first and the last of
+    them, no sample comes twice, none is skipped, their order is that of an uninterrupted run, and
+    epochs end with their data."""
     make, at_once, (first, second, third) = WAYS[way]
     sizes = (first, second, second, third)
     expected, *_ = run(tmp_path / "whole", make(sizes[0]), at_once=at_once)
@@ -142,7 +144,7 @@ def test_every_sample_keeps_its_place(
         found += samples
     assert history is not None
     assert history.epoch == [0, 1, 2]
-    assert f"global batches had {second} samples and have {third} now" in caplog.text
+    assert f"global batches had {second} samples and now have {third}" in caplog.text
     shorter = min(len(found), len(expected))
     assert found[:shorter] == expected[:shorter]
     if "steps_per_epoch" not in make(1):
@@ -160,11 +162,13 @@ MOVED = {
 
 @pytest.mark.parametrize("title", MOVED)
 def test_batches_that_are_moved(title: str, tmp_path: Path) -> None:
-    """Where a transformation moves whole batches, another global batch is refused in mid-epoch,
-    with its name, and taken between epochs."""
+    """If a transformation moves whole batches, another global batch size is refused mid-epoch, with
+    the transformation's name, and accepted between epochs."""
     make = lambda size: {"x": MOVED[title](shuffled(size))}  # noqa: E731
     run(tmp_path / "within", make(8), 2)
-    with pytest.raises(OtherRunError, match=f"of what `{title}` gives, samples cannot"):
+    with pytest.raises(
+        OtherRunError, match=f"samples cannot be skipped in the result of `{title}`"
+    ):
         run(tmp_path / "within", make(4))
     _, history, _ = run(tmp_path / "between", make(8), 9, save_freq="epoch")
     assert history is None
@@ -173,14 +177,16 @@ def test_batches_that_are_moved(title: str, tmp_path: Path) -> None:
 
 
 def test_not_allowed(tmp_path: Path) -> None:
-    """It is refused unless asked for, with what to ask for."""
+    """Another size is refused without the argument that allows it, which the error names."""
     run(tmp_path, WAYS["arrays"][0](8), 2)
-    with pytest.raises(OtherRunError, match=r"is 8 there and 4 here.*allow_batch_change=True"):
+    with pytest.raises(
+        OtherRunError, match=r"was 8 at the checkpoint and is now 4.*allow_batch_change=True"
+    ):
         run(tmp_path, WAYS["arrays"][0](4), allow_batch_change=False)
 
 
 def test_batches_of_user_code(tmp_path: Path) -> None:
-    """Batches that a `PyDataset` makes are other data if there are other numbers of them."""
+    """A `PyDataset` whose number of batches has changed is different data."""
 
     class Batches(keras.utils.PyDataset):
         def __init__(self, size: int) -> None:
@@ -194,5 +200,5 @@ def test_batches_of_user_code(tmp_path: Path) -> None:
             return (IDS[self.size * index :][: self.size],) * 2
 
     run(tmp_path, {"x": Batches(8)}, 2)
-    with pytest.raises(OtherRunError, match="`batches` is 6 there and 13 here"):
+    with pytest.raises(OtherRunError, match="`batches` was 6 at the checkpoint and is now 13"):
         run(tmp_path, {"x": Batches(4)})

@@ -1,4 +1,4 @@
-"""Variables that a step uses and the model does not have are part of the run, whoever owns them."""
+"""Variables used by a step but outside the model are part of the run, whoever owns them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def stateful_rnn() -> Script:
 
 
 class Counting(keras.Model):
-    """Has a variable that Keras does not track, and uses others of its class and of the module."""
+    """Has a variable that Keras does not track, and uses variables of its class and of the
+    module."""
 
     factor: Any = None
 
@@ -111,7 +112,7 @@ def generator() -> Script:
 
 
 def two_optimizers() -> Script:
-    """The second one belongs to nobody, and is built in the first step."""
+    """The second one is owned by no object, and is built in the first step."""
     shift = keras.Variable(np.ones(4, "float32"))
     adam = keras.optimizers.Adam(0.1)
 
@@ -125,7 +126,7 @@ def two_optimizers() -> Script:
 
 
 class Weighing(keras.Model):
-    """Trains the weights of its two losses, which are not its own, by its own optimizer."""
+    """Trains the weights of its two losses, which are not its own, with its own optimizer."""
 
     def __init__(self, sigmas: Any) -> None:
         super().__init__()
@@ -152,7 +153,7 @@ def trained_outside() -> Script:
 
 
 class Validated(keras.Model):
-    """Its validation alone changes a variable, which EarlyStopping and the logs hear of."""
+    """Only its validation changes a variable, which affects EarlyStopping and the logs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +210,8 @@ def backup(directory: Path) -> kd.BackupAndRestore:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_interrupted(name: str, tmp_path: Path) -> None:
-    """The weights and the History of plain Keras, from within an epoch and from its end."""
+    """Training ends with the weights and the History of plain Keras, from within an epoch and from
+    its end."""
     plain = fit(name)
     for place in [(1, 1), (1, 4)]:
         directory = tmp_path / f"{place}"
@@ -224,7 +226,7 @@ def test_interrupted(name: str, tmp_path: Path) -> None:
     "name", ["untracked", "TensorFlow's, raised before epochs", "a tf.random.Generator"]
 )
 def test_interrupted_eagerly(name: str, tmp_path: Path) -> None:
-    """So do steps that are not traced."""
+    """Steps that are not traced do so, too."""
     plain = fit(name, eager=True)
     with pytest.raises(small.Interrupted):
         fit(name, small.Stop(1, 1), backup(tmp_path), eager=True)
@@ -234,13 +236,15 @@ def test_interrupted_eagerly(name: str, tmp_path: Path) -> None:
 
 
 def test_made_by_an_eager_step(tmp_path: Path) -> None:
-    """What a step makes when it is already running is reported by the first run."""
-    with pytest.warns(UserWarning, match=r"<closure> adam/.*: the first step makes this variable"):
+    """A variable created by an eager step is reported by the first run."""
+    with pytest.warns(
+        UserWarning, match=r"<closure> adam/.*: the first step creates this variable"
+    ):
         fit("an optimizer outside", backup(tmp_path), eager=True)
 
 
 class OnReplicas(keras.Model):
-    """Each replica has a value of its own of one variable, and all have one of the other."""
+    """One variable has a separate value on every replica, the other has one for all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +264,7 @@ class OnReplicas(keras.Model):
 
 
 def test_on_replicas(tmp_path: Path) -> None:
-    """Each replica gets its own value back."""
+    """Every replica gets its own value back."""
 
     def train(*callbacks: keras.callbacks.Callback) -> Any:
         with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
@@ -283,7 +287,7 @@ def test_on_replicas(tmp_path: Path) -> None:
 
 
 def test_finished(tmp_path: Path) -> None:
-    """A run that is over gives its variables back, for what the script does next."""
+    """A finished run restores its variables, for later code of the script."""
 
     def train() -> float:
         variable = tf.Variable(0.5)
@@ -299,7 +303,7 @@ def test_finished(tmp_path: Path) -> None:
 
 
 class Moody:
-    """An object that does not want to be looked at."""
+    """An object that raises when it is inspected."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(f"no {name} here")
@@ -312,8 +316,8 @@ class Moody:
         raise RuntimeError("no class here")
 
 
-def test_objects_with_a_will_of_their_own(tmp_path: Path) -> None:
-    """The search for a variable passes by objects that raise errors."""
+def test_objects_that_raise(tmp_path: Path) -> None:
+    """The search for a variable skips objects that raise errors."""
     variable = tf.Variable(0.5)
     model, [callback] = weighted(variable, "on_epoch_end")
     model.loss.moody = callback.moody = Moody()
@@ -338,8 +342,9 @@ def test_other_shape(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_out_of_reach(eager: bool, tmp_path: Path) -> None:
-    """A variable that no name leads to is reported with its line, once, with the first step."""
-    hidden = {frozenset({1, 2}): tf.Variable(2.0)}  # whose name another process may not know
+    """A variable that cannot be reached by name is reported with its line, once, in the first
+    step."""
+    hidden = {frozenset({1, 2}): tf.Variable(2.0)}  # a key that another process may not know
     calls = []
 
     def draw(x: Any) -> Any:
@@ -348,19 +353,19 @@ def test_out_of_reach(eager: bool, tmp_path: Path) -> None:
     model, _ = augmenting(draw)
     model.run_eagerly = eager
     first = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda *_, logs: calls.append(len(told))
+        on_train_batch_end=lambda *_, logs: calls.append(len(caught))
     )
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.fit(small.X, small.Y, verbose=0, callbacks=[first, backup(tmp_path)])
     line = draw.__code__.co_firstlineno + 1
-    [warning] = told
+    [warning] = caught
     assert f"draw (test_outside_variables.py, line {line}): a variable" in str(warning.message)
     assert calls[0] == 1
 
 
 class Draws(keras.layers.Layer):
-    """Draws a first value, which is no constant of a trace."""
+    """Draws an initial value, which is not a constant of a trace."""
 
     def build(self, shape: Any) -> None:
         self.scale = self.add_weight(initializer=lambda *_, **__: np.random.normal())
@@ -371,7 +376,8 @@ class Draws(keras.layers.Layer):
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_drawn_once(replicas: int, tmp_path: Path) -> None:
-    """A step that draws from Python or NumPy, which gives a constant, is reported with its line."""
+    """A step that draws from Python or NumPy, which results in a constant, is reported with its
+    line."""
 
     def mix(x: Any) -> Any:
         return x * np.random.beta(0.4, 0.4) + random.uniform(0, 1)
@@ -380,11 +386,11 @@ def test_drawn_once(replicas: int, tmp_path: Path) -> None:
     with tf.distribute.MirroredStrategy([f"CPU:{each}" for each in range(replicas)]).scope():
         model, _ = augmenting(mix)
         model.dense = keras.Sequential([Draws(), keras.layers.Dense(1)])
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.fit(small.X, small.Y, verbose=0, callbacks=[backup(tmp_path)])
     line = mix.__code__.co_firstlineno + 1
-    [warning] = [each for each in told if "A resumed run" in str(each.message)]
+    [warning] = [each for each in caught if "A resumed run" in str(each.message)]
     [_, found] = str(warning.message).split("\n")
     assert f"mix (test_outside_variables.py, line {line}): random.uniform runs when" in found
     assert (np.random.beta, random.uniform) == stock

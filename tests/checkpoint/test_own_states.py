@@ -1,4 +1,4 @@
-"""What each replica has of its own, and what becomes of it with other numbers of replicas."""
+"""State that differs between replicas, and what happens to it if their number changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AGGREGATIONS = ("sum", "mean", "only_first_replica")
 
 
 class Own(keras.layers.Layer):
-    """A variable of each replica's own for each way to put them together."""
+    """A per-replica variable for every aggregation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def values(of: keras.Model) -> dict[str, list[list[float]]]:
 
 
 def moved(found: keras.Model, replicas: int) -> keras.Model:
-    """A model of so many replicas that took over what `found` has."""
+    """Returns a model with this number of replicas that has restored the state of `found`."""
     stored = own_states.capture(found, alone(), 1, in_epoch=False)
     arrays = {key: array.numpy() for key, array in stored.arrays.items()}
     made = model(replicas)
@@ -62,8 +62,8 @@ def moved(found: keras.Model, replicas: int) -> keras.Model:
 
 
 def test_other_number_of_replicas() -> None:
-    """Two replicas' values are one's by each variable's own aggregation, and the same number of
-    replicas has them back as they were."""
+    """Two replicas' values are combined by every variable's own aggregation, and the same number of
+    replicas gets them back unchanged."""
     two = model(2)
     for variable in two.weights:
         replica_values.set_parts(variable, [[1.0, 2.0], [3.0, 6.0]])

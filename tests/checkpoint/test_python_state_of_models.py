@@ -1,4 +1,4 @@
-"""What models, layers, metrics, losses and optimizers keep in Python is state, if it changes."""
+"""Python attributes of models, layers, metrics, losses and optimizers are state if they change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _seen: list[int] = []
 
 
 class CountingLayer(keras.layers.Layer):
-    """Computes with a count, with NumPy, as only an eager step can."""
+    """Computes with a count, using NumPy, which only an eager step can."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Buffer:
 
 
 class Replaying(keras.Model):
-    """Its step calls Python, which keeps earlier samples."""
+    """Its step calls Python code, which keeps earlier samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def replaying() -> Any:
 
 
 class Slowing(keras.Model):
-    """Counts steps beside the step."""
+    """Counts steps outside the step function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class Block(keras.layers.Layer):
 
 
 class Lazy(keras.Model):
-    """Makes its layers when it is built, which make theirs."""
+    """Creates its layers when it is built, and these create theirs."""
 
     def build(self, shape: Any) -> None:
         self.blocks, self.head = [Block(), Block()], keras.layers.Dense(1)
@@ -186,7 +186,7 @@ def lazy() -> Any:
 
 
 class Cotraining(keras.callbacks.Callback):
-    """Trains a model of its own, whose predictions set the learning rate."""
+    """Trains its own inner model, whose predictions set the learning rate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ KINDS: dict[str, tuple[Callable[[], Any], list[type[keras.callbacks.Callback]]]]
     "eager": (eager, []),
     "eager globals": (eager_globals, []),
     "numpy_function": (replaying, []),
-    "beside the step": (slowing, []),
+    "outside the step": (slowing, []),
     "made when built": (lazy, []),
     "model of a callback": (small.model, [Cotraining]),
 }
@@ -225,7 +225,8 @@ def backup(directory: Path) -> kd.BackupAndRestore:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_interrupted(name: str, tmp_path: Path) -> None:
-    """The weights and the History of plain Keras, from within an epoch and from its end."""
+    """Training ends with the weights and the History of plain Keras, from within an epoch and from
+    its end."""
     plain = fit(name)
     for place in [(1, 1), (1, 3)]:
         directory = tmp_path / str(place)
@@ -245,7 +246,7 @@ class Adding(keras.callbacks.Callback):
 
 
 def test_added_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Who trains such a model hears at once that a restart cannot resume from there."""
+    """Training such a model reports immediately that a restart cannot resume from there."""
     small.model().fit(small.X, small.Y, epochs=2, verbose=0, callbacks=[backup(tmp_path), Adding()])
     [line] = {each for each in caplog.messages if "were added to the model" in each}
     assert "lora_kernel" in line

@@ -1,4 +1,4 @@
-"""Random ops of TensorFlow in a step draw what they would in plain Keras, also after a resume."""
+"""TensorFlow's random ops in a step draw the same as in plain Keras, even after a resume."""
 
 from __future__ import annotations
 
@@ -95,26 +95,27 @@ def resumed(draw: Draw, place: tuple[int, int], directory: Path, **how: Any) -> 
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_interrupted(name: str, tmp_path: Path) -> None:
-    """The bits of plain Keras, from within an epoch, from its last batch and from its end."""
+    """Training ends bit for bit like plain Keras, from within an epoch, its last batch, and its
+    end."""
     plain = fit(DRAWS[name])
     for place in [(1, 1), (1, 3)]:
         assert resumed(DRAWS[name], place, tmp_path / f"{place}") == plain, place
 
 
 def test_in_a_loop(tmp_path: Path) -> None:
-    """A loop gets its numbers in order, which plain Keras does not always do."""
+    """A loop gets its numbers in order, which is not always so in plain Keras."""
     whole = fit(in_a_loop, backup(tmp_path / "whole"))
     assert resumed(in_a_loop, (1, 1), tmp_path) == whole
 
 
 def test_interrupted_eagerly(tmp_path: Path) -> None:
-    """Steps that are not traced draw on, too."""
+    """Steps that are not traced continue drawing, too."""
     plain = fit(DRAWS["several"], run_eagerly=True)
     assert resumed(DRAWS["several"], (1, 1), tmp_path, run_eagerly=True) == plain
 
 
 def test_on_replicas(tmp_path: Path) -> None:
-    """Under a strategy, which traces a step several times."""
+    """The same under a strategy, which traces a step several times."""
     whole = fit(DRAWS["several"], backup(tmp_path / "whole"), replicas=2)
     assert resumed(DRAWS["several"], (1, 3), tmp_path, replicas=2) == whole
 
@@ -126,7 +127,7 @@ class TraceAgain(keras.callbacks.Callback):
 
 
 def test_traced_again(tmp_path: Path) -> None:
-    """A new trace draws from the start, as it does in plain Keras."""
+    """A new trace draws from the start, as in plain Keras."""
     plain = fit(DRAWS["several"], TraceAgain())
     assert fit(DRAWS["several"], TraceAgain(), backup(tmp_path / "whole")) == plain
     with pytest.raises(small.Interrupted):
@@ -143,7 +144,7 @@ class Forget(keras.callbacks.Callback):
 
 
 def test_kernels_that_are_forgotten(tmp_path: Path) -> None:
-    """`set_random_seed` and `clear_session` have ops begin anew, as in plain Keras."""
+    """`set_random_seed` and `clear_session` restart random ops, as in plain Keras."""
     plain = fit(DRAWS["normal"], Forget())
     assert fit(DRAWS["normal"], Forget(), backup(tmp_path / "whole")) == plain
     with pytest.raises(small.Interrupted):
@@ -152,7 +153,7 @@ def test_kernels_that_are_forgotten(tmp_path: Path) -> None:
 
 
 def test_two_fits(tmp_path: Path) -> None:
-    """A fit with the callbacks leaves the ops where a next one without them goes on."""
+    """A `fit` with the callbacks leaves random ops where a later one without them continues."""
 
     def train(*callbacks: keras.callbacks.Callback) -> Any:
         keras.utils.set_random_seed(5)
@@ -179,19 +180,19 @@ def in_a_function(x: Any) -> Any:
         (lambda x: x * tf.random.gamma([4], 2.0), "RandomGamma keeps its random state"),
     ],
 )
-def test_what_nobody_can_read(draw: Draw, reason: str, tmp_path: Path) -> None:
+def test_unreadable_random_state(draw: Draw, reason: str, tmp_path: Path) -> None:
     """Other random ops draw as in plain Keras; a warning names the line and the remedy."""
     plain = fit(draw)
-    with pytest.warns(UserWarning, match="cannot be sure to compute the same steps") as told:
+    with pytest.warns(UserWarning, match="may not compute the same steps") as caught:
         assert fit(draw, backup(tmp_path)) == plain
     line = draw.__code__.co_firstlineno + 2 * (draw is in_a_function)
-    [warning] = [str(each.message) for each in told if "A resumed run" in str(each.message)]
+    [warning] = [str(each.message) for each in caught if "A resumed run" in str(each.message)]
     assert f"(test_random_steps.py, line {line}): {reason}" in warning
     assert "SeedGenerator" in warning
 
 
 def test_ops_that_map_over_a_batch(tmp_path: Path) -> None:
-    """A vectorized function draws as it does in plain Keras."""
+    """A vectorized function draws as in plain Keras."""
 
     def draw(x: Any) -> Any:
         return tf.vectorized_map(lambda row: row * tf.random.uniform([4]), x)
@@ -202,7 +203,7 @@ def test_ops_that_map_over_a_batch(tmp_path: Path) -> None:
 
 
 def test_without_a_seed(tmp_path: Path) -> None:
-    """Without a seed nothing can be repeated, and the remedy is another one."""
+    """Without a seed, nothing can be repeated, and there is another remedy."""
     tf.random.set_seed(None)
     model = Noisy(DRAWS["normal"])
     model.compile("adam", "mse")

@@ -1,4 +1,4 @@
-"""`distributed_fit` and `defaults()` in one process: stopped, started again, finished, extended."""
+"""`distributed_fit` and `defaults()` in one process: stopped, restarted, finished, extended."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from keras_distplug.storage.files import open_files  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def no_save_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training waits for each save, so that a slow machine leaves out none that is due."""
+def no_save_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training waits for every save, so that a slow machine skips none that is due."""
     stock = saver.Saver.start
 
     def start(self: saver.Saver, step: int, save: Callable[[], None]) -> None:
@@ -71,7 +71,8 @@ def interrupt(directory: Path, epoch: int, batch: int, **more: Any) -> None:
 
 @pytest.mark.parametrize("strategy", ["mirrored", "central_storage"])
 def test_several_replicas(strategy: str, tmp_path: Path) -> None:
-    """Interrupted on two replicas, each of which drops units of its own: the same bits."""
+    """Interrupted on two replicas, each with its own dropout, training ends bit for bit the
+    same."""
     expected, _ = train(tmp_path / "expected", strategy=strategy)
     interrupt(tmp_path / "run", 2, 1, strategy=strategy)
     found, history = train(tmp_path / "run", strategy=strategy)
@@ -81,8 +82,8 @@ def test_several_replicas(strategy: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given", small.INPUTS)
 def test_interrupted(given: str, tmp_path: Path) -> None:
-    """A run that was interrupted ends in the bits and the History of one that was not: weights,
-    optimizer, dropout, the order of the samples."""
+    """An interrupted run ends with bit for bit the same weights, optimizer, dropout, sample order
+    and History as an uninterrupted one."""
     expected, history = train(tmp_path / "a", given=given)
     interrupt(tmp_path / "b", epoch=1, batch=2, given=given)
     interrupt(tmp_path / "b", epoch=3, batch=0, given=given)
@@ -95,7 +96,7 @@ def test_interrupted(given: str, tmp_path: Path) -> None:
 
 
 def test_orders_differ_by_epoch(tmp_path: Path) -> None:
-    """Arrays are shuffled anew in each epoch, as Keras does."""
+    """Arrays are shuffled again in every epoch, as in Keras."""
     seen: list[float] = []
 
     class Firsts(keras.callbacks.Callback):
@@ -119,7 +120,7 @@ def test_orders_differ_by_epoch(tmp_path: Path) -> None:
 
 
 def test_plain_fit(tmp_path: Path) -> None:
-    """`model.fit(..., callbacks=kd.defaults(folder))` goes on where it stopped."""
+    """`model.fit(..., callbacks=kd.defaults(folder))` resumes where it stopped."""
 
     def fit(folder: str, *callbacks: keras.callbacks.Callback) -> keras.Model:
         model = small.model()
@@ -141,7 +142,7 @@ def test_plain_fit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("epochs", [3, 2])
 def test_finished(epochs: int, tmp_path: Path) -> None:
-    """A finished run returns its History and weights at once, for as many epochs or fewer."""
+    """A finished run immediately returns its History and weights, for as many epochs or fewer."""
     model, history = train(tmp_path, epochs=3)
     counted = small.Stop()
     again, stored = train(tmp_path, epochs=epochs, stop=counted)
@@ -152,7 +153,7 @@ def test_finished(epochs: int, tmp_path: Path) -> None:
 
 
 def test_stopped_early(tmp_path: Path) -> None:
-    """A run that a callback ended is finished, with what that callback did to the model."""
+    """A run that a callback ended is finished, including that callback's changes to the model."""
 
     def early() -> list[keras.callbacks.Callback]:
         return [
@@ -171,7 +172,8 @@ def test_stopped_early(tmp_path: Path) -> None:
 
 
 def test_more_epochs(tmp_path: Path) -> None:
-    """With more epochs a finished run goes on, to the bits of a run of that many epochs."""
+    """With more epochs, a finished run continues, and ends bit for bit like a run of that many
+    epochs."""
     expected, history = train(tmp_path / "a", epochs=4)
     train(tmp_path / "b", epochs=2)
     counted = small.Stop()
@@ -182,7 +184,7 @@ def test_more_epochs(tmp_path: Path) -> None:
 
 
 def test_saved_at_the_end_only(tmp_path: Path) -> None:
-    """Without checkpoints on the way, more epochs go on from the record of the end."""
+    """Without intermediate checkpoints, more epochs continue from the record of the end."""
     for epochs, batches in ((1, 4), (2, 4), (2, 0)):
         counted = small.Stop()
         model = small.model()
@@ -192,7 +194,7 @@ def test_saved_at_the_end_only(tmp_path: Path) -> None:
 
 
 def test_resume_false(tmp_path: Path) -> None:
-    """`resume=False` begins a new run and leaves the old one as it is."""
+    """`resume=False` starts a new run and leaves the old one unchanged."""
     train(tmp_path, epochs=2)
     before = {path: path.read_bytes() for path in tmp_path.glob("run-*/**/*") if path.is_file()}
     counted = small.Stop()
@@ -203,7 +205,7 @@ def test_resume_false(tmp_path: Path) -> None:
 
 
 def test_resume_false_under_a_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A supervisor starts the same script again; its own run is then gone on with all the same."""
+    """A supervisor starts the same script again; its own run is then continued nevertheless."""
     monkeypatch.setenv("KERAS_DISTPLUG_JOB", "job")
     monkeypatch.setenv("KERAS_DISTPLUG_ATTEMPT", "0")
     monkeypatch.setenv("KERAS_DISTPLUG_STATUS_DIR", str(tmp_path))
@@ -219,7 +221,7 @@ def test_resume_false_under_a_supervisor(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("first", [True, False])
 def test_place_among_callbacks(first: bool, tmp_path: Path) -> None:
-    """What other callbacks do at an epoch's end is in its checkpoint, whatever their order."""
+    """A checkpoint includes what other callbacks do at an epoch's end, whatever their order."""
 
     class Shrink(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -259,7 +261,7 @@ def sequential() -> keras.Model:
 
 @pytest.mark.parametrize("make", [sequential, Subclass])
 def test_model_that_is_not_built(make: Callable[[], keras.Model], tmp_path: Path) -> None:
-    """A model that Keras builds at its first batch is resumed too, and given back when finished."""
+    """A model that Keras builds at its first batch is resumed, too, and returned when finished."""
 
     def fit(folder: str, *callbacks: keras.callbacks.Callback, seed: int = 2) -> keras.Model:
         keras.utils.set_random_seed(seed)
@@ -286,8 +288,8 @@ def test_model_that_is_not_built(make: Callable[[], keras.Model], tmp_path: Path
 
 @pytest.mark.parametrize("validation", [None, (small.X[:8], small.Y[:8])], ids=["", "validated"])
 def test_metrics_that_no_step_has_built(validation: Any, tmp_path: Path) -> None:
-    """Metrics that the user made start from zero after an epoch that is resumed behind its last
-    batch, though Keras resets none of a model that has not trained yet."""
+    """Custom metrics start from zero after an epoch that is resumed after its last batch, although
+    Keras resets none of a model that has not trained yet."""
 
     def fit(*callbacks: keras.callbacks.Callback) -> dict[str, list[float]]:
         keras.utils.set_random_seed(2)
@@ -306,7 +308,7 @@ def test_metrics_that_no_step_has_built(validation: Any, tmp_path: Path) -> None
 
 
 def test_other_model(tmp_path: Path) -> None:
-    """A folder with another model's run is refused, names the difference, and stays as it is."""
+    """A folder with another model's run is refused with the difference, and stays unchanged."""
     train(tmp_path, epochs=1)
     before = {path: path.read_bytes() for path in tmp_path.rglob("run-*/**/*") if path.is_file()}
     other = keras.Sequential([keras.Input((4,)), keras.layers.Dense(9), keras.layers.Dense(1)])
@@ -323,8 +325,8 @@ def test_other_model(tmp_path: Path) -> None:
 def test_mid_epoch_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint from the middle of an epoch is taken up there; at that epoch's beginning, and
-    said, where the place in the data is not known."""
+    """Training resumes from a mid-epoch checkpoint; or from that epoch's start, with a message, if
+    the position in the data is not known."""
     model = small.model()
     callbacks = [*kd.defaults(tmp_path / "run", save_freq=3), small.Stop(1, 3)]
     callbacks[0].saving = kd.Saving(on_busy="wait")
@@ -345,8 +347,8 @@ def test_mid_epoch_checkpoint(
 
 
 def test_delete_checkpoint(tmp_path: Path) -> None:
-    """As Keras' own, BackupAndRestore deletes its folder at the end, and begins anew then; unless
-    something else is in it."""
+    """Like Keras' own, BackupAndRestore deletes its folder at the end, and then starts from
+    scratch, unless the folder holds something else."""
     for kept in (False, True):
         if kept:
             (tmp_path / "backup").mkdir()
@@ -359,7 +361,8 @@ def test_delete_checkpoint(tmp_path: Path) -> None:
 
 
 def test_the_constructor_of_keras() -> None:
-    """Takes what `keras.callbacks.BackupAndRestore` takes, in its order, with its defaults."""
+    """The constructor accepts the arguments of `keras.callbacks.BackupAndRestore`, with their order
+    and defaults."""
     keras_own = inspect.signature(keras.callbacks.BackupAndRestore).parameters
     ours = inspect.signature(kd.BackupAndRestore).parameters
     for (name, parameter), mine in zip(keras_own.items(), ours.items(), strict=False):
@@ -370,7 +373,7 @@ def test_the_constructor_of_keras() -> None:
 
 
 def test_the_arguments_of_fit() -> None:
-    """`distributed_fit` takes what `Model.fit` takes, in its order, with its defaults."""
+    """`distributed_fit` accepts the arguments of `Model.fit`, with their order and defaults."""
     keras_own = list(inspect.signature(keras.Model.fit).parameters.values())[1:]
     ours = list(inspect.signature(kd.distributed_fit).parameters.values())[1:]
     assert [(p.name, p.default) for p in ours[: len(keras_own)]] == [
@@ -397,8 +400,8 @@ def test_nan(tmp_path: Path) -> None:
         assert (tmp_path / "run-0001" / "RUN.json").exists()
 
 
-def test_beside_tensorboard(tmp_path: Path) -> None:
-    """Keras' TensorBoard callback writes its events beside it."""
+def test_with_tensorboard(tmp_path: Path) -> None:
+    """Keras' TensorBoard callback writes its events next to it."""
     train(tmp_path / "run", epochs=1, callbacks=[keras.callbacks.TensorBoard(tmp_path / "logs")])
     [events] = (tmp_path / "logs" / "train").glob("events.out.*")
     tags = [
@@ -410,7 +413,7 @@ def test_beside_tensorboard(tmp_path: Path) -> None:
 
 
 def test_twice_with_the_same_callbacks(tmp_path: Path) -> None:
-    """A list of callbacks may serve several calls of `fit`."""
+    """A list of callbacks can be used for several calls of `fit`."""
     callbacks = kd.defaults(tmp_path, save_freq="epoch")
     model = small.model()
     for epochs in (1, 2):
@@ -419,7 +422,7 @@ def test_twice_with_the_same_callbacks(tmp_path: Path) -> None:
 
 
 def test_steps_per_execution(tmp_path: Path) -> None:
-    """Several steps an execution are counted as such."""
+    """Several steps per execution are counted correctly."""
 
     def fit(folder: str, *stop: keras.callbacks.Callback) -> keras.Model:
         model = small.model()
@@ -454,11 +457,11 @@ def test_steps_per_execution(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "steps_per_epoch"), [("unknown length", None), ("endless", 4)], ids=["unknown", "more"]
 )
-def test_counts_what_is_trained(
+def test_counts_trained_steps(
     kind: str, data: str, steps_per_epoch: int | None, tmp_path: Path
 ) -> None:
-    """An execution trains fewer steps where data end that nobody knew the end of, and more than an
-    epoch was to have where they do not: checkpoints and the log count those that were."""
+    """An execution trains fewer steps if data of unknown length ends, and more than an epoch should
+    have if it does not: checkpoints and the log count the steps that were trained."""
     made = (
         small.dataset().repeat() if data == "endless" else small.dataset().filter(lambda *_: True)
     )
@@ -493,13 +496,13 @@ def test_counts_what_is_trained(
     ],
 )
 def test_name_of_the_script(script: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the default directory is called after."""
+    """The default directory is named after the script."""
     monkeypatch.setattr("sys.argv", [script])
     assert default_callbacks.default_directory() == Path("keras_distplug_runs") / name
 
 
 def test_more_epochs_after_an_early_end(tmp_path: Path) -> None:
-    """A run that a callback ended goes on when it is given more epochs."""
+    """A run that a callback ended continues when it is given more epochs."""
 
     class EndAfterTwo(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -515,7 +518,7 @@ def test_more_epochs_after_an_early_end(tmp_path: Path) -> None:
 
 
 class TwoOptimizers(keras.Model):
-    """Trains each of its layers with an optimizer of its own."""
+    """Trains every one of its layers with a separate optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -562,7 +565,7 @@ def normalized() -> keras.Model:
 
 @keras.saving.register_keras_serializable("tests")
 class Noise(keras.layers.Layer):
-    """Draws from the generator that Keras keeps for a process."""
+    """Draws from the global generator of Keras."""
 
     def call(self, x: Any, training: bool = False) -> Any:
         return x + keras.random.normal(keras.ops.shape(x)) if training else x
@@ -578,10 +581,10 @@ def drawn_without_a_seed() -> keras.Model:
     "make", [two_optimizers, mixed_precision, normalized, drawn_without_a_seed]
 )
 def test_models_out_of_the_ordinary(make: Callable[[], keras.Model], tmp_path: Path) -> None:
-    """Optimizers over a part of the model, several of them, wrapped ones, adapted layers."""
+    """Optimizers for a part of the model, several of them, wrapped ones, adapted layers."""
 
     def fit(folder: str, *stop: small.Stop) -> keras.Model:
-        keras.backend.clear_session()  # which forgets the generator of `keras.random`
+        keras.backend.clear_session()  # also resets the generator of `keras.random`
         keras.utils.set_random_seed(4)
         model = make()
         given = {"x": small.X, "y": small.Y, "batch_size": 8, "epochs": 3, "verbose": 0}
@@ -602,8 +605,8 @@ def test_models_out_of_the_ordinary(make: Callable[[], keras.Model], tmp_path: P
 
 
 def test_advice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What could be better about the data is said once, and not to who does not want to hear it;
-    where TensorFlow makes no batch ahead, one is."""
+    """Suggestions for the data are printed once, unless output is disabled; if TensorFlow does not
+    prefetch, a batch is prefetched."""
     log.advise.cache_clear()
     logger = logging.getLogger("keras_distplug.advice")
     options = tf.data.Options()
@@ -620,7 +623,7 @@ def test_advice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
             data = data if is_tuned else data.with_options(options)
             kd.distributed_fit(model, data, verbose=0, directory=tmp_path / str(number))
             trained.append(small.state(model))
-            # One handler may hear a record twice.
+            # One handler may get a record twice.
             said = {id(each): each.getMessage() for each in caplog.records}.values()
             about = [each.split("`")[1] for each in said if each.startswith("advice: ")]
             assert about == ["shuffle", "options.autotune.enabled=False"]

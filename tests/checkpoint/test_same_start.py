@@ -1,4 +1,4 @@
-"""What workers are about to train, compared."""
+"""Compares what workers are about to train."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ SEED = "the seed of `keras.utils.set_random_seed`"
 
 @pytest.fixture(autouse=True)
 def fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers in one process would share the count of questions; here each topic has one key."""
+    """Workers in one process would share the message count; here every topic has one key."""
     monkeypatch.setattr(Channel, "_next_key", lambda self, topic: f"{next(self.number)}/{topic}")
 
 
 def compare(
     facts: list[same_start.Facts], clocks: list[Callable[[], float]] | None = None
 ) -> list[str | None]:
-    """Returns the error that each worker raises, if any."""
+    """Returns the error that every worker raises, if any."""
     store = Memory()
 
     def ask(index: int) -> str | None:
@@ -57,13 +57,13 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_refused(lines: list[str]) -> None:
-    """All workers refuse, and hear the same: sizes before values, and the first ones."""
+    """All workers refuse with the same message: sizes before values, and only the first ones."""
     usual = {"epochs": "3", "loss": "mse", "data: samples": "64", "data: contents of x": "aa"}
     other = {"epochs": "4", "loss": "mae", "data: samples": "96", "data: contents of x": "bb"}
-    [told, *others] = compare([usual, usual, other])
-    assert others == [told, told]
-    assert told is not None
-    assert told.startswith(
+    [error, *others] = compare([usual, usual, other])
+    assert others == [error, error]
+    assert error is not None
+    assert error.startswith(
         "The workers are about to train different things: epochs is 3 on worker-0 and 4 on "
         "worker-2; loss is mse on worker-0 and mae on worker-2; samples is 64 on worker-0 and 96 "
         "on worker-2; and 1 more. "
@@ -72,23 +72,23 @@ def test_refused(lines: list[str]) -> None:
 
 
 def test_own_part() -> None:
-    """What is wrong with the data says how each worker may read its own part."""
-    [told, *_] = compare([{"data: contents of x": each} for each in ("aa", "bb", "bb")])
-    assert told is not None
-    assert "x is data with hash aa on worker-0 and data with hash bb on worker-1" in told
-    assert "AutoShardPolicy.OFF" in told
+    """The error about data says how every worker can read its own part."""
+    [error, *_] = compare([{"data: contents of x": each} for each in ("aa", "bb", "bb")])
+    assert error is not None
+    assert "x is data with hash aa on worker-0 and data with hash bb on worker-1" in error
+    assert "AutoShardPolicy.OFF" in error
 
 
 def test_missing() -> None:
-    """What only one worker has, or gives, is a difference."""
-    [told, *_] = compare([{}, {"class_weight": "{0: 2.0}"}, {"validation_data": "given"}])
-    assert told is not None
-    assert "class_weight is none on worker-0 and {0: 2.0} on worker-1" in told
-    assert "validation_data is none on worker-0 and given on worker-2" in told
+    """A fact that only one worker has, or an argument that only one gives, is a difference."""
+    [error, *_] = compare([{}, {"class_weight": "{0: 2.0}"}, {"validation_data": "given"}])
+    assert error is not None
+    assert "class_weight is none on worker-0 and {0: 2.0} on worker-1" in error
+    assert "validation_data is none on worker-0 and given on worker-2" in error
 
 
 def test_harmless(lines: list[str]) -> None:
-    """One line of the chief's names what does not matter."""
+    """One line of the chief's log lists harmless differences."""
     chief = {SEED: "1", "optimizer.learning_rate": "0.01", "Python": "3.11.7"}
     other = {SEED: "2", "optimizer.learning_rate": "0.05", "Python": "3.12.1"}
     assert compare([chief, chief, other]) == [None] * 3
@@ -100,10 +100,10 @@ def test_harmless(lines: list[str]) -> None:
 
 
 def test_schedule() -> None:
-    """A schedule is no variable that all would get from the chief."""
-    [told, *_] = compare([{"optimizer.learning_rate": each} for each in ("0.1", "Decay()", "0.1")])
-    assert told is not None
-    assert "optimizer.learning_rate is 0.1 on worker-0 and Decay() on worker-1" in told
+    """A schedule is not a variable that all workers get from the chief."""
+    [error, *_] = compare([{"optimizer.learning_rate": each} for each in ("0.1", "Decay()", "0.1")])
+    assert error is not None
+    assert "optimizer.learning_rate is 0.1 on worker-0 and Decay() on worker-1" in error
 
 
 def test_clocks(lines: list[str]) -> None:
@@ -115,6 +115,6 @@ def test_clocks(lines: list[str]) -> None:
         "worker-2 is 300 s ahead of worker-0's"
     ]
     lines.clear()
-    late = itertools.count(1000.0, 60.0)  # everybody asks this one, a minute later each time
+    late = itertools.count(1000.0, 60.0)  # shared by all workers, a minute later every time
     assert compare([{}] * 3, [lambda: next(late)] * 3) == [None] * 3
     assert lines == []

@@ -1,4 +1,4 @@
-"""Saves in the background."""
+"""Tests saves in the background."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from storage.checkpoints import RUN, Checkpoints
 
-from keras_distplug.checkpoint.saver import Saved, Saver
+from keras_distplug.checkpoint.saver import Saver, SaveResult
 from keras_distplug.core.errors import SaveError
 
 
 class Save:
-    """A save that lasts until it is let go."""
+    """A save that lasts until it is released."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.has_begun, self.may_end = threading.Event(), threading.Event()
@@ -31,24 +31,24 @@ class Save:
 
 
 def test_background() -> None:
-    """`start` returns at once; what became of the save is given once."""
+    """`start` returns immediately; the result of the save is returned once."""
     saver, save = Saver(), Save()
     saver.start(7, save)
     assert save.has_begun.wait(30)
     assert saver.is_busy
-    assert saver.ended() == []
+    assert saver.finished() == []
     save.may_end.set()
     saver.wait()
     assert not saver.is_busy
-    [saved] = saver.ended()
+    [saved] = saver.finished()
     assert (saved.step, saved.error) == (7, None)
     assert saved.seconds > 0
-    assert saver.ended() == []
+    assert saver.finished() == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="niceness is a process's there")
 def test_training_comes_first() -> None:
-    """The thread that saves, and those that it starts, give way; the others do not."""
+    """The thread that saves, and those that it starts, have a lower priority; the others do not."""
     found = []
 
     def niceness() -> int:
@@ -70,29 +70,29 @@ def test_training_comes_first() -> None:
 
 
 def test_failure() -> None:
-    """Whatever a save raises is handed over, and the next one may start."""
+    """Any error raised by a save is returned, and the next one can start."""
     saver, error = Saver(), RuntimeError("no")
     save = Save(error)
     save.may_end.set()
     saver.start(1, save)
     saver.wait()
-    assert saver.ended()[0].error is error
+    assert saver.finished()[0].error is error
     saver.start(2, lambda: None)
     saver.wait()
-    assert saver.ended()[0].error is None
+    assert saver.finished()[0].error is None
 
 
 def test_one_at_a_time() -> None:
     saver, save = Saver(), Save()
     saver.start(1, save)
-    with pytest.raises(RuntimeError, match="under way"):
+    with pytest.raises(RuntimeError, match="in progress"):
         saver.start(2, lambda: None)
     save.may_end.set()
     saver.wait()
 
 
 def test_save_that_hangs() -> None:
-    """Waiting ends with an error, not never."""
+    """Waiting ends with an error instead of never."""
     saver, save = Saver(timeout_s=0.2), Save()
     saver.start(1, save)
     with pytest.raises(SaveError, match="still being written"):
@@ -101,21 +101,22 @@ def test_save_that_hangs() -> None:
     saver.wait()
 
 
-def test_hanging_save_is_told() -> None:
-    """One that hangs while training goes on counts as failed, and as saved once it has ended."""
+def test_hanging_save_is_reported() -> None:
+    """A save that hangs while training continues counts as failed, and as saved once it has
+    finished."""
     saver, save = Saver(timeout_s=0.01), Save()
     saver.start(5, save)
-    found: list[Saved] = []
+    found: list[SaveResult] = []
     end_s = time.monotonic() + 30
     while len(found) < 2 and time.monotonic() < end_s:
-        found += saver.ended()
+        found += saver.finished()
     assert [each.step for each in found] == [5, 5]
     assert all("step 5 was still being written" in str(each.error) for each in found)
     save.may_end.set()
     while saver.is_busy and time.monotonic() < end_s:
         pass
-    assert saver.ended()[-1].error is None
-    assert saver.ended() == []
+    assert saver.finished()[-1].error is None
+    assert saver.finished() == []
 
 
 def test_wait_for_nothing() -> None:
@@ -148,8 +149,8 @@ ENDS
 
 
 def test_failure_at_the_end_of_the_process(tmp_path: Path) -> None:
-    """A save that fails when nobody trains any more is told all the same."""
-    (tmp_path / "run-0001").write_text("a file where a folder has to be")
+    """A save that fails after training has ended is still reported."""
+    (tmp_path / "run-0001").write_text("a file in place of a folder")
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.replace("ENDS", ""), str(tmp_path)],
         cwd=Path(__file__).parents[1],
@@ -165,8 +166,8 @@ def test_failure_at_the_end_of_the_process(tmp_path: Path) -> None:
     ("ends", "code"), [("", 0), ("raise ValueError", 1), ("sys.exit(3)", 3)], ids=str
 )
 def test_end_of_the_process(ends: str, code: int, tmp_path: Path) -> None:
-    """A process that ends, for an exception, too, waits for the save, which begins to write only
-    once the script is through, and for what it deletes."""
+    """A process that ends, even with an exception, waits for the save, which starts to write only
+    after the script has ended, and for its deletions."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.replace("ENDS", ends), str(tmp_path)],
         cwd=Path(__file__).parents[1],

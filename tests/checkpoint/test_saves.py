@@ -1,4 +1,4 @@
-"""When a training saves, and what becomes of saves that fail."""
+"""Tests when a training saves, and how failed saves are handled."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Alone:
 
 
 class Follower:
-    """A worker that hears what the chief has said."""
+    """A worker that receives the chief's messages."""
 
     def __init__(self, *words: str) -> None:
         self.words = list(words)
@@ -48,7 +48,7 @@ class Follower:
 
 
 class Writer:
-    """Writes down what it is asked to save, once it may; fails when told to."""
+    """Records the states to save, once it may; fails on request."""
 
     def __init__(self) -> None:
         self.saved: list[tuple[int, str]] = []
@@ -102,7 +102,7 @@ def train(running: Saves, steps: range) -> None:
 
 
 def test_attempts_differ() -> None:
-    """Each save has a name of its own, and those of another training have others."""
+    """Every save has a different name, and those of another training have others."""
     first, second = Writer(), Writer()
     for writer in (first, second):
         running = saves(writer, EveryBatches(2))
@@ -113,8 +113,8 @@ def test_attempts_differ() -> None:
     assert len(set(attempts)) == 6
 
 
-def test_state_is_taken_at_once() -> None:
-    """What is saved is what was there when the save was due, however late it is written."""
+def test_state_is_captured_immediately() -> None:
+    """The state is captured when the save is due, however late it is written."""
     writer, now = Writer(), [1]
     writer.may_write.clear()
     running = saves(writer)
@@ -126,7 +126,7 @@ def test_state_is_taken_at_once() -> None:
 
 
 def test_unsound_state() -> None:
-    """A state with a loss that is not finite is not saved; the next one that is sound is."""
+    """A state with a non-finite loss is not saved; the next sound one is."""
     writer = Writer()
     running = saves(writer, EveryBatches(3))
     for step in range(1, 8):
@@ -135,15 +135,15 @@ def test_unsound_state() -> None:
     assert writer.steps == [5]
 
 
-def test_failures_are_told() -> None:
-    """A failed save is a warning behind the next batch, and training goes on."""
+def test_failures_are_reported() -> None:
+    """A failed save causes a warning after the next batch, and training continues."""
     writer = Writer()
     running = saves(writer, EveryBatches(2))
     writer.failing = True
     train(running, range(1, 3))
     running._saver.wait()
     writer.failing = False
-    with pytest.warns(UserWarning, match=r"1 in a row.*step 2: the disk is full"):
+    with pytest.warns(UserWarning, match=r"1 consecutive.*step 2: the disk is full"):
         end_step(running, 3, at(3), is_sound=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -153,7 +153,8 @@ def test_failures_are_told() -> None:
 
 
 def test_too_many_failures() -> None:
-    """So many in a row end training when the next one is due; one that succeeds starts anew."""
+    """Too many consecutive failures end training when the next one is due; a success resets the
+    count."""
     writer = Writer()
     running = saves(writer, max_failed_saves=2)
     with warnings.catch_warnings():
@@ -165,29 +166,30 @@ def test_too_many_failures() -> None:
         writer.failing = True
         end_step(running, 4, at(4), is_sound=True)
         running._saver.wait()
-        with pytest.raises(SaveError, match=r"2 checkpoints in a row.*step 4: the disk is full"):
+        with pytest.raises(SaveError, match=r"2 consecutive checkpoints.*step 4: the disk is full"):
             end_step(running, 5, at(5), is_sound=True)
     assert writer.steps == [1, 2, 3, 4]
 
 
 def test_storage_that_hangs() -> None:
-    """A save that hangs is told while training goes on, and ends it when one is due too often."""
+    """A save that hangs is reported while training continues, and ends it when saves are due too
+    often."""
     writer = Writer()
     running = saves(writer, EveryBatches(2), max_failed_saves=2, wait_if_busy=False)
     running._saver = Saver(timeout_s=0.01)
     writer.may_write.clear()
     with (
-        pytest.warns(UserWarning, match=r"\d in a row now.*step 2 was still being written after"),
+        pytest.warns(UserWarning, match=r"\d consecutive.*step 2 was still being written after"),
         pytest.raises(SaveError, match="step 2 was still being written after"),
     ):
         train(running, range(1, 10**9))
     writer.may_write.set()
-    running._saver.wait(60.0)  # what it has is for the storage
+    running._saver.wait(60.0)  # its content is needed by the storage
     assert writer.steps == [2]
 
 
 def test_failure_of_the_last_one() -> None:
-    """Training does not end as if nothing were wrong when its last save has failed."""
+    """Training does not end as if nothing were wrong if its last save has failed."""
     writer = Writer()
     running = saves(writer, EveryEpoch())
     writer.failing = True
@@ -200,7 +202,7 @@ def test_failure_of_the_last_one() -> None:
 
 
 def test_follower() -> None:
-    """A worker that is not the chief does what the chief says, and raises what it says."""
+    """A worker other than the chief follows the chief's decisions, and raises its errors."""
     writer = Writer()
     words = [
         "attempts",
@@ -225,7 +227,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 def finish_slowly(writer: Writer, running: Saves, until: Callable[[], bool]) -> None:
-    """Ends a training whose last save ends once that is so."""
+    """Ends a training whose last save finishes later."""
     writer.may_write.clear()
     writer.meter.begin(40 * 2**20)
     writer.meter.add(10 * 2**20)
@@ -240,7 +242,7 @@ def finish_slowly(writer: Writer, running: Saves, until: Callable[[], bool]) -> 
 def test_long_save_is_shown(
     is_chief: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where training waits for a save, the chief says how far it is; once, in a log."""
+    """If training waits for a save, the chief shows its progress; in a log, only once."""
     monkeypatch.setattr(progress_line, "AFTER_SECS", 0.0)
     writer, waits = Writer(), threading.Event()
     running = saves(writer, agreement=None if is_chief else Follower("a"), is_chief=is_chief)
@@ -262,7 +264,7 @@ def noted(action: Callable[..., None], event: threading.Event) -> Callable[..., 
 def test_short_save_is_not_shown(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A save that ends before the line is due leaves no line, and no thread."""
+    """A save that finishes before the line is due leaves no line, and no thread."""
     monkeypatch.setattr(progress_line, "AFTER_SECS", 1e6)
     writer = Writer()
     running, waits = saves(writer), threading.Event()
@@ -275,7 +277,7 @@ def test_short_save_is_not_shown(
 def test_bar_on_a_terminal(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a terminal a bar moves, and the log has no line."""
+    """On a terminal, a progress bar moves, and the log has no line."""
     monkeypatch.setattr(progress_line, "AFTER_SECS", 0.0)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while a `fit` goes on."""
+"""Checkpoints that are written while a `fit` continues."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Hook = Callable[[str], None]
 
 @pytest.fixture
 def before_writing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Hook], None]:
-    """Calls a function with the path of each file that is about to be written."""
+    """Calls a function with the path of every file that is about to be written."""
 
     def install(hook: Hook) -> None:
         stock = LocalFiles.create
@@ -81,7 +81,7 @@ def fit(
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
-    """The end of a `fit` to which nothing happens."""
+    """The result of an uninterrupted `fit`."""
     return small.state(fit(tmp_path_factory.mktemp("undisturbed")))
 
 
@@ -90,7 +90,7 @@ def store_in(directory: Path) -> CheckpointStore:
 
 
 def steps_in(directory: Path) -> list[int]:
-    """At which steps there are checkpoints. The last epoch's end is saved, too, where one is due at
+    """Returns the steps of the checkpoints. The last epoch's end is saved, too, if one is due at
     its last step."""
     return sorted({int(path.name.split("-")[1]) for path in (directory / RUN).glob("step-*")})
 
@@ -98,12 +98,12 @@ def steps_in(directory: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("settled", "saved", "told"),
     [
-        (8, [2, 8, 10, 12], "2 checkpoints that were due were left out"),
-        (6, [2, 6, 8, 10, 12], "1 checkpoint that was due was left out"),
+        (8, [2, 8, 10, 12], "2 due checkpoints were skipped"),
+        (6, [2, 6, 8, 10, 12], "1 due checkpoint was skipped"),
     ],
     ids=["two", "one"],
 )
-def test_training_goes_on(
+def test_training_continues(
     settled: int,
     saved: list[int],
     told: str,
@@ -111,8 +111,8 @@ def test_training_goes_on(
     before_writing: Callable[[Hook], None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What is written is what the step left, though some more are taken before; the saves that are
-    due meanwhile are left out, and counted."""
+    """A checkpoint holds the state after its step, although training continues meanwhile; saves
+    that are due meanwhile are skipped, and counted."""
     gate, at_step_2 = threading.Event(), {}
 
     def hold(path: str) -> None:
@@ -143,7 +143,7 @@ def test_wait_if_busy(
     before_writing: Callable[[Hook], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With `on_busy="wait"` none is left out: training waits for the one under way."""
+    """With `on_busy="wait"`, none is skipped: training waits for the one in progress."""
     gate, waited = threading.Event(), []
     stock = saver.Saver.wait
 
@@ -177,13 +177,13 @@ def _wait(gate: threading.Event) -> None:
     ids=str,
 )
 def test_cadences(save_freq: Any, expected: list[int], tmp_path: Path) -> None:
-    """Where checkpoints stand for each way to say how often."""
+    """Tests the steps of the checkpoints for every kind of cadence."""
     fit(tmp_path, save_freq=save_freq, keep_last=99, on_busy="wait")
     assert steps_in(tmp_path) == expected
 
 
 def test_automatic(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """`"auto"` says what a checkpoint costs and how often it makes one."""
+    """`"auto"` reports the cost of a checkpoint and their interval."""
     fit(tmp_path, epochs=20, save_freq="auto", max_overhead=0.5)
     assert "a checkpoint costs training" in caplog.text
     assert store_in(tmp_path).newest("final") is not None
@@ -196,7 +196,7 @@ def test_save_that_fails(
     tmp_path: Path,
     before_writing: Callable[[Hook], None],
 ) -> None:
-    """It is told in a warning, costs nothing else, and the next one is made."""
+    """A failed save causes a warning, costs nothing else, and the next one is made."""
     failed = []
 
     def fail(path: str) -> None:
@@ -215,7 +215,8 @@ def test_save_that_fails(
 def test_storage_that_stays_broken(
     tmp_path: Path, before_writing: Callable[[Hook], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Training ends with an error behind `max_failed_saves`; what was committed before is there."""
+    """Training ends with an error after `max_failed_saves`; earlier committed checkpoints
+    remain."""
     expected = fit(tmp_path / "a", epochs=6)
 
     def fail(path: str) -> None:
@@ -232,9 +233,9 @@ def test_storage_that_stays_broken(
 
         broken.setattr(LocalFiles, "create", create)
         with (
-            pytest.warns(UserWarning, match="2 in a row now"),
+            pytest.warns(UserWarning, match="2 consecutive"),
             pytest.raises(
-                SaveError, match=r"2 checkpoints in a row could not be written.*No space"
+                SaveError, match=r"2 consecutive checkpoints could not be written.*No space"
             ),
         ):
             fit(tmp_path / "b", epochs=6, max_failed_saves=2, on_busy="wait")
@@ -261,8 +262,8 @@ def test_last_save_that_fails(tmp_path: Path, before_writing: Callable[[Hook], N
 
 
 def test_retention(tmp_path: Path) -> None:
-    """The best by a metric and one of every stretch stay, as well as the newest, of which Keras'
-    `double_checkpoint` keeps one more."""
+    """The best checkpoints by a metric and one per interval are kept, as well as the newest, of
+    which Keras' `double_checkpoint` keeps one more."""
     model = fit(
         tmp_path,
         double_checkpoint=True,
@@ -277,7 +278,7 @@ def test_retention(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("changed", [False, True])
 def test_the_end_is_written_once(changed: bool, tmp_path: Path) -> None:
-    """Training that ends as its last step left it does not write that again."""
+    """Training that ends in the state after its last step does not write that state again."""
 
     class AtEnd(keras.callbacks.Callback):  # type: ignore[misc]
         def on_train_end(self, logs: Any = None) -> None:
@@ -300,8 +301,9 @@ def newest_file(directory: Path, pattern: str) -> Path:
 @pytest.mark.parametrize("pattern", ["step-*/*/rank-0-1.safetensors", "step-*/MANIFEST.json"])
 @pytest.mark.parametrize("harm", ["bit", "cut", "gone"])
 def test_damage(pattern: str, harm: str, undisturbed: list[bytes], tmp_path: Path) -> None:
-    """A file of the newest checkpoint that is not what was written: it is named, the one before is
-    taken up, and the end is that of a run nobody disturbed. Without a manifest there is none."""
+    """If a file of the newest checkpoint was changed, it is reported, training resumes from the
+    previous one, and ends like an uninterrupted run. Without a manifest, a checkpoint does not
+    exist."""
     with pytest.raises(small.Interrupted):
         fit(tmp_path, small.Stop(2, 1), on_busy="wait")
     saver.wait_for_all()
@@ -320,9 +322,9 @@ def test_damage(pattern: str, harm: str, undisturbed: list[bytes], tmp_path: Pat
     assert small.state(found) == undisturbed
 
 
-def test_nothing_whole(tmp_path: Path) -> None:
-    """Where all checkpoints are damaged, `fit` says so before it trains, and leaves the model as it
-    was: damage shows when most of a checkpoint is in it already."""
+def test_all_damaged(tmp_path: Path) -> None:
+    """If all checkpoints are damaged, `fit` reports that before it trains, and leaves the model
+    unchanged: damage may be found after most of a checkpoint has been loaded."""
     with pytest.raises(small.Interrupted):
         fit(tmp_path, small.Stop(2, 1), on_busy="wait")
     saver.wait_for_all()
@@ -346,7 +348,7 @@ def test_nothing_whole(tmp_path: Path) -> None:
 def test_damage_that_another_worker_finds(
     undisturbed: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What one worker cannot read whole, none takes up."""
+    """If one worker cannot read a checkpoint completely, no worker restores it."""
     with pytest.raises(small.Interrupted):
         fit(tmp_path, small.Stop(2, 1), on_busy="wait")
     saver.wait_for_all()
@@ -367,7 +369,7 @@ def test_damage_that_another_worker_finds(
 
 
 def test_damaged_record(tmp_path: Path) -> None:
-    """A run whose record is damaged is refused with a way out, and nothing is changed."""
+    """A run whose record is damaged is refused with a remedy, and nothing is changed."""
     fit(tmp_path)
     record = tmp_path / RUN / "RUN.json"
     record.write_text(record.read_text().replace('"seed": ', '"seed": 1'))

@@ -1,4 +1,4 @@
-"""The values that `BackupAndRestore` takes, and the single arguments that they stand for."""
+"""Tests the settings of `BackupAndRestore`, and the equivalent single arguments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEFAULTS = (SAVING, RETENTION, RESUMING, None)
 
 
 def test_single_arguments(tmp_path: Path) -> None:
-    """Every field is also accepted as an argument, and means the same."""
+    """Every field is also accepted as an argument, with the same meaning."""
     saving = Saving("wait", 0.05, 5)
     retention = Retention(4, 100, BEST)
     local = LocalCheckpoints(tmp_path, "30s")
@@ -105,7 +105,7 @@ def test_unusable_overhead(max_overhead: Any) -> None:
 
 
 def test_unknown() -> None:
-    """As Python says it."""
+    """The error is the same as Python's."""
     message = "BackupAndRestore.__init__() got an unexpected keyword argument 'keep_lst'"
     with pytest.raises(TypeError, match=re.escape(message)):
         Settings.of(*DEFAULTS, {"keep_lst": 3})

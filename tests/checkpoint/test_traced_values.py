@@ -1,4 +1,5 @@
-"""What callbacks change without effect, as the step was traced before, has none after a resume."""
+"""Changes by callbacks that have no effect, because the step was already traced, have none after a
+resume, either."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class Weighted(keras.Model):
 
 
 class Shortening(keras.Model):
-    """Its step reads an attribute that is too long to be kept at first, and short later."""
+    """Its step reads an attribute that is at first too long to be kept, and short later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +65,7 @@ class Loss(keras.Loss):
 
 
 class Hook(keras.callbacks.Callback):
-    """Calls a function with the model and a growing number, at the begin of epochs."""
+    """Calls a function with the model and a growing number, at the start of epochs."""
 
     def __init__(self, change: Callable[[keras.Model, float], None]) -> None:
         super().__init__()
@@ -177,7 +178,7 @@ def of_callback() -> tuple[keras.Model, Hook]:
 
 
 def compiled_anew() -> tuple[keras.Model, Hook]:
-    """The step of the third epoch is traced with the value of that time."""
+    """The step of the third epoch is traced with the value at that time."""
 
     def change(model: Any, value: float) -> None:
         model.beta = value
@@ -208,7 +209,7 @@ SCRIPTS = {
     "of a closure": of_closure,
     "a global": of_global,
     "of the callback": of_callback,
-    "compiled anew": compiled_anew,
+    "recompiled": compiled_anew,
 }
 
 
@@ -230,7 +231,7 @@ def interrupted(name: str, at: tuple[int, int], directory: Path, **more: Any) ->
     def backup() -> kd.BackupAndRestore:
         return kd.BackupAndRestore(directory, save_freq=1, on_busy="wait", delete_checkpoint=False)
 
-    for stop in [at, (at[0], at[1] + 1)]:  # the second process has traced nothing but the stored
+    for stop in [at, (at[0], at[1] + 1)]:  # the second process has traced only the stored ones
         with pytest.raises(small.Interrupted):
             fit(name, small.Stop(*stop), backup(), **more)
     return fit(name, backup(), **more)
@@ -238,7 +239,7 @@ def interrupted(name: str, at: tuple[int, int], directory: Path, **more: Any) ->
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_interrupted(name: str, tmp_path: Path) -> None:
-    """The weights and the History of plain Keras."""
+    """Training ends with the weights and the History of plain Keras."""
     assert interrupted(name, (2, 1), tmp_path) == fit(name)
 
 

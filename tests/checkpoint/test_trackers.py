@@ -1,4 +1,5 @@
-"""Callbacks of trackers next to ours: they change nothing, and their counters continue."""
+"""Callbacks of experiment trackers next to ours: they change nothing, and their counters
+continue."""
 
 from __future__ import annotations
 
@@ -111,7 +112,7 @@ TRACKERS: dict[str, Callable[[Path], Callback]] = {
     "mlflow": mlflow_metrics,
     "livelossplot": live_plot,
 }
-# What continues where it was.
+# Counters that continue.
 COUNTERS: dict[str, Callable[[Any], Any]] = {
     "tqdm": lambda callback: (callback.batch_bar.n, callback.epoch_bar.n),
     "wandb": lambda callback: callback.global_batch,
@@ -123,8 +124,8 @@ COUNTERS: dict[str, Callable[[Any], Any]] = {
 def test_tracker(
     name: str, ours_first: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The weights are those of a training without any callback, nothing is said about it, and its
-    counters end where those of an uninterrupted training end."""
+    """The weights are those of a training without any callback, no message mentions the tracker,
+    and its counters end where those of an uninterrupted training end."""
     whole = TRACKERS[name](tmp_path)
     plain = fit([whole], [])
     stopped = [TRACKERS[name](tmp_path), small.Stop(1, 1)]

@@ -1,4 +1,5 @@
-"""Which entries of a model config are accepted, and which are refused before anything is built."""
+"""Tests which entries of a model config are accepted, and which are refused before any object is
+built."""
 
 from __future__ import annotations
 
@@ -60,12 +61,12 @@ def config_of(*hidden: Any, **compiled: Any) -> dict[str, Any]:
 
 
 def description_of(model: keras.Model) -> dict[str, Any]:
-    told = architecture_of(model)
-    assert told is not None
-    return json.loads(json.dumps(told))
+    config = architecture_of(model)
+    assert config is not None
+    return json.loads(json.dumps(config))
 
 
-# What is accepted
+# Accepted entries
 
 
 def elements_in(model: keras.Model) -> int:
@@ -78,10 +79,10 @@ def elements_in(model: keras.Model) -> int:
 def test_models_of_keras(name: str) -> None:
     """Configs of Keras' own classes, functions and operations are accepted."""
     model = honest_models.MODELS[name]()
-    told = description_of(model)
+    config = description_of(model)
     for names in NAMES.values():
-        require_trusted(told, elements_in(model), names)
-    rebuilt = keras.saving.deserialize_keras_object(told)
+        require_trusted(config, elements_in(model), names)
+    rebuilt = keras.saving.deserialize_keras_object(config)
     assert rebuilt.count_params() == model.count_params()
 
 
@@ -124,46 +125,47 @@ USERS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", USERS)
-def test_what_the_user_has(kind: str) -> None:
+def test_objects_of_the_user(kind: str) -> None:
     """Registered objects and classes of imported modules are accepted, and before the imports left
     to the check after them; they are refused if nothing is imported."""
-    told = USERS[kind]()
-    require_trusted(told, ELEMENTS, NAMES["imported"])
-    require_trusted(told, ELEMENTS, NAMES["before imports of the user's"])
+    config = USERS[kind]()
+    require_trusted(config, ELEMENTS, NAMES["imported"])
+    require_trusted(config, ELEMENTS, NAMES["before imports of the user's"])
     with pytest.raises(ModelError, match=r"class '(Scaled|Imported)' of module "):
-        require_trusted(told, ELEMENTS, NAMES["before imports"])
+        require_trusted(config, ELEMENTS, NAMES["before imports"])
 
 
-# What is refused
+# Refused entries
 
 
-def forged_in(place: str, entry: Any, told: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """A config with an entry, and the entry's path."""
-    told = copy.deepcopy(told)
+def forged_in(place: str, entry: Any, config: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Returns a config with an entry, and the entry's path."""
+    config = copy.deepcopy(config)
     if place == "layer":
-        told["config"]["layers"][1] = entry
-        return told, "model/config/layers/1"
+        config["config"]["layers"][1] = entry
+        return config, "model/config/layers/1"
     if place == "loss":
-        told["compile_config"]["loss"] = entry
-        return told, "model/compile_config/loss"
-    told["config"]["layers"][1]["config"]["kernel_initializer"] = {
+        config["compile_config"]["loss"] = entry
+        return config, "model/compile_config/loss"
+    config["config"]["layers"][1]["config"]["kernel_initializer"] = {
         "class_name": "__tuple__", "config": [entry]
     }  # fmt: skip
-    return told, "model/config/layers/1/config/kernel_initializer/config/0"
+    return config, "model/config/layers/1/config/kernel_initializer/config/0"
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, Any]:
+def config() -> dict[str, Any]:
     return config_of(layers.Dense(3))
 
 
 @pytest.mark.parametrize("name", [*FORGED, *FORGED_NAMES])
-def test_forged(name: str, told: dict[str, Any]) -> None:
-    """Refused in the same words before and after imports, and with the place: as a layer, as the
-    loss, and in another layer. What cannot be the user's is refused whatever will be imported."""
+def test_forged(name: str, config: dict[str, Any]) -> None:
+    """Entries are refused with the same message before and after imports, with their path: as a
+    layer, as the loss, and in another layer. If an entry cannot be the user's, it is refused
+    whatever will be imported."""
     entry = FORGED[name] if name in FORGED else FORGED_NAMES[name]
     for place in ("layer", "loss", "inside"):
-        changed, where = forged_in(place, entry, told)
+        changed, where = forged_in(place, entry, config)
         said = set()
         for kind, names in NAMES.items():
             if kind == "before imports of the user's" and name not in FORGED:
@@ -182,26 +184,26 @@ def test_number_of_kinds() -> None:
     assert len(distinct) >= 60
 
 
-def test_module_and_function_behind_a_registered_name(told: dict[str, Any]) -> None:
+def test_module_and_function_behind_a_registered_name(config: dict[str, Any]) -> None:
     """Keras looks up a function by its name only, so a registered name does not make it the
     user's."""
     hidden = function("builtins", "exec", "own>Scaled")
-    changed, where = forged_in("loss", hidden, told)
+    changed, where = forged_in("loss", hidden, config)
     with pytest.raises(ModelError, match=f"{where} .*function 'exec' of module 'builtins'"):
         require_trusted(changed, ELEMENTS, NAMES["imported"])
 
 
-def test_class_of_a_module_that_is_no_part_of_a_model(told: dict[str, Any]) -> None:
+def test_class_of_a_module_that_is_no_part_of_a_model(config: dict[str, Any]) -> None:
     """Of an imported module, only layers, losses and the like are accepted."""
-    changed, where = forged_in("layer", made(__name__, "KerasFiles"), told)
+    changed, where = forged_in("layer", made(__name__, "KerasFiles"), config)
     with pytest.raises(ModelError, match=where):
         require_trusted(changed, ELEMENTS, NAMES["imported"])
 
 
 def test_outputs_with_the_names_of_arguments() -> None:
-    """Only the arguments of Keras' classes have limits: nothing is raised for an output's name."""
-    told = {"compile_config": {"loss_weights": {"units": 1e6, "filters": -1.0}}}
-    require_trusted(told, 10, ImportedNames())
+    """Only the arguments of Keras' classes have limits: an output's name raises no error."""
+    config = {"compile_config": {"loss_weights": {"units": 1e6, "filters": -1.0}}}
+    require_trusted(config, 10, ImportedNames())
 
 
 def test_limit_of_variables() -> None:
@@ -222,11 +224,11 @@ def test_limit_of_variables() -> None:
     assert [each.shape for each in made] == [(60,), (1000,), (1000,)]
 
 
-def test_message(told: dict[str, Any]) -> None:
+def test_message(config: dict[str, Any]) -> None:
     """Control characters of an entry's path are escaped."""
-    told = {**told, "\x1b[2J": layer("Lambda")}
+    config = {**config, "\x1b[2J": layer("Lambda")}
     with pytest.raises(ModelError, match=r"model/\\x1b\[2J of"):
-        require_trusted(told, ELEMENTS, NAMES["imported"])
+        require_trusted(config, ELEMENTS, NAMES["imported"])
 
 
 def test_deep() -> None:
@@ -237,7 +239,7 @@ def test_deep() -> None:
         require_trusted(config, 1, NAMES["imported"])
 
 
-# What the files of Keras say
+# Names in the files of Keras
 
 
 def _kind_of(found: Any) -> Kind | None:
@@ -253,15 +255,15 @@ def _public_modules() -> list[ModuleType]:
 
 
 def _names_in(module: str) -> set[str]:
-    """All names that a file of Keras defines or imports."""
+    """Returns all names that a file of Keras defines or imports."""
     file = keras_files._file_of(FILES.folder, module)
     assert file is not None
     return {*keras_files._definitions(file), *keras_files._imports(file)}
 
 
 def test_public_names() -> None:
-    """The files give every public name and its kind, as the imported Keras does. Fails if a release
-    of Keras is laid out in another way."""
+    """The files list every public name and its kind, like the imported Keras. Fails if a release of
+    Keras has another layout."""
     compared = 0
     for module in _public_modules():
         names = {*dir(module), *_names_in(module.__name__)}
@@ -290,8 +292,8 @@ def test_private_names() -> None:
 
 
 def test_names_in_configs() -> None:
-    """Every class of Keras is accepted under the name that its serialization has, except those that
-    are in no model."""
+    """Every class of Keras is accepted under the name in its serialization, except those that are
+    in no model."""
     refused = set()
     for module, loaded in list(sys.modules.items()):
         if not module.startswith(tuple(f"keras.src.{part}." for part in PARTS)):
@@ -310,7 +312,7 @@ def test_names_in_configs() -> None:
 
 
 def test_unknown_layout(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If Keras is laid out in another way, or is not there, nothing is refused before imports."""
+    """If Keras has another layout, or is not installed, nothing is refused before imports."""
     monkeypatch.setattr(keras_files, "_EXAMPLES", (("keras.layers", "NoSuchLayer", "class"),))
     assert keras_files.find() is None
     forged: Any = layer("Lambda")

@@ -1,4 +1,5 @@
-"""Checkpoints in two places: often on the own machine, now and then where all can read."""
+"""Checkpoints in two places: often on the workers' own machines, less often where all can read
+them."""
 
 from __future__ import annotations
 
@@ -23,13 +24,14 @@ from keras_distplug.cluster.channel import Channel  # noqa: E402
 from keras_distplug.core.errors import ConfigurationError, CorruptCheckpointError  # noqa: E402
 from keras_distplug.storage.stores.local import LocalFiles  # noqa: E402
 
-SHARED_AT, LOCAL_AT = 4, 8  # where the newest of each place stands, after `interrupt`
+SHARED_AT, LOCAL_AT = 4, 8  # steps of the newest in either place, after `interrupt`
 
 
 def fit(
     folder: Path, *callbacks: keras.callbacks.Callback, epochs: int = 4, **arguments: Any
 ) -> list[bytes]:
-    """Shared checkpoints when an epoch has `save_freq` batches, local ones at each epoch's end."""
+    """Saves shared checkpoints if an epoch has `save_freq` batches, local ones at every epoch's
+    end."""
     model = small.model()
     chosen = {"save_freq": "2h", "local_tier": folder / "local", "local_freq": "epoch"} | arguments
     backup = kd.BackupAndRestore(
@@ -43,7 +45,8 @@ def fit(
 
 
 def interrupt(folder: Path) -> None:
-    """A run with a shared checkpoint behind its first epoch, and a local one behind its second."""
+    """Returns a run with a shared checkpoint after its first epoch, and a local one after its
+    second."""
     with pytest.raises(small.Interrupted):
         fit(folder, small.Stop(1, 0), save_freq="epoch", local_tier=None, local_freq=None)
     saver.wait_for_all()
@@ -72,14 +75,15 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(interrupted: Path, tmp_path: Path) -> Path:
-    """A run that was interrupted, for each test one of its own."""
+    """A run that was interrupted; every test gets a separate one."""
     return shutil.copytree(interrupted, tmp_path / "run")
 
 
 def test_process_is_lost(
     folder: Path, undisturbed: list[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The local one is newer: it is taken up. At the end of training none is left."""
+    """The local checkpoint is newer, so training resumes from it. At the end of training, none is
+    left."""
     caplog.clear()
     assert fit(folder) == undisturbed
     assert "resuming at epoch 3/4, step 8" in caplog.text
@@ -91,7 +95,7 @@ def test_process_is_lost(
 def test_machine_is_lost(
     folder: Path, undisturbed: list[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without local ones, the newest one that all share is taken up."""
+    """Without local ones, training resumes from the newest shared checkpoint."""
     shutil.rmtree(folder / "local")
     caplog.clear()
     assert fit(folder) == undisturbed
@@ -101,7 +105,7 @@ def test_machine_is_lost(
 def test_shared_one_is_newer(
     folder: Path, undisturbed: list[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A local one that is older than the newest shared one is not taken up."""
+    """A local checkpoint that is older than the newest shared one is not used."""
     with pytest.raises(small.Interrupted):
         fit(folder, small.Stop(3, 1), save_freq="epoch", local_tier=None, local_freq=None)
     saver.wait_for_all()
@@ -119,7 +123,7 @@ def test_local_damage(
     undisturbed: list[bytes],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A local checkpoint that is not what was written is named; another one is taken up."""
+    """A changed local checkpoint is reported; training resumes from another one."""
     [path] = (folder / "local").rglob(pattern)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -138,7 +142,7 @@ def test_local_damage(
 def test_local_one_that_cannot_be_read(
     folder: Path, undisturbed: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine whose disk fails costs no more than its loss would."""
+    """A machine whose disk fails costs no more than losing it would."""
     stock, failed = LocalFiles.read_into, []
 
     def read_into(self: LocalFiles, path: str, offset: int, buffer: memoryview) -> int:
@@ -148,14 +152,15 @@ def test_local_one_that_cannot_be_read(
         return stock(self, path, offset, buffer)
 
     monkeypatch.setattr(LocalFiles, "read_into", read_into)
-    with pytest.warns(UserWarning, match="is not taken up:.*Input/output error"):
+    with pytest.warns(UserWarning, match="is skipped:.*Input/output error"):
         assert fit(folder) == undisturbed
     assert failed
 
 
 @pytest.mark.parametrize("harm", ["shards", "manifests"])
 def test_shared_ones_are_damaged(harm: str, folder: Path, undisturbed: list[bytes]) -> None:
-    """A whole local one is taken up though no shared one is whole; without it, that is an error."""
+    """An intact local checkpoint is used even if no shared one is intact; without it, that is an
+    error."""
     names = {"shards": "*.safetensors", "manifests": "MANIFEST.json"}
     for path in (folder / "shared").rglob(names[harm]):
         path.write_bytes(path.read_bytes()[:-1] + b"?")
@@ -175,8 +180,7 @@ def test_another_worker_has_none(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A local checkpoint that one worker lacks is taken up by none, and does not outlive those that
-    come after it."""
+    """A local checkpoint that one worker lacks is used by none, and is deleted after later ones."""
     asked = []
 
     def gather(self: Channel, topic: str, value: str) -> list[str]:
@@ -199,7 +203,7 @@ def test_another_worker_has_none(
 def test_local_storage_that_fails(
     code: int, tmp_path: Path, undisturbed: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Local saves that fail are told, each one, and end nothing."""
+    """Local saves that fail are all reported, and do not end training."""
     stock, failed = LocalFiles.create, []
 
     def create(self: LocalFiles, path: str, parts: Iterable[bytes | memoryview]) -> None:
@@ -209,19 +213,21 @@ def test_local_storage_that_fails(
         stock(self, path, parts)
 
     monkeypatch.setattr(LocalFiles, "create", create)
-    with pytest.warns(UserWarning, match="A local checkpoint failed, 4 in a row now; "):
+    with pytest.warns(
+        UserWarning, match=r"A local checkpoint failed \(4 consecutive\); training continues\. "
+    ):
         assert fit(tmp_path, max_failed_saves=1) == undisturbed
     assert len(failed) == 4
 
 
 def test_other_run(folder: Path, undisturbed: list[bytes]) -> None:
-    """Local checkpoints are of one run: another one in the same folder does not see them."""
+    """Local checkpoints belong to one run: another run in the same folder does not see them."""
     assert fit(folder, resume=False) == undisturbed
     assert steps_in(folder / "local") == [LOCAL_AT]
 
 
 def test_more_epochs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A finished run that goes on, and is interrupted, goes on from its local checkpoint."""
+    """A finished run that continues, and is interrupted, resumes from its local checkpoint."""
     fit(tmp_path, epochs=2)
     with pytest.raises(small.Interrupted):
         fit(tmp_path, small.Stop(3, 1))
@@ -236,13 +242,13 @@ def test_more_epochs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ("arguments", "message"),
     [
         ({"local_freq": 3}, "`local_tier`, which is not given. Received: local_freq=3"),
-        ({"local_tier": "memory://a"}, "folder of each worker's own machine.*memory://a"),
+        ({"local_tier": "memory://a"}, "folder on every worker's own machine.*memory://a"),
         ({"local_tier": "a", "local_freq": "often"}, "Expected `local_freq`.*'often'"),
         ({"local_tier": "a", "local_freq": 0}, "Expected `local_freq`.*=0"),
     ],
 )
 def test_errors(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
-    """Arguments that cannot be meant are refused before anything is written."""
+    """Invalid arguments are refused before anything is written."""
     with pytest.raises(ConfigurationError, match=message):
         kd.BackupAndRestore(tmp_path / "shared", **arguments)
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""A new run that begins with the weights of another one."""
+"""A new run that starts with the weights of another one."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def fit(made: keras.Model, folder: Path, *more: Any, **given: Any) -> None:
     made.fit(small.X, y, batch_size=8, verbose=0, callbacks=callbacks)
 
 
-class Begun(small.Watching):
-    """What training began with."""
+class AtStart(small.Watching):
+    """Records the state with which training started."""
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if batch == 0:
@@ -54,34 +54,37 @@ def other(tmp_path: Path) -> tuple[Path, keras.Model]:
 def test_new_head(
     other: tuple[Path, keras.Model], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What has another shape, and what is new, is named and stays as it is."""
+    """Variables that are new or have another shape are reported and keep their values."""
     folder, trained = other
     files = sorted(folder.rglob("*"))
-    made, begun = model(3, more=True), Begun()
+    made, start = model(3, more=True), AtStart()
     before = {w.path: w.numpy() for w in made.weights}
-    fit(made, tmp_path / "new", begun, init_from=folder)
+    fit(made, tmp_path / "new", start, init_from=folder)
     body = [w.numpy() for w in trained.weights if "body" in w.path]
     expected = body + [value for path, value in before.items() if "body" not in path]
-    for value, taken in zip(begun.weights.values(), expected, strict=True):
+    for value, taken in zip(start.weights.values(), expected, strict=True):
         np.testing.assert_array_equal(value, taken)
-    assert begun.iterations == 0
+    assert start.iterations == 0
     assert "2 of 6 variables are initialized from" in caplog.text
-    assert re.search(r"and left as they are: `.*`sequential\w*/head/kernel \[8, 3\]`", caplog.text)
+    assert re.search(
+        r"and keeping their values: `.*`sequential\w*/head/kernel \[8, 3\]`", caplog.text
+    )
     assert sorted(folder.rglob("*")) == files  # nothing is written there
 
 
 def test_optimizer(other: tuple[Path, keras.Model], tmp_path: Path) -> None:
-    """With its state, but the script's learning rate."""
+    """The optimizer is loaded with its state, but the script's learning rate."""
     folder, trained = other
-    made, begun = model(), Begun()
+    made, start = model(), AtStart()
     made.optimizer.learning_rate = 0.25
-    fit(made, tmp_path / "new", begun, init_from=folder, init_optimizer=True)
-    assert begun.iterations == int(trained.optimizer.iterations) > 0
-    assert begun.rate == 0.25
+    fit(made, tmp_path / "new", start, init_from=folder, init_optimizer=True)
+    assert start.iterations == int(trained.optimizer.iterations) > 0
+    assert start.rate == 0.25
 
 
 def test_restart(other: tuple[Path, keras.Model], tmp_path: Path) -> None:
-    """A run that has a checkpoint goes on from that; one killed before it begins the same way."""
+    """A run with a checkpoint resumes from that; one killed before it starts in the same way
+    again."""
     folder, _ = other
     expected = model()
     keras.utils.set_random_seed(1)
@@ -97,7 +100,7 @@ def test_restart(other: tuple[Path, keras.Model], tmp_path: Path) -> None:
 
 
 def test_refused(other: tuple[Path, keras.Model], tmp_path: Path) -> None:
-    """Nothing there, and nothing that fits, are errors before anything is trained."""
+    """A missing run, or one without any match, is an error before training."""
     count = small.Stop()
     with pytest.raises(NoCheckpointError):
         fit(model(), tmp_path / "a", count, init_from=tmp_path / "nothing")
@@ -110,16 +113,16 @@ def test_refused(other: tuple[Path, keras.Model], tmp_path: Path) -> None:
 
 def test_distributed_fit(other: tuple[Path, keras.Model], tmp_path: Path) -> None:
     folder, trained = other
-    begun = Begun()
+    start = AtStart()
     kd.distributed_fit(
-        model(), small.X, small.Y, batch_size=8, verbose=0, callbacks=[begun],
+        model(), small.X, small.Y, batch_size=8, verbose=0, callbacks=[start],
         directory=tmp_path / "new", init_from=folder,
     )  # fmt: skip
-    np.testing.assert_array_equal(next(iter(begun.weights.values())), trained.weights[0].numpy())
+    np.testing.assert_array_equal(next(iter(start.weights.values())), trained.weights[0].numpy())
 
 
 def plain(layers: int = 3) -> keras.Model:
-    """Layers with names that Keras counts up in a process."""
+    """Layers with names that Keras numbers within a process."""
     hidden = [keras.layers.Dense(4) for _ in range(layers)]
     made = keras.Sequential([keras.Input((4,)), keras.layers.Normalization(), *hidden])
     made.compile("adam", "mse")
@@ -127,13 +130,13 @@ def plain(layers: int = 3) -> keras.Model:
 
 
 def test_names_that_are_counted(tmp_path: Path) -> None:
-    """Layers of one shape are matched in their order, whatever their numbers; the statistics of a
-    `Normalization` are used at once."""
+    """Layers of one shape are matched in order, whatever their numbers; the statistics of a
+    `Normalization` are used immediately."""
     trained = plain()
     trained.layers[0].adapt(small.X * 3 + 1)
     fit(trained, tmp_path / "other")
-    made, begun = plain(), Begun()
-    fit(made, tmp_path / "new", begun, init_from=tmp_path / "other")
-    for value, weight in zip(begun.weights.values(), trained.weights, strict=True):
+    made, start = plain(), AtStart()
+    fit(made, tmp_path / "new", start, init_from=tmp_path / "other")
+    for value, weight in zip(start.weights.values(), trained.weights, strict=True):
         np.testing.assert_array_equal(value, weight)
     np.testing.assert_array_equal(made.layers[0].mean, trained.layers[0].mean)

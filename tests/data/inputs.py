@@ -1,4 +1,4 @@
-"""Sources that yield the numbers of samples, shuffled in all ways. Loads TensorFlow."""
+"""Sources that yield the numbers of samples, shuffled in all ways. Imports TensorFlow."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def shuffled(seed: int = 1) -> tf.data.Dataset:
 
 
 def names() -> tf.data.Dataset:
-    """More than 1 KB of text, as file names are."""
+    """Returns more than 1 KB of text, like file names."""
     return D.from_tensor_slices([f"a/folder/of/{'images' * 8}/{number:05d}.png" for number in IDS])
 
 
@@ -241,7 +241,7 @@ SOURCES: dict[str, Callable[[], Source]] = {
     "generator function": lambda: python_sources.Generator(batches),
     "generator object": lambda: python_sources.Generator(batches()),
 }
-# Each pass holds all samples.
+# Every pass holds all samples.
 SHUFFLED = [
     "arrays",
     "PyDataset",
@@ -253,12 +253,12 @@ SHUFFLED = [
     "from_generator",
     "no seed",
 ]
-# A shuffle below `repeat` draws by the number of the pass; two shuffles, when they are read.
+# A shuffle before `repeat` draws by the number of the pass; two shuffles, when they are read.
 BY_PASS = ["shuffle, repeat", "shuffle, repeat for ever"]
 BY_READING = ["shuffle, shuffle", "concatenate"]
 SEEDED = ["shuffle", "repeat, shuffle", "zip", "map", "map, new random dataset", "shuffle, cache"]
 
 
 def ids(dataset: tf.data.Dataset, most: int) -> list[Any]:
-    """The numbers in the batches of the next pass."""
+    """Returns the numbers in the batches of the next pass."""
     return [tf.nest.flatten(batch)[0].numpy().tolist() for batch in dataset.take(most)]

@@ -1,4 +1,4 @@
-"""What of a pipeline cannot be had again is named, with the transformation and what to change."""
+"""Irreproducible parts of a pipeline are reported, with the transformation and the remedy."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def numbers() -> tf.data.Dataset:
         ),
         (
             lambda: D.range(3).map(of_a_generator, num_parallel_calls=2),
-            "map of of_a_generator .*: it changes variables .* in parallel.*Leave out num_par",
+            "map of of_a_generator .*: it changes variables .* in parallel.*Remove num_par",
         ),
         (
             lambda: D.range(3).map(lambda i: i, num_parallel_calls=2, deterministic=False),
@@ -86,7 +86,7 @@ def numbers() -> tf.data.Dataset:
         ),
         (
             lambda: D.range(3).with_options(disordered()),
-            "options.deterministic=False .*Leave",
+            "options.deterministic=False .*Remove it",
         ),
         (
             lambda: D.range(3).interleave(shuffled),
@@ -99,7 +99,7 @@ def numbers() -> tf.data.Dataset:
         (numbers, r"from_generator \(test_audit.py, line \d+\): to resume, the generator is run"),
     ],
 )
-def test_what_cannot_be_had_again(make: Callable[[], tf.data.Dataset], line: str) -> None:
+def test_irreproducible_parts(make: Callable[[], tf.data.Dataset], line: str) -> None:
     """One line names it."""
     generator()
     [found] = audit(pipeline.read(make()))
@@ -119,8 +119,8 @@ def test_what_cannot_be_had_again(make: Callable[[], tf.data.Dataset], line: str
         ),
     ],
 )
-def test_what_can(make: Callable[[], tf.data.Dataset]) -> None:
-    """Nothing is said of what comes again."""
+def test_reproducible_parts(make: Callable[[], tf.data.Dataset]) -> None:
+    """Reproducible parts are not reported."""
     generator()
     assert audit(pipeline.read(make())) == []
 
@@ -135,7 +135,7 @@ def sharded_by_file(names: list[str]) -> tf.data.Dataset:
 
 
 def images(number: int = 100, side: int = 8) -> tf.data.Dataset:
-    """Decoded from files."""
+    """Decodes images from files."""
 
     def decoded(name: tf.Tensor) -> tf.Tensor:
         image = tf.io.decode_jpeg(tf.io.read_file(name), channels=3)
@@ -151,10 +151,10 @@ def advised(dataset: tf.data.Dataset, workers: int = 2, epochs: int = 3) -> list
 @pytest.mark.parametrize(
     ("make", "line"),
     [
-        (lambda: D.range(90).batch(4).shuffle(9), "`shuffle` comes behind `batch`"),
+        (lambda: D.range(90).batch(4).shuffle(9), "`shuffle` comes after `batch`"),
         (
             lambda: D.range(90).batch(4).map(lambda i: i).repeat().shuffle(9).prefetch(1),
-            "`shuffle` comes behind `batch`",
+            "`shuffle` comes after `batch`",
         ),
         (
             lambda: D.range(90).shuffle(3).map(lambda i: i).batch(8),
@@ -166,7 +166,7 @@ def advised(dataset: tf.data.Dataset, workers: int = 2, epochs: int = 3) -> list
     ],
 )
 def test_advice(make: Callable[[], tf.data.Dataset], line: str) -> None:
-    """One line names what to change, where the pipeline tells it."""
+    """One line suggests a change, if the pipeline shows the need."""
     [found] = advised(make())
     assert re.match(line, found), found
 
@@ -176,10 +176,12 @@ def test_advice(make: Callable[[], tf.data.Dataset], line: str) -> None:
     [
         lambda: D.range(90).shuffle(90).batch(4),
         lambda: D.range(90).shuffle(9).batch(4).shuffle(9),
-        lambda: D.range(90).batch(5).shuffle(18).batch(2),  # of windows
+        lambda: D.range(90).batch(5).shuffle(18).batch(2),  # windows are shuffled
         lambda: D.range(90).batch(5).unbatch().shuffle(9).batch(4),
         lambda: D.range(9).batch(1).shuffle(9),
-        lambda: D.range(3).shuffle(3).interleave(lambda i: D.range(90)).batch(8),  # of files
+        lambda: (
+            D.range(3).shuffle(3).interleave(lambda i: D.range(90)).batch(8)
+        ),  # files are shuffled
         lambda: D.range(6).shuffle(6).batch(8),
         lambda: D.range(90).filter(lambda i: i < 3).shuffle(3).batch(8),
         lambda: D.range(90).shuffle(90).map(lambda i: i).shuffle(3).batch(8),
@@ -194,12 +196,12 @@ def test_advice(make: Callable[[], tf.data.Dataset], line: str) -> None:
     ],
 )
 def test_no_advice(make: Callable[[], tf.data.Dataset]) -> None:
-    """Nothing is said of what may be meant so."""
+    """Pipelines that may be intended cause no suggestion."""
     assert advised(make()) == []
 
 
 def test_no_advice_for_one_epoch_or_worker() -> None:
-    """What concerns epochs, or several workers, is not said without them."""
+    """Suggestions for epochs, or several workers, are not made without them."""
     made = [D.range(90).shuffle(90).cache().batch(4), images().batch(4), sharded_by_file(["a"])]
     assert [advised(each, workers=1, epochs=1) for each in made] == [[], [], []]
 
@@ -213,7 +215,8 @@ def untuned(dataset: tf.data.Dataset, inject: bool = True) -> tf.data.Dataset:
 
 
 def test_lacks_prefetch() -> None:
-    """Only where TensorFlow adds none, nobody has asked for that, and functions keep no state."""
+    """Only if TensorFlow adds no prefetch, the user has not disabled it, and functions keep no
+    state."""
     batches = D.range(9).map(lambda i: i).batch(2)
     found = {
         "tuned": batches,
@@ -228,7 +231,7 @@ def test_lacks_prefetch() -> None:
 
 
 class Sized:
-    """A generator function that is an object, which counts as nothing."""
+    """A generator function that is an object, and falsy."""
 
     def __len__(self) -> int:
         return 0
@@ -248,5 +251,5 @@ class Sized:
     ],
 )
 def test_any_callable(make: Callable[[], tf.data.Dataset]) -> None:
-    """Whatever a pipeline calls can be named."""
+    """Any callable in a pipeline can be named."""
     assert all("to resume" in line for line in audit(pipeline.read(make())))

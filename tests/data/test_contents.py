@@ -1,4 +1,4 @@
-"""What tells the samples of a training from others."""
+"""Fingerprints that distinguish the samples of a training from others."""
 
 from __future__ import annotations
 
@@ -31,50 +31,54 @@ def changed(values: np.ndarray) -> np.ndarray:
 
 
 def test_arrays() -> None:
-    """Each part is told by itself, and both together; another order is the same contents."""
-    told = contents.of_arrays((X, Y))
-    assert contents.of_arrays((X.copy(), Y.copy())) == told
-    other_x, other_y = contents.of_arrays((changed(X), Y)), contents.of_arrays((X, changed(Y)))
-    assert {name for name in told if other_x[name] != told[name]} == {
+    """Parts have separate fingerprints, and one for both together; another order is the same
+    contents."""
+    found = contents.fingerprint_arrays((X, Y))
+    assert contents.fingerprint_arrays((X.copy(), Y.copy())) == found
+    other_x, other_y = (
+        contents.fingerprint_arrays((changed(X), Y)),
+        contents.fingerprint_arrays((X, changed(Y))),
+    )
+    assert {name for name in found if other_x[name] != found[name]} == {
         CONTENTS,
         ORDER,
         "contents of x",
     }
-    assert {name for name in told if other_y[name] != told[name]} == {
+    assert {name for name in found if other_y[name] != found[name]} == {
         CONTENTS,
         ORDER,
         "contents of y",
     }
-    reordered = contents.of_arrays((X[BACKWARDS], Y[BACKWARDS]))
-    assert {name for name in told if reordered[name] != told[name]} == {ORDER}
-    # Other labels for the same samples: only together they are something else.
-    swapped = contents.of_arrays((X, Y[BACKWARDS]))
-    assert {name for name in told if swapped[name] != told[name]} == {CONTENTS, ORDER}
+    reordered = contents.fingerprint_arrays((X[BACKWARDS], Y[BACKWARDS]))
+    assert {name for name in found if reordered[name] != found[name]} == {ORDER}
+    # Other labels for the same samples: only the combination differs.
+    swapped = contents.fingerprint_arrays((X, Y[BACKWARDS]))
+    assert {name for name in found if swapped[name] != found[name]} == {CONTENTS, ORDER}
 
 
 @pytest.mark.parametrize("width", [0, 1, 3, 64, 500])
 def test_rows(width: int) -> None:
     """Every byte of every row matters, whatever the length of the rows."""
     x = np.random.default_rng(2).integers(0, 256, (64, width)).astype("uint8")
-    told = contents.of_arrays((x,))
-    reordered = contents.of_arrays((x[BACKWARDS],))
-    assert contents.of_arrays((np.asfortranarray(x),)) == told
-    assert reordered[CONTENTS] == told[CONTENTS]
-    assert (reordered[ORDER] != told[ORDER]) == bool(width)
-    assert contents.of_arrays((x[:-1],)) != told
+    found = contents.fingerprint_arrays((x,))
+    reordered = contents.fingerprint_arrays((x[BACKWARDS],))
+    assert contents.fingerprint_arrays((np.asfortranarray(x),)) == found
+    assert reordered[CONTENTS] == found[CONTENTS]
+    assert (reordered[ORDER] != found[ORDER]) == bool(width)
+    assert contents.fingerprint_arrays((x[:-1],)) != found
     for place in range(width):
         other = x.copy()
         other[9, place] ^= 1
-        assert contents.of_arrays((other,))[CONTENTS] != told[CONTENTS]
+        assert contents.fingerprint_arrays((other,))[CONTENTS] != found[CONTENTS]
 
 
 def test_large_arrays() -> None:
     """Rows spread evenly over them are compared."""
-    told = contents.of_arrays((LARGE,))
-    assert told.keys() == {CONTENTS}
-    assert contents.of_arrays((LARGE.copy(),)) == told
-    assert contents.of_arrays((LARGE * 2,)) != told
-    assert contents.of_arrays((LARGE[:-1],)) != told
+    found = contents.fingerprint_arrays((LARGE,))
+    assert found.keys() == {CONTENTS}
+    assert contents.fingerprint_arrays((LARGE.copy(),)) == found
+    assert contents.fingerprint_arrays((LARGE * 2,)) != found
+    assert contents.fingerprint_arrays((LARGE[:-1],)) != found
 
 
 KINDS: dict[str, Callable[[], Any]] = {
@@ -92,31 +96,31 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds(kind: str) -> None:
-    told = contents.of_arrays((KINDS[kind](),))
-    assert contents.of_arrays((KINDS[kind](),)) == told
-    assert told
+    found = contents.fingerprint_arrays((KINDS[kind](),))
+    assert contents.fingerprint_arrays((KINDS[kind](),)) == found
+    assert found
 
 
 def test_scipy() -> None:
     """A sparse matrix of SciPy is compared by its rows, in any format."""
     matrix = scipy.sparse.random_array((64, 10), density=0.3, format="csr", rng=1)
-    told = contents.of_arrays((matrix,))
-    assert contents.of_arrays((matrix.tocoo(),)) == told
-    assert contents.of_arrays((matrix.toarray(),)) == told
-    assert contents.of_arrays((matrix * 2,))[CONTENTS] != told[CONTENTS]
-    assert contents.of_arrays((matrix[BACKWARDS],))[CONTENTS] == told[CONTENTS]
-    assert contents.of_arrays((matrix[BACKWARDS],))[ORDER] != told[ORDER]
+    found = contents.fingerprint_arrays((matrix,))
+    assert contents.fingerprint_arrays((matrix.tocoo(),)) == found
+    assert contents.fingerprint_arrays((matrix.toarray(),)) == found
+    assert contents.fingerprint_arrays((matrix * 2,))[CONTENTS] != found[CONTENTS]
+    assert contents.fingerprint_arrays((matrix[BACKWARDS],))[CONTENTS] == found[CONTENTS]
+    assert contents.fingerprint_arrays((matrix[BACKWARDS],))[ORDER] != found[ORDER]
 
 
 def test_unknown() -> None:
-    """A part that is no array leaves the whole unknown."""
-    assert contents.of_arrays((X, 3)) == {}
+    """If a part is not an array, the whole is unknown."""
+    assert contents.fingerprint_arrays((X, 3)) == {}
     assert contents.of_given(lambda: X) == {}
     assert contents.of_given(iter([X])) == {}
 
 
 def test_arrays_that_cannot_be_read() -> None:
-    """They are not known, and no reason to fail."""
+    """Unreadable arrays are unknown, and do not cause a failure."""
 
     class Strange:
         shape, dtype = (3, 2), None
@@ -126,21 +130,21 @@ def test_arrays_that_cannot_be_read() -> None:
 
         __array__ = __getitem__
 
-    assert contents.of_arrays((Strange(), Y)) == {}
+    assert contents.fingerprint_arrays((Strange(), Y)) == {}
     assert contents.of_given(Strange()) == {}
 
 
 def test_files_in_another_folder() -> None:
-    """A node unpacks data where there is room; names and number of the files count."""
+    """A node unpacks data where it has space; names and number of the files count."""
 
     def of(folder: str, *names: str) -> Any:
         files = tf.data.Dataset.from_tensor_slices([f"{folder}/{name}" for name in names])
         return contents.of_given(files.interleave(tf.data.TFRecordDataset).batch(4))
 
-    told = of("/scratch/job-1/shards", "a.tfrecord", "b.tfrecord")
-    assert of("/tmp/x", "a.tfrecord", "b.tfrecord") == told
-    assert of("/tmp/x", "a.tfrecord", "c.tfrecord") != told
-    assert of("/tmp/x", "a.tfrecord", "b.tfrecord", "c.tfrecord") != told
+    found = of("/scratch/job-1/shards", "a.tfrecord", "b.tfrecord")
+    assert of("/tmp/x", "a.tfrecord", "b.tfrecord") == found
+    assert of("/tmp/x", "a.tfrecord", "c.tfrecord") != found
+    assert of("/tmp/x", "a.tfrecord", "b.tfrecord", "c.tfrecord") != found
 
 
 PIPELINES = {
@@ -156,16 +160,17 @@ PIPELINES = {
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_pipelines(name: str) -> None:
-    """The tensors they are made of count; names that TensorFlow counts up, and seeds, do not."""
+    """The tensors that they are made from count; names that TensorFlow numbers, and seeds, do
+    not."""
     made = PIPELINES[name]
-    told = contents.of_given(made(X))
-    assert told
-    assert contents.of_given(made(X)) == told
-    assert contents.of_given(made(changed(X)))[CONTENTS] != told[CONTENTS]
+    found = contents.of_given(made(X))
+    assert found
+    assert contents.of_given(made(X)) == found
+    assert contents.of_given(made(changed(X)))[CONTENTS] != found[CONTENTS]
 
 
 def test_generators() -> None:
-    """They differ in nothing that is known."""
+    """Generators have no known difference."""
     spec = tf.TensorSpec([3], tf.float32)
 
     def of() -> Any:
@@ -178,10 +183,12 @@ def test_generators() -> None:
 def test_objects() -> None:
     """Arrays and lists of texts that an object holds, at some depth."""
     held = SimpleNamespace(x=X, files=["a", "b"], seed=3, inner=SimpleNamespace(y=[Y]))
-    told = contents.of_object(held)
+    found = contents.fingerprint_object(held)
     held.seed = 4
-    assert contents.of_object(held) == told
+    assert contents.fingerprint_object(held) == found
     for name, other in {"x": changed(X), "files": ["a", "c"], "inner": None}.items():
-        assert contents.of_object(SimpleNamespace(**{**vars(held), name: other})) != told, name
+        assert (
+            contents.fingerprint_object(SimpleNamespace(**{**vars(held), name: other})) != found
+        ), name
     held.held = held
-    assert contents.of_object(held) == told
+    assert contents.fingerprint_object(held) == found

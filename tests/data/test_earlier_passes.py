@@ -26,7 +26,7 @@ from keras_distplug.backend.tensorflow.input import earlier_passes  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def plain_keras() -> None:
-    """Until a test uses our callbacks."""
+    """Uses plain Keras until a test uses our callbacks."""
     trainer.remove_dispatch()
 
 
@@ -64,7 +64,7 @@ def fitted_twice(callbacks: Callbacks) -> Any:
 
 @pytest.mark.parametrize("script", [adapted, fitted_twice])
 def test_interrupted(script: Callable[[Callbacks], Any], tmp_path: Path) -> None:
-    """Undisturbed, it trains what plain Keras trains; interrupted and started again, too."""
+    """Uninterrupted, it trains like plain Keras; also if interrupted and restarted."""
 
     def with_backup(folder: str, *stop: small.Stop) -> Callbacks:
         return lambda name: [
@@ -104,7 +104,7 @@ assert not any("earlier_passes" in type(each).__module__ for each in sys.meta_pa
 
 
 def test_long_chains() -> None:
-    """A script may iterate a chain that is longer than Python's stack."""
+    """A script may iterate over a chain that is longer than Python's stack."""
     whole = tf.data.Dataset.range(2)
     for _ in range(1500):
         whole = whole.concatenate(tf.data.Dataset.range(2))
@@ -118,7 +118,7 @@ def mirrored(
     strategy: tf.distribute.Strategy | None = None,
     **given: Any,
 ) -> Any:
-    """Trains on two replicas. Plain Keras looks at a batch first, for the shapes of variables."""
+    """Trains on two replicas. Plain Keras inspects a batch first, for the shapes of variables."""
     strategy = strategy or tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     with strategy.scope():
         keras.utils.set_random_seed(5)
@@ -136,19 +136,19 @@ def generated() -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def test_orders_on_several_replicas(tmp_path: Path) -> None:
-    """Looking at a batch draws an order, with us as without."""
+    """Inspecting a batch draws an order, with or without our callbacks."""
     resumes_exactly(shuffled, mirrored(shuffled()), tmp_path)
 
 
 def test_orders_under_a_strategy_of_one_device(tmp_path: Path) -> None:
-    """There Keras looks at a batch of every validation, too."""
+    """There, Keras also inspects a batch of every validation."""
     given = {"strategy": tf.distribute.OneDeviceStrategy("CPU:0")}
     expected = mirrored(shuffled(), validation_data=shuffled().take(2), **given)
     resumes_exactly(shuffled, expected, tmp_path, lambda: shuffled().take(2), **given)
 
 
 def test_generators_on_several_replicas(tmp_path: Path) -> None:
-    """Looking at a batch loses none; plain Keras loses as many as were prefetched meanwhile."""
+    """Inspecting a batch loses none; plain Keras loses as many as were prefetched meanwhile."""
     x, y = zip(*islice(generated(), 9), strict=True)
     same = tf.data.Dataset.from_tensor_slices((np.stack(x), np.stack(y)))
     expected = mirrored(same, steps_per_epoch=3)
@@ -175,7 +175,7 @@ def resumes_exactly(
 
 
 def test_strings_on_several_replicas(tmp_path: Path) -> None:
-    """Keras adds up what replicas have of a first batch, which strings cannot be."""
+    """Keras adds up the replicas' parts of a first batch, which is impossible for strings."""
     lookup = keras.layers.StringLookup(vocabulary=["a", "b"], output_mode="one_hot")
     data = tf.data.Dataset.from_tensor_slices((["a", "b"] * 4, [0.0, 1.0] * 4)).batch(4)
     with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():

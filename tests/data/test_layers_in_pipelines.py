@@ -48,8 +48,8 @@ def backup(folder: Path) -> keras.callbacks.Callback:
 @pytest.mark.parametrize(("epoch", "batch"), [(1, 1), (2, 0)])
 @pytest.mark.parametrize("strategy", ["one", "mirrored"])
 def test_interrupted(strategy: str, epoch: int, batch: int, tmp_path: Path) -> None:
-    """With this package's callbacks, interrupted or not, a training computes what plain Keras
-    does: the layers' seeds go on from epoch to epoch, and come back."""
+    """With this package's callbacks, interrupted or not, a training computes the same as plain
+    Keras: the layers' seeds continue from epoch to epoch, and are restored."""
     plain = fit(strategy=strategy)
     assert fit(backup(tmp_path / "whole"), strategy=strategy) == plain
     with pytest.raises(small.Interrupted):

@@ -1,4 +1,4 @@
-"""Scripts that seed themselves with the time: a restart has other seeds, and the same run."""
+"""Scripts that seed themselves with the time: a restart has other seeds, but is the same run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def fit(name: str, seed: int, *callbacks: keras.callbacks.Callback) -> tuple[lis
 
 @pytest.mark.parametrize("name", INPUTS)
 def test_interrupted(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that is interrupted, and resumed with other seeds, ends as it would have ended."""
+    """A run that is interrupted, and resumed with other seeds, ends like an uninterrupted one."""
     announced: list[str] = []
     monkeypatch.setattr(fit_state, "announce", announced.append)
 

@@ -1,4 +1,4 @@
-"""Models whose class has its own `fit` or `compile`, as the tasks of KerasHub have."""
+"""Models whose class has its own `fit` or `compile`, like the tasks of KerasHub."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def mirrored() -> tf.distribute.Strategy:
 
 @keras.saving.register_keras_serializable("own_fit")
 class Task(keras.Model):
-    """Trains on texts, which its `fit` makes numbers of."""
+    """Trains on texts, which its `fit` converts to numbers."""
 
     def __init__(self, rate: float = 0.3, **more: Any) -> None:
         super().__init__(**more)
@@ -77,7 +77,7 @@ def _numbered(texts: tf.data.Dataset) -> tf.data.Dataset:
 
 
 class Doubling(keras.Sequential):
-    """Gives arrays to Keras' `fit`, which shuffles them."""
+    """Passes arrays to Keras' `fit`, which shuffles them."""
 
     def fit(self, x: Any, y: Any, **more: Any) -> Any:  # type: ignore[override]
         return super().fit(2 * x, y, **more)
@@ -115,13 +115,13 @@ GIVEN: dict[str, tuple[Callable[[], keras.Model], Callable[[], dict[str, Any]]]]
 
 
 @pytest.mark.parametrize("kind", GIVEN)
-def test_trains_what_fit_would(kind: str, tmp_path: Path) -> None:
-    """On one device, `distributed_fit` trains bit for bit what the model's own `fit` would, with
-    the arguments and defaults of that."""
+def test_trains_like_own_fit(kind: str, tmp_path: Path) -> None:
+    """On one device, `distributed_fit` trains bit for bit like the model's own `fit`, with its
+    arguments and defaults."""
     make, given = GIVEN[kind]
     expected = make()
     theirs = expected.fit(**given(), verbose=0)
-    mine = make()  # seeds again what draws the orders
+    mine = make()  # sets the seeds for the orders again
     history = kd.distributed_fit(mine, **given(), directory=tmp_path, verbose=0)
     assert small.state(mine) == small.state(expected)
     assert history.history == theirs.history
@@ -130,7 +130,7 @@ def test_trains_what_fit_would(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("way", ["fit", "distributed_fit"])
 @pytest.mark.parametrize("kind", ["texts", "tf.data", "arrays"])
 def test_interrupted(kind: str, way: str, tmp_path: Path) -> None:
-    """A run that is interrupted mid-epoch ends bit for bit as plain Keras', with `fit` and with
+    """A run that is interrupted mid-epoch ends bit for bit like plain Keras, with `fit` and with
     `distributed_fit`."""
     make, given = GIVEN[kind]
     expected = make()
@@ -152,7 +152,7 @@ def test_interrupted(kind: str, way: str, tmp_path: Path) -> None:
 
 
 def test_on_replicas(mirrored: tf.distribute.Strategy, tmp_path: Path) -> None:
-    """Two replicas train what one device would, and the caller's model holds it."""
+    """Two replicas train the same as one device, and the caller's model gets the result."""
     expected, mine = task(0.0), task(0.0)
     theirs = expected.fit(list(TEXTS), Y, verbose=0)
     history = kd.distributed_fit(
@@ -191,7 +191,7 @@ def test_resumable(kind: str, tmp_path: Path) -> None:
 
 
 def test_resumable_that_cannot_be_transformed() -> None:
-    """`resumable` data of another kind is an error before any training, which says what to do."""
+    """Other kinds of `resumable` data raise an error with a remedy before any training."""
 
     def batches() -> Any:
         yield small.X[:8], Y[:8]
@@ -206,7 +206,7 @@ def test_resumable_that_cannot_be_transformed() -> None:
 
 
 class Closed(keras.Sequential):
-    """Takes no callbacks."""
+    """Accepts no callbacks."""
 
     def fit(self, x: Any, y: Any, epochs: int = 1) -> Any:  # type: ignore[override]
         return super().fit(x, y, epochs=epochs, verbose=0)
@@ -220,15 +220,15 @@ class Forgetful(keras.Sequential):
 
 
 class Strict(Task):
-    """Takes nothing else than it names."""
+    """Accepts only the arguments that it names."""
 
     def fit(self, x: Any, y: Any, callbacks: Any, steps_per_epoch: int) -> Any:  # type: ignore[override]
         return super().fit(x, y, callbacks=callbacks, steps_per_epoch=steps_per_epoch)
 
 
-def test_what_fit_does_not_take(tmp_path: Path) -> None:
-    """A `fit` that takes no callbacks, or not what it is given, is an error before any training;
-    one that loses its callbacks is warned of."""
+def test_arguments_that_fit_does_not_accept(tmp_path: Path) -> None:
+    """A `fit` that does not accept callbacks or the given arguments is an error before any
+    training; one that loses its callbacks causes a warning."""
     counted = small.Stop()
     given = {"directory": tmp_path, "callbacks": [counted]}
     with pytest.raises(ModelError, match=r"Closed.fit to take `callbacks`.*super\(\).fit"):

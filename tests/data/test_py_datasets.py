@@ -1,4 +1,4 @@
-"""`PyDataset`s that change themselves and draw random numbers, as Keras' own guides write them."""
+"""`PyDataset`s that change themselves and draw random numbers, as in Keras' own guides."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ class List(Data):
 
 
 class Pairs(Data):
-    """Shuffles what others call the list of samples."""
+    """Shuffles a list that other code uses as the list of samples."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         self.samples = [(f"{number}.png", number) for number in range(SAMPLES)]
-        self.cache: dict[int, np.ndarray] = {}  # is nobody's state
+        self.cache: dict[int, np.ndarray] = {}  # not a state
 
     def on_epoch_end(self) -> None:
         random.shuffle(self.samples)
@@ -150,7 +150,7 @@ steps = 0
 
 
 class Reaching(Data):
-    """Depends on objects, a class, a closure and globals, none of which are its attributes."""
+    """Depends on objects, a class, a closure and globals that are not its attributes."""
 
     epochs = 0
 
@@ -177,13 +177,13 @@ class Reaching(Data):
 
 
 class ReachingFromBatches(Reaching):
-    """Without methods for epochs, so that its containers are not looked at as its attributes."""
+    """Has no methods for epochs, so containers in its attributes are not inspected."""
 
     on_epoch_end = keras.utils.PyDataset.on_epoch_end
 
 
 class Growing(Data):
-    """Has more batches after each epoch, of which Keras reads as many as in the first one."""
+    """Has more batches after every epoch, of which Keras reads as many as in the first one."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
@@ -211,24 +211,24 @@ CASES = {
     "in order": (Data, {}),
     "shuffled by Keras": (Data, {"shuffle": True}),
     "shuffles": (Shuffled, {}),
-    "shuffles by itself": (ShuffledByItself, {"shuffle": True}),
+    "shuffles itself": (ShuffledByItself, {"shuffle": True}),
     "shuffles a list": (List, {}),
     "shuffles pairs": (Pairs, {}),
     "shuffles a large array": (Large, {}),
     "counts": (Epochs, {}),
     "draws": (Noisy, {}),
     "draws, shuffled by Keras": (Noisy, {"shuffle": True}),
-    "draws by itself": (NoisyByItself, {}),
+    "draws itself": (NoisyByItself, {}),
     "shuffles and draws": (Both, {"shuffle": True}),
     "validated": (Data, {"validation": Both}),
-    "validated by itself": (Noisy, {"validation": NoisyAndShuffled}),
+    "validated alone": (Noisy, {"validation": NoisyAndShuffled}),
     "both shuffle": (Both, {"validation": Both}),
     "two workers": (Shuffled, {"workers": 2, "shuffle": True}),
 }
 
 
 class Draws(keras.callbacks.Callback):
-    """Draws from the global generators, too, between epochs."""
+    """Also draws from the global generators between epochs."""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         np.random.random()
@@ -266,8 +266,8 @@ def backup(folder: Path) -> keras.callbacks.Callback:
 
 @pytest.mark.parametrize("name", CASES)
 def test_interrupted(name: str, tmp_path: Path) -> None:
-    """Undisturbed, it trains what plain Keras trains; interrupted in an epoch, behind its last
-    batch or between epochs, and resumed, too."""
+    """Uninterrupted, it trains like plain Keras; also if interrupted in an epoch, after its last
+    batch or between epochs, and resumed."""
     plain = fit(name)
     assert fit(name, backup(tmp_path / "whole")) == plain
     stops = {"in": small.Stop(1, 2), "behind": StopAtEnd(), "between": small.Stop(2, 0)}
@@ -278,7 +278,7 @@ def test_interrupted(name: str, tmp_path: Path) -> None:
 
 
 def test_retried_in_one_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What the data holds after training that failed is not where the next attempt starts."""
+    """The data's state after failed training is not the initial state of the next attempt."""
 
     def train(data: Reaching, folder: str, *callbacks: keras.callbacks.Callback) -> list[bytes]:
         model = small.model()
@@ -309,7 +309,7 @@ class Collecting(Data):
         return x
 
 
-def test_what_cannot_be_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unsavable_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     small.model().fit(Collecting(), epochs=2, verbose=0, callbacks=[backup(tmp_path)])
     assert caplog.text.count("Collecting: `seen` (list) changes while batches are made") == 1
 
@@ -326,7 +326,7 @@ def test_array_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_draws_in_several_workers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Threads draw in another order each time: that is said."""
+    """Threads draw in another order every time, which is reported."""
     model = small.model()
     model.fit(Noisy(workers=2), epochs=1, verbose=0, callbacks=[backup(tmp_path)])
     assert "Noisy draws random numbers in 2 workers concurrently" in caplog.text

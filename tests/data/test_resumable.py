@@ -1,4 +1,4 @@
-"""`resumable` data in a plain `Model.fit`, and those of `distributed_fit`."""
+"""Tests `resumable` data in a plain `Model.fit`, and the data of `distributed_fit`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def no_dispatch() -> Iterator[None]:
 
 
 class Seen(keras.callbacks.Callback):
-    """Notes what each step saw, and where it stood; can begin a `fit` at such a place."""
+    """Records the samples and position of every step; can start a `fit` at such a position."""
 
     def __init__(self, given: InputAdapter, place: tuple[int, int] | None = None) -> None:
         super().__init__()
@@ -48,12 +48,12 @@ class Seen(keras.callbacks.Callback):
 
 
 class Summing(keras.Model):
-    """Says how large the sum of the numbers of its samples is."""
+    """Returns the sum of the numbers of its samples."""
 
     def train_step(self, batch: Any) -> dict[str, Any]:
         x = batch[0] if isinstance(batch, tuple) else batch
         context = tf.distribute.get_replica_context()
-        # 2**n tells any set of up to 30 samples apart.
+        # Powers of two distinguish any sets of up to 30 samples.
         total = tf.reduce_sum(2.0 ** tf.cast(x, tf.float64))
         return {"ids": context.all_reduce(tf.distribute.ReduceOp.SUM, total)}
 
@@ -92,8 +92,8 @@ def given(kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["tf.data", "arrays", "PyDataset", "generator"])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_fit_reads_it_by_the_models_strategy(kind: str, replicas: int) -> None:
-    """A plain `fit` outside of any scope splits the batches over the replicas of its model, and
-    begins at any batch of an epoch."""
+    """A plain `fit` outside of any scope splits the batches over the replicas of its model, and can
+    start at any batch of an epoch."""
     strategy = tf.distribute.get_strategy()
     if replicas == 2:
         strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -123,7 +123,7 @@ def test_distributed_fit_reads_the_same() -> None:
 
 
 def test_of_one_seed_and_another() -> None:
-    """The orders of arrays, and of a shuffle without a seed, are those of the seed."""
+    """The orders of arrays, and of a shuffle without a seed, depend on the seed."""
 
     def order(given: Any) -> list[int]:
         return [int(i) for batch in given.get_tf_dataset() for i in tf.nest.flatten(batch)[0]]
@@ -136,7 +136,7 @@ def test_of_one_seed_and_another() -> None:
 
 
 def test_description_of_seeds() -> None:
-    """What gets a seed of the run is told."""
+    """Shuffles that get a seed from the run are reported."""
     model = small.model()
     tf.random.set_seed(None)
     dataset = tf.data.Dataset.from_tensor_slices((small.X, small.Y)).shuffle(30).batch(8)
@@ -145,7 +145,7 @@ def test_description_of_seeds() -> None:
 
 
 def test_warns_once_of_everything() -> None:
-    """One warning lists what cannot be had again."""
+    """One warning lists all irreproducible parts."""
     dataset = tf.data.Dataset.range(8).map(lambda i: (i, tf.random.uniform([])))
     with pytest.warns(
         UserWarning, match=r"map \(test_resumable.py, line \d+\): RandomUniform has no seed"
@@ -156,7 +156,7 @@ def test_warns_once_of_everything() -> None:
 
 
 def test_warns_of_epoch_hooks(caplog: pytest.LogCaptureFixture) -> None:
-    """What a `PyDataset` changes beside itself between epochs cannot be brought back."""
+    """Changes that a `PyDataset` makes outside itself between epochs cannot be restored."""
 
     class Shuffling(small.Batches):
         def on_epoch_end(self) -> None:
@@ -164,28 +164,28 @@ def test_warns_of_epoch_hooks(caplog: pytest.LogCaptureFixture) -> None:
 
     cache = {"x": np.arange(9)}
     small.model().fit(kd.resumable(Shuffling()), epochs=3, verbose=0)
-    told = "Shuffling.on_epoch_end changed nothing that is saved"
-    assert told in caplog.text
+    message = "Shuffling.on_epoch_end changed nothing that is saved"
+    assert message in caplog.text
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         (lambda: {"x": tf.data.Dataset.range(3)}, "not batched"),
-        (lambda: {"x": small.Batches(), "y": small.Y}, "`y` goes into the dataset"),
-        (lambda: {"x": small.dataset(), "batch_size": 3}, "`batch_size` is for arrays"),
+        (lambda: {"x": small.Batches(), "y": small.Y}, "`y` must be part of the dataset"),
+        (lambda: {"x": small.dataset(), "batch_size": 3}, "`batch_size` applies to arrays"),
         (lambda: {"x": small.X, "y": small.Y[:3]}, "same number of samples"),
         (lambda: {"x": object()}, "a generator, a function that returns one, or"),
     ],
 )
 def test_bad_input(more: Callable[[], dict[str, Any]], message: str) -> None:
-    """Refused before anything is read."""
+    """Invalid input is refused before anything is read."""
     with pytest.raises(DataError, match=message):
         kd.resumable(**more())
 
 
 def test_too_few_samples() -> None:
-    """Batches smaller than the number of replicas are refused when `fit` begins."""
+    """Batches smaller than the number of replicas are refused when `fit` starts."""
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     with pytest.raises(DataError, match="1 samples for 2 replicas"):
         fit(strategy, kd.resumable(inputs.IDS, batch_size=1))

@@ -1,4 +1,4 @@
-"""What comes from a source does not depend on who reads it, how often, or from where on."""
+"""The batches of a source do not depend on who reads it, how often, or from which position."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from keras_distplug.core.errors import DataError  # noqa: E402
 from keras_distplug.data import python_sources, sources  # noqa: E402
 from keras_distplug.data.position import Positioned  # noqa: E402
 
-ENDLESS = 25  # batches that are looked at where there is no end
+ENDLESS = 25  # batches that are inspected if there is no end
 STRATEGIES = {
     "one device": tf.distribute.get_strategy,
     "two replicas": lambda: tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]),
@@ -43,7 +43,7 @@ def positioned(name: str, strategy: tf.distribute.Strategy) -> Positioned:
 
 
 def a_pass(data: Positioned, strategy: tf.distribute.Strategy, most: int = ENDLESS) -> list[Any]:
-    """Global batches as bytes, put together from those of the replicas."""
+    """Returns global batches as bytes, combined from those of the replicas."""
     found: list[Any] = []
     batches = iter(data)
     while len(found) < most:
@@ -62,9 +62,9 @@ def a_pass(data: Positioned, strategy: tf.distribute.Strategy, most: int = ENDLE
 
 
 @pytest.mark.parametrize("name", inputs.SOURCES)
-def test_goes_on_as_it_would_have(name: str) -> None:
-    """From any batch of any pass on, this pass and those behind it are those of a run that was
-    never interrupted, whatever was read before."""
+def test_continues_as_if_uninterrupted(name: str) -> None:
+    """From any batch of any pass on, this pass and later ones are those of a run that was never
+    interrupted, whatever was read before."""
     strategy = tf.distribute.get_strategy()
     whole = positioned(name, strategy)
     expected = [a_pass(whole, strategy) for _ in range(4)]
@@ -85,39 +85,39 @@ def test_goes_on_as_it_would_have(name: str) -> None:
 
 @pytest.mark.parametrize("name", inputs.CHANGING)
 def test_variables_of_a_pipeline(name: str) -> None:
-    """What functions of a pipeline change goes on from pass to pass as in plain TensorFlow, and is
-    restored with the place in the data; each variable counts."""
+    """Variables changed by functions of a pipeline continue from pass to pass as in plain
+    TensorFlow, and are restored with the position in the data; every variable counts."""
     strategy = tf.distribute.get_strategy()
 
     def made() -> Positioned:
         return Positioned(sources.TfData(inputs.CHANGING[name](), seed=5))
 
     whole = made()
-    expected, begun = [], []
+    expected, started_with = [], []
     for _ in range(3):
-        begun.append(whole.variables(in_pass=False))
+        started_with.append(whole.variables(in_pass=False))
         expected.append(a_pass(whole, strategy))
-        assert whole.variables(in_pass=True) == begun[-1] != whole.variables(in_pass=False)
+        assert whole.variables(in_pass=True) == started_with[-1] != whole.variables(in_pass=False)
     plain = inputs.CHANGING[name]()
     for each in expected:
         batches = [tf.nest.flatten(batch) for batch in plain.as_numpy_iterator()]
         assert [[part.tobytes() for part in batch] for batch in batches] == each
     for passed, start in [(0, 0), (0, 2), (1, 0), (1, 3), (2, len(expected[2]) - 1)]:
         data = made()
-        data.begin_at(passed, start, variables=json.loads(json.dumps(begun[passed])))
+        data.begin_at(passed, start, variables=json.loads(json.dumps(started_with[passed])))
         assert a_pass(data, strategy) == expected[passed][start:], (passed, start)
         if passed < 2:
             assert a_pass(data, strategy) == expected[passed + 1], (passed, start)
-    for forgotten in range(len(begun[1]) - 1):  # the last one is the number of the pass
-        data, values = made(), list(begun[1])
+    for forgotten in range(len(started_with[1]) - 1):  # the last one is the number of the pass
+        data, values = made(), list(started_with[1])
         values[forgotten] = made().variables(in_pass=False)[forgotten]
         data.begin_at(1, 3, variables=values)
         assert a_pass(data, strategy) != expected[1][3:], forgotten
 
 
 @pytest.mark.parametrize("name", inputs.SHUFFLED)
-def test_passes_have_orders_of_their_own(name: str) -> None:
-    """Shuffled passes hold the same samples, each in another order."""
+def test_passes_have_different_orders(name: str) -> None:
+    """Shuffled passes hold the same samples, every pass in another order."""
     strategy = tf.distribute.get_strategy()
     data = positioned(name, strategy)
     orders = [[ids for ids, *_ in a_pass(data, strategy)] for _ in range(3)]
@@ -128,8 +128,8 @@ def test_passes_have_orders_of_their_own(name: str) -> None:
 
 @pytest.mark.parametrize("name", inputs.BY_PASS + inputs.BY_READING)
 def test_passes_after_passes_that_were_not_read(name: str) -> None:
-    """The third pass after two that were read, and after two that were only started: the same if
-    a pass is drawn by its number, otherwise that of plain tf.data."""
+    """The third pass after two that were read, and after two that were only started, is the same if
+    a pass is drawn by its number, and otherwise that of plain tf.data."""
     strategy = tf.distribute.get_strategy()
     read, started = positioned(name, strategy), positioned(name, strategy)
     plain_read, plain_started = (inputs.SOURCES[name]().whole for _ in range(2))
@@ -150,7 +150,7 @@ def test_passes_after_passes_that_were_not_read(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["arrays", "shuffle", "PyDataset", "generator function"])
 def test_replicas_see_the_batches_of_one_device(name: str) -> None:
-    """Two replicas have the global batches of one device, also from the middle on."""
+    """Two replicas have the global batches of one device, even if started mid-pass."""
     one, two = STRATEGIES["one device"](), STRATEGIES["two replicas"]()
     for passed, start in [(0, 0), (1, 2)]:
         found = []
@@ -163,7 +163,7 @@ def test_replicas_see_the_batches_of_one_device(name: str) -> None:
 
 @pytest.mark.parametrize("name", inputs.SEEDED)
 def test_orders_are_those_of_tf_data(name: str) -> None:
-    """A pipeline with seeds comes as it comes without us."""
+    """A pipeline with seeds yields the same as without us."""
     strategy = tf.distribute.get_strategy()
     data = positioned(name, strategy)
     plain = inputs.SOURCES[name]().whole
@@ -173,7 +173,7 @@ def test_orders_are_those_of_tf_data(name: str) -> None:
 
 
 def test_a_wrong_place_is_noticed() -> None:
-    """Control: one batch too far, or one pass, is not what these tests accept."""
+    """Control: these tests fail if a position is off by one batch, or one pass."""
     strategy = tf.distribute.get_strategy()
     for name in inputs.SHUFFLED:
         whole = positioned(name, strategy)
@@ -210,8 +210,9 @@ def test_large_tensors_are_held_once(dtype: str) -> None:
         assert all(map(lambda a, b: bool(tf.reduce_all(a == b)), ours, theirs))
 
 
-def test_what_cannot_be_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a dataset goes on by its own seeds, and says so if it was read before."""
+def test_dataset_that_cannot_be_inspected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dataset that cannot be inspected continues by its own seeds, and warns if it was read
+    before."""
     strategy = tf.distribute.get_strategy()
     whole = positioned("shuffle of tensors", strategy)
     expected = [a_pass(whole, strategy) for _ in range(2)]
@@ -226,7 +227,7 @@ def test_what_cannot_be_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_beyond_the_end() -> None:
-    """A place behind the last batch is refused."""
+    """A position after the last batch is refused."""
     data = positioned("arrays", tf.distribute.get_strategy())
     with pytest.raises(DataError, match="only 8 batches"):
         data.begin_at(1, 9)
@@ -263,10 +264,10 @@ def test_fingerprints_of_two_processes() -> None:
         (lambda d: d.map(lambda i: (i, i)), lambda d: d.map(lambda i: (i, 0)), "elements"),
     ],
 )
-def test_fingerprints_tell_pipelines_apart(
+def test_fingerprints_distinguish_pipelines(
     one: Callable[[Any], Any], other: Callable[[Any], Any], name: str
 ) -> None:
-    """What changes the samples or their order changes a line with its name."""
+    """A change of the samples or their order changes a named entry of the fingerprint."""
     first, second = (
         sources.TfData(change(tf.data.Dataset.range(30)).batch(4)).fingerprint()
         for change in (one, other)
@@ -274,8 +275,8 @@ def test_fingerprints_tell_pipelines_apart(
     assert name in {key for key in {**first, **second} if first.get(key) != second.get(key)}
 
 
-def test_fingerprints_without_what_does_not_matter() -> None:
-    """Prefetching, threads and options leave a fingerprint as it is."""
+def test_fingerprints_without_irrelevant_settings() -> None:
+    """Prefetching, threads and options do not affect a fingerprint."""
     made = [
         tf.data.Dataset.range(30).map(lambda i: i + 1).batch(4),
         tf.data.Dataset.range(30).map(lambda i: i + 1, num_parallel_calls=3).batch(4).prefetch(2),
@@ -286,7 +287,7 @@ def test_fingerprints_without_what_does_not_matter() -> None:
 
 
 class Counted(keras.utils.PyDataset):
-    """Knows which batches were asked for, in a list that is not taken for state."""
+    """Records which batches were requested, in a list that does not count as state."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -303,8 +304,8 @@ class Counted(keras.utils.PyDataset):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_py_dataset_is_not_read_over(workers: int) -> None:
-    """The batches before the place where it goes on are not asked for."""
+def test_a_py_dataset_is_not_read_again(workers: int) -> None:
+    """The batches before the position where it continues are not requested."""
     given = Counted(workers=workers)
     data = Positioned(python_sources.PyData(given, shuffle=False, seed=0))
     given.asked.clear()
@@ -314,7 +315,7 @@ def test_a_py_dataset_is_not_read_over(workers: int) -> None:
 
 
 def test_workers_end_with_their_iterator() -> None:
-    """Python workers of an iterator that nobody reads to its end go with it."""
+    """Python workers of an iterator that is not read to its end stop when it is deleted."""
     data = Positioned(python_sources.PyData(Counted(workers=2), shuffle=True, seed=0))
     batches = iter(data)
     next(batches)
@@ -327,8 +328,8 @@ def test_workers_end_with_their_iterator() -> None:
 
 
 @pytest.mark.parametrize("start", [2, 3])
-def test_what_is_left_out_is_not_computed(start: int) -> None:
-    """Maps below a shuffle are not called for the samples of batches that are left out."""
+def test_skipped_batches_are_not_computed(start: int) -> None:
+    """Maps before a shuffle are not called for the samples of skipped batches."""
 
     def of_late_samples(number: tf.Tensor) -> tf.Tensor:
         tf.debugging.assert_greater_equal(number, tf.constant(12, tf.int64))
@@ -344,7 +345,7 @@ def test_what_is_left_out_is_not_computed(start: int) -> None:
 
 
 def read_by_worker(source: Any, worker: int, *seed: int, batches: int) -> list[np.ndarray]:
-    """What one of two workers of a ParameterServerStrategy reads first."""
+    """Returns the first batches that one of two workers of a ParameterServerStrategy reads."""
     specs: list[Any] = []
 
     @tf.function
@@ -376,8 +377,8 @@ def numbers() -> tf.data.Dataset:
     ids=["arrays", "unseeded", "seeded"],
 )
 def test_orders_of_workers(make: Callable[[], Any]) -> None:
-    """Each worker reads all samples in each pass, in orders of its own; the same ones for the same
-    seed, and others when it begins anew."""
+    """Every worker reads all samples in every pass, in its own orders; the same ones for the same
+    seed, and others after a restart."""
     source = make()
     passes = {
         seed: np.concatenate(read_by_worker(source, seed[0], *seed, batches=12)).reshape(2, 24)
@@ -400,7 +401,7 @@ def test_orders_of_workers(make: Callable[[], Any]) -> None:
     ids=["arrays", "tf.data"],
 )
 def test_shares_of_workers(make: Callable[[], Any]) -> None:
-    """Where there is no order to draw, workers share the batches."""
+    """If there is no order to draw, workers share the batches."""
     source = make()
     first, second = (read_by_worker(source, n, n, 0, batches=3) for n in (0, 1))
     np.testing.assert_array_equal(np.sort(np.concatenate(first + second).ravel()), NUMBERS)
@@ -416,9 +417,9 @@ def test_a_split_by_a_fixed_order_stays_one() -> None:
         assert set(seen.ravel().tolist()) == expected
 
 
-def test_fetches_ahead() -> None:
-    """The batch that comes next is made before it is asked for, and makes no difference to where a
-    training goes on."""
+def test_prefetches() -> None:
+    """The next batch is prepared before it is requested, which does not affect the position from
+    which training resumes."""
     made: list[int] = []
     is_ahead = threading.Event()
 
@@ -429,7 +430,7 @@ def test_fetches_ahead() -> None:
         return number
 
     options = tf.data.Options()
-    options.autotune.enabled = False  # TensorFlow would fetch ahead by itself
+    options.autotune.enabled = False  # TensorFlow would prefetch automatically
 
     def data(fetches_ahead: bool) -> Positioned:
         dataset = tf.data.Dataset.range(6).shuffle(6, seed=3)
@@ -456,7 +457,7 @@ def test_fetches_ahead() -> None:
 @pytest.mark.parametrize("name", inputs.PIPELINES)
 def test_orders_of_plain_tf_data(name: str) -> None:
     """Passes are those of plain tf.data, with an iterator between them that is not read, as Keras
-    makes one; or the source tells that they are not."""
+    makes one; or the source reports that they are not."""
     plain = inputs.PIPELINES[name]()
     source = sources.TfData(inputs.PIPELINES[name](), seed=5)
     data = Positioned(source)

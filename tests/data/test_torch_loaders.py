@@ -1,4 +1,4 @@
-"""`fit` on a torch DataLoader: what it draws, wherever it draws it, is restored."""
+"""`fit` on a torch DataLoader: random states are restored, wherever they are."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Augment:
 
 
 class Augmented(Rows):
-    """Draws in an object of its own."""
+    """Draws in its own object."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class SizedStream(Stream):
 
 
 class Shuffler(data.Sampler):
-    """A sampler as people write them: shuffles its own indices in place, and counts passes."""
+    """A typical custom sampler: shuffles its own indices in place, and counts passes."""
 
     def __init__(self) -> None:
         self.indices = torch.arange(SAMPLES)
@@ -143,7 +143,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "own generator": lambda: data.DataLoader(Rows(), BATCH, shuffle=True, generator=seeded()),
     "global generator": lambda: data.DataLoader(Rows(), BATCH, shuffle=True, drop_last=True),
     "draws from globals": lambda: data.DataLoader(NoisyFromGlobals(), BATCH, shuffle=True),
-    "draws by itself": lambda: data.DataLoader(subset(), BATCH, shuffle=True),
+    "draws itself": lambda: data.DataLoader(subset(), BATCH, shuffle=True),
     "draws in an object": lambda: data.DataLoader(Augmented(), BATCH, shuffle=True),
     "draws in collate_fn": lambda: data.DataLoader(Rows(), BATCH, collate_fn=mixing()),
     "weighted": lambda: data.DataLoader(Rows(), BATCH, sampler=weighted()),
@@ -155,7 +155,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 }
 VALIDATED = {
     "validated": ("in order", "draws from globals"),
-    "both draw": ("own generator", "draws by itself"),
+    "both draw": ("own generator", "draws itself"),
 }
 STEPS = {"fewer steps": ("own generator", 2)}
 
@@ -167,7 +167,7 @@ class StopAtEnd(keras.callbacks.Callback):
 
 
 class Draws(keras.callbacks.Callback):
-    """Draws from the global generator, too, between epochs."""
+    """Also draws from the global generator between epochs."""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         torch.randn(1)
@@ -198,8 +198,8 @@ def backup(folder: Path) -> keras.callbacks.Callback:
 
 @pytest.mark.parametrize("name", [*LOADERS, *VALIDATED, *STEPS])
 def test_interrupted(name: str, tmp_path: Path) -> None:
-    """Undisturbed, it trains what plain Keras trains; interrupted in an epoch, after its last
-    batch or between epochs, and resumed, too. Nothing is warned of."""
+    """Uninterrupted, it trains like plain Keras; also if interrupted in an epoch, after its last
+    batch or between epochs, and resumed. There are no warnings."""
     plain = fit(name)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*cannot", category=UserWarning)

@@ -34,13 +34,13 @@ Given = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """An input, and what `fit` is given when the advice was followed.
+    """An input, and the arguments of `fit` after the advice was followed.
 
     Args:
-        warned: What the message says, as a pattern.
-        given: Makes the arguments of `fit` that are warned about.
-        remedied: Makes them as the message says.
-        still_warned: Whether that cannot be seen from outside, so that it is said all the same.
+        warned: The message, as a pattern.
+        given: Makes the arguments of `fit` that cause the warning.
+        remedied: Makes them as the message suggests.
+        still_warned: True if the remedy cannot be detected, so that the warning remains.
     """
 
     warned: str
@@ -134,7 +134,7 @@ class WithIndices(small.Batches):
         np.random.shuffle(self.indices)
 
 
-_read = {"x": small.X.copy()}  # taken for a cache
+_read = {"x": small.X.copy()}  # counts as a cache
 
 
 class WithGlobalCache(small.Batches):
@@ -202,17 +202,17 @@ CASES = {
         stateless,
     ),
     "random numbers in parallel": Case(
-        "RandomUniform runs in parallel calls.* Leave out num_parallel_calls",
+        "RandomUniform runs in parallel calls.* Remove num_parallel_calls",
         lambda: mapped(seeded, num_parallel_calls=AUTOTUNE),
         lambda: mapped(seeded),
     ),
     "a layer in parallel": Case(
-        "changes variables .* in parallel calls.* Leave out num_parallel_calls",
+        "changes variables .* in parallel calls.* Remove num_parallel_calls",
         lambda: augmented(num_parallel_calls=AUTOTUNE),
         augmented,
     ),
     "order of calls": Case(
-        "deterministic=False changes the order of elements. Leave it out",
+        "deterministic=False changes the order of elements. Remove it",
         lambda: mapped(lambda x, y: (2 * x, y), num_parallel_calls=2, deterministic=False),
         lambda: mapped(lambda x, y: (2 * x, y), num_parallel_calls=2),
     ),
@@ -244,14 +244,14 @@ CASES = {
         lambda: {"x": WithIndices()},
     ),
     "a large variable": Case(
-        "changes a variable of 2 MB, which is not saved. Keep what changes in variables of at most "
-        "1 MB",
+        "changes a variable of 2 MB, which is not saved. Keep changing values in variables of at "
+        "most 1 MB",
         lambda: of_variable(2**19 + 1),
         lambda: of_variable(2),
     ),
     "a global cache": Case(
-        "WithGlobalCache.on_epoch_end changed nothing that is saved.* keep what changes "
-        "in an attribute, for example as an array of indices",
+        "WithGlobalCache.on_epoch_end changed nothing that is saved.* keep changing "
+        "values in an attribute, for example as an array of indices",
         lambda: {"x": WithGlobalCache()},
         lambda: {"x": WithIndices()},
     ),
@@ -262,7 +262,7 @@ CASES = {
         lambda: {"x": WithIndices()},
     ),
     "hooks while batches are prefetched": Case(
-        "with steps_per_epoch, WithIndices.on_epoch_end runs while .* Leave out steps_per_epoch",
+        "with steps_per_epoch, WithIndices.on_epoch_end runs while .* Remove steps_per_epoch",
         lambda: {"x": WithIndices(), "steps_per_epoch": 3},
         lambda: {"x": WithIndices()},
     ),
@@ -294,7 +294,7 @@ CASES = {
 
 def fit(make: Callable[[], Given], directory: Path, *stop: small.Stop) -> Any:
     model = small.model()
-    tf.random.set_seed(None)  # from which ops without a seed get one
+    tf.random.set_seed(None)  # ops without a seed get theirs from it
     backup = kd.BackupAndRestore(directory, save_freq=1, on_busy="wait", delete_checkpoint=False)
     history = model.fit(epochs=3, verbose=0, **make(), callbacks=[*stop, backup])
     return small.state(model), history.history
@@ -302,7 +302,7 @@ def fit(make: Callable[[], Given], directory: Path, *stop: small.Stop) -> Any:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What was warned about or printed on input, so far."""
+    """Returns the warnings and messages about input so far."""
     found: list[str] = []
     monkeypatch.setattr(python_sources, "announce", found.append)
     with warnings.catch_warnings():
@@ -332,7 +332,7 @@ def test_advice_helps(
         directory = tmp_path / f"{place}"
         with pytest.raises(small.Interrupted):
             fit(case.remedied, directory, small.Stop(*place))
-        np.random.seed(99), _read["x"].sort(0)  # another process starts otherwise
+        np.random.seed(99), _read["x"].sort(0)  # another process starts with another state
         assert fit(case.remedied, directory) == whole, place
     found = "\n".join(said)
     assert bool(re.search(case.warned, found, re.DOTALL)) == case.still_warned, found
@@ -341,7 +341,7 @@ def test_advice_helps(
 
 
 def test_op_determinism(said: list[str], tmp_path: Path) -> None:
-    """Parallel random numbers are exact, and not warned about, with TensorFlow's op determinism."""
+    """Parallel random numbers are exact, and cause no warning, with TensorFlow's op determinism."""
     tf.config.experimental.enable_op_determinism()
     try:
         for make in (CASES["random numbers in parallel"], CASES["a layer in parallel"]):

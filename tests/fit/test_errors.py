@@ -1,4 +1,4 @@
-"""Bad input is an error that says what to do, before any training, and costs nothing."""
+"""Invalid input is an error with a remedy, raised before any training, and costs nothing."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class HidingCompile(keras.Sequential):
 
 
 def test_model(refuse: Callable[..., None], mirrored: tf.distribute.Strategy) -> None:
-    """The model: compiled, of a kind that can be moved, under the strategy that is asked for."""
+    """The model must be compiled, of a kind that can be moved, under the requested strategy."""
     refuse(ModelError, "expects a compiled keras.Model.*type int", 3, X, Y)
     refuse(ModelError, "returned by the function.*type str", lambda: "model", X, Y)
     refuse(ModelError, "is not compiled. Call", keras.Sequential([keras.layers.Dense(1)]), X, Y)
@@ -102,7 +102,7 @@ def test_model(refuse: Callable[..., None], mirrored: tf.distribute.Strategy) ->
 
 
 def test_strategy(refuse: Callable[..., None]) -> None:
-    """The strategy: one that is known, supported, and fits the cluster."""
+    """The strategy must be known, supported, and suit the cluster."""
     model = small.model()
     refuse(
         ConfigurationError,
@@ -154,23 +154,23 @@ def test_tf_config(
     error: type[Exception],
     match: str,
 ) -> None:
-    """TF_CONFIG: a cluster that this process is part of."""
+    """TF_CONFIG must describe a cluster that includes this process."""
     text = tf_config if isinstance(tf_config, str) else json.dumps(tf_config)
     monkeypatch.setenv("TF_CONFIG", text)
     refuse(error, match, small.model(), X, Y)
 
 
 def test_data(refuse: Callable[..., None], mirrored: tf.distribute.Strategy) -> None:
-    """The data: batched, of one length, large enough to be split."""
+    """The data must be batched, of one length, large enough to be split."""
     model = small.model()
     dataset = tf.data.Dataset.from_tensor_slices((X, Y))
     batched = dataset.batch(8)
     refuse(DataError, r"not batched.*\.batch\(global_batch_size\)", model, dataset)
     vectors = tf.data.Dataset.from_tensor_slices((X, np.repeat(Y, 2, axis=1)))
     refuse(DataError, "not batched", model, vectors)
-    refuse(DataError, "`y` goes into the dataset", model, batched, Y)
-    refuse(DataError, "`sample_weight` goes into", model, batched, sample_weight=Y)
-    refuse(DataError, "`batch_size` is for arrays", model, batched, batch_size=8)
+    refuse(DataError, "`y` must be part of the dataset", model, batched, Y)
+    refuse(DataError, "`sample_weight` must be part of", model, batched, sample_weight=Y)
+    refuse(DataError, "`batch_size` applies to arrays", model, batched, batch_size=8)
     refuse(
         DataError, "`validation_split` needs `x` as arrays", model, batched, validation_split=0.5
     )
@@ -185,7 +185,8 @@ def test_data(refuse: Callable[..., None], mirrored: tf.distribute.Strategy) -> 
 
 
 def test_data_that_looks_odd(tmp_path: Path) -> None:
-    """Batched scalars for an input of one feature, and inputs of different ranks, are batched."""
+    """Batched scalars for an input of one feature, and inputs of different ranks, count as
+    batched."""
     one = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     one.compile("sgd", "mse")
     column = tf.data.Dataset.from_tensor_slices((X[:, 0], Y)).batch(8)
@@ -199,7 +200,7 @@ def test_data_that_looks_odd(tmp_path: Path) -> None:
 
 
 def test_directory(refuse: Callable[..., None], tmp_path: Path) -> None:
-    """The directory: a folder, or a URL of a store that is known, named once."""
+    """The directory must be a folder, or a URL of a known store, and given once."""
     model = small.model()
     (tmp_path / "file").touch()
     refuse(ConfigurationError, "file is a file", model, X, Y, directory=tmp_path / "file" / "a")
@@ -219,7 +220,7 @@ def test_directory(refuse: Callable[..., None], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("save_freq", [0, -1, True, "batch", 1.5, None])
 def test_save_freq(save_freq: Any, tmp_path: Path) -> None:
-    """`save_freq`: "epoch", "auto", a number of batches, a time, or False."""
+    """`save_freq` must be "epoch", "auto", a number of batches, a time, or False."""
     with pytest.raises(ConfigurationError, match='`save_freq` to be "epoch", "auto", False'):
         kd.defaults(tmp_path, save_freq=save_freq)
 
@@ -239,16 +240,16 @@ def numbers() -> Iterator[np.ndarray]:
         ),
     ],
 )
-def test_dataset_that_cannot_be_taken_along(dataset: Callable[[], tf.data.Dataset]) -> None:
-    """A dataset of Python code, made too early, names both ways out."""
+def test_dataset_that_cannot_be_carried_over(dataset: Callable[[], tf.data.Dataset]) -> None:
+    """The error for a dataset of Python code, made too early, names both remedies."""
     with pytest.raises(DataError, match=r"calls Python code") as raised:
         carry.pack({"x": dataset()})
     assert "keras_distplug.init()" in str(raised.value)
     assert "distributed_fit(model, make_x, ...)" in str(raised.value)
 
 
-def on_fault(left_out: Any) -> None:
-    """A function of the user's."""
+def on_fault(fault: Any) -> None:
+    """A custom function."""
 
 
 @pytest.mark.parametrize(
@@ -304,12 +305,12 @@ def on_fault(left_out: Any) -> None:
     ],
 )
 def test_repr(make: Callable[[Path], Any], shown: str, tmp_path: Path) -> None:
-    """A callback shows itself as the call that makes it, without what is secret."""
+    """A callback's repr is the call that makes it, without secrets."""
     assert repr(make(tmp_path)) == shown.format(folder=tmp_path)
 
 
 def test_repr_of_derived() -> None:
-    """What is derived from one of ours shows what it has of that."""
+    """The repr of a subclass of ours shows the arguments that it has from that."""
 
     class Own(kd.NaNWatchdog):
         def __init__(self, label: str, **others: Any) -> None:
@@ -320,7 +321,7 @@ def test_repr_of_derived() -> None:
 
 
 def test_two_backups(tmp_path: Path) -> None:
-    """One of the user's takes the place of that of `defaults()`; two are an error."""
+    """A user's BackupAndRestore replaces that of `defaults()`; two are an error."""
     for place in (0, -1):
         own = kd.BackupAndRestore(tmp_path / f"own{place}", delete_checkpoint=False)
         callbacks = kd.defaults(tmp_path / "default")

@@ -1,4 +1,4 @@
-"""How often the first step is traced: each time costs as long as a small model's epoch."""
+"""Number of traces of the first step: every one costs as much as a small model's epoch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import keras_distplug as kd  # noqa: E402
 
 
 class Counted(keras.optimizers.Adam):
-    """Counts how often a step with it is traced."""
+    """Counts the traces of a step that uses it."""
 
     traces = 0
 
@@ -33,7 +33,7 @@ class OwnStep(keras.Sequential):
 
 
 class Auxiliary(keras.Model):
-    """With a second head while it is trained."""
+    """Has a second head during training only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,9 +67,9 @@ def fit_auxiliary(*callbacks: keras.callbacks.Callback) -> keras.Model:
 
 @pytest.mark.parametrize("fit", [fit, fit_auxiliary])
 def test_traced_once(fit: Callable[..., keras.Model], tmp_path: Path) -> None:
-    """Keras makes variables in the first step, so that TensorFlow traces it twice. Made before, for
-    what the model gives in training, it is traced once, and computes the same bits; so it does
-    where it is resumed."""
+    """Keras creates variables in the first step, so TensorFlow traces it twice. If they are created
+    before, for the model's outputs in training, it is traced once, and computes bit for bit the
+    same; also after a resume."""
     expected = fit()
     assert expected.optimizer.traces == 2
     with pytest.raises(small.Interrupted):
@@ -84,12 +84,12 @@ def test_traced_once(fit: Callable[..., keras.Model], tmp_path: Path) -> None:
 
 
 def test_own_step(tmp_path: Path) -> None:
-    """What a `train_step` of the user's calls, and with what, is not known before."""
+    """The calls of a custom `train_step`, and their arguments, are not known in advance."""
     assert fit(*kd.defaults(tmp_path, save_freq="epoch"), cls=OwnStep).optimizer.traces == 2
 
 
-def test_what_works_in_the_step_only(tmp_path: Path) -> None:
-    """A metric that fails outside the step: all is left to the step, as with Keras alone."""
+def test_metric_that_fails_outside_the_step(tmp_path: Path) -> None:
+    """If a metric fails outside the step, everything is left to the step, as with Keras alone."""
     calls: list[object] = []
 
     def late(y_true: Any, y_pred: Any) -> Any:

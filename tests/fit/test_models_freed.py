@@ -18,7 +18,7 @@ import keras_distplug as kd  # noqa: E402
 
 
 def test_freed(tmp_path: Path) -> None:
-    """No callback of `defaults()` does, and neither does what TensorFlow keeps of the steps."""
+    """Neither callbacks of `defaults()` nor TensorFlow's traced steps keep the model."""
     models = []
     for number in range(2):
         model = small.model()

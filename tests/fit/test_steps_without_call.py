@@ -1,4 +1,4 @@
-"""Models whose `train_step` does not call them resume mid-epoch, and nothing calls them."""
+"""Models whose `train_step` does not call them resume mid-epoch, without being called."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import keras_distplug as kd  # noqa: E402
 
 
 class Parts(keras.Model):
-    """Trains what it is made of, as an autoencoder or a GAN does."""
+    """Trains its parts, like an autoencoder or a GAN."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def fit(
 
 
 class Validated(WithTracker):
-    """Keras' own `test_step` makes metrics that its `train_step` has not."""
+    """Keras' own `test_step` creates metrics that its `train_step` lacks."""
 
     def call(self, inputs: Any) -> Any:
         return self.apart(inputs)
@@ -142,7 +142,8 @@ def backup(directory: Path) -> kd.BackupAndRestore:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_interrupted(name: str, tmp_path: Path) -> None:
-    """The weights, the metrics of the epoch and the History of plain Keras, from any batch on."""
+    """Training ends with the weights, epoch metrics and History of plain Keras, from any batch
+    on."""
     plain = fit(name)
     for place in [(1, 1), (2, 0)]:
         directory = tmp_path / f"{place}"
@@ -159,7 +160,7 @@ def test_interrupted(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["loss", "tracker"])
 def test_interrupted_eagerly(name: str, tmp_path: Path) -> None:
-    """So do steps that are not traced."""
+    """Steps that are not traced do so, too."""
     plain = fit(name, eager=True)
     with pytest.raises(small.Interrupted):
         fit(name, small.Stop(1, 1), backup(tmp_path), eager=True)
@@ -167,7 +168,7 @@ def test_interrupted_eagerly(name: str, tmp_path: Path) -> None:
 
 
 def test_metrics_that_an_eager_step_makes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """They have the values of the checkpoint before the first batch counts."""
+    """Metrics created by an eager step get the values of the checkpoint before the first batch."""
     plain = fit("compiled metrics", eager=True)
     with pytest.raises(small.Interrupted):
         fit("compiled metrics", small.Stop(1, 1), backup(tmp_path), eager=True)
@@ -176,7 +177,8 @@ def test_metrics_that_an_eager_step_makes(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_validation(tmp_path: Path) -> None:
-    """What a test step makes gets nothing of the epoch, and the epoch nothing of the test."""
+    """Metrics created by a test step get nothing of the epoch, and the epoch nothing of the
+    test."""
 
     def train(*callbacks: keras.callbacks.Callback) -> Any:
         keras.utils.set_random_seed(5)
@@ -213,7 +215,7 @@ def test_a_step_that_fails_first(tmp_path: Path) -> None:
 
 
 def test_empty_validation(tmp_path: Path) -> None:
-    """Validation data without batches has no logs, after a resume as without one."""
+    """Validation data without batches has no logs, with or without a resume."""
     empty = small.dataset().take(0)
 
     def train(*callbacks: keras.callbacks.Callback) -> dict[str, Any]:

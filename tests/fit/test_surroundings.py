@@ -1,5 +1,5 @@
-"""Where and how a script may run: threads, spawned and pooled processes, a notebook's cells,
-warnings as errors, compiled and eager steps."""
+"""Environments in which a script may run: threads, spawned and pooled processes, a notebook's
+cells, warnings as errors, compiled and eager steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.processes import Process  # noqa: E402
 
 import keras_distplug as kd  # noqa: E402
 
-# Trains in a folder, or in plain Keras; the first time it is killed within the second epoch.
+# Trains in a folder, or in plain Keras; the first time, it is killed in the second epoch.
 SCRIPT = """
 import json, os, signal, sys
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
@@ -75,7 +75,8 @@ def run(script: Path, *given: str) -> tuple[int, str]:
 
 
 def test_warnings_as_errors(tmp_path: Path) -> None:
-    """`python -W error`: neither we nor what we call turns a warning into a failure."""
+    """With `python -W error`, neither our code nor the code that it calls turns a warning into a
+    failure."""
     script, folder = tmp_path / "train.py", str(tmp_path / "runs")
     script.write_text(SCRIPT)
     code, plain = run(script, "", "-")
@@ -89,7 +90,7 @@ def test_warnings_as_errors(tmp_path: Path) -> None:
 
 
 def spawned(script: Path, folder: str, kills: bool) -> Any:
-    """What the script trains in a spawned process; its exit code if it has none."""
+    """Returns the result of training in a spawned process; its exit code if there is no result."""
     sys.path.insert(0, str(script.parent))
     try:
         context = multiprocessing.get_context("spawn")
@@ -139,7 +140,7 @@ def interrupted(directory: Path, **compiled: Any) -> None:
 
 @pytest.mark.parametrize("compiled", [{"jit_compile": True}, {"run_eagerly": True}], ids=str)
 def test_steps(compiled: dict[str, Any], tmp_path: Path) -> None:
-    """Steps that XLA compiles, or that are not traced, resume with the bits of plain Keras."""
+    """Steps that XLA compiles, or that are not traced, resume bit for bit like plain Keras."""
     interrupted(tmp_path, **compiled)
     assert fit(backup(tmp_path), **compiled) == fit(**compiled)
 
@@ -160,7 +161,7 @@ def test_thread(tmp_path: Path) -> None:
 
 
 def test_cells(tmp_path: Path) -> None:
-    """A cell of a notebook that was stopped is run again: with a new model, and with the same."""
+    """A notebook cell that was stopped is run again: with a new model, and with the same."""
     cell = "history = fit(*callbacks(), stop)"
     scope: dict[str, Any] = {"fit": fit, "stop": small.Stop(1, 1)}
     scope["callbacks"] = lambda: [backup(tmp_path)]
@@ -224,7 +225,7 @@ def test_kernel(tmp_path: Path) -> None:
 
 
 def test_joblib(tmp_path: Path) -> None:
-    """Trainings of joblib's workers, each with a folder of its own."""
+    """Training runs in joblib's workers, each with a separate folder."""
     joblib = pytest.importorskip("joblib", reason="pip install joblib")
     loky = pytest.importorskip("joblib.externals.loky")
     script = tmp_path / "train_pooled.py"
@@ -238,7 +239,9 @@ def test_joblib(tmp_path: Path) -> None:
             [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
         )
         found = joblib.Parallel(n_jobs=2)(joblib.delayed(train_pooled.train)(f) for f in folders)
-        loky.get_reusable_executor().shutdown(wait=True)  # new processes, which have finished none
+        loky.get_reusable_executor().shutdown(
+            wait=True
+        )  # new processes, which have finished no `fit`
         again = joblib.Parallel(n_jobs=2)(joblib.delayed(train_pooled.train)(f) for f in folders)
     finally:
         sys.path.remove(str(tmp_path))

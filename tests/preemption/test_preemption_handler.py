@@ -339,7 +339,7 @@ def test_no_time_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
     with pytest.raises(Preempted, match="the checkpoint of step 4"):
         fit(tmp_path, At(1, 1, tell), grace_secs=0)
-    assert "there is no checkpoint of step" in caplog.text
+    assert "no checkpoint of step" in caplog.text
     resumed = At(9, 9, fail)
     fit(tmp_path, resumed)
     assert resumed.seen[0] == (1, 0)

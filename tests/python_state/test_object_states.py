@@ -1,4 +1,4 @@
-"""What of an object's attributes is kept, and how they come back."""
+"""Tests which attributes of an object are kept, and how they are restored."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def through_json(values: Any) -> Any:
     ids=repr,
 )
 def test_values(value: Any) -> None:
-    """They come back with their types."""
+    """Values are restored with their types."""
     thing = Thing(value=None)
     attributes = Attributes(thing)
     thing.value = value
@@ -63,7 +63,7 @@ def test_values(value: Any) -> None:
     ],
 )
 def test_generators(make: Any, draw: Any) -> None:
-    """One goes on where the other was, and stays the object that it is."""
+    """A generator continues where the other was, and remains the same object."""
     one, other = Thing(rng=make()), Thing(rng=make())
     draw(one.rng)
     stored = through_json(Attributes(one, only_generators=True).read())
@@ -74,7 +74,7 @@ def test_generators(make: Any, draw: Any) -> None:
 
 
 def test_in_place() -> None:
-    """Arrays, lists and dicts are changed where others refer to them."""
+    """Arrays, lists and dicts are changed in place if other objects refer to them."""
     array, items, names = np.arange(5), [1, 2], {"a": 1}
     thing = Thing(array=array, items=items, names=names)
     stored = through_json(Attributes(thing).read())
@@ -90,7 +90,7 @@ def test_in_place() -> None:
 
 @pytest.mark.parametrize("kind", ["array", "list"])
 def test_large_ones(kind: str) -> None:
-    """Of more than 1 MB, only what has changed is kept, and of more than 16 MB nothing."""
+    """Of values of more than 1 MB, only changed ones are kept, and above 16 MB none."""
     for size, is_kept in ((3 * 2**16, True), (3 * 2**20, False)):
         values: Any = np.arange(size, dtype="float64")
         if kind == "list":
@@ -104,15 +104,15 @@ def test_large_ones(kind: str) -> None:
         assert attributes.too_large() == ([] if is_kept else ["values"])
 
 
-def test_what_is_left_out() -> None:
-    """Whatever else it has, such as images that it keeps, costs nothing and is not looked into."""
+def test_skipped_attributes() -> None:
+    """Other attributes, such as images, cost nothing and are not inspected."""
     images = {number: np.ones((100, 100)) for number in range(100)}
     thing = Thing(images=images, lists=[[np.ones(3)]], names=np.array(["a"]), other=object(), own=1)
     assert Attributes(thing, others=["own"]).read() == {}
 
 
 def test_text_of_another_process() -> None:
-    """Paths that a process has found again stay; only their order is restored."""
+    """Paths that a process has listed itself stay; only their order is restored."""
     stored = through_json(
         Attributes(Thing(root="/a", files=["/a/2", "/a/1"], names=["y", "x"])).read()
     )
@@ -122,7 +122,7 @@ def test_text_of_another_process() -> None:
 
 
 def test_of_torch() -> None:
-    """Tensors are restored in place, and generators where they were."""
+    """Tensors are restored in place, and generators with their state."""
     torch = pytest.importorskip("torch", reason="pip install torch")
     owner = Thing(rng=torch.Generator().manual_seed(3), order=torch.arange(200))
     attributes = Attributes(owner)

@@ -228,7 +228,7 @@ def test_nothing_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
     fit(kd.defaults(tmp_path, save_freq="epoch"))
     assert (
         f"{tmp_path / 'run-0001'}: attempt 1 left no checkpoint after at least 3 "
-        "steps; starting from the beginning"
+        "steps; starting from scratch"
     ) in caplog.messages
 
 

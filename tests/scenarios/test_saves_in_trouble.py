@@ -65,7 +65,7 @@ def test_one_worker_cannot_write(tmp_path: Path) -> None:
     chief, other = run(tmp_path / "b", 2, full)
     assert (chief.returncode, other.returncode) == (0, 0), chief.output + other.output
     assert came(tmp_path / "b") == [(0, "worker-1")]
-    failed = r"A checkpoint failed, (\d) in a row now.* The checkpoint of step (\d+) could not"
+    failed = r"A checkpoint failed \((\d) consecutive\).* The checkpoint of step (\d+) could not"
     assert re.findall(failed, chief.output) == [("1", "9"), ("2", "12")]
     assert "No space left on device" in chief.output
     for worker in range(2):
@@ -79,7 +79,7 @@ def test_one_worker_never_can(tmp_path: Path) -> None:
     ended = run(tmp_path, 2, full)
     for each in ended:
         assert each.returncode == 7, each.output
-        assert "3 checkpoints in a row could not be written" in each.output
+        assert "3 consecutive checkpoints could not be written" in each.output
         assert "No space left on device" in each.output
     assert came(tmp_path) == [(0, "worker-1")]
     ended = run(tmp_path, 2, full)

@@ -1,6 +1,6 @@
-"""What changes in what a data source of the user's leads to, as JSON, and back.
+"""Saves and restores, as JSON, the changing objects that a user's data source refers to.
 
-That is an augmenter with a generator of its own, a replay buffer, a counter in a class, a generator
+Examples are an augmenter with its own generator, a replay buffer, a counter in a class, a generator
 of the script's module. Most of the source's own attributes are in `object_states.Attributes`.
 """
 
@@ -26,23 +26,23 @@ from keras_distplug.python_state.changes import Changes, GoneError, Policy, Save
 from keras_distplug.python_state.object_states import Attributes
 from keras_distplug.python_state.walk import Owners, Path, Place, Walked
 
-_SAMPLE = 100  # entries of a container that are looked at
+_SAMPLE = 100  # entries of a container that are inspected
 _GENERATOR, _VALUE, _ARRAYS = "generator", "value", "arrays"
 _SINGLE = (bool, int, float, str, type(None), np.generic)
-_LAZY = (list, dict, np.ndarray)  # what is often read from a file when it is needed first
+_LAZY = (list, dict, np.ndarray)  # often read from a file on first use
 
 
-class Reached:
-    """What objects and functions lead to: objects of the script among their attributes, their
-    classes, and what their functions enclose or refer to as globals. Random generators are kept,
-    and numbers, text, arrays, and containers of these that have changed.
+class ReachableState:
+    """The state reachable from objects and functions: objects of the script among their attributes,
+    their classes, and variables that their functions enclose or refer to as globals. Kept are
+    random generators, and numbers, text, arrays, and containers of these that have changed.
 
     Another thread may be changing them.
 
     Args:
         owner: The source.
-        roots: It and its parts, by the first part of their paths.
-        attributes: What of `roots` is kept elsewhere.
+        roots: The source and its parts, by the first part of their paths.
+        attributes: The attributes of `roots`, which are saved elsewhere.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Reached:
         self._owner = owner
         self._roots = roots
         self._attributes = attributes
-        self._told: set[Path] = set()
+        self._reported: set[Path] = set()
         self._changes = Changes(owner, self._walk, Policy(_look, _is_small))
 
     def warnings(self) -> list[str]:
-        """Lines for people on what is known to be lost before a batch is made."""
+        """Returns messages for the user about state that is sure to be lost."""
         return [
             f"{type(self._owner).__name__}: `{walk.title_of(place.path[1:])}` is an "
             "iterator, whose position cannot be saved: a restarted run reads it from its start. "
@@ -67,7 +67,7 @@ class Reached:
         ]
 
     def read(self) -> list[Any]:
-        """Paths and values, JSON-able."""
+        """Returns paths and values, JSON-able."""
         found: list[Any] = []
         others = []
         for place in self._changes.places()[0]:
@@ -82,11 +82,11 @@ class Reached:
             elif (encoded := _encoded(place.value, value)) is not None:
                 found.append([place.path, encoded])
             elif not isinstance(place.value, dict):
-                self._tell(place)
+                self._report(place)
         return found
 
     def assign(self, values: Sequence[Any], *, in_pass: bool = False) -> None:
-        """Puts back what `read` gave; in place, where others may refer to it."""
+        """Restores the values from `read`; in place if other objects may refer to them."""
         self._changes.restore([_saved(tuple(path), each) for path, each in values], (GoneError,))
 
     def _walk(self, at_start: Owners) -> Walked:
@@ -99,19 +99,19 @@ class Reached:
             and (random_states.is_generator(place.value) or _may_change(place.value))
         ], owners
 
-    def _tell(self, place: Place) -> None:
-        if place.path not in self._told:
-            self._told.add(place.path)
+    def _report(self, place: Place) -> None:
+        if place.path not in self._reported:
+            self._reported.add(place.path)
             title = walk.title_of(place.path[1:])
             announce(
                 f"{type(self._owner).__name__}: `{title}` ({type(place.value).__name__}) changes "
-                "while batches are made and cannot be saved, so a restart begins without it. Keep "
+                "while batches are made and cannot be saved, so a restart starts without it. Keep "
                 "numbers, text and arrays of up to 16 MB there, such as an array of indices"
             )
 
 
 def _may_change(value: Any) -> bool:
-    """Whether a value may be state: no file, no model, and no cache of what was read."""
+    """Returns True if a value may be state: not a file, a model, or a cache of data read."""
     if isinstance(value, np.ndarray):
         return value.dtype.kind in "biuf" and value.flags.writeable
     if isinstance(value, dict):
@@ -121,13 +121,13 @@ def _may_change(value: Any) -> bool:
 
 
 def _look(value: Any) -> Value:
-    """As `changes.look`; of a container that is large, or cannot be saved, whether it has other
-    entries."""
+    """Does the same as `changes.look`; a container that is large or cannot be saved is compared by
+    its entries' identity."""
     is_container = isinstance(value, object_states.CONTAINERS)
     if not is_container or object_states.bytes_of(value) <= object_states.SMALL_BYTES:
-        looked = changes.look(value)
-        if looked.kind or not is_container:
-            return looked
+        value_now = changes.look(value)
+        if value_now.kind or not is_container:
+            return value_now
     return Value("", object_states.mark_of_entries(value))
 
 
@@ -139,14 +139,14 @@ def _is_small(value: Value) -> bool:
     return value.kind == "plain" and size <= object_states.SMALL_BYTES
 
 
-def _encoded(value: Any, looked: Value) -> Any:
-    """As JSON; None if that cannot hold it."""
+def _encoded(value: Any, value_now: Value) -> Any:
+    """Returns the value as JSON; None if JSON cannot hold it."""
     if object_states.bytes_of(value) > object_states.MOST_BYTES:
         return None
-    looked = looked if looked.kind else changes.look(value)  # a large one
-    if looked.kind != "plain" or not json_values.is_kept(looked.arrays):
+    value_now = value_now if value_now.kind else changes.look(value)  # for a large container
+    if value_now.kind != "plain" or not json_values.is_kept(value_now.arrays):
         return None
-    return {_VALUE: looked.encoded, _ARRAYS: json_values.encode(looked.arrays)}
+    return {_VALUE: value_now.encoded, _ARRAYS: json_values.encode(value_now.arrays)}
 
 
 def _saved(path: Path, value: Mapping[str, Any]) -> Saved:

@@ -1,5 +1,5 @@
-"""Variables that a step uses and the model does not have: states of stateful layers, a weight of
-the loss that a callback raises, seeds of an augmentation that `train_step` calls."""
+"""Saves variables that a step uses but the model does not own: states of stateful layers, a weight
+of the loss that a callback raises, seeds of an augmentation that `train_step` calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from keras_distplug.cluster.channel import Channel
 PREFIX = "outside/"
 _OF_ALL = "all"  # replicas
 _KEEPS_STATE = (
-    "keeps its random state where nothing can read it. Draw with keras.random, with a "
+    "keeps its random state where it cannot be read. Draw with keras.random, with a "
     "keras.random.SeedGenerator that the layer or model makes in __init__"
 )
 _IS_DRAWN_ONCE = (
@@ -31,16 +31,16 @@ _HAS_NO_SEED = (
 )
 
 
-class Outside:
-    """These variables, for one `fit`.
+class ExternalVariables:
+    """The variables outside the model that steps use, during one `fit`.
 
-    They are known once a step was traced. A run that is resumed gets their values back before that,
-    where they exist; the rest when the first step has made them, before it runs.
+    They are known once a step has been traced. When a run is resumed, existing ones get their
+    values back before that; the others, once the first step has made them, before it runs.
 
     Args:
         model: The model in training.
         callbacks: The other callbacks, which may change such variables.
-        warns: Whether this process says what cannot be resumed.
+        warns: True if this process warns about state that cannot be resumed.
     """
 
     def __init__(
@@ -53,17 +53,17 @@ class Outside:
         self._model = model
         self._touched = touched.Touched.of(model)
         steps = {"steps": self._touched.steps}
-        self._roots = {"model": model, **steps, **dict(callback_states.named(callbacks))}
+        self._roots = {"model": model, **steps, **dict(callback_states.named_callbacks(callbacks))}
         self._warns = warns
         self._has_traced = False
         self._found: dict[str, Any] | None = None
         self._waiting: dict[str, dict[str, np.ndarray]] = {}
         self._rank = self._world_size = 0
-        self._before_step: set[str] = set()  # what was there, of one that runs eagerly
-        self._said: set[str] = set()
+        self._before_step: set[str] = set()  # existing before the first step, if it runs eagerly
+        self._reported: set[str] = set()
 
     def end(self) -> None:
-        """To be called when `fit` ends."""
+        """Must be called when `fit` ends."""
         if not self._has_traced:
             return
         self._warn(
@@ -72,7 +72,7 @@ class Outside:
         )
 
     def trainable(self) -> dict[str, keras.Variable]:
-        """Those of Keras, which an optimizer may train, by path."""
+        """Returns the Keras variables among them, which an optimizer may train, by path."""
         return {
             path: each
             for path, each in self._variables().items()
@@ -80,11 +80,11 @@ class Outside:
         }
 
     def find(self, path: str) -> keras.Variable | None:
-        """The one with that path, if it exists."""
+        """Returns the variable with that path; None if it does not exist."""
         return reachable.resolve(self._roots, path)
 
     def capture(self, agreement: Channel, world_size: int) -> dict[str, Any]:
-        """Their values by key, as references. All workers call this together."""
+        """Returns their values by key, as references. All workers must call this together."""
         variables = self._variables()
         own = {path: each for path, each in variables.items() if touched.is_of_replicas(each)}
         of_replicas = own_states.gather(list(own.values()), agreement, world_size)
@@ -96,13 +96,13 @@ class Outside:
         for path, values in zip(own, of_replicas, strict=True):
             for replica, value in enumerate(values):
                 arrays[f"{PREFIX}{replica:04}/{path}"] = value
-        for path, by_replica in self._waiting.items():  # which have not been made yet
+        for path, by_replica in self._waiting.items():  # not created yet
             arrays.update({f"{PREFIX}{each}/{path}": by_replica[each] for each in by_replica})
         return arrays
 
     def restore(self, arrays: Mapping[str, np.ndarray], rank: int, world_size: int) -> None:
-        """Gives them the values of those of `arrays` that `capture` has named, now or as soon as
-        they exist."""
+        """Assigns the values that `capture` returned and `arrays` contains, now or as soon as the
+        variables exist."""
         self._rank, self._world_size, self._waiting = rank, world_size, {}
         for key, value in arrays.items():
             if key.startswith(PREFIX):
@@ -134,7 +134,7 @@ class Outside:
 
     def _variables(self) -> dict[str, Any]:
         if self._found is None:
-            known = self._model_s()
+            known = self._model_variables()
             ours = {id(touched.native(each)) for each in known}
             is_eager = models.runs_eagerly(self._model)
             others = self._touched.others(known)
@@ -146,17 +146,17 @@ class Outside:
 
             most = math.inf if is_eager else len(others)
             self._found = reachable.find(self._roots, is_wanted, most) if most else {}
-        # Without traces, nobody tells when there are more.
+        # Without traces, there is no notification of new variables.
         found, self._found = self._found, self._found if self._touched.has_traces else None
         return found
 
-    def _model_s(self) -> list[keras.Variable]:
+    def _model_variables(self) -> list[keras.Variable]:
         generator = models.global_seed_generator()
         seeds = [] if generator is None else [generator.state]
         return [*models.all_variables(self._model), *seeds]
 
     def on_step_known(self, stage: touched.Stage) -> None:
-        """To be called as `Touched.on_step_known`."""
+        """Must be called as `Touched.on_step_known`."""
         self._found, self._has_traced = None, True
         if stage is not touched.Stage.RAN:
             self._assign_waiting()
@@ -166,15 +166,17 @@ class Outside:
         lines = []
         if stage is touched.Stage.RAN:
             lines += [
-                f"{path}: the first step makes this variable, and computes with its first value "
-                "also when a run is resumed. Make it before `fit`, or leave out run_eagerly"
+                f"{path}: the first step creates this variable and uses its initial value, even in "
+                "a resumed run. Create it before `fit`, or don't use run_eagerly"
                 for path in self._variables()
                 if path not in self._before_step
             ]
         lines += [
-            f"{place}: a variable that is used here is not saved. Make it an attribute of the "
+            f"{place}: a variable used here is not saved. Make it an attribute of the "
             "model, of its loss or of a callback"
-            for place in self._touched.others([*self._model_s(), *self._variables().values()])
+            for place in self._touched.others(
+                [*self._model_variables(), *self._variables().values()]
+            )
         ]
         lines += [
             f"{place}: {op} {_KEEPS_STATE if is_seeded else _HAS_NO_SEED}"
@@ -185,17 +187,15 @@ class Outside:
             for place, function in self._touched.python_draws().items()
         ]
         lines += [
-            f"{place}: a lookup table changes here, and its content is not saved. Keep what "
-            "changes in a tf.Variable"
+            f"{place}: a lookup table changes here, and its content is not saved. Keep values that "
+            "change in a tf.Variable"
             for place in self._touched.tables()
         ]
         self._warn(lines)
 
     def _warn(self, lines: Iterable[str]) -> None:
-        new = [line for line in dict.fromkeys(lines) if line not in self._said]
-        self._said.update(new)
+        new = [line for line in dict.fromkeys(lines) if line not in self._reported]
+        self._reported.update(new)
         if new and self._warns:
             listed = "\n".join(f"- {line}." for line in new)
-            warnings.warn(
-                f"A resumed run cannot be sure to compute the same steps:\n{listed}", stacklevel=2
-            )
+            warnings.warn(f"A resumed run may not compute the same steps:\n{listed}", stacklevel=2)
