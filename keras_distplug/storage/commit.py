@@ -1,7 +1,7 @@
-"""How the workers of a run write a checkpoint together.
+"""The workers of a run write a checkpoint together.
 
 Every worker writes its share of the bytes; in very large clusters, only some workers do. They
-report what they wrote to the first worker, which writes the manifest once all shares are written.
+report their files to the first worker, which writes the manifest once all shares are written.
 No collective is involved, so all of this can run in the background of training. A worker that
 fails reports that, too; then no manifest is written.
 """

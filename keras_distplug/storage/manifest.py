@@ -129,9 +129,7 @@ class Manifest:
         except ChangedError as error:
             raise CorruptCheckpointError(f"{source} was changed after it was written.") from error
         except ValueError as error:
-            raise CorruptCheckpointError(
-                f"{source} is not a complete manifest: {error}"
-            ) from error
+            raise CorruptCheckpointError(f"{source} is not a complete manifest: {error}") from error
         # Another release's manifest is intact, and must not be reported as damaged.
         if (schema_version := body.pop("schema_version", None)) != SCHEMA_VERSION:
             raise CheckpointError(
@@ -151,8 +149,8 @@ def first_difference(
     other.
 
     Variables are compared in order. Numbers that Keras adds to names within a process (`dense_1`,
-    `dense_2`) are ignored, and so is the name of the model itself. Of an optimizer's variable, only
-    the last name is compared: the path before it depends on where the optimizer was built.
+    `dense_2`) are ignored, and so is the name of the model itself. For an optimizer's variable,
+    only the last name is compared: the path before it depends on where the optimizer was built.
 
     Args:
         stored: The variables of a checkpoint.

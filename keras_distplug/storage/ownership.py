@@ -82,7 +82,7 @@ class Ownership:
         self._timing = timing
         self._beats = 0
         self.is_training: Callable[[], bool] = lambda: False  # true while a `fit` here uses it
-        self.is_idle: Callable[[], bool] = lambda: False  # true once that `fit` and its saves have ended
+        self.is_idle: Callable[[], bool] = lambda: False  # true once it and its saves have ended
         self.uses = 1  # the number of times this process has claimed it
         self._changing = threading.RLock()
         self._confirmed_s = unsuspended_s()
