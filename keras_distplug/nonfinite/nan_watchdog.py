@@ -1,4 +1,4 @@
-"""Keeping NaN out of a training, and saying where it came from."""
+"""The callback that keeps NaN out of the model and reports its origin."""
 
 from __future__ import annotations
 
@@ -39,17 +39,18 @@ _ENDING_S = 60.0
 
 
 class NaNWatchdog(Watchdog):
-    """Keeps updates that are not finite out of the model, and says which replica they came from.
+    """Skips non-finite updates of the model, and reports the replicas that they came from.
 
-    One NaN in the data of one replica makes all weights NaN on all of them. Here, an update whose
-    gradients or loss are not finite on any replica is not applied on any, which is decided within
-    the step; metrics and the statistics of BatchNormalization stay as they were, too. The training
-    goes on as if that batch had not been there (but for what random layers have drawn for it).
+    A single NaN in the data of one replica makes all weights NaN on all replicas. With this
+    callback, an update whose gradients or loss are not finite on any replica is not applied on any
+    of them, which is decided within the step; metrics and the statistics of BatchNormalization do
+    not change, either. Training continues as if that batch had not existed (except that random
+    layers have advanced).
 
-    Where that does not help, the model is given the values of the newest checkpoint and training
-    goes on with the batch that comes next: what came since the checkpoint is left out, as Chowdhery
-    et al. (2022), "PaLM: Scaling Language Modeling with Pathways", section 5.1, do it by hand. If
-    it happens again, training ends with an error.
+    After too many consecutive skips, the model is rolled back to the newest checkpoint, and
+    training continues with the next batch: all batches since the checkpoint are skipped, as
+    Chowdhery et al. (2022), "PaLM: Scaling Language Modeling with Pathways", section 5.1, do
+    manually. If that does not help, training ends with an error.
 
     Example:
 
@@ -58,38 +59,39 @@ class NaNWatchdog(Watchdog):
     model.fit(ds, epochs=10, callbacks=[*kd.defaults("runs/mnist"), watchdog])
     ```
 
-    - It is among `defaults()`; one of your own takes its place.
-    - What a `LossScaleOptimizer` leaves out for its own scale is not a fault; there, a loss that is
-      not finite is one.
-    - It sees what goes through `optimizer.apply` or `apply_gradients`, also of a `train_step` of
-      your own, and losses from `compute_loss`. It says so if there is nothing of that.
-    - Variables other than Keras' own, in layers of yours, are not put back.
-    - Under ParameterServerStrategy, workers leave out and count, and the chief asks each second: it
-      is not known whose updates they were, `max_score` and `max_incidents` do not apply, and how
-      many there are in a row is as near as overlapping steps tell.
-    - With `jit_compile=True` XLA compiles a step with this in it to other instructions, whose last
-      bits differ from those without. **Not verified on GPU.**
+    - It is among `defaults()`; adding your own instance replaces that one.
+    - An update that a `LossScaleOptimizer` skips because of its scale is not a fault; a non-finite
+      loss is one.
+    - It covers updates through `optimizer.apply` or `apply_gradients`, including those of a custom
+      `train_step`, and losses from `compute_loss`. It warns if the model uses neither.
+    - Variables in custom layers that are not Keras variables are not restored.
+    - Under ParameterServerStrategy, workers skip and count updates, and the chief requests the
+      counts every second: the workers they came from are not known, `max_score` and
+      `max_incidents` do not apply, and the number of consecutive skips is approximate, because
+      steps overlap.
+    - With `jit_compile=True`, XLA compiles a step to different instructions with this callback, so
+      results may differ in the last bits from those without it. **Not verified on GPU.**
 
     Args:
-        max_skips: So many updates in a row are left out. Defaults to 5.
-        max_rollbacks: So often, in one training, the model is given the values of a checkpoint
-            then. It takes a `BackupAndRestore`. Defaults to 1.
-        max_score: An update is left out, too, if its loss, or the norm of its gradients, is farther
-            than this above those of the last 128: a robust z-score of the loss, and of the norm's
-            logarithm, by their median and median absolute deviation, which those that were left out
-            are not among. 10 finds what is far outside. The first 32 are not looked at, nor are
-            those of a `LossScaleOptimizer`. Several replicas tell each other their losses in each
-            step for that. Defaults to `None`, which looks at none.
-        max_incidents: So many batches whose update was left out are looked into by each worker in
-            one training: computed once more, operation by operation, to say what is not finite
-            first, or that this time all is; and kept as safetensors files in the folder
-            `incidents` of the `BackupAndRestore`'s directory, for `keras-distplug replay`. They
-            hold your data; 0 keeps none. Defaults to 8.
-        on_fault: Called with each `LeftOut`, on every worker. Defaults to `None`.
+        max_skips: The maximum number of consecutive updates to skip. Defaults to 5.
+        max_rollbacks: The maximum number of rollbacks to a checkpoint in one training. Requires a
+            `BackupAndRestore`. Defaults to 1.
+        max_score: A threshold for outliers: an update is also skipped if the robust z-score of its
+            loss, or of the logarithm of its gradients' norm, is greater than this. The score uses
+            the median and the median absolute deviation of the last 128 updates that were not
+            skipped; 10 finds only extreme outliers. The first 32 updates, and those of a
+            `LossScaleOptimizer`, are not checked. With several replicas, this adds an exchange of
+            losses to every step. Defaults to `None`: no check.
+        max_incidents: The maximum number of skipped batches that every worker diagnoses in one
+            training. Such a batch is recomputed eagerly to find the first non-finite value (or to
+            find that the fault was transient), and saved as a safetensors file in the folder
+            `incidents` of the `BackupAndRestore`'s directory, for `keras-distplug replay`. These
+            files contain your data; 0 disables them. Defaults to 8.
+        on_fault: A function called with every `LeftOut`, on every worker. Defaults to `None`.
 
     Raises:
-        ConfigurationError: For an argument that is not usable.
-        NonFiniteError: In `fit`, if nothing of this helps.
+        ConfigurationError: If an argument is invalid.
+        NonFiniteError: In `fit`, if neither skipping nor rolling back helps.
     """
 
     def __init__(
@@ -116,9 +118,9 @@ class NaNWatchdog(Watchdog):
         self.on_fault = on_fault
         self._in_a_row = 0
         self._rollbacks = 0
-        self._has_trained: bool | None = None  # in this epoch, as far as anything is known of it
+        self._has_trained: bool | None = None  # in this epoch; None if not known yet
         self._trained = self._left_out = 0
-        self._has_gate = False  # not where another one does the work
+        self._has_gate = False  # false if another instance does the work
         self._on_workers: LeftOutOnWorkers | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -131,18 +133,18 @@ class NaNWatchdog(Watchdog):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._in_a_row, self._rollbacks = state["in_a_row"], state["rollbacks"]
-        # An epoch may be gone into that has no batch left.
+        # Needed if training resumes at the end of an epoch, with no batch left in it.
         of_epoch = state.get("of_epoch", (None, 0, 0))
         self._has_trained, self._trained, self._left_out = of_epoch
         if self._has_gate:
             self._gate.set_windows(state["windows"])
 
-    # Keras' hooks, in the order in which they come
+    # Keras hooks, in the order in which they are called
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         trainer.adapt(model)
-        # Here, because Keras makes the step before `on_train_begin`.
+        # Must happen here, because Keras builds the step before `on_train_begin`.
         if self.stands_aside(callback_list.move_to_front(self)):
             return
         self._instrumentation = StepInstrumentation.of(model)
@@ -180,8 +182,9 @@ class NaNWatchdog(Watchdog):
         self._is_new = self._on_workers is None
         if self._on_workers is not None:
             announce(
-                "NaNWatchdog: workers leave out what is not finite and count it; whose it was, "
-                "`max_score` and `max_incidents` do not apply where they train each for itself"
+                "NaNWatchdog: workers skip and count non-finite updates. Because they train "
+                "asynchronously, the worker is not reported, and `max_score` and `max_incidents` "
+                "do not apply"
             )
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
@@ -196,7 +199,7 @@ class NaNWatchdog(Watchdog):
         if self._on_workers is not None or self.model.steps_per_execution == 1:
             return
         optimizer = self.model.optimizer
-        # A `LossScaleOptimizer` does not count what it leaves out itself.
+        # A `LossScaleOptimizer` does not count the updates that it skips itself.
         if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer | None):
             self._updates = int(optimizer.iterations.numpy())
 
@@ -221,7 +224,7 @@ class NaNWatchdog(Watchdog):
             self._hear_of_workers(self._on_workers, at_once=True)
             self._has_trained = self._left_out < self._trained if self._trained else None
         if self._has_trained is False and logs is not None:
-            # Metrics of no batch are 0, which would be the best loss that there ever was.
+            # Without any batch, metrics are 0, which would look like the best loss of all.
             logs.update(
                 {name: math.nan for name in self.model.get_metrics_result() if name in logs}
             )
@@ -229,15 +232,15 @@ class NaNWatchdog(Watchdog):
     def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
         self._incidents.end()
 
-    # How
+    # Internals
 
     def _say_what_is_not_seen(self) -> None:
         self._is_new = False
         if not self._gate.sees_updates and self._role.is_chief:
             warnings.warn(
-                "NaNWatchdog sees no update of this model: its `train_step` calls neither "
+                "NaNWatchdog cannot observe this model's updates: its `train_step` calls neither "
                 "`optimizer.apply` nor `optimizer.apply_gradients` of an optimizer that the model "
-                "was compiled with or has as an attribute. What is not finite is not kept out.",
+                "was compiled with or has as an attribute. Non-finite updates are not skipped.",
                 stacklevel=2,
             )
 
@@ -275,7 +278,7 @@ class NaNWatchdog(Watchdog):
                 for each in worker[number]
             ]
             first = steps[number][0]
-            # Only the sum has overflowed, where no score says more.
+            # Without a score, finite gradients of all replicas mean that only their sum overflowed.
             is_of_sum = first.score is None and all(each.is_finite for each in replicas)
             culprits = () if is_of_sum else culprits_of(replicas)
             self._keep_finite(steps[number], place, culprits)
@@ -285,14 +288,14 @@ class NaNWatchdog(Watchdog):
         if self._in_a_row > self.max_skips:
             self._climb()
         if self._has_trained and logs is not None:
-            # Taken before the metrics were put back.
+            # The logs were computed before the metrics were restored.
             results = self.model.get_metrics_result()
             logs.update({name: results[name] for name in logs if name in results})
 
     def _looked_into(self, step: list[Fault], place: int | None) -> list[OfReplica]:
-        """What the replicas of this process had in a step."""
+        """Returns the faults of this process's replicas in a step, with diagnoses."""
         looked_into = []
-        # Of several updates of an optimizer in one step, the first tells most.
+        # If an optimizer has several faulty updates in one step, the first is the most telling.
         firsts = {(each.replica, each.optimizer): each for each in reversed(step)}
         for fault in sorted(firsts.values(), key=lambda each: each.replica):
             looks = not fault.is_finite and self._incidents.takes(fault)
@@ -314,7 +317,8 @@ class NaNWatchdog(Watchdog):
     def _keep_finite(
         self, step: list[Fault], place: int | None, culprits: Sequence[OfReplica]
     ) -> None:
-        """Those with finite gradients: who they came from takes all workers to know."""
+        """Saves the batches of finite faults, whose culprits are known only after all workers have
+        reported."""
         named = {each.replica: each for each in culprits}
         for fault in step:
             if fault.is_finite and fault.replica in named and self._incidents.takes(fault):
@@ -324,7 +328,7 @@ class NaNWatchdog(Watchdog):
         self._incidents.keep(fault, self._epoch, self._batch + (place or 0), str(replica))
 
     def _of_steps(self, faults: list[Fault]) -> list[list[Fault]]:
-        """Those of the same step together, in the order of the steps."""
+        """Groups faults by step, in the order of the steps."""
         if self.model.steps_per_execution == 1:
             return [faults] if faults else []
         steps: dict[int, list[Fault]] = {}
@@ -337,11 +341,11 @@ class NaNWatchdog(Watchdog):
         return list(steps.values())
 
     def _places(self, steps: list[list[Fault]]) -> list[int | None]:
-        """Which steps of an execution they are."""
+        """Returns the indices of `steps` in their execution; None for one that is not known."""
         if self.model.steps_per_execution == 1:
             return [0]
         places: list[int | None] = []
-        left_out = 0  # updates of the first replica that faults
+        left_out = 0  # updates of the first faulty replica
         for first, *others in steps:
             calls = self._gate.calls[first.optimizer]
             is_counted = self._updates is not None and first.optimizer == "optimizer"
@@ -365,38 +369,38 @@ class NaNWatchdog(Watchdog):
         )
         if self._role.is_chief:
             report(_as_event(fault))
-            announce(f"an update is left out, {self._in_a_row} in a row now. {fault}")
+            announce(f"an update was skipped ({self._in_a_row} consecutive). {fault}")
         if self.on_fault is not None:
             self.on_fault(fault)
 
     def _climb(self) -> None:
-        trouble = f"{self._in_a_row} updates in a row were not finite, or far from others"
+        trouble = f"consecutive updates with non-finite values or outliers: {self._in_a_row}"
         if self._rollbacks >= self.max_rollbacks:
-            again = f", after {self._rollbacks} times of going back" if self._rollbacks else ""
+            again = f", in spite of rollbacks: {self._rollbacks}" if self._rollbacks else ""
             raise self._end(f"{trouble}{again}")
         if self._keeper is None:
             raise self._end(
-                f"{trouble}, and there is no keras_distplug.BackupAndRestore among the callbacks "
-                "to go back with"
+                f"{trouble}, and a rollback is not possible without a "
+                "keras_distplug.BackupAndRestore among the callbacks"
             )
         try:
             step = self._keeper.roll_back()
         except CheckpointError as error:
-            raise self._end(f"{trouble}, and going back failed: {error}") from error
+            raise self._end(f"{trouble}, and the rollback failed: {error}") from error
         if step is None:
-            raise self._end(f"{trouble}, and there is no checkpoint yet to go back to")
+            raise self._end(f"{trouble}, and there is no checkpoint yet to roll back to")
         self._in_a_row = 0
         self._rollbacks += 1
         if self._role.is_chief:
             report(RolledBack(step, self._rollbacks, trouble))
             announce(
-                f"{trouble}: the model is as it was at step {step} again, and what came since is "
-                f"left out ({self._rollbacks} of {self.max_rollbacks} times that this is done)"
+                f"{trouble}: the model was rolled back to step {step}, and the batches since then "
+                f"are skipped (rollback {self._rollbacks} of at most {self.max_rollbacks})"
             )
 
     def _end(self, why: str) -> NonFiniteError:
         self._incidents.end()
-        # Who ends takes the service with it by which others still hear of it.
+        # A worker that exits may take down the service through which others receive the decision.
         with contextlib.suppress(AgreementError):
             self._agreement.barrier("end for NaN", within_s=_ENDING_S)
         report(Raised(f"{NonFiniteError.__name__}: {why}"))
@@ -419,6 +423,6 @@ def _as_event(fault: LeftOut) -> UpdateLeftOut:
 
 
 _REMEDY = (
-    "The lines above name the replicas and variables. Look at the data of these batches; a smaller "
-    "learning rate, `clipnorm` or a warm-up help where it is the training that diverges."
+    "The lines above name the replicas and variables. Check the data of these batches; if training "
+    "itself diverges, try a smaller learning rate, `clipnorm` or a warm-up."
 )

@@ -1,4 +1,4 @@
-"""Updates that are not finite, where workers train each for itself."""
+"""Non-finite updates under ParameterServerStrategy, where workers train asynchronously."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import keras
 
 from keras_distplug.backend.tensorflow.parameter_server.scheduled import schedule_of
 
-_EVERY_S = 1.0  # to ask a parameter server takes as long as a small step
+_EVERY_S = 1.0  # a request to a parameter server takes as long as a small step
 
 
 class LeftOutOnWorkers:
-    """Hears how many updates workers have left out. They cannot tell more: they run no Python.
+    """Counts the updates that workers have skipped. They cannot report more: they run no Python.
 
     Args:
-        model: One that `fit` is about to train under ParameterServerStrategy: this is to be made in
-            a callback's `set_model`, because Keras makes the step before `on_train_begin`.
+        model: A model that `fit` is about to train under ParameterServerStrategy. Create this
+            object in a callback's `set_model`, because Keras builds the step before
+            `on_train_begin`.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -26,10 +27,11 @@ class LeftOutOnWorkers:
         self._asked_s = time.monotonic()
 
     def news(self, *, at_once: bool) -> tuple[int, int] | None:
-        """How many there are since the last news, and in a row by now; None if nobody was asked.
+        """Returns the numbers of skips since the last call and of consecutive skips so far; None if
+        the servers were not asked.
 
         Args:
-            at_once: Whether to ask, though that was done a moment ago.
+            at_once: If `True`, ask even if less than a second has passed since the last request.
         """
         if not at_once and time.monotonic() - self._asked_s < _EVERY_S:
             return None
@@ -39,6 +41,6 @@ class LeftOutOnWorkers:
         return new, in_a_row
 
     def begin_anew(self) -> None:
-        """What was in a row is so no more."""
+        """Resets the counts."""
         self._schedule.forget_left_out()
         self._told = 0

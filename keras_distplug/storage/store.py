@@ -405,7 +405,7 @@ class CheckpointStore:
         room.require_all_taken()
 
     def _checked(self, name: str, shard: Shard, read: Iterable[memoryview]) -> Iterator[memoryview]:
-        """Yields the parts read from a shard, then raises if they differ from the committed ones."""
+        """Yields the parts read from a shard, then raises if it differs from the committed one."""
         parts = codec.Hashed(read)
         yield from parts
         self._require_size(name, shard, parts.bytes)
