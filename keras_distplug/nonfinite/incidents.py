@@ -36,7 +36,7 @@ class Incidents:
         self._writing: list[tuple[str, Future[str]]] = []
 
     def takes(self, fault: Fault) -> bool:
-        """True if `fault` is to be diagnosed and saved, which counts toward the limit."""
+        """True if `fault` should be diagnosed and saved, which counts toward the limit."""
         if not self._left or fault.batch is None:
             return False
         self._left -= 1

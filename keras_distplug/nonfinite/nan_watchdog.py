@@ -374,9 +374,12 @@ class NaNWatchdog(Watchdog):
             self.on_fault(fault)
 
     def _climb(self) -> None:
-        trouble = f"consecutive updates with non-finite values or outliers: {self._in_a_row}"
-        if self._rollbacks >= self.max_rollbacks:
-            again = f", in spite of rollbacks: {self._rollbacks}" if self._rollbacks else ""
+        skips, rollbacks = self._in_a_row, self._rollbacks
+        trouble = (
+            f"{skips} consecutive update{'s' * (skips > 1)} skipped (non-finite values or outliers)"
+        )
+        if rollbacks >= self.max_rollbacks:
+            again = f", even after {rollbacks} rollback{'s' * (rollbacks > 1)}" if rollbacks else ""
             raise self._end(f"{trouble}{again}")
         if self._keeper is None:
             raise self._end(
