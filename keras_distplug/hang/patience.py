@@ -34,7 +34,7 @@ class Patience:
     """Adapts the limits to the durations of stages so far.
 
     Args:
-        limits_s: Fixed limits in seconds by stage. Any other limit is five times the stage's longest
+        limits_s: Fixed limits in seconds by stage. Other limits are five times the stage's longest
             duration so far, but at least five minutes for a step, and an hour for a first step and
             for the time between steps.
     """
