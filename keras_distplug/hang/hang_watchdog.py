@@ -251,7 +251,7 @@ class HangWatchdog(Watchdog):
         else:
             doing = f"is {moment.where}"
         if is_at.input_line:
-            doing += f", with input from {is_at.input_line}"
+            doing += f", with its input produced at {is_at.input_line}"
         return Report(
             moments=moment.number,
             doing=doing,

@@ -103,7 +103,7 @@ class _Step:
 def _origin(model: keras.Model, batch: Any, step: _Step) -> str:
     for name, value in _named(batch).items():
         if not _is_finite(value):
-            return f"the batch: {_told(name, np.asarray(value))}"
+            return f"the batch ({_told(name, np.asarray(value))})"
     for variable in model.variables:
         if not _is_finite(variable.value):
             return f"the variable `{variable.path}`"

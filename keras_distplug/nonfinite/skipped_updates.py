@@ -49,7 +49,7 @@ class OfReplica:
         if self.is_transient:
             return f"{told}; when recomputed, all values are finite"
         return (
-            told if self.origin is None else f"{told}; the first non-finite value is {self.origin}"
+            told if self.origin is None else f"{told}; NaN or Inf first appears in {self.origin}"
         )
 
 

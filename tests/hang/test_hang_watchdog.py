@@ -90,18 +90,18 @@ def test_input(hang: Callable[[], None], capfd: pytest.CaptureFixture[str]) -> N
     """An input that does not come is told, with the stacks, once."""
     fit(watchdog(step_secs=LIMIT_S), Slow(hang))
     printed = capfd.readouterr().err
-    assert printed.count("training hangs: worker-0 is in batch 4 of epoch 2, whose input") == 1
-    assert "made by test_hang_watchdog.py:" in printed
+    assert printed.count("training hangs: worker-0 is in batch 4 of epoch 2, with its input") == 1
+    assert "produced at test_hang_watchdog.py:" in printed
     assert "Thread 'MainThread'" in printed
 
 
 @pytest.mark.parametrize(
     ("hook", "told"),
     [
-        ("on_train_batch_end", "behind batch 1 of epoch 1"),
+        ("on_train_batch_end", "after batch 1 of epoch 1"),
         ("on_epoch_end", "at the end of epoch 1"),
         ("on_test_begin", "before the validation of epoch 1"),
-        ("on_test_batch_end", "behind batch 1 of the validation of epoch 1"),
+        ("on_test_batch_end", "after batch 1 of the validation of epoch 1"),
     ],
 )
 def test_callback(

@@ -52,7 +52,7 @@ def test_locked() -> None:
     process = run("ctypes.PyDLL(None).sleep(1000)")
     _, err = process.communicate("go\n", timeout=40)
     assert process.returncode == -signal.SIGABRT
-    assert "worker-1 has run no Python for 1." in err
+    assert "worker-1 has not run Python for 1." in err
     assert 'File "<string>", line' in err
 
 

@@ -84,17 +84,17 @@ def all_state(made: keras.Model) -> list[bytes]:
         ((X, Y), None),
         (
             (changed(X, (3, 1), math.nan), Y),
-            "the batch: 1 of 32 values in `x` are not finite, first in sample 4 of 8",
+            "the batch (1 of 32 values in `x` are not finite, first in sample 4 of 8)",
         ),
         (
             (X, changed(Y, 2, -math.inf)),
-            "the batch: 1 of 8 values in `y` are not finite, first in sample 3 of 8",
+            "the batch (1 of 8 values in `y` are not finite, first in sample 3 of 8)",
         ),
         (
             (X, Y, changed(np.ones(8, "float32"), 0, math.nan)),
-            "the batch: 1 of 8 values in `sample_weight` are not finite, first in sample 1 of 8",
+            "the batch (1 of 8 values in `sample_weight` are not finite, first in sample 1 of 8)",
         ),
-        ((X, Y * 1e37), "the loss, of outputs that are finite"),
+        ((X, Y * 1e37), "the loss, although the outputs are finite"),
     ],
     ids=["sound", "x", "y", "sample_weight", "loss"],
 )
@@ -121,7 +121,7 @@ def test_gradient_only() -> None:
     made = model(Root(name="root"))
     found = diagnose(made, (X, Y))
     assert math.isfinite(found.loss)
-    assert found.origin == "the gradient of `m/first/kernel`, of a loss that is finite"
+    assert found.origin == "the gradient of `m/first/kernel`, although the loss is finite"
     assert found.variables == ("m/first/kernel", "m/first/bias", "m/norm/gamma", "m/norm/beta")
 
 
@@ -134,7 +134,7 @@ def test_added_loss() -> None:
     batch = (X, Y)
     made.get_layer("norm").gamma.assign([1e3] * 6)
     found = diagnose(made, batch)
-    assert found.origin == "the loss, of outputs that are finite"
+    assert found.origin == "the loss, although the outputs are finite"
     made.get_layer("norm").gamma.assign(np.frombuffer(before[2], "float32"))
     assert all_state(made) == before
 
@@ -147,9 +147,9 @@ def test_between_layers() -> None:
     made = keras.Model(inputs, outputs)
     made.compile("sgd", "mse")
     assert diagnose(made, (X, Y)).origin in (
-        "what layer `last` (Dense) is given, behind layers whose outputs are finite",
+        "the input of layer `last` (Dense), although the outputs of earlier layers are finite",
         # Newer releases of Keras count operations among layers.
-        "what layer `log` (Log) makes of finite inputs",
+        "the output of layer `log` (Log), although its inputs are finite",
     )
 
 
@@ -158,7 +158,8 @@ def test_nested() -> None:
     inner = keras.Sequential([keras.layers.Rescaling(1e38, name="large"), keras.layers.Dense(2)])
     made = model(inner)
     made.get_layer("norm").gamma.assign([1e3] * 6)
-    assert diagnose(made, (X, Y)).origin == "what layer `large` (Rescaling) makes of finite inputs"
+    origin = diagnose(made, (X, Y)).origin
+    assert origin == "the output of layer `large` (Rescaling), although its inputs are finite"
 
 
 def test_dictionaries() -> None:
@@ -168,7 +169,7 @@ def test_dictionaries() -> None:
     made.compile("sgd", "mse")
     batch = ({"a": X, "b": changed(X, 5, math.inf)}, Y)
     assert diagnose(made, batch).origin == (
-        "the batch: 4 of 32 values in `x/b` are not finite, first in sample 6 of 8"
+        "the batch (4 of 32 values in `x/b` are not finite, first in sample 6 of 8)"
     )
 
 
@@ -202,7 +203,7 @@ def test_step_of_its_own() -> None:
     made.fit(X, Y, verbose=0)
     before = all_state(made)
     assert diagnose(made, (X, Y)).is_finite
-    assert diagnose(made, (X, Y * 1e37)).origin == "the loss, of outputs that are finite"
+    assert diagnose(made, (X, Y * 1e37)).origin == "the loss, although the outputs are finite"
     found = diagnose(made, (X, changed(Y, 0, math.nan)))
     assert found.origin.startswith("the batch: 1 of 8 values in `y`")
     assert found.variables == ("own/dense/kernel", "own/dense/bias")

@@ -113,7 +113,7 @@ def test_damaged(files: Files, length: int) -> None:
     made = incident()
     whole = b"".join(incident_files.encode(made, np.arange(4)))
     files.create(made.path, [whole[:length]])
-    what = "was changed" if length < 0 else "is no file of an incident"
+    what = "was changed" if length < 0 else "is not the file of an incident"
     with pytest.raises(CorruptCheckpointError, match=f"{made.name} {what}"):
         incident_files.read(files)
 
@@ -125,7 +125,7 @@ def test_changed(files: Files, place: int) -> None:
     whole = bytearray(b"".join(incident_files.encode(made, np.arange(4))))
     whole[place] ^= 1
     files.create(made.path, [whole])
-    with pytest.raises(CorruptCheckpointError, match=f"{made.name} (was changed|is no file)"):
+    with pytest.raises(CorruptCheckpointError, match=f"{made.name} (was changed|is not the file)"):
         incident_files.read(files)
 
 

@@ -39,7 +39,7 @@ def test_there_and_back(batch: Any, names: list[str]) -> None:
 @pytest.mark.parametrize(
     ("batch", "received"),
     [
-        (({1: A}, B), "keys of text in `x`. Received: 1"),
+        (({1: A}, B), "string keys in `x`. Received: 1"),
         ((A, "text"), "`y` to be an array.* Received: a str"),
         ((namedtuple("Pair", "a b")(A, B), C), "Received: a Pair"),
     ],

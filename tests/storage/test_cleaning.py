@@ -114,7 +114,7 @@ def test_damaged_before_the_newest(url: str, damage: Damage, restarted: bool) ->
         saving.save(state(3))
         assert there(url) == [2, 3]
         return
-    with pytest.warns(UserWarning, match=rf"{name(2)} is set aside") as warned:
+    with pytest.warns(UserWarning, match=rf"{name(2)} is quarantined") as warned:
         saving.save(state(3))
     assert len(warned) == 1
     assert "DAMAGED.json" in open_files(url).names(f"{RUN}/{name(2)}")
@@ -131,7 +131,7 @@ def test_damaged_after_it_was_verified(url: str, damage: Damage) -> None:
         saving.save(state(step))
     assert there(url) == [2, 3]
     damage(open_files(url), name(3))
-    with pytest.warns(UserWarning, match=rf"{name(3)} is set aside"):
+    with pytest.warns(UserWarning, match=rf"{name(3)} is quarantined"):
         saving.save(state(4))
     assert intact(url) == [2, 4]
 
@@ -144,7 +144,7 @@ def test_several_damaged(url: str, keep_last: int) -> None:
         saving.save(state(step))
     for step in (keep_last, keep_last - 1):
         lose(open_files(url), name(step))
-    with pytest.warns(UserWarning, match="is set aside"):
+    with pytest.warns(UserWarning, match="is quarantined"):
         saving.save(state(9))
     assert intact(url)[-1] == 9
     assert intact(url) == [*range(1, keep_last - 1), 9]
@@ -264,7 +264,7 @@ def test_damaged_manifest_of_a_best_one(url: str) -> None:
     for step, loss in ((1, 0.1), (2, 0.5)):
         saving.save(state(step, metrics={"loss": loss}))
     change_manifest(open_files(url), name(1))
-    with pytest.warns(UserWarning, match=rf"{name(1)} is set aside"):
+    with pytest.warns(UserWarning, match=rf"{name(1)} is quarantined"):
         Checkpoints(open_files(url), keep_last=1, **rules).save(state(3, metrics={"loss": 0.7}))
     assert intact(url) == [2, 3]
 
@@ -323,7 +323,7 @@ def test_save_of_a_step_that_failed(url: str) -> None:
     saving.save(state(1))
     watched.fail("create", "MANIFEST.json", OSError(errno.EIO, "broken"))
     watched.fail("delete", name(2), OSError(errno.EIO, "broken"))
-    with pytest.warns(UserWarning, match="is left of a checkpoint"), pytest.raises(SaveError):
+    with pytest.warns(UserWarning, match="save's leftovers"), pytest.raises(SaveError):
         saving.save(state(2))
     watched.mend()
     assert watched.fired == 2

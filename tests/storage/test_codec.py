@@ -168,7 +168,7 @@ def test_truncation() -> None:
     header = 8 + int.from_bytes(data[:8], "little")
     for length in range(len(data)):
         # Blanks at the end of a header are not missed.
-        match = "^over/there is no safetensors" if length < header - 63 else "."
+        match = "^over/there is not a safetensors" if length < header - 63 else "."
         with pytest.raises(CorruptCheckpointError, match=match):
             read([data[:length]], codec.specs_of(arrays))
 
@@ -178,19 +178,19 @@ def test_truncation() -> None:
     [
         (
             VariableSpec("y", (2,), "float32"),
-            "over/there.*: x is none of the checkpoint's variables",
+            "over/there.*: x is not one of the checkpoint's variables",
         ),
         (
             VariableSpec("x", (3,), "float32"),
-            "over/there.*: x is said to be at 0 to 8, not.* 0 to 12",
+            "over/there.*: expected x at bytes 0 to 12, not 0 to 8",
         ),
         (
             VariableSpec("x", (2,), "float64"),
-            "over/there.*: x is said to be at 0 to 8, not.* 0 to 16",
+            "over/there.*: expected x at bytes 0 to 16, not 0 to 8",
         ),
         (
             VariableSpec("x", (5,), "bfloat16"),
-            "over/there.*: x is said to be at 0 to 8, not.* 0 to 10",
+            "over/there.*: expected x at bytes 0 to 10, not 0 to 8",
         ),
         (VariableSpec("x", (2,), "no_type"), "the/checkpoint: `x.*` cannot be read"),
     ],

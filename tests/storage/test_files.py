@@ -358,7 +358,7 @@ def test_unknown_store(url: str) -> None:
 
 
 def test_options_of_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"`storage_options` is for URLs .*a folder"):
+    with pytest.raises(ConfigurationError, match=r"with `storage_options`.*a local folder"):
         open_files(tmp_path, {"key": "a"})
 
 
@@ -373,9 +373,9 @@ def test_no_folder(tmp_path: Path, below: str) -> None:
 
 @pytest.mark.parametrize("below", ["", "/run"])
 def test_dangling_link(tmp_path: Path, below: str) -> None:
-    """A link to nothing is no folder."""
+    """A broken link is no folder."""
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ConfigurationError, match="link to nothing"):
+    with pytest.raises(ConfigurationError, match="broken link"):
         open_files(f"{tmp_path}/link{below}")
 
 

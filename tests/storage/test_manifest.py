@@ -200,15 +200,21 @@ def test_counted_names(there: str, here: str) -> None:
 def test_other_variable(other: VariableSpec) -> None:
     """Another shape, type or name is named with its position, what was there and what is here."""
     difference = first_difference([KERNEL, BIAS, COUNT], [KERNEL, other, COUNT])
-    assert difference == f"variable 2 is `{BIAS}` there and `{other}` here"
+    assert difference == f"variable 2 is `{BIAS}` in the checkpoint and `{other}` in the model"
 
 
 def test_other_number_of_variables() -> None:
     """The first variable too many is named, with the side that has it."""
     missing = first_difference([KERNEL, BIAS, COUNT], [KERNEL, BIAS])
     extra = first_difference([], [KERNEL])
-    assert missing == (f"3 variables there and 2 here; the first one too many is `{COUNT}` there")
-    assert extra == f"0 variables there and 1 here; the first one too many is `{KERNEL}` here"
+    assert missing == (
+        "3 variables in the checkpoint and 2 in the model; the first extra one is "
+        f"`{COUNT}` in the checkpoint"
+    )
+    assert extra == (
+        "0 variables in the checkpoint and 1 in the model; the first extra one is "
+        f"`{KERNEL}` in the model"
+    )
 
 
 def test_digest() -> None:

@@ -289,7 +289,7 @@ def test_damaged_claim(text: str, tmp_path: Path) -> None:
 def test_unwritable(tmp_path: Path) -> None:
     """It is noticed before anything is trained."""
     (tmp_path / FOLDER).write_text("a file")
-    with pytest.raises(SaveError, match=r"Nothing can be saved in .*Give a folder that can be"):
+    with pytest.raises(SaveError, match=r"Nothing can be saved in .*Choose a folder that is"):
         ownership.claim(open_files(tmp_path), silent)
 
 

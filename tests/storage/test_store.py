@@ -230,7 +230,7 @@ def test_set_aside(root: Path, monkeypatch: pytest.MonkeyPatch, read_only: bool)
         list(stored.values())
     if read_only:
         monkeypatch.setattr(files, "create", refuse)
-    with pytest.warns(UserWarning, match="step-00000002 is set aside: .*has changed") as told:
+    with pytest.warns(UserWarning, match="step-00000002 is quarantined: .*has changed") as told:
         opened.set_aside(stored.name, raised.value)
     assert len(told) == 1 + read_only
     assert (root / RUN / stored.name / "DAMAGED.json").exists() is not read_only
@@ -464,7 +464,7 @@ def test_save_beside_damaged(root: Path) -> None:
     for step in (1, 2):
         store(root).save(state(step))
     flip(the_shard(root / RUN / "step-00000002"), -1)
-    with pytest.warns(UserWarning, match="step-00000002 is set aside"):
+    with pytest.warns(UserWarning, match="step-00000002 is quarantined"):
         store(root).newest("step")
     before = contents(root / RUN / "step-00000002")
     store(root).save(state(2))
@@ -511,7 +511,7 @@ def test_damaged_do_not_count(root: Path) -> None:
     for step in (2, 3, 4):
         store(root).save(state(step))
         flip(the_shard(root / RUN / f"step-0000000{step}"), -1)
-        with pytest.warns(UserWarning, match="set aside"):
+        with pytest.warns(UserWarning, match="quarantined"):
             assert holds(store(root).newest("step"), state(1))
     store(root).save(state(5))
     assert names(root) == [f"step-0000000{step}" for step in (1, 2, 3, 4, 5)]
@@ -526,7 +526,7 @@ def test_all_damaged(root: Path) -> None:
         store(root).save(state(step))
         flip(the_shard(root / RUN / f"step-0000000{step}"), -1)
     with (
-        pytest.warns(UserWarning, match="set aside"),
+        pytest.warns(UserWarning, match="quarantined"),
         pytest.raises(CorruptCheckpointError, match="step-00000002, step-00000001") as first,
     ):
         store(root).newest("step")
@@ -544,7 +544,7 @@ def test_put_back(root: Path) -> None:
     store(root).save(state(1))
     folder = root / RUN / "step-00000001"
     flip(the_shard(folder), -1)
-    with pytest.warns(UserWarning, match="set aside"), pytest.raises(CorruptCheckpointError):
+    with pytest.warns(UserWarning, match="quarantined"), pytest.raises(CorruptCheckpointError):
         store(root).newest("step")
     flip(the_shard(folder), -1)
     (folder / "DAMAGED.json").unlink()
@@ -560,7 +560,7 @@ def test_damage_that_cannot_be_noted(root: Path) -> None:
     watched.fail("create", "DAMAGED.json", OSError(errno.EROFS, "read-only"))
     with pytest.warns(UserWarning, match=r"step-00000002") as warned:
         assert holds(Checkpoints(watched).newest("step"), state(1))
-    assert "is set aside" in str(warned[0].message)
+    assert "is quarantined" in str(warned[0].message)
     assert "DAMAGED.json could not be written: " in str(warned[1].message)
     assert watched.fired == 1
 
@@ -658,7 +658,7 @@ def test_failed_save_that_cannot_be_removed(root: Path) -> None:
     saving = Checkpoints(watched)
     watched.fail("create", "MANIFEST.json", OSError(errno.EIO, "broken"))
     watched.fail("delete", "step-00000002", OSError(errno.EIO, "broken"))
-    with pytest.warns(UserWarning, match="is left of a checkpoint"), pytest.raises(SaveError):
+    with pytest.warns(UserWarning, match="save's leftovers"), pytest.raises(SaveError):
         saving.save(state(2))
     assert watched.fired == 2
     watched.mend()
@@ -736,7 +736,7 @@ def test_storage_that_lies(root: Path) -> None:
     files = Forgetful(root)
     saving = Checkpoints(files)
     with (
-        pytest.warns(UserWarning, match="step-00000003 is set aside"),
+        pytest.warns(UserWarning, match="step-00000003 is quarantined"),
         pytest.raises(SaveError, match=r"rank-0-1\.safetensors has changed"),
     ):
         saving.save(state(3))

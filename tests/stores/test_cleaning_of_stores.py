@@ -28,7 +28,7 @@ def test_damaged_before_the_newest(place: Place, restarted: bool) -> None:
     other.delete(f"{RUN}/step-00000002/{attempt}")
     if restarted:
         checkpoints = Checkpoints(open_files(place.url, place.options))
-    with pytest.warns(UserWarning, match="step-00000002 is set aside"):
+    with pytest.warns(UserWarning, match="step-00000002 is quarantined"):
         checkpoints.save(state(3))
     assert other.names(f"{RUN}/step-00000002") == ["DAMAGED.json", "MANIFEST.json"]
     reader = Checkpoints(open_files(place.url, place.options))

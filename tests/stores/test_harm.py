@@ -219,11 +219,11 @@ def test_damage(place: Place, harm: str, file: str) -> None:
         assert stored is not None
         with pytest.raises(CorruptCheckpointError, match=shard.file) as raised:
             list(stored.values())
-        with pytest.warns(UserWarning, match="step-00000002 is set aside"):
+        with pytest.warns(UserWarning, match="step-00000002 is quarantined"):
             fresh.set_aside("step-00000002", raised.value)
         assert "DAMAGED.json" in files.names(store.path("step-00000002"))
     elif harm != "gone":
-        with pytest.warns(UserWarning, match=r"step-00000002 is set aside: .*MANIFEST.json"):
+        with pytest.warns(UserWarning, match=r"step-00000002 is quarantined: .*MANIFEST.json"):
             fresh.newest("step")
     newest = fresh.newest("step")
     assert newest is not None

@@ -90,7 +90,7 @@ def newest_step(files: Files, size: int) -> int:
     run = runs.newest_run(files)
     assert run is not None
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # nothing is set aside
+        warnings.simplefilter("error")  # nothing is quarantined
         stored = CheckpointStore(files, run.name).newest("step")
     assert stored is not None
     step = stored.manifest.cursor.step
