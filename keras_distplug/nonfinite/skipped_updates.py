@@ -48,9 +48,7 @@ class OfReplica:
         told = f"replica {self.replica} ({self.where}) has {' and '.join(what)}"
         if self.is_transient:
             return f"{told}; when recomputed, all values are finite"
-        return (
-            told if self.origin is None else f"{told}; NaN or Inf first appears in {self.origin}"
-        )
+        return told if self.origin is None else f"{told}; NaN or Inf first appears in {self.origin}"
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ def test_which_is_exported(asked: tuple[str, ...], expected: str, tmp_path: Path
     ("asked", "code", "message"),
     [
         (("--step", "5"), 3, "contains no checkpoint 5"),
-        (("--step", "best", "--metric", "x", "--mode", "min"), 2, "Available metrics: loss, val_loss"),
+        (("--step", "best", "--metric", "x", "--mode", "min"), 2, "metrics: loss, val_loss"),
         (("--format", "keras"), 3, "has no MODEL.json"),
     ],
 )

@@ -205,7 +205,7 @@ def test_step_of_its_own() -> None:
     assert diagnose(made, (X, Y)).is_finite
     assert diagnose(made, (X, Y * 1e37)).origin == "the loss, although the outputs are finite"
     found = diagnose(made, (X, changed(Y, 0, math.nan)))
-    assert found.origin.startswith("the batch: 1 of 8 values in `y`")
+    assert found.origin.startswith("the batch (1 of 8 values in `y`")
     assert found.variables == ("own/dense/kernel", "own/dense/bias")
     assert all_state(made) == before
     assert not tf.config.functions_run_eagerly()
@@ -251,5 +251,5 @@ def test_several_replicas(strategy: Callable[[], tf.distribute.Strategy]) -> Non
     made.fit(tf.data.Dataset.from_tensor_slices((X, Y)).batch(8), verbose=0)
     before = all_state(made)
     assert diagnose(made, (X, Y)).is_finite
-    assert diagnose(made, (changed(X, 0, math.nan), Y)).origin.startswith("the batch: 4 of 32")
+    assert diagnose(made, (changed(X, 0, math.nan), Y)).origin.startswith("the batch (4 of 32")
     assert all_state(made) == before

@@ -251,7 +251,7 @@ KINDS = {
     "lock": Kind(_FAILED, "{who} was killed by SIGABRT|" + _HUNG + "{who} did not answer"),
     "starve": Kind(
         _FAILED,
-        _HUNG + r"{who} (waits for its input|is) in batch \d+ of epoch \d+, with its input produced",
+        _HUNG + r"{who} (waits for its input|is) in batch \d+ of epoch \d+, with its input",
     ),
     "stray": Kind(_FAILED, _HUNG + r"{who} runs harm\.py:\d+ in "),
     "tell": Kind((events.Preempted,), "{signal} to {who} on "),
