@@ -245,7 +245,7 @@ class Half(Files):  # type: ignore[misc]
 def test_missing_methods(given: type[Files] | None, missing: list[str]) -> None:
     """The methods that an opened store lacks are named, also those that do nothing."""
     files.register_store("lab", lambda url, options: given() if given else None)  # type: ignore
-    with pytest.raises(ConfigurationError, match=r"opens lab:// .*Define them") as raised:
+    with pytest.raises(ConfigurationError, match=r"opener of lab:// .*Define them") as raised:
         open_files("lab://host/a")
     _, _, named = str(raised.value).partition(" without ")
     assert sorted(named.partition(". ")[0].split(", ")) == missing
