@@ -83,7 +83,7 @@ def test_plain_fit(env: dict[str, str], tmp_path: Path, watched: list[Watched]) 
     assert at is not None, printed
     assert 1 < int(at[1]) <= begun + 1
     assert epochs_in(printed) == list(range(int(at[1]), begun + 6))
-    assert f"behind {begun + 5} epochs" in printed
+    assert f"after {begun + 5} epochs" in printed
     assert accuracy(printed) > GOOD
 
     again = run(env, tmp_path, "plain_fit.py", *more)
@@ -157,7 +157,7 @@ def test_checkpoints_in_s3(env: dict[str, str], tmp_path: Path) -> None:
     assert f"new run {url}/run-0001" in printed
     assert "checkpoint step-00000072: resuming at epoch 4/6, step 72" in printed
     assert epochs_in(printed) == [1, 2, 3, 4, 5, 6]
-    assert "behind 6 epochs" in printed
+    assert "after 6 epochs" in printed
     assert accuracy(printed) > GOOD
     assert secret not in printed
     listed = re.findall(r"^((?:step|final)-\d+) ", printed, re.MULTILINE)
