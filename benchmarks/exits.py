@@ -1,11 +1,11 @@
-"""How long workers take from their last step to their exit.
+"""The time that workers take from their last step to their exit.
 
     python benchmarks/exits.py [--jobs 100] [--json FILE]
 
 Jobs of two worker processes train a small network for 20 steps: under the script's own strategy,
 with `init` and `fit`, with `distributed_fit`, and under `keras-distplug run`, in turns. In every
-second round two more processes burn both cores. The time includes the last checkpoint. Not verified
-on GPU.
+second round, two other processes keep both cores busy. The time includes the last checkpoint. Not
+verified on GPU.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def burning() -> Iterator[None]:
 
 
 def exits_s(way: str, folder: Path) -> list[float]:
-    """Seconds from the last step of a job to the exit, of every worker."""
+    """Returns the seconds from the last step of a job to the exit of every worker."""
     command = [sys.executable, str(WORKER), way, str(folder)]
     environ = environment()
     if way == "keras-distplug run":

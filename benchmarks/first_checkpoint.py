@@ -1,4 +1,4 @@
-"""When the first checkpoint exists with default arguments, and what saves cost.
+"""The time of the first checkpoint with default arguments, and the cost of saves.
 
     python benchmarks/first_checkpoint.py [--rounds 3] [--json FILE]
 
@@ -30,7 +30,7 @@ MANIFESTS = "run-*/*/MANIFEST.json"
 
 
 class Sleep(keras.callbacks.Callback):
-    """Makes steps take a while, and notes when the first checkpoint exists."""
+    """Delays every step, and records the time at which the first checkpoint exists."""
 
     def __init__(self, step_s: float, folder: Path) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--rounds", type=int, default=3)
     given = arguments.parse_args()
-    fit(0.01, with_defaults=True)  # what is loaded once
+    fit(0.01, with_defaults=True)  # loads everything that is loaded once
     found = {}
     table = Table("step", "first checkpoint after", "time / plain Keras", title="default arguments")
     for step_s in STEPS:
