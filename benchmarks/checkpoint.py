@@ -314,8 +314,8 @@ class EveryBatches(keras.callbacks.Callback):  # type: ignore[misc]
 
 def fit_data(samples: int, steps: int) -> tf.data.Dataset:
     options = tf.data.Options()
-    # The end of a `fit` else waits, now and then, for the thread that tunes the data, which sleeps
-    # until 2.55, 5.11, 10.23, 20.47 ... seconds after its begin (TensorFlow 2.21).
+    # Otherwise the end of a `fit` sometimes waits for the autotuning thread, which sleeps until
+    # 2.55, 5.11, 10.23, 20.47 ... seconds after its start (TensorFlow 2.21).
     options.autotune.enabled = False
     return tf.data.Dataset.from_tensors(batch_of(samples)).repeat(steps).with_options(options)
 
@@ -397,7 +397,7 @@ def measure_bandwidth(host: Host, size_mb: float, rounds: int, folder: Path) -> 
     taken: dict[str, list[float]] = {}
 
     def one(action: Callable[[], Any]) -> float:
-        # Each has as much of the page cache and of the disk to itself.
+        # Every measurement has the same share of the page cache and of the disk.
         raw.unlink(missing_ok=True)
         for name in os.listdir(folder / RUN) if (folder / RUN).exists() else ():
             store.delete(name)

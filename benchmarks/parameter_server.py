@@ -126,7 +126,7 @@ def kills(folder: Path, given: argparse.Namespace) -> tuple[Table, dict[str, Any
         "steps": steps,
     }
     table = Table(*(name.replace("_", " ") for name in found))
-    table.title = f"A worker killed each {given.every:g} s"
+    table.title = f"A worker killed every {given.every:g} s"
     table.add_row(*map(str, found.values()))
     return table, found
 

@@ -198,7 +198,7 @@ class Job:
             if is_over:
                 ended = self.process.returncode
                 raise self.failure(
-                    f"what was lost by fault {attempt} has not been made up for; the job "
+                    f"the steps lost by fault {attempt} were not made up for; the job "
                     f"{'still runs' if ended is None else f'has ended with {ended}'}"
                 )
             time.sleep(POLL_S)
@@ -265,7 +265,7 @@ def shown(outcomes: Sequence[Outcome] | None) -> list[str]:
 def table_of(found: Mapping[tuple[str, SetUp], Mapping[str, Sequence[Outcome]]]) -> Table:
     table = Table(title="from a fault: medians (range of the rounds)", caption=f"{OURS} | {RIVAL}")
     table.add_column("fault")
-    table.add_column("who is hit")
+    table.add_column("process hit")
     table.add_column("timeout")
     for subject in ("", "rival: "):
         for heading in ("starts again", "first batch", "made up for", "steps lost"):

@@ -203,9 +203,7 @@ def main() -> None:
     step = Table("arrays of", "a batch, median (range)", "processors")
     for name, each in found["step"].items():
         step.add_row(name, *(told(one, ".0f", 1e6, " us") for one in each.values()))
-    place = Table(
-        "place in", "count a step, median (quartiles)", "into a checkpoint", "variables beside it"
-    )
+    place = Table("place in", "count a step, median (quartiles)", "into a checkpoint", "variables")
     for name, each in found["place"].items():
         place.add_row(
             name, *(told(one, ".0f", 1e6, " us", quartiles=True) for one in each.values())

@@ -145,7 +145,7 @@ def main() -> None:
     options.add_argument("--only", choices=list(WORKS), nargs="+", metavar="WORK")
     arguments = options.parse_args()
     if len(os.sched_getaffinity(0)) < 2:
-        options.error("each of two replicas needs a core of its own, and there is one core")
+        options.error("two replicas need two cores, but only one is available")
     found = {}
     for name in arguments.only or WORKS:
         found[name] = in_numbers(measure(WORKS[name], arguments.rounds, arguments.steps))

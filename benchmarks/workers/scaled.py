@@ -18,8 +18,8 @@ file = Path(sys.argv[6])
 config = json.loads(os.environ.get("TF_CONFIG", "{}"))
 workers = len(config["cluster"]["worker"]) if config else 1
 rank = config["task"]["index"] if config else 0
-# One core for each replica, with all threads of its process; TensorFlow counts the cores it may use
-# when it is loaded.
+# One core per replica, for all threads of its process. TensorFlow counts the available cores when
+# it is loaded.
 cores = sorted(os.sched_getaffinity(0))
 os.sched_setaffinity(0, cores[replicas * rank : replicas * (rank + 1)])
 

@@ -48,7 +48,7 @@ if not role.is_chief:
     begun_s = time.perf_counter()
     service.delete("measured")  # including everything below it
     told["delete_of_1000_s"] = time.perf_counter() - begun_s
-    assert service.put_first("measured/0", "anew"), "what is below was not deleted"
+    assert service.put_first("measured/0", "anew"), "files below it were not deleted"
     Path(sys.argv[1]).write_text(json.dumps(told))
 workers.barrier("measured")
 os._exit(0)  # TensorFlow's shutdown may take long
