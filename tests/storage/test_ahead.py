@@ -1,4 +1,4 @@
-"""Jobs that run ahead."""
+"""Jobs that run ahead of the consumer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def jobs_of(taken: list[int], count: int) -> Iterator[Callable[[], int]]:
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("count", [0, 1, 3, 50])
 def test_order(threads: int, count: int) -> None:
-    """Results come in the order of the jobs, which are taken as they are needed."""
+    """Results have the order of the jobs, and jobs are consumed only as needed."""
     taken: list[int] = []
     for number, result in enumerate(in_order(jobs_of(taken, count), threads)):
         assert result == number
@@ -30,7 +30,7 @@ def test_order(threads: int, count: int) -> None:
 
 
 def test_several_at_once() -> None:
-    """As many jobs run at the same time as there are threads, whichever ends first."""
+    """As many jobs as threads run concurrently, whichever finishes first."""
     threads = 3
     all_here = threading.Barrier(threads)
     last_first = [threading.Event() for _ in range(threads)]
@@ -48,7 +48,7 @@ def test_several_at_once() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_failure(threads: int) -> None:
-    """A failure comes in its turn, and nothing behind it is taken."""
+    """A failure is raised at its position, and no job after it is consumed."""
 
     def fail() -> int:
         raise OSError("no")
@@ -62,7 +62,7 @@ def test_failure(threads: int) -> None:
 
 
 def test_nothing_runs_behind_its_end() -> None:
-    """Who stops early can free what the jobs write to."""
+    """A consumer that stops early can free the memory that the jobs write to."""
     go, running, ended = threading.Event(), threading.Event(), []
 
     def slow() -> int:

@@ -1,4 +1,4 @@
-"""In every store, an intact checkpoint stays if the one that was to replace it is damaged."""
+"""In every store, an intact checkpoint is kept if its intended replacement is damaged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def state(step: int) -> TrainState:
 
 @pytest.mark.parametrize("restarted", [False, True])
 def test_damaged_before_the_newest(place: Place, restarted: bool) -> None:
-    """A checkpoint that lost its file is set aside, and the one before it is kept and intact."""
+    """A checkpoint that lost a file is quarantined, and the previous one is kept and intact."""
     other, saving = (open_files(place.url, place.options) for _ in range(2))
     checkpoints = Checkpoints(saving)
     for step in (1, 2):
@@ -38,7 +38,8 @@ def test_damaged_before_the_newest(place: Place, restarted: bool) -> None:
 
 
 def test_marked_or_gone_meanwhile(place: Place) -> None:
-    """What another process marks as damaged, or deletes, does not count among those that stay."""
+    """A checkpoint that another process marks as damaged, or deletes, does not count as one that is
+    kept."""
     other = open_files(place.url, place.options)
     checkpoints = Checkpoints(open_files(place.url, place.options))
     for step in (1, 2, 3):
