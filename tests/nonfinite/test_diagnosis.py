@@ -1,4 +1,4 @@
-"""A batch computed once more: what is not finite first is named, and the model stays as it is."""
+"""Recomputing a batch names the first non-finite value and does not change the model."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ DEVICES = ["CPU:0", "CPU:1"]
 
 
 class Root(keras.layers.Layer):
-    """Finite, with a gradient that is not: that of a root at 0."""
+    """Finite, but with a non-finite gradient: that of a square root at 0."""
 
     def call(self, inputs):
         return inputs + keras.ops.sqrt(keras.ops.relu(-keras.ops.abs(inputs)))
 
 
 class Grows(keras.layers.Layer):
-    """Adds a loss that overflows with `x`, and has a state."""
+    """Adds a loss that overflows with `x`, and has state."""
 
     def build(self, shape):
         self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
@@ -110,7 +110,7 @@ def test_origin(batch: Any, origin: str | None) -> None:
 
 
 def test_variable() -> None:
-    """One that is not finite itself comes before what is computed with it."""
+    """A non-finite variable is reported before values that are computed with it."""
     made = model()
     kernel = made.get_layer("last").kernel
     kernel.assign(changed(np.asarray(kernel.value), (0, 0), math.nan))
@@ -126,7 +126,7 @@ def test_gradient_only() -> None:
 
 
 def test_added_loss() -> None:
-    """A loss that a layer adds counts, once; nothing is left of it, nor of the layer's state."""
+    """A loss that a layer adds counts once; neither the loss nor the layer's state remains."""
     made = model(Grows())
     made.fit(X, Y, batch_size=8, verbose=0)
     before = all_state(made)
@@ -140,7 +140,7 @@ def test_added_loss() -> None:
 
 
 def test_between_layers() -> None:
-    """What no layer makes is found by who gets it."""
+    """A non-finite value between layers is found at the layer that receives it."""
     inputs = keras.Input((4,))
     hidden = keras.layers.Dense(3, name="first")(inputs)
     outputs = keras.layers.Dense(1, name="last")(keras.ops.log(hidden - 1e6))
@@ -148,7 +148,7 @@ def test_between_layers() -> None:
     made.compile("sgd", "mse")
     assert diagnose(made, (X, Y)).origin in (
         "the input of layer `last` (Dense), although the outputs of earlier layers are finite",
-        # Newer releases of Keras count operations among layers.
+        # Newer releases of Keras treat operations as layers.
         "the output of layer `log` (Log), although its inputs are finite",
     )
 
@@ -174,7 +174,7 @@ def test_dictionaries() -> None:
 
 
 class Own(keras.Model):
-    """A step of its own, with a function in it and an optimizer called by hand."""
+    """A custom step, with a function in it and an optimizer that is called explicitly."""
 
     def __init__(self) -> None:
         super().__init__(name="own")
@@ -212,7 +212,7 @@ def test_step_of_its_own() -> None:
 
 
 def test_loss_scale() -> None:
-    """Gradients that overflow for their scale are none of the batch's fault."""
+    """Gradients that overflow because of their scale are not a fault of the batch."""
     made = model(
         optimizer=keras.optimizers.LossScaleOptimizer(
             keras.optimizers.Adam(), initial_scale=2.0**127
@@ -224,7 +224,7 @@ def test_loss_scale() -> None:
 
 
 def test_error_in_a_step() -> None:
-    """Whatever happens, the model is as it was."""
+    """The model is unchanged after any error."""
     made = model()
     made.fit(X, Y, batch_size=8, verbose=0)
     before, calls = all_state(made), [vars(layer).get("call") for layer in made.layers]
@@ -244,7 +244,7 @@ def test_error_in_a_step() -> None:
     ids=["mirrored", "central"],
 )
 def test_several_replicas(strategy: Callable[[], tf.distribute.Strategy]) -> None:
-    """By itself: without the others, and with nothing left in any of their variables."""
+    """A diagnosis does not involve the other replicas, and leaves nothing in their variables."""
     with strategy().scope():
         made = model(Grows())
     kd.adapt(made)

@@ -1,4 +1,4 @@
-"""NaN on the way through a training, in one process."""
+"""NaN during training, in one process."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def model(**compiled: Any) -> keras.Model:
 
 
 class Waits(keras.callbacks.Callback):
-    """Has each save ended before the next batch: which ones there are does not hang on luck."""
+    """Waits for every save before the next batch, so that the set of checkpoints is
+    deterministic."""
 
     def __init__(self, backup: kd.BackupAndRestore) -> None:
         super().__init__()
@@ -69,7 +70,7 @@ def trained(
     epochs: int = 1,
     **compiled: Any,
 ) -> tuple[list[bytes], dict[str, list[float]]]:
-    """Bits and History."""
+    """Returns the bits of the state, and the History."""
     made = model(**compiled)
     if folder is not None:
         backup = kd.BackupAndRestore(folder, save_freq=save_freq, delete_checkpoint=False)
@@ -89,8 +90,8 @@ class Heard(list[LeftOut]):
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_told(steps: int) -> None:
-    """Each update that is left out is told with its batch, and how many there were in a row, in
-    executions of several steps, too."""
+    """Every skipped update is reported with its batch and the number of consecutive skips, also in
+    executions of several steps."""
     heard = Heard()
     bad = [1, 3, 4, 7, 8]
     found = trained(data(nan_in=bad), heard.watchdog(), epochs=2, steps_per_execution=steps)
@@ -101,7 +102,7 @@ def test_told(steps: int) -> None:
 
 
 class Twice(keras.Model):
-    """Applies updates of one optimizer twice in a step, as WGAN-GP does."""
+    """Applies updates of one optimizer twice per step, as WGAN-GP does."""
 
     def __init__(self, spoils: int | None = None) -> None:
         super().__init__()
@@ -127,7 +128,7 @@ class Twice(keras.Model):
 @pytest.mark.parametrize("spoils", [None, 0, 1])
 @pytest.mark.parametrize("steps", [1, 4])
 def test_several_updates_in_a_step(steps: int, spoils: int | None) -> None:
-    """A step in which any update is left out is told once, with its batch."""
+    """A step in which any update is skipped is reported once, with its batch."""
     heard = Heard()
     made = Twice(spoils)
     made.compile("sgd", "mse", steps_per_execution=steps)
@@ -154,7 +155,7 @@ def test_told_in_executions_of_two_replicas(strategy: str) -> None:
 
 
 def test_logs() -> None:
-    """What other callbacks see behind a batch that is left out are the metrics without it."""
+    """After a skipped batch, other callbacks see the metrics without it."""
     seen: list[float] = []
 
     class Sees(keras.callbacks.Callback):
@@ -167,7 +168,7 @@ def test_logs() -> None:
 
 
 def test_nothing_but_faults(tmp_path: Path) -> None:
-    """An epoch without any update has no loss, instead of one of 0, and no checkpoint."""
+    """An epoch without any update has a loss of NaN instead of 0, and no checkpoint."""
     heard = Heard()
     _, history = trained(data(nan_in=range(BATCHES)), heard.watchdog(max_skips=99), folder=tmp_path)
     assert math.isnan(history["loss"][0])
@@ -176,8 +177,8 @@ def test_nothing_but_faults(tmp_path: Path) -> None:
 
 
 def test_back_in_the_epoch(tmp_path: Path) -> None:
-    """Too many in a row: the training is that without what came since the checkpoint, metrics
-    included."""
+    """After too many consecutive skips, the result is that of a training without the batches since
+    the checkpoint, including metrics."""
     heard = Heard()
     found = trained(
         data(nan_in=[5, 6]), heard.watchdog(max_skips=1), folder=tmp_path, save_freq=4, epochs=1
@@ -187,7 +188,7 @@ def test_back_in_the_epoch(tmp_path: Path) -> None:
 
 
 def test_back_before_the_epoch(tmp_path: Path) -> None:
-    """As before, from a checkpoint of the end of another epoch."""
+    """The same holds for a checkpoint at the end of an earlier epoch."""
     both = data().concatenate(data(nan_in=[2, 3]))
     made = model()
     backup = kd.BackupAndRestore(tmp_path, delete_checkpoint=False)
@@ -205,7 +206,7 @@ def test_back_before_the_epoch(tmp_path: Path) -> None:
 
 
 def test_ends(tmp_path: Path) -> None:
-    """There is an end, which says why: nothing to go back with, no checkpoint, NaN again."""
+    """Training ends with the reason: no BackupAndRestore, no checkpoint, or NaN again."""
     bad = data(nan_in=range(3, BATCHES))
     with pytest.raises(NonFiniteError, match=r"without a keras_distplug\.Backup"):
         trained(bad, kd.NaNWatchdog(max_skips=1))
@@ -223,8 +224,8 @@ def test_ends(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at", [(0, 2), (0, 3), (0, 6), (1, 0)])
 def test_goes_on(at: tuple[int, int], tmp_path: Path) -> None:
-    """A training that is interrupted around what is left out ends as one that is not: bits,
-    History, and how many there were in a row."""
+    """A training that is interrupted around skipped batches has the result of an uninterrupted one:
+    bits, History, and the number of consecutive skips."""
 
     def fit(folder: Path, stop: small.Stop, heard: Heard) -> Any:
         return trained(
@@ -241,13 +242,13 @@ def test_goes_on(at: tuple[int, int], tmp_path: Path) -> None:
     with pytest.raises(small.Interrupted):
         fit(tmp_path / "two", small.Stop(*at), first)
     assert fit(tmp_path / "two", small.Stop(), second) == expected
-    # The batch behind which it was interrupted was not saved, and comes again.
+    # The last batch before the interruption was not saved, and is trained again.
     again = [place for place in first.places if place[:2] != at]
     assert again + second.places == whole.places
 
 
 def test_one_is_enough(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """The user's own takes the place of that of `defaults()`."""
+    """The user's own instance replaces the one from `defaults()`."""
     heard = Heard()
     callbacks = [*kd.defaults(tmp_path), heard.watchdog()]
     trained(data(nan_in=[3]), *callbacks)
@@ -257,7 +258,7 @@ def test_one_is_enough(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_own_comes_first_or_last(is_first: bool, tmp_path: Path) -> None:
-    """What the user's own was told holds, wherever it stands."""
+    """The arguments of the user's own instance apply, wherever it is in the list."""
     own, ours = kd.NaNWatchdog(max_score=1e-9), kd.defaults(tmp_path)
     made = model()
     many = data().repeat(5)
@@ -267,7 +268,7 @@ def test_own_comes_first_or_last(is_first: bool, tmp_path: Path) -> None:
 
 
 def test_evaluate() -> None:
-    """`evaluate` with it leaves nothing behind for a `fit` without it."""
+    """`evaluate` with it has no effect on a later `fit` without it."""
     made = model()
     made.evaluate(data(), verbose=0, callbacks=[kd.NaNWatchdog()])
     made.predict(data(), verbose=0, callbacks=[kd.NaNWatchdog()])
@@ -276,7 +277,7 @@ def test_evaluate() -> None:
 
 
 def test_says_what_it_does_not_see() -> None:
-    """A step that goes past the optimizers is warned of."""
+    """A step that bypasses the optimizers causes a warning."""
 
     class Past(keras.Model):
         def call(self, x):
@@ -297,8 +298,8 @@ def kept_in(folder: Path) -> list[tuple[incident_files.Incident, Any]]:
 
 
 def test_looked_into(tmp_path: Path) -> None:
-    """A batch that is left out is computed once more, told with what is not finite first, and kept
-    as it was; the training is none the wiser."""
+    """A skipped batch is recomputed, reported with its first non-finite value, and saved unchanged;
+    the training is not affected."""
     heard = Heard()
     found = trained(data(nan_in=[3, 7]), heard.watchdog(), folder=tmp_path)
     assert found == trained(data(absent=[3, 7]))
@@ -316,7 +317,7 @@ def test_looked_into(tmp_path: Path) -> None:
 
 
 class OnceInTheGraph(keras.layers.Layer):
-    """What a broken chip does: NaN in one step of the graph, and never again."""
+    """Simulates a broken chip: NaN in one step of the graph, and never again."""
 
     def build(self, shape):
         self.calls = tf.Variable(0, trainable=False)
@@ -329,7 +330,7 @@ class OnceInTheGraph(keras.layers.Layer):
 
 
 def test_transient(tmp_path: Path) -> None:
-    """What is finite when it is computed once more is told from what stays."""
+    """A fault that disappears when the batch is recomputed is reported as transient."""
     heard = Heard()
     made = model()
     made = keras.Sequential([keras.Input((4,)), OnceInTheGraph(), *made.layers])
@@ -343,7 +344,7 @@ def test_transient(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("limit", "kept"), [(0, 0), (2, 2)])
 def test_limit(limit: int, kept: int, tmp_path: Path) -> None:
-    """So many are looked into, the first ones."""
+    """Only the first `max_incidents` batches are diagnosed."""
     heard = Heard()
     trained(data(nan_in=[1, 3, 5]), heard.watchdog(max_incidents=limit), folder=tmp_path)
     assert [each.culprits[0].origin is not None for each in heard] == [
@@ -353,14 +354,14 @@ def test_limit(limit: int, kept: int, tmp_path: Path) -> None:
 
 
 def test_nowhere_to_keep_it() -> None:
-    """Without a BackupAndRestore, what there is to say is said."""
+    """Without a BackupAndRestore, the diagnosis is still reported."""
     heard = Heard()
     trained(data(nan_in=[1]), heard.watchdog())
     assert heard[0].culprits[0].origin is not None
 
 
 def test_spike_is_kept(tmp_path: Path) -> None:
-    """A batch whose gradients are far from others, but finite, is kept, too."""
+    """A batch whose gradients are finite outliers is saved, too."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(50 * 8, 4)).astype("float32")
     y = x[:, :1] * 2
@@ -379,7 +380,7 @@ def test_spike_is_kept(tmp_path: Path) -> None:
 
 
 def test_storage_that_fails(tmp_path: Path) -> None:
-    """Training goes on, with a warning that names the batch."""
+    """Training continues, with a warning that names the batch."""
     (tmp_path / "incidents").write_text("in the way")
     heard = Heard()
     with pytest.warns(UserWarning, match="epoch-1-batch-4-replica-0.* could not be saved"):
@@ -388,7 +389,7 @@ def test_storage_that_fails(tmp_path: Path) -> None:
 
 
 class Refuses(keras.layers.Layer):
-    """Cannot be called outside of a graph."""
+    """A step that cannot be called outside of a graph."""
 
     def call(self, inputs):
         if tf.executing_eagerly():
@@ -397,7 +398,7 @@ class Refuses(keras.layers.Layer):
 
 
 def test_step_that_cannot_be_computed_again() -> None:
-    """That is told, and training goes on."""
+    """The failure is reported, and training continues."""
     heard = Heard()
     made = keras.Sequential([keras.Input((4,)), Refuses(), keras.layers.Dense(1)])
     made.compile("sgd", "mse")
@@ -439,6 +440,6 @@ def of(replica: int, norm: float, *variables: str, loss: float = 1.0) -> OfRepli
     ],
 )
 def test_who(replicas: list[OfReplica], blamed: list[int]) -> None:
-    """Whose gradients or loss are not finite, or else who is far from the others; all, if they met
-    the same."""
+    """The culprits are replicas with non-finite gradients or loss, otherwise outliers, or all
+    replicas if all are affected."""
     assert [each.replica for each in culprits_of(replicas)] == blamed

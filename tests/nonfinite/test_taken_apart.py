@@ -30,7 +30,7 @@ A, B, C = (np.array(value) for value in (1, 2, 3))
     ],
 )
 def test_there_and_back(batch: Any, names: list[str]) -> None:
-    """Arrays are called what Keras' steps call them, and the structure survives JSON."""
+    """Arrays are named like the arguments of Keras' steps, and the structure survives JSON."""
     structure, arrays = taken_apart(batch)
     assert list(arrays) == names
     assert put_together(json.loads(json.dumps(structure)), arrays) == batch
