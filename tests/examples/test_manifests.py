@@ -15,7 +15,7 @@ from support.schemas import schema_of
 from keras_distplug.cluster.roles import from_environment
 from keras_distplug.core.exit_codes import ExitCode
 
-pytestmark = [pytest.mark.ci, pytest.mark.timeout(60)]  # needs packages besides `[test]`
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(60)]  # needs additional packages
 
 FOLDER = ROOT / "examples" / "kubernetes"
 Resource = dict[str, Any]

@@ -33,7 +33,7 @@ from keras_distplug.storage.store import CheckpointStore
 
 LIMITS = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 MOST_BYTES = 64 * 2**20
-"""Of memory, for files of some thousand bytes: far less than what a forged size asks for."""
+"""The memory limit, for files of some thousand bytes: far less than forged sizes request."""
 
 
 def fresh() -> Files:

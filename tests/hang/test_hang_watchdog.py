@@ -173,8 +173,8 @@ def test_debugger(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stand(looked: threading.Semaphore) -> None:
-    """At a prompt of `pdb`, until the watchdog has looked there for longer than its limit. What is
-    changed there stays changed."""
+    """Stops at a `pdb` prompt until the watchdog has checked for longer than its limit. Variables
+    changed at the prompt stay changed."""
     value, said = 1, iter(["value = 2\n", "continue\n"])
 
     class Prompt(io.StringIO):

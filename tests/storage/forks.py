@@ -68,7 +68,7 @@ def start(action: Callable[[], object]) -> int:
     try:
         action()
         code = 0
-    except BaseException:  # noqa: BLE001  (told to the parent by the code)
+    except BaseException:  # noqa: BLE001  (the exit code reports it)
         traceback.print_exc()
     finally:
         os._exit(code)

@@ -236,7 +236,7 @@ print("full and well")
 @pytest.mark.skipif(
     not shutil.which("unshare")
     or subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode != 0,
-    reason="no right to mount a small disk; test_file_too_large is the like",
+    reason="no permission to mount a small disk; test_file_too_large is similar",
 )
 def test_disk_full(tmp_path: Path) -> None:
     """A full disk raises OSError, nothing is left behind, and the space is freed."""

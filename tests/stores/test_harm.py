@@ -313,7 +313,7 @@ def as_nobody(action: Callable[[], None]) -> int:
         os.setuid(65534)
         action()
         os._exit(0)
-    except BaseException:  # noqa: BLE001 (told, then it is over)
+    except BaseException:  # noqa: BLE001 (printed, then the process ends)
         traceback.print_exc()
     finally:
         os._exit(1)
@@ -354,7 +354,7 @@ def test_small_disk(leftover: str, tmp_path: Path) -> None:
         require_room_made(Run(place), leftover, FULL_BYTES // 2)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else for a while")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can switch to another user")
 def test_no_right() -> None:
     """A user without permission to write to a folder gets an error, and can read it."""
     with tempfile.TemporaryDirectory() as folder:  # pytest's own are not accessible

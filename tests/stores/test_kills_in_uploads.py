@@ -28,8 +28,8 @@ ANSWER_TIMEOUT_S = 60
 MB = 10**6
 # The size of a checkpoint in bytes: small enough for a save of a few tenths of a second.
 SIZES = {"ceph": 20 * MB, "azurite": 20 * MB, "sftp": 10 * MB, "small disk": 20 * MB}
-DISK_BYTES = 5 * SIZES["small disk"]  # the two that stay, the next one, and two that were cut off
-# One process loads what the stores need, and has all writers as its children.
+DISK_BYTES = 5 * SIZES["small disk"]  # two kept, the next one, and leftovers of two others
+# One process imports the packages of the stores, and is the parent of all writers.
 NURSERY = multiprocessing.get_context("forkserver")
 NURSERY.set_forkserver_preload(
     ["stores.writer", "keras_distplug.storage.stores.remote", "s3fs", "adlfs", "paramiko"]
