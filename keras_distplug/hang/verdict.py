@@ -69,48 +69,48 @@ class Verdict:
 
 
 def judge(
-    reports: Mapping[str, Report | None], unheard_s: Mapping[str, float] | None = None
+    reports: Mapping[str, Report | None], silent_for_s: Mapping[str, float] | None = None
 ) -> Verdict:
     """Decides which worker the others wait for, and whether it has exceeded its limit.
 
     Args:
         reports: The reports by worker; None for a worker that has not answered.
-        unheard_s: The seconds since the last answer, by worker. A worker that is missing has never
+        silent_for_s: The seconds since the last answer, by worker. A worker that is missing has never
             answered. Defaults to `None`: none has.
     """
     silent = [worker for worker, report in reports.items() if report is None]
-    heard = {worker: report for worker, report in reports.items() if report is not None}
+    answered = {worker: report for worker, report in reports.items() if report is not None}
     if silent:
         # A single answer may be late, because of a busy machine or C code that blocks Python for a
         # while.
-        lefts_s = {
+        remaining_s = {
             worker: min(
-                report.silence_s - min(report.for_s, (unheard_s or {}).get(worker, math.inf))
-                for report in heard.values()
+                report.silence_s - min(report.for_s, (silent_for_s or {}).get(worker, math.inf))
+                for report in answered.values()
             )
             for worker in silent
         }
-        overdue = [worker for worker in silent if lefts_s[worker] <= 0]
+        overdue = [worker for worker in silent if remaining_s[worker] <= 0]
         if not overdue:
-            return Verdict(None, min(*lefts_s.values(), _LOOK_AGAIN_S))
+            return Verdict(None, min(*remaining_s.values(), _LOOK_AGAIN_S))
         return Verdict(
             f"{' and '.join(overdue)} did not answer: suspended (SIGSTOP), blocked in C code that "
             "keeps Python from running, or no longer in `fit`"
         )
-    least = min(report.moments for report in heard.values())
-    last = {worker: report for worker, report in heard.items() if report.moments == least}
+    least = min(report.moments for report in answered.values())
+    last = {worker: report for worker, report in answered.items() if report.moments == least}
     waited_for = _only(last, "input") or _only(last, None) or last
     are_overdue = [report.is_overdue for report in waited_for.values()]
     # If all are at the same point, any of them may be the one that still works.
-    are_equal = len(waited_for) == len(heard)
+    are_equal = len(waited_for) == len(answered)
     if not (all(are_overdue) if are_equal else any(are_overdue)):
         left = [report.limit_s - report.for_s for report in waited_for.values()]
         left_s = max(left) if are_equal else min(left)
         return Verdict(None, min(max(left_s, 0.0), _LOOK_AGAIN_S))
-    told = "; ".join(f"{worker} {report}" for worker, report in waited_for.items())
-    if are_equal and len(heard) > 1 and not _only(heard, "input"):
-        told += ". No worker is behind the others: check that all call the same collectives."
-    return Verdict(told)
+    description = "; ".join(f"{worker} {report}" for worker, report in waited_for.items())
+    if are_equal and len(answered) > 1 and not _only(answered, "input"):
+        description += ". No worker is behind the others: check that all call the same collectives."
+    return Verdict(description)
 
 
 class Inquiry:
@@ -134,7 +134,7 @@ class Inquiry:
         return
 
 
-class InquiryTogether(Inquiry):
+class ClusterInquiry(Inquiry):
     """An inquiry into the progress of all workers of a cluster.
 
     Args:
@@ -154,7 +154,7 @@ class InquiryTogether(Inquiry):
         self._heard_s: dict[str, float] = {}
         self._rounds = itertools.count()
         # Errors are ignored: a lost worker ends this training anyway.
-        self._mailbox = Mailbox(channel, self._on_letter, lambda error: None)
+        self._mailbox = Mailbox(channel, self._on_message, lambda error: None)
 
     def ask(self) -> Verdict:
         round_ = f"{self._role.rank}-{next(self._rounds)}"
@@ -185,7 +185,7 @@ class InquiryTogether(Inquiry):
         return judge(reports, {each: now_s - at_s for each, at_s in self._heard_s.items()})
 
     def tell(self, hang: str) -> None:
-        if not self._can_be_heard():
+        if not self._is_chief_reachable():
             return
         try:
             self._send({"hang": hang, "silent": self._silent})
@@ -194,7 +194,7 @@ class InquiryTogether(Inquiry):
 
     def leave(self) -> None:
         # The others receive messages through the chief, so the chief must exit last.
-        if not self._can_be_heard():
+        if not self._is_chief_reachable():
             return
         try:
             within(
@@ -211,7 +211,7 @@ class InquiryTogether(Inquiry):
     def close(self) -> None:
         self._mailbox.close()
 
-    def _on_letter(self, letter: str) -> None:
+    def _on_message(self, letter: str) -> None:
         said = json.loads(letter)
         if "hang" in said:
             self._silent = said["silent"]
@@ -232,7 +232,7 @@ class InquiryTogether(Inquiry):
             raise
         return Report(**json.loads(answer))
 
-    def _can_be_heard(self) -> bool:
+    def _is_chief_reachable(self) -> bool:
         return self._role.workers[0] not in self._silent
 
     def _send(self, letter: Mapping[str, object]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 _PARTS = ("x", "y", "sample_weight")
 
 
-def taken_apart(batch: Any) -> tuple[Any, dict[str, Any]]:
+def split_batch(batch: Any) -> tuple[Any, dict[str, Any]]:
     """Splits `batch` into its structure and its arrays.
 
     The arrays are named like the arguments of Keras' steps, `x`, `y` and `sample_weight`, or by
@@ -18,7 +18,7 @@ def taken_apart(batch: Any) -> tuple[Any, dict[str, Any]]:
         batch: Arrays and None, in tuples, lists and dictionaries with string keys.
 
     Returns:
-        The structure for `put_together`, as JSON-serializable values, and the arrays by name.
+        The structure for `join_batch`, as JSON-serializable values, and the arrays by name.
 
     Raises:
         TypeError: If the batch has any other structure.
@@ -51,14 +51,14 @@ def _part(value: Any, name: str, arrays: dict[str, Any]) -> Any:
     return {"array": name}
 
 
-def put_together(structure: Any, arrays: Mapping[str, Any]) -> Any:
-    """Rebuilds a batch, the inverse of `taken_apart`."""
+def join_batch(structure: Any, arrays: Mapping[str, Any]) -> Any:
+    """Rebuilds a batch, the inverse of `split_batch`."""
     if structure is None:
         return None
     ((kind, parts),) = structure.items()
     if kind == "array":
         return arrays[parts]
     if kind == "dict":
-        return {key: put_together(each, arrays) for key, each in parts.items()}
-    made = [put_together(each, arrays) for each in parts]
+        return {key: join_batch(each, arrays) for key, each in parts.items()}
+    made = [join_batch(each, arrays) for each in parts]
     return tuple(made) if kind == "tuple" else made

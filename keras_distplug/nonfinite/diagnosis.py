@@ -101,9 +101,9 @@ class _Step:
 
 
 def _origin(model: keras.Model, batch: Any, step: _Step) -> str:
-    for name, value in _named(batch).items():
+    for name, value in _named_arrays(batch).items():
         if not _is_finite(value):
-            return f"the batch ({_told(name, np.asarray(value))})"
+            return f"the batch ({_count_nonfinite(name, np.asarray(value))})"
     for variable in model.variables:
         if not _is_finite(variable.value):
             return f"the variable `{variable.path}`"
@@ -114,15 +114,15 @@ def _origin(model: keras.Model, batch: Any, step: _Step) -> str:
     return f"the gradient of `{step.variables[0]}`, although the loss is finite"
 
 
-def _named(batch: Any) -> dict[str, Any]:
+def _named_arrays(batch: Any) -> dict[str, Any]:
     try:
-        return batches.taken_apart(batch)[1]
+        return batches.split_batch(batch)[1]
     except TypeError:
         flat = tf.nest.flatten(batch)
         return {f"array {i}": value for i, value in enumerate(flat) if value is not None}
 
 
-def _told(name: str, value: np.ndarray) -> str:
+def _count_nonfinite(name: str, value: np.ndarray) -> str:
     bad = ~np.isfinite(value)
     first = np.argwhere(bad)[0]
     sample = f", first in sample {first[0] + 1} of {len(value)}" if value.ndim else ""

@@ -22,7 +22,8 @@ from keras_distplug.nonfinite.spikes import Window
 from keras_distplug.step.instrumentation import StepInstrument
 from keras_distplug.step.replica_step import ReplicaStep, scales_loss, size_of
 
-_Seen = tuple[tf.Tensor, ...]  # updates, loss, norm, both scores, and which gradients are finite
+# Updates, loss, norm, both scores, and which gradients are finite.
+_Observed = tuple[tf.Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class NaNGate(StepInstrument):
         self.max_score = max_score
         here = replicas_here(self._model.distribute_strategy)
         for name in models.optimizers_of(self._model) if max_score is not None else ():
-            for what, by_logarithm in ((_norms_of(name), True), (_losses_of(name), False)):
+            for what, by_logarithm in ((_norms_key(name), True), (_losses_key(name), False)):
                 if what not in self._windows:
                     self._windows[what] = [Window(by_logarithm=by_logarithm) for _ in range(here)]
 
@@ -114,12 +115,12 @@ class NaNGate(StepInstrument):
             for window in replicas:
                 window.set_state(known.get(what, []))
 
-    def _window_of(self, what: str, step: ReplicaStep) -> Window:
+    def _get_window(self, what: str, step: ReplicaStep) -> Window:
         """Returns this replica's window. Every replica has one, with the same values."""
         replicas = self._windows[what]
         return replicas[int(tf.get_static_value(step.replica)) % len(replicas)]
 
-    def _name_of(self, optimizer: keras.optimizers.Optimizer) -> str:
+    def _optimizer_name(self, optimizer: keras.optimizers.Optimizer) -> str:
         named = models.optimizers_of(self._model)
         return next(name for name, each in named.items() if each is optimizer)
 
@@ -138,7 +139,7 @@ class NaNGate(StepInstrument):
             return gradients
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         place = min(present, key=lambda i: size_of(gradients[i]))
-        spoiled = _spoiled_unless(_has_sound_loss(step), gradients[place])
+        spoiled = _poison_unless(_has_sound_loss(step), gradients[place])
         return [*gradients[:place], spoiled, *gradients[place + 1 :]]
 
     def allows(
@@ -150,21 +151,21 @@ class NaNGate(StepInstrument):
         variables: Sequence[keras.Variable],
     ) -> tf.Tensor | None:
         norm = step.norm_of_sum(summed)
-        name = self._name_of(optimizer)
+        name = self._optimizer_name(optimizer)
         score = loss_score = tf.constant(math.nan)
         if scales_loss(optimizer):
             # If only the gradients are not finite, the cause is usually the scale. But some kernels
             # turn NaN in their inputs into numbers, so check the data as well.
             due_to_data = ~_has_sound_data(step) & ~tf.math.is_finite(norm)
-            ok = _on_all(_has_sound_loss(step) & ~due_to_data)
+            ok = _all_replicas(_has_sound_loss(step) & ~due_to_data)
         else:
             ok = tf.math.is_finite(norm)
         if self.max_score is not None and not scales_loss(optimizer):
-            norms = self._window_of(_norms_of(name), step)
+            norms = self._get_window(_norms_key(name), step)
             score = norms.score(norm)
             ok &= score <= self.max_score
             if step.losses:
-                losses, mean = self._window_of(_losses_of(name), step), step.loss_of_all()
+                losses, mean = self._get_window(_losses_key(name), step), step.loss_of_all()
                 loss_score = losses.score(mean)
                 ok &= loss_score <= self.max_score
                 losses.learn_if(ok, mean)
@@ -181,7 +182,7 @@ class NaNGate(StepInstrument):
         )
         updates, loss = tf.identity(optimizer.iterations), step.loss()
 
-        def seen() -> _Seen:
+        def seen() -> _Observed:
             own_norm = step.norm(own)
             soundness = tf.stack([_is_sound(gradient) for _, gradient in pairs])
             return updates, loss, own_norm, score, loss_score, soundness
@@ -189,17 +190,17 @@ class NaNGate(StepInstrument):
         if step.is_compiled:
             step.carried[f"{name}, update {call}"] = (ok, seen())
         else:
-            self._note_unless(ok, traced, seen, step)
+            self._record_unless(ok, traced, seen, step)
         return ok
 
     def after(self, step: ReplicaStep, logs: Any) -> None:
         if step.is_compiled:
             for name in step.carried.keys() & self._traced.keys():
                 ok, seen = step.carried[name]
-                self._note_unless(ok, self._traced[name], functools.partial(tuple, seen), step)
+                self._record_unless(ok, self._traced[name], functools.partial(tuple, seen), step)
 
-    def _note_unless(
-        self, ok: tf.Tensor, traced: _Traced, seen: Callable[[], _Seen], step: ReplicaStep
+    def _record_unless(
+        self, ok: tf.Tensor, traced: _Traced, seen: Callable[[], _Observed], step: ReplicaStep
     ) -> None:
         """Adds operations that record a fault with this replica's values, unless `ok`."""
         batch, number = step.batch, step.replica
@@ -223,7 +224,7 @@ class NaNGate(StepInstrument):
                 float(score) if np.isfinite(score) else None,
                 float(loss_score) if np.isfinite(loss_score) else None,
                 tuple(v for v, ok in zip(traced.variables, soundness, strict=True) if not ok),
-                _packed(batch, flat),
+                _pack(batch, flat),
             )
             if (notes := gate()) is not None:
                 notes._faults.append(fault)
@@ -247,11 +248,11 @@ class _Traced:
     has_loss: bool
 
 
-def _norms_of(optimizer: str) -> str:
+def _norms_key(optimizer: str) -> str:
     return f"{optimizer}, norms"
 
 
-def _losses_of(optimizer: str) -> str:
+def _losses_key(optimizer: str) -> str:
     return f"{optimizer}, losses"
 
 
@@ -271,14 +272,14 @@ def _is_sound(gradient: Any) -> tf.Tensor:
     return tf.reduce_all(tf.math.is_finite(dense(gradient)))
 
 
-def _spoiled_unless(sound: tf.Tensor, gradient: Any) -> Any:
+def _poison_unless(sound: tf.Tensor, gradient: Any) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
-        values = _spoiled_unless(sound, gradient.values)
+        values = _poison_unless(sound, gradient.values)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return tf.where(sound, gradient, tf.cast(math.nan, gradient.dtype))
 
 
-def _on_all(sound: tf.Tensor) -> tf.Tensor:
+def _all_replicas(sound: tf.Tensor) -> tf.Tensor:
     """Returns a tensor that is true if `sound` is true on all replicas."""
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
@@ -287,7 +288,7 @@ def _on_all(sound: tf.Tensor) -> tf.Tensor:
     return tf.equal(unsound, 0)
 
 
-def _packed(batch: Any, flat: Sequence[Any]) -> Any:
+def _pack(batch: Any, flat: Sequence[Any]) -> Any:
     """Packs flat values into the structure of a batch."""
     values = iter(flat)
     filled = [None if each is None else next(values) for each in tf.nest.flatten(batch)]

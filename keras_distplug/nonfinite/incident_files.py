@@ -72,7 +72,7 @@ def encode(incident: Incident, batch: Any) -> Iterator[memoryview]:
     Raises:
         TypeError: If the batch is not made of numeric arrays in tuples, lists and dictionaries.
     """
-    structure, arrays = batches.taken_apart(batch)
+    structure, arrays = batches.split_batch(batch)
     variables = codec.specs_of(arrays)
     pieces = codec.share(variables, 0, 1)
     metadata = {
@@ -153,4 +153,4 @@ def _decoded(file: bytes) -> tuple[Incident, Any]:
         offset = end
     if offset != len(data):
         raise ValueError(f"expected {offset} bytes of arrays, received {len(data)}")
-    return incident, batches.put_together(json.loads(metadata["structure"]), arrays)
+    return incident, batches.join_batch(json.loads(metadata["structure"]), arrays)

@@ -32,14 +32,14 @@ class Incidents:
     ) -> None:
         self._instrumentation = instrumentation
         self._keeper = keeper
-        self._left = limit
+        self._remaining = limit
         self._writing: list[tuple[str, Future[str]]] = []
 
-    def takes(self, fault: Fault) -> bool:
+    def accepts(self, fault: Fault) -> bool:
         """True if `fault` should be diagnosed and saved, which counts toward the limit."""
-        if not self._left or fault.batch is None:
+        if not self._remaining or fault.batch is None:
             return False
-        self._left -= 1
+        self._remaining -= 1
         return True
 
     def diagnosis(self, fault: Fault) -> Diagnosis | None:
@@ -55,11 +55,11 @@ class Incidents:
             )
             return None
 
-    def keep(self, fault: Fault, epoch: int, batch: int, told: str) -> None:
+    def save(self, fault: Fault, epoch: int, batch: int, told: str) -> None:
         """Writes the batch of `fault` in a thread.
 
         Args:
-            fault: A fault for which `takes` returned `True`.
+            fault: A fault for which `accepts` returned `True`.
             epoch: The index of the epoch, from 0.
             batch: The index of the batch in the epoch, from 0.
             told: The message about it.
@@ -77,7 +77,7 @@ class Incidents:
         write = functools.partial(self._keeper.keep_file, incident.path, parts)
         self._writing.append((incident.name, in_daemon(write, "keras_distplug-incident")))
 
-    def look_after(self) -> None:
+    def report_finished(self) -> None:
         """Reports the batches that have been written since the last call."""
         if not self._writing:  # called in every step
             return
@@ -94,7 +94,7 @@ class Incidents:
     def end(self) -> None:
         """Waits for batches that are being written, up to a time limit."""
         wait([future for _, future in self._writing], _ENDING_S)
-        self.look_after()
+        self.report_finished()
         for name, _ in self._writing:
             _warn(name, TimeoutError(f"writing took longer than {_ENDING_S:g} s"))
         self._writing.clear()

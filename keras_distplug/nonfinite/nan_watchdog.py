@@ -30,8 +30,8 @@ from keras_distplug.core.log import announce
 from keras_distplug.core.reporting import report
 from keras_distplug.nonfinite.gate import Fault, NaNGate
 from keras_distplug.nonfinite.incidents import Incidents
-from keras_distplug.nonfinite.skipped_updates import LeftOut, OfReplica, culprits_of
-from keras_distplug.nonfinite.skips_on_workers import LeftOutOnWorkers
+from keras_distplug.nonfinite.skipped_updates import LeftOut, OfReplica, find_culprits
+from keras_distplug.nonfinite.skips_on_workers import WorkerSkips
 from keras_distplug.step.executions import Executions
 from keras_distplug.step.instrumentation import StepInstrumentation
 
@@ -116,26 +116,26 @@ class NaNWatchdog(Watchdog):
             )
         self.max_score = max_score
         self.on_fault = on_fault
-        self._in_a_row = 0
+        self._consecutive = 0
         self._rollbacks = 0
         self._has_trained: bool | None = None  # in this epoch; None if not known yet
-        self._trained = self._left_out = 0
+        self._trained = self._skipped = 0
         self._has_gate = False  # false if another instance does the work
-        self._on_workers: LeftOutOnWorkers | None = None
+        self._on_workers: WorkerSkips | None = None
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "in_a_row": self._in_a_row,
+            "in_a_row": self._consecutive,
             "rollbacks": self._rollbacks,
-            "of_epoch": [self._has_trained, self._trained, self._left_out],
+            "of_epoch": [self._has_trained, self._trained, self._skipped],
             "windows": self._gate.windows() if self._has_gate else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._in_a_row, self._rollbacks = state["in_a_row"], state["rollbacks"]
+        self._consecutive, self._rollbacks = state["in_a_row"], state["rollbacks"]
         # Needed if training resumes at the end of an epoch, with no batch left in it.
         of_epoch = state.get("of_epoch", (None, 0, 0))
-        self._has_trained, self._trained, self._left_out = of_epoch
+        self._has_trained, self._trained, self._skipped = of_epoch
         if self._has_gate:
             self._gate.set_windows(state["windows"])
 
@@ -151,7 +151,7 @@ class NaNWatchdog(Watchdog):
         self._gate = self._instrumentation.shared(NaNGate)
         self._on_workers = None
         if is_scheduled(model.distribute_strategy):
-            self._on_workers = LeftOutOnWorkers(model)
+            self._on_workers = WorkerSkips(model)
             return
         self._has_gate = True
         self._gate.set_up(self.max_score)
@@ -176,7 +176,7 @@ class NaNWatchdog(Watchdog):
             self.model.distribute_strategy.num_replicas_in_sync if self._on_workers is None else 0
         )
         self._where = f"{self._role.name} on {socket.gethostname()}"
-        self._in_a_row = self._rollbacks = 0
+        self._consecutive = self._rollbacks = 0
         self._gate.set_windows({})
         self._incidents = Incidents(self._instrumentation, self._keeper, self.max_incidents)
         self._is_new = self._on_workers is None
@@ -190,7 +190,7 @@ class NaNWatchdog(Watchdog):
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         self._epoch = epoch
         self._has_trained = None
-        self._trained = self._left_out = 0
+        self._trained = self._skipped = 0
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         self._batch = batch
@@ -207,22 +207,22 @@ class NaNWatchdog(Watchdog):
         trained = self._executions.end()
         if self._on_workers is not None:
             self._trained += trained
-            self._hear_of_workers(self._on_workers, at_once=False)
+            self._poll_workers(self._on_workers, force=False)
             return
         if self._is_new:
-            self._say_what_is_not_seen()
-        self._incidents.look_after()
+            self._warn_if_unobservable()
+        self._incidents.report_finished()
         faults = self._gate.faults()
-        steps = self._of_steps(faults) if faults else []
+        steps = self._group_by_step(faults) if faults else []
         if not steps:
-            self._in_a_row, self._has_trained = 0, True
+            self._consecutive, self._has_trained = 0, True
             return
-        self._look_at(steps, trained, logs)
+        self._handle_faults(steps, trained, logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self._on_workers is not None:
-            self._hear_of_workers(self._on_workers, at_once=True)
-            self._has_trained = self._left_out < self._trained if self._trained else None
+            self._poll_workers(self._on_workers, force=True)
+            self._has_trained = self._skipped < self._trained if self._trained else None
         if self._has_trained is False and logs is not None:
             # Without any batch, metrics are 0, which would look like the best loss of all.
             logs.update(
@@ -234,7 +234,7 @@ class NaNWatchdog(Watchdog):
 
     # Internals
 
-    def _say_what_is_not_seen(self) -> None:
+    def _warn_if_unobservable(self) -> None:
         self._is_new = False
         if not self._gate.sees_updates and self._role.is_chief:
             warnings.warn(
@@ -244,24 +244,26 @@ class NaNWatchdog(Watchdog):
                 stacklevel=2,
             )
 
-    def _hear_of_workers(self, workers: LeftOutOnWorkers, *, at_once: bool) -> None:
-        news = workers.news(at_once=at_once)
-        if not news or not news[0]:
+    def _poll_workers(self, workers: WorkerSkips, *, force: bool) -> None:
+        counts = workers.poll(force=force)
+        if not counts or not counts[0]:
             return
-        new, in_a_row = news
-        self._left_out += new
+        new, in_a_row = counts
+        self._skipped += new
         for later in reversed(range(new)):
-            self._in_a_row = max(1, in_a_row - later)
-            self._tell(None, (), None)
-        self._in_a_row = in_a_row
-        if self._in_a_row > self.max_skips:
-            self._climb()
-            workers.begin_anew()
+            self._consecutive = max(1, in_a_row - later)
+            self._report_skip(None, (), None)
+        self._consecutive = in_a_row
+        if self._consecutive > self.max_skips:
+            self._escalate()
+            workers.reset()
 
-    def _look_at(self, steps: list[list[Fault]], trained: int, logs: dict[str, Any] | None) -> None:
+    def _handle_faults(
+        self, steps: list[list[Fault]], trained: int, logs: dict[str, Any] | None
+    ) -> None:
         self._has_trained = bool(self._has_trained)
-        places = self._places(steps)
-        own = [self._looked_into(*each) for each in zip(steps, places, strict=True)]
+        places = self._step_indices(steps)
+        own = [self._diagnose_step(*each) for each in zip(steps, places, strict=True)]
         said = self._agreement.gather(
             "left out", json.dumps([[asdict(each) for each in step] for step in own])
         )
@@ -269,9 +271,9 @@ class NaNWatchdog(Watchdog):
         expected = 0
         for number, place in enumerate(places):
             if place is not None and place != expected:
-                self._in_a_row = 0
-            self._in_a_row += 1
-            expected = self._in_a_row if place is None else place + 1
+                self._consecutive = 0
+            self._consecutive += 1
+            expected = self._consecutive if place is None else place + 1
             replicas = [
                 OfReplica(**{**each, "variables": tuple(each["variables"])})
                 for worker in of_workers
@@ -280,25 +282,25 @@ class NaNWatchdog(Watchdog):
             first = steps[number][0]
             # Without a score, finite gradients of all replicas mean that only their sum overflowed.
             is_of_sum = first.score is None and all(each.is_finite for each in replicas)
-            culprits = () if is_of_sum else culprits_of(replicas)
-            self._keep_finite(steps[number], place, culprits)
-            self._tell(place, culprits, first)
+            culprits = () if is_of_sum else find_culprits(replicas)
+            self._save_finite(steps[number], place, culprits)
+            self._report_skip(place, culprits, first)
         if places[-1] not in (None, trained - 1):
-            self._in_a_row, self._has_trained = 0, True
-        if self._in_a_row > self.max_skips:
-            self._climb()
+            self._consecutive, self._has_trained = 0, True
+        if self._consecutive > self.max_skips:
+            self._escalate()
         if self._has_trained and logs is not None:
             # The logs were computed before the metrics were restored.
             results = self.model.get_metrics_result()
             logs.update({name: results[name] for name in logs if name in results})
 
-    def _looked_into(self, step: list[Fault], place: int | None) -> list[OfReplica]:
+    def _diagnose_step(self, step: list[Fault], place: int | None) -> list[OfReplica]:
         """Returns the faults of this process's replicas in a step, with diagnoses."""
         looked_into = []
         # If an optimizer has several faulty updates in one step, the first is the most telling.
         firsts = {(each.replica, each.optimizer): each for each in reversed(step)}
         for fault in sorted(firsts.values(), key=lambda each: each.replica):
-            looks = not fault.is_finite and self._incidents.takes(fault)
+            looks = not fault.is_finite and self._incidents.accepts(fault)
             diagnosis = self._incidents.diagnosis(fault) if looks else None
             replica = OfReplica(
                 fault.replica,
@@ -311,23 +313,23 @@ class NaNWatchdog(Watchdog):
             )
             looked_into.append(replica)
             if looks:
-                self._keep(fault, place, replica)
+                self._save_batch(fault, place, replica)
         return looked_into
 
-    def _keep_finite(
+    def _save_finite(
         self, step: list[Fault], place: int | None, culprits: Sequence[OfReplica]
     ) -> None:
         """Saves the batches of finite faults, whose culprits are known only after all workers have
         reported."""
         named = {each.replica: each for each in culprits}
         for fault in step:
-            if fault.is_finite and fault.replica in named and self._incidents.takes(fault):
-                self._keep(fault, place, named[fault.replica])
+            if fault.is_finite and fault.replica in named and self._incidents.accepts(fault):
+                self._save_batch(fault, place, named[fault.replica])
 
-    def _keep(self, fault: Fault, place: int | None, replica: OfReplica) -> None:
-        self._incidents.keep(fault, self._epoch, self._batch + (place or 0), str(replica))
+    def _save_batch(self, fault: Fault, place: int | None, replica: OfReplica) -> None:
+        self._incidents.save(fault, self._epoch, self._batch + (place or 0), str(replica))
 
-    def _of_steps(self, faults: list[Fault]) -> list[list[Fault]]:
+    def _group_by_step(self, faults: list[Fault]) -> list[list[Fault]]:
         """Groups faults by step, in the order of the steps."""
         if self.model.steps_per_execution == 1:
             return [faults] if faults else []
@@ -340,22 +342,22 @@ class NaNWatchdog(Watchdog):
             steps.setdefault(step, []).append(fault)
         return list(steps.values())
 
-    def _places(self, steps: list[list[Fault]]) -> list[int | None]:
+    def _step_indices(self, steps: list[list[Fault]]) -> list[int | None]:
         """Returns the indices of `steps` in their execution; None for one that is not known."""
         if self.model.steps_per_execution == 1:
             return [0]
         places: list[int | None] = []
-        left_out = 0  # updates of the first faulty replica
+        skipped = 0  # updates of the first faulty replica
         for first, *others in steps:
             calls = self._gate.calls[first.optimizer]
             is_counted = self._updates is not None and first.optimizer == "optimizer"
-            tried = first.updates - (self._updates or 0) + left_out
+            tried = first.updates - (self._updates or 0) + skipped
             places.append(tried // calls if is_counted else None)
             mine = (first.replica, first.optimizer)
-            left_out += 1 + sum((each.replica, each.optimizer) == mine for each in others)
+            skipped += 1 + sum((each.replica, each.optimizer) == mine for each in others)
         return places
 
-    def _tell(
+    def _report_skip(
         self, place: int | None, culprits: tuple[OfReplica, ...], first: Fault | None
     ) -> None:
         fault = LeftOut(
@@ -365,34 +367,36 @@ class NaNWatchdog(Watchdog):
             self._replicas,
             None if first is None else first.score,
             None if first is None else first.loss_score,
-            self._in_a_row,
+            self._consecutive,
         )
         if self._role.is_chief:
             report(_as_event(fault))
-            announce(f"an update was skipped ({self._in_a_row} consecutive). {fault}")
+            announce(f"an update was skipped ({self._consecutive} consecutive). {fault}")
         if self.on_fault is not None:
             self.on_fault(fault)
 
-    def _climb(self) -> None:
-        skips, rollbacks = self._in_a_row, self._rollbacks
+    def _escalate(self) -> None:
+        skips, rollbacks = self._consecutive, self._rollbacks
         trouble = (
             f"{skips} consecutive update{'s' * (skips > 1)} skipped (non-finite values or outliers)"
         )
         if rollbacks >= self.max_rollbacks:
             again = f", even after {rollbacks} rollback{'s' * (rollbacks > 1)}" if rollbacks else ""
-            raise self._end(f"{trouble}{again}")
+            raise self._stop_with_error(f"{trouble}{again}")
         if self._keeper is None:
-            raise self._end(
+            raise self._stop_with_error(
                 f"{trouble}, and a rollback is not possible without a "
                 "keras_distplug.BackupAndRestore among the callbacks"
             )
         try:
             step = self._keeper.roll_back()
         except CheckpointError as error:
-            raise self._end(f"{trouble}, and the rollback failed: {error}") from error
+            raise self._stop_with_error(f"{trouble}, and the rollback failed: {error}") from error
         if step is None:
-            raise self._end(f"{trouble}, and there is no checkpoint yet to roll back to")
-        self._in_a_row = 0
+            raise self._stop_with_error(
+                f"{trouble}, and there is no checkpoint yet to roll back to"
+            )
+        self._consecutive = 0
         self._rollbacks += 1
         if self._role.is_chief:
             report(RolledBack(step, self._rollbacks, trouble))
@@ -401,7 +405,7 @@ class NaNWatchdog(Watchdog):
                 f"are skipped (rollback {self._rollbacks} of at most {self.max_rollbacks})"
             )
 
-    def _end(self, why: str) -> NonFiniteError:
+    def _stop_with_error(self, why: str) -> NonFiniteError:
         self._incidents.end()
         # A worker that exits may take down the service through which others receive the decision.
         with contextlib.suppress(AgreementError):

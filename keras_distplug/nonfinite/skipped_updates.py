@@ -97,7 +97,7 @@ class LeftOut:
         return f"epoch {self.epoch + 1}, {batch}: {what}{why}"
 
 
-def culprits_of(replicas: Sequence[OfReplica]) -> tuple[OfReplica, ...]:
+def find_culprits(replicas: Sequence[OfReplica]) -> tuple[OfReplica, ...]:
     """Returns the replicas that caused a step's fault.
 
     If all gradients are finite, these are the replicas whose gradient norm is more than three times

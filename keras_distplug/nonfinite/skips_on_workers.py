@@ -11,7 +11,7 @@ from keras_distplug.backend.tensorflow.parameter_server.scheduled import schedul
 _EVERY_S = 1.0  # a request to a parameter server takes as long as a small step
 
 
-class LeftOutOnWorkers:
+class WorkerSkips:
     """Counts the updates that workers have skipped. They cannot report more: they run no Python.
 
     Args:
@@ -23,24 +23,24 @@ class LeftOutOnWorkers:
     def __init__(self, model: keras.Model) -> None:
         self._schedule = schedule_of(model)
         self._schedule.leave_out_non_finite()
-        self._told = 0
-        self._asked_s = time.monotonic()
+        self._reported = 0
+        self._polled_s = time.monotonic()
 
-    def news(self, *, at_once: bool) -> tuple[int, int] | None:
+    def poll(self, *, force: bool) -> tuple[int, int] | None:
         """Returns the numbers of skips since the last call and of consecutive skips so far; None if
         the servers were not asked.
 
         Args:
-            at_once: If `True`, ask even if less than a second has passed since the last request.
+            force: If `True`, ask even if less than a second has passed since the last request.
         """
-        if not at_once and time.monotonic() - self._asked_s < _EVERY_S:
+        if not force and time.monotonic() - self._polled_s < _EVERY_S:
             return None
         total, in_a_row = self._schedule.left_out()
-        self._asked_s = time.monotonic()
-        new, self._told = total - self._told, total
+        self._polled_s = time.monotonic()
+        new, self._reported = total - self._reported, total
         return new, in_a_row
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Resets the counts."""
         self._schedule.forget_left_out()
-        self._told = 0
+        self._reported = 0

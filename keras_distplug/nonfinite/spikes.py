@@ -38,20 +38,20 @@ class Window:
         # Sort free places to the end.
         known = tf.sort(tf.where(tf.range(WINDOW) < count, values, math.inf))
         many = tf.minimum(count, WINDOW)
-        median = _middle(known, many)
+        median = _median(known, many)
         deviations = tf.sort(tf.where(tf.math.is_finite(known), tf.abs(known - median), math.inf))
         size = 1.0 if self._by_logarithm else tf.reduce_max(tf.abs(values))
-        spread = tf.maximum(1.4826 * _middle(deviations, many), _LEAST_SPREAD * size)
+        spread = tf.maximum(1.4826 * _median(deviations, many), _LEAST_SPREAD * size)
         # After nothing but zeros, the scale of values is unknown.
-        is_known = (count >= _ENOUGH) & (spread > 0)
-        return tf.where(is_known, (self._kept(value) - median) / spread, 0.0)
+        is_meaningful = (count >= _ENOUGH) & (spread > 0)
+        return tf.where(is_meaningful, (self._transformed(value) - median) / spread, 0.0)
 
     def learn_if(self, ok: tf.Tensor, value: tf.Tensor) -> None:
         """Adds `value` to the window, replacing the oldest one, if `ok`."""
         count = self._count.read_value()
-        is_its_place = tf.range(WINDOW) == count % WINDOW
+        is_oldest = tf.range(WINDOW) == count % WINDOW
         values = self._values.read_value()
-        self._values.assign(tf.where(is_its_place & ok, self._kept(value), values))
+        self._values.assign(tf.where(is_oldest & ok, self._transformed(value), values))
         self._count.assign(count + tf.cast(ok, tf.int32))
 
     def state(self) -> list[float]:
@@ -65,10 +65,10 @@ class Window:
         self._values.assign([*values, *[0.0] * (WINDOW - len(values))])
         self._count.assign(len(values))
 
-    def _kept(self, value: tf.Tensor) -> tf.Tensor:
+    def _transformed(self, value: tf.Tensor) -> tf.Tensor:
         value = tf.cast(value, tf.float32)
         return tf.math.log(tf.maximum(value, 1e-30)) if self._by_logarithm else value
 
 
-def _middle(ordered: tf.Tensor, many: tf.Tensor) -> tf.Tensor:
+def _median(ordered: tf.Tensor, many: tf.Tensor) -> tf.Tensor:
     return ordered[tf.maximum(many - 1, 0) // 2]

@@ -21,9 +21,9 @@ import numpy as np
 import xxhash
 
 from keras_distplug.core.errors import CorruptCheckpointError
-from keras_distplug.storage.ahead import in_order
 from keras_distplug.storage.manifest import VariableSpec
 from keras_distplug.storage.memory import Allocate, Memory
+from keras_distplug.storage.parallel import bounded_parallel_map
 
 # A part stays in a core's cache until it is hashed and written. Larger parts are slower, and so is
 # hashing in a separate thread, which above all slows down the training that runs meanwhile.
@@ -136,7 +136,7 @@ def encode(
     """
     yield memoryview(header(pieces, metadata))
     for piece in pieces:
-        flat = _flat(piece.variable, arrays[piece.variable.key])[piece.start : piece.stop]
+        flat = _flatten(piece.variable, arrays[piece.variable.key])[piece.start : piece.stop]
         data = flat.view(np.uint8).data
         for begin in range(0, len(data), PART_BYTES):
             yield data[begin : begin + PART_BYTES]
@@ -170,7 +170,7 @@ def header(pieces: Sequence[Piece], metadata: Mapping[str, str] | None = None) -
     return len(text).to_bytes(8, "little") + text
 
 
-class Room:
+class Buffers:
     """Memory for the variables of a checkpoint, allocated per variable when its bytes arrive.
 
     Args:
@@ -214,10 +214,10 @@ class Room:
         key, begin, end = self._find(name)
         if key not in self._memory:
             spec = self._specs[key]
-            self._memory[key] = (self._allocate and self._allocate(spec)) or _in_numpy(spec)
+            self._memory[key] = (self._allocate and self._allocate(spec)) or _allocate_numpy(spec)
         return self._memory[key].data[begin:end]
 
-    def filled(self, name: str) -> None:
+    def mark_filled(self, name: str) -> None:
         """Marks the piece `name` as read into its memory."""
         key, begin, end = self._find(name)
         if key not in self._missing:
@@ -254,7 +254,7 @@ class Room:
 def read(
     read_into: Callable[[int, memoryview], int],
     size: int,
-    room: Room,
+    buffers: Buffers,
     source: str,
     readers: int = 1,
 ) -> Iterator[memoryview]:
@@ -264,7 +264,7 @@ def read(
         read_into: Fills a buffer with the file's bytes from an offset and returns their number.
         size: The size of the file in bytes. Whatever its header says, no more memory than this is
             allocated.
-        room: The memory to read into.
+        buffers: The memory to read into.
         source: The file's name, for errors.
         readers: The number of reading threads. They also take over the first write to new memory,
             which is slow.
@@ -286,20 +286,20 @@ def read(
         )
     header = memoryview(bytearray(length))
     yield header[: read_into(8, header)]
-    pieces, end = _pieces(bytes(header), size - 8 - length, room, source), 0
+    pieces, end = _pieces(bytes(header), size - 8 - length, buffers, source), 0
 
     def read_part(part: _Part) -> tuple[_Part, int]:
         return part, read_into(8 + length + part.offset, part.memory)
 
-    parts = _parts(pieces, room, PART_BYTES if readers == 1 else AHEAD_BYTES)
-    for part, count in in_order((partial(read_part, part) for part in parts), readers):
+    parts = _parts(pieces, buffers, PART_BYTES if readers == 1 else AHEAD_BYTES)
+    for part, count in bounded_parallel_map((partial(read_part, part) for part in parts), readers):
         yield part.memory[:count]
         if count < len(part.memory):
             return
         for place, begin in part.scattered:
             place[:] = part.memory[begin : begin + len(place)]
         for name in part.completes:
-            room.filled(name)
+            buffers.mark_filled(name)
         end = part.offset + count
     beyond = memoryview(bytearray(1))
     yield beyond[: read_into(8 + length + end, beyond)]
@@ -322,11 +322,11 @@ class _Part:
     scattered: Sequence[tuple[memoryview, int]] = ()
 
 
-def _parts(pieces: Iterable[tuple[str, int]], room: Room, at_once: int) -> Iterator[_Part]:
+def _parts(pieces: Iterable[tuple[str, int]], buffers: Buffers, at_once: int) -> Iterator[_Part]:
     """Splits `pieces` into read requests, allocating memory for one request at a time."""
     offset = 0
-    for names, size in _together(pieces):
-        places = [room.place(name) for name in names]
+    for names, size in _batch_reads(pieces):
+        places = [buffers.place(name) for name in names]
         if len(places) == 1:
             for begin in range(0, max(size, 1), at_once):
                 is_last = begin + at_once >= size
@@ -339,14 +339,14 @@ def _parts(pieces: Iterable[tuple[str, int]], room: Room, at_once: int) -> Itera
         offset += size
 
 
-def _pieces(header: bytes, size: int, room: Room, source: str) -> list[tuple[str, int]]:
+def _pieces(header: bytes, size: int, buffers: Buffers, source: str) -> list[tuple[str, int]]:
     """Returns the names and sizes of a file's pieces, in order; the sizes add up to `size`."""
     pieces, offset = [], 0
     try:
         entries = json.loads(header)
         for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
             low, high = entry["data_offsets"]
-            length = room.size(name)
+            length = buffers.size(name)
             if low != offset or high - low != length:
                 raise ValueError(
                     f"expected {name} at bytes {offset} to {offset + length}, not {low} to {high}"
@@ -360,7 +360,7 @@ def _pieces(header: bytes, size: int, room: Room, source: str) -> list[tuple[str
     return pieces
 
 
-def _together(pieces: Iterable[tuple[str, int]]) -> Iterator[tuple[list[str], int]]:
+def _batch_reads(pieces: Iterable[tuple[str, int]]) -> Iterator[tuple[list[str], int]]:
     """Groups small pieces into one read. Yields the names and the total bytes of every read."""
     names: list[str] = []
     total = 0
@@ -403,7 +403,7 @@ def _require_numbers(dtype: str) -> None:
         raise TypeError(f"{dtype!r} is not a numeric type")
 
 
-def _in_numpy(spec: VariableSpec) -> Memory:
+def _allocate_numpy(spec: VariableSpec) -> Memory:
     array = np.empty(spec.shape, np.dtype(spec.dtype))
     return Memory(array, array.reshape(-1).view(np.uint8).data)
 
@@ -412,7 +412,7 @@ def _itemsize(variable: VariableSpec) -> int:
     return np.dtype(variable.dtype).itemsize
 
 
-def _flat(variable: VariableSpec, value: Any) -> np.ndarray:
+def _flatten(variable: VariableSpec, value: Any) -> np.ndarray:
     """Returns the elements of a value as a flat array in this machine's byte order."""
     array = np.asarray(value)
     if (array.shape, array.dtype.name) != (variable.shape, variable.dtype):

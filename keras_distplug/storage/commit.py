@@ -34,12 +34,12 @@ from keras_distplug.core.errors import (
 from keras_distplug.core.protocols import Exchange
 from keras_distplug.core.state import TrainState
 from keras_distplug.storage import codec, layout
-from keras_distplug.storage.ahead import in_order
 from keras_distplug.storage.files import Files
 from keras_distplug.storage.manifest import Manifest, Shard
 from keras_distplug.storage.meter import Meter
 from keras_distplug.storage.ownership import Ownership
-from keras_distplug.storage.sealed import digest_of, unwritable
+from keras_distplug.storage.parallel import bounded_parallel_map
+from keras_distplug.storage.sealed import digest_of, find_unserializable
 from keras_distplug.storage.store import CheckpointStore
 
 _PACKAGES = ("keras-distplug", "keras", "tensorflow", "tensorflow-cpu")
@@ -126,10 +126,10 @@ class Writer:
 
     def _lead(self, state: TrainState, attempt: str) -> None:
         kind: layout.Kind = "step" if state.completion is None else "final"
-        name = self._tell(
-            f"{attempt}/folder", lambda: self._store.new_place(kind, state.cursor.step).name
+        name = self._send_result(
+            f"{attempt}/folder", lambda: self._store.next_place(kind, state.cursor.step).name
         )
-        self._tell(f"{attempt}/end", lambda: self._commit(state, name, kind, attempt))
+        self._send_result(f"{attempt}/end", lambda: self._commit(state, name, kind, attempt))
         try:
             if self._ownership is not None:
                 self._ownership.require_recent()
@@ -145,28 +145,28 @@ class Writer:
             )
 
     def _follow(self, state: TrainState, attempt: str) -> None:
-        name = self._hear(f"{attempt}/folder")
-        self._tell(
+        name = self._receive(f"{attempt}/folder")
+        self._send_result(
             f"{attempt}/shards/{self._team.rank}",
             lambda: {
                 "shards": [asdict(shard) for shard in self._write_share(state, name, attempt)],
                 "variables": _fingerprint(state),
             },
         )
-        self._hear(f"{attempt}/end")
+        self._receive(f"{attempt}/end")
 
     def _commit(self, state: TrainState, name: str, kind: layout.Kind, attempt: str) -> None:
         try:
             shards = self._all_shares(state, name, attempt)
             manifest = self._manifest(state, shards, attempt)
             self._publish_owned(
-                self._store.path(name, layout.MANIFEST), _verified(manifest).encode()
+                self._store.path(name, layout.MANIFEST), _verified_text(manifest).encode()
             )
-            self._store.note_committed(name, manifest)
+            self._store.record_committed(name, manifest)
         except FencedError:
             raise  # the files now belong to another process
         except Exception:
-            self._make_room(kind)
+            self._free_space(kind)
             raise
 
     def _publish_owned(self, path: str, text: bytes) -> None:
@@ -194,7 +194,7 @@ class Writer:
                         f"{self._files.where(path)} already exists, and isn't from this run."
                     ) from None
 
-        _retried(create)
+        _retry(create)
 
     def _all_shares(self, state: TrainState, name: str, attempt: str) -> list[Shard]:
         shards, failures = [], []
@@ -204,7 +204,7 @@ class Writer:
                 if rank == 0:
                     shards += self._write_share(state, name, attempt)
                 else:
-                    said = self._hear(f"{attempt}/shards/{rank}")
+                    said = self._receive(f"{attempt}/shards/{rank}")
                     _require_same(_fingerprint(state), said["variables"], rank)
                     shards += [Shard(**each) for each in said["shards"]]
             except _FAILURES as error:
@@ -220,7 +220,7 @@ class Writer:
         variables = codec.specs_of(state.arrays)
         traits = self._files.traits
         writers = _writers(codec.bytes_of(variables), self._team.size)
-        place = _place_of(self._team.rank, writers, self._team.size)
+        place = _writer_index(self._team.rank, writers, self._team.size)
         if place is None:
             self.meter.begin(0)
             return []
@@ -253,8 +253,8 @@ class Writer:
 
         count = files * writers
         mine = range(files * place, files * (place + 1))
-        jobs = (functools.partial(_retried, functools.partial(write, share)) for share in mine)
-        return list(in_order(jobs, traits.at_once))
+        jobs = (functools.partial(_retry, functools.partial(write, share)) for share in mine)
+        return list(bounded_parallel_map(jobs, traits.at_once))
 
     def _create(self, path: str, parts: codec.Hashed) -> None:
         if not self._files.traits.is_near:
@@ -298,19 +298,19 @@ class Writer:
             random=state.random,
         )
 
-    def _make_room(self, kind: layout.Kind) -> None:
+    def _free_space(self, kind: layout.Kind) -> None:
         try:
             if self._ownership is not None:
                 self._ownership.require()
             # Also delete the leftovers of killed saves: they are normally cleaned up after a
             # successful save, but on a small disk they could make every save fail.
-            self._store.clear_cut_off(kind)
+            self._store.clear_interrupted(kind)
         except FencedError:
             raise
         except CheckpointError as error:
             warnings.warn(f"A failed save's leftovers could not be deleted: {error}", stacklevel=2)
 
-    def _tell(self, topic: str, make: Callable[[], T]) -> T:
+    def _send_result(self, topic: str, make: Callable[[], T]) -> T:
         """Sends the other workers the result of `make`, or its error."""
         try:
             value = make()
@@ -322,12 +322,12 @@ class Writer:
         self._team.exchange.tell(topic, json.dumps({"value": value}))
         return value
 
-    def _hear(self, topic: str) -> Any:
+    def _receive(self, topic: str) -> Any:
         said = json.loads(self._team.exchange.hear(topic, self._team.timeout_s))
         if "fenced" in said:
             raise FencedError(said["fenced"])
         if "failed" in said:
-            raise _ToldError(said["failed"], said["remedy"])
+            raise _ReportedError(said["failed"], said["remedy"])
         return said["value"]
 
 
@@ -337,7 +337,7 @@ def _writers(size: int, workers: int) -> int:
     return min(workers, max(_ALL_WRITE, size // _SHARE_BYTES))
 
 
-def _place_of(rank: int, writers: int, workers: int) -> int | None:
+def _writer_index(rank: int, writers: int, workers: int) -> int | None:
     """Returns this worker's index among the writers, or None if it does not write. Writers are
     spread evenly over the workers, and so over the machines."""
     place = -(-rank * writers // workers)
@@ -350,12 +350,12 @@ def _metered(parts: codec.Hashed, meter: Meter) -> Iterator[memoryview]:
         yield part
 
 
-def _verified(manifest: Manifest) -> str:
+def _verified_text(manifest: Manifest) -> str:
     """Returns the manifest's text, once it is certain that it can be read back."""
     try:
         text = manifest.to_json()
     except (TypeError, ValueError, RecursionError) as error:
-        where = unwritable(vars(manifest)) or ""
+        where = find_unserializable(vars(manifest)) or ""
         raise CheckpointError(
             f"This checkpoint cannot be written, so it was not committed: {where}: {error}"
         ) from error
@@ -372,7 +372,7 @@ def _verified(manifest: Manifest) -> str:
     return text
 
 
-class _ToldError(CheckpointError):
+class _ReportedError(CheckpointError):
     """The failure of another worker, with its remedy."""
 
     def __init__(self, message: str, remedy: str) -> None:
@@ -382,7 +382,7 @@ class _ToldError(CheckpointError):
 
 def _remedy(error: Exception) -> str:
     """Returns the remedy for a failed save; empty if the error message already contains it."""
-    if isinstance(error, _ToldError):
+    if isinstance(error, _ReportedError):
         return error.remedy
     if isinstance(error, OtherRunError):
         return "Give every training its own directory."
@@ -410,15 +410,15 @@ def _require_same(chiefs: str, others: str, rank: int) -> None:
         )
 
 
-def _retried(action: Callable[[], T]) -> T:
+def _retry(action: Callable[[], T]) -> T:
     """Returns the result of `action`, retrying for up to 30 seconds while the storage fails."""
-    for attempt in stamina.retry_context(_may_pass, attempts=5, timeout=30.0):
+    for attempt in stamina.retry_context(_is_transient, attempts=5, timeout=30.0):
         with attempt:
             return action()
     raise AssertionError("stamina raises the last error")
 
 
-def _may_pass(error: Exception) -> bool:
+def _is_transient(error: Exception) -> bool:
     # An existing file is retried, too: names are unique to an attempt, so it is ours, and only the
     # storage's answer was lost.
     return isinstance(error, OSError) and not isinstance(error, PermissionError)

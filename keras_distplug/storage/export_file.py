@@ -79,7 +79,7 @@ class Export:
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """A finished export: the names of run and checkpoint, and the file."""
 
     run: str
@@ -88,7 +88,7 @@ class Exported:
     out: str
 
 
-def export(files: Files, run: str | None, asked: Export, save: SaveModel) -> Exported:
+def export(files: Files, run: str | None, asked: Export, save: SaveModel) -> ExportResult:
     """Writes a checkpoint to a single file, verifying its values as they are read.
 
     Args:
@@ -116,7 +116,7 @@ def export(files: Files, run: str | None, asked: Export, save: SaveModel) -> Exp
             write_safetensors(path, seen.name, stored)
         else:
             save(seen.name, stored, path)
-    return Exported(seen.name, chosen.name, kind, asked.out)
+    return ExportResult(seen.name, chosen.name, kind, asked.out)
 
 
 def write_safetensors(path: Path, run: str, stored: Stored) -> None:

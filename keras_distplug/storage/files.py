@@ -114,7 +114,7 @@ class Files(Protocol):
 
 
 @runtime_checkable
-class HasOwners(Protocol):
+class SupportsPrivateFiles(Protocol):
     """Files of a storage that can restrict reading to their owner."""
 
     def create_private(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
@@ -124,7 +124,7 @@ class HasOwners(Protocol):
 
 def create_private(files: Files, path: str, parts: Iterable[bytes | memoryview]) -> None:
     """Creates a file that only its owner can read, if the store supports owners."""
-    create = files.create_private if isinstance(files, HasOwners) else files.create
+    create = files.create_private if isinstance(files, SupportsPrivateFiles) else files.create
     create(path, parts)
 
 
@@ -159,10 +159,10 @@ def list_recursively(files: Files, folder: str) -> list[str] | None:
     try:
         return files.names_below(folder)
     except OSError as error:
-        raise unlistable(files, folder, error) from error
+        raise listing_error(files, folder, error) from error
 
 
-def unlistable(files: Files, folder: str, error: OSError) -> CheckpointError:
+def listing_error(files: Files, folder: str, error: OSError) -> CheckpointError:
     """Returns the error for a folder that cannot be listed."""
     return CheckpointError(f"{files.where(folder)} cannot be listed: {error}. {remedy(error)}")
 
@@ -178,7 +178,7 @@ Opener = Callable[[str, Mapping[str, Any]], Files]
 _METHODS = tuple(name for name in vars(Files) if not name.startswith("_"))
 
 
-def _on_demand(module: str, opener: str, package: str | None = None) -> Opener:
+def _lazy_opener(module: str, opener: str, package: str | None = None) -> Opener:
     """Returns an opener that imports `stores/<module>.py` and its dependencies on first use."""
 
     def open_store(url: str, storage_options: Mapping[str, Any]) -> Files:
@@ -197,12 +197,12 @@ def _on_demand(module: str, opener: str, package: str | None = None) -> Opener:
 
 _LOCAL = ("file", "local")
 _OURS: Mapping[str, Opener] = {
-    **dict.fromkeys(_LOCAL, _on_demand("local", "open_local")),
-    "memory": _on_demand("object_store", "open_memory"),
-    **dict.fromkeys(("s3", "s3a"), _on_demand("object_store", "open_s3", "s3fs")),
-    **dict.fromkeys(("gs", "gcs"), _on_demand("object_store", "open_gcs", "gcsfs")),
-    **dict.fromkeys(("az", "abfs", "abfss"), _on_demand("object_store", "open_azure", "adlfs")),
-    **dict.fromkeys(("sftp", "ssh"), _on_demand("sftp", "open_sftp", "paramiko")),
+    **dict.fromkeys(_LOCAL, _lazy_opener("local", "open_local")),
+    "memory": _lazy_opener("object_store", "open_memory"),
+    **dict.fromkeys(("s3", "s3a"), _lazy_opener("object_store", "open_s3", "s3fs")),
+    **dict.fromkeys(("gs", "gcs"), _lazy_opener("object_store", "open_gcs", "gcsfs")),
+    **dict.fromkeys(("az", "abfs", "abfss"), _lazy_opener("object_store", "open_azure", "adlfs")),
+    **dict.fromkeys(("sftp", "ssh"), _lazy_opener("sftp", "open_sftp", "paramiko")),
 }
 _OPENERS = dict(_OURS)
 

@@ -63,7 +63,7 @@ class Inventory:
         }
         return {name: found.get(name, self._inside.get(name, _NOTHING)) for name in names}
 
-    def look_again(self, name: str) -> frozenset[str]:
+    def relist(self, name: str) -> frozenset[str]:
         """Lists a folder in one request, which in an object store also returns the sizes of its
         files."""
         below = list_recursively(self._files, f"{self._run}/{name}")
@@ -78,11 +78,11 @@ class Inventory:
         if self._files.traits.is_near or is_object_store(self._files):
             self._inside.clear()
 
-    def remembers(self, name: str) -> bool:
+    def is_cached(self, name: str) -> bool:
         """True if the folder is cached as a committed or damaged checkpoint."""
         return name in self._inside
 
-    def note_committed(self, name: str, inside: Iterable[str] | None) -> None:
+    def record_committed(self, name: str, inside: Iterable[str] | None) -> None:
         """Records that a checkpoint was just committed.
 
         Args:
@@ -92,12 +92,12 @@ class Inventory:
         self.forget(name)
         if inside is not None:
             self._note(name, inside)
-        place = layout.place_of(name)
+        place = layout.parse_place(name)
         assert place is not None, name
         self._places = sorted({*self._places, place})
         self._is_current = True
 
-    def note_damaged(self, name: str) -> None:
+    def record_damaged(self, name: str) -> None:
         """Records a damaged checkpoint, even if DAMAGED.json could not be written."""
         self._inside[name] = self._inside.get(name, _NOTHING) | {layout.DAMAGED}
         self.verified.pop(name, None)

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from keras_distplug.core.errors import CheckpointError
-from keras_distplug.storage.files import Files, LinkError, unlistable
+from keras_distplug.storage.files import Files, LinkError, listing_error
 
 Kind = Literal["step", "final"]
 
@@ -64,11 +64,11 @@ def runs(files: Files) -> list[tuple[int, str]]:
 
 def places(files: Files, run: str) -> list[Place]:
     """Returns the places of checkpoints, including ones being written, oldest first."""
-    found = map(place_of, names(files, run))
+    found = map(parse_place, names(files, run))
     return sorted(place for place in found if place is not None)
 
 
-def place_of(name: str) -> Place | None:
+def parse_place(name: str) -> Place | None:
     """Returns the place named `name`; None if it is not the name of a checkpoint."""
     match = _CHECKPOINT.fullmatch(name)
     if match is None:
@@ -98,7 +98,7 @@ def is_run(name: str) -> bool:
     return _RUN.fullmatch(name) is not None
 
 
-def run_folder_of(path: str) -> str | None:
+def find_run_folder(path: str) -> str | None:
     """Returns the folder of the run that `path` belongs to; None for a path outside of runs."""
     parts = path.split("/")
     runs = [place for place, part in enumerate(parts) if is_run(part)]
@@ -114,7 +114,7 @@ def names(files: Files, folder: str = "") -> list[str]:
     try:
         return files.names(folder)
     except OSError as error:
-        raise unlistable(files, folder, error) from error
+        raise listing_error(files, folder, error) from error
 
 
 def inside(files: Files, folder: str) -> list[str]:

@@ -89,22 +89,24 @@ class Ownership:
         self._released = threading.Event()
 
     def start_beating(self) -> None:
-        thread = threading.Thread(target=self._beat_on, name="keras_distplug-owner", daemon=True)
+        thread = threading.Thread(
+            target=self._keep_beating, name="keras_distplug-owner", daemon=True
+        )
         thread.start()
 
-    def require(self, known_for_secs: float = 0.0) -> None:
+    def require(self, max_age_secs: float = 0.0) -> None:
         """Checks that this process still owns the directory.
 
         Args:
-            known_for_secs: Skip the check if one succeeded at most this many seconds ago. Defaults
+            max_age_secs: Skip the check if one succeeded at most this many seconds ago. Defaults
                 to 0: always check.
 
         Raises:
             FencedError: If another process owns it.
             CheckpointError: If the storage cannot be read.
         """
-        looked_s = unsuspended_s()
-        if looked_s - self._confirmed_s <= known_for_secs:
+        checked_s = unsuspended_s()
+        if checked_s - self._confirmed_s <= max_age_secs:
             return
         if not self._is_owner(layout.names(self._files, FOLDER)):
             self._end()
@@ -113,7 +115,7 @@ class Ownership:
                 f"process, {os.getpid()}, showed no sign of life. It will not save or delete "
                 "anything more. Do not restart it: the other process continues the run."
             )
-        self._confirmed_s = looked_s
+        self._confirmed_s = checked_s
 
     def require_recent(self) -> None:
         """Checks that this process still owns the directory, unless that was checked recently."""
@@ -206,7 +208,7 @@ class Ownership:
                 path.write_text(f"{self._beats:012d}")
                 self._files.put(path, f"{FOLDER}/{self._beat_file}", overwrite=True)
 
-    def _beat_on(self) -> None:
+    def _keep_beating(self) -> None:
         while not self._released.wait(self._timing.beat_secs):
             uses = self.uses
             if self.is_idle():
@@ -303,7 +305,7 @@ def _release_all() -> None:
 
 
 def _win(files: Files, report: Callable[[str], None], here: Process, timing: Timing) -> Ownership:
-    has_told = False
+    has_reported = False
     while True:
         names = layout.names(files, FOLDER)
         newest = _newest(names)
@@ -311,12 +313,12 @@ def _win(files: Files, report: Callable[[str], None], here: Process, timing: Tim
             owner, token = _owner(files, newest)
             # This process's own earlier claims are released, even if the file says otherwise.
             alive = None if owner is None else owner != here and is_alive(owner, here)
-            if alive and _was_copied(files, newest):
+            if alive and _is_copy(files, newest):
                 alive = None
             if alive is None:
-                if not has_told:
-                    report(_waits(files, owner, timing))
-                    has_told = True
+                if not has_reported:
+                    report(_wait_message(files, owner, timing))
+                    has_reported = True
                 alive = _watch(files, newest, token, timing)
                 if alive is None:
                     continue
@@ -331,7 +333,7 @@ def _win(files: Files, report: Callable[[str], None], here: Process, timing: Tim
                 "writable."
             ) from error
         if is_made:
-            _delete_claims_before(files, newest + 1)
+            _delete_older_claims(files, newest + 1)
             ownership.start_beating()
             return ownership
 
@@ -342,17 +344,17 @@ def _watch(files: Files, number: int, token: str, timing: Timing) -> bool | None
     first: bytes | None = None
     started_s = unsuspended_s()
     while True:
-        looked_s = unsuspended_s()
+        checked_s = unsuspended_s()
         names = layout.names(files, FOLDER)
         is_replaced = _newest(names) != number or _owner(files, number)[1] != token
         if is_replaced or f"{number:04d}.released" in names:
             return None
-        beat = _beat_in(files, _beat_file(number, token), names)
+        beat = _read_beat(files, _beat_file(number, token), names)
         if first is None:
-            first, started_s = beat, looked_s
+            first, started_s = beat, checked_s
         if beat != first:
             return True
-        if looked_s - started_s >= timing.stale_secs:
+        if checked_s - started_s >= timing.stale_secs:
             return False
         time.sleep(timing.look_secs)
 
@@ -361,7 +363,7 @@ def _beat_file(number: int, token: str) -> str:
     return f"{number:04d}.{token}.beat"
 
 
-def _beat_in(files: Files, name: str, names: list[str]) -> bytes:
+def _read_beat(files: Files, name: str, names: list[str]) -> bytes:
     if name not in names:
         return b""
     try:
@@ -374,7 +376,7 @@ def _beat_in(files: Files, name: str, names: list[str]) -> bytes:
         ) from error
 
 
-def _delete_claims_before(files: Files, number: int) -> None:
+def _delete_older_claims(files: Files, number: int) -> None:
     for name in layout.names(files, FOLDER):
         of = name.partition(".")[0]
         if of.isdecimal() and int(of) < number:
@@ -402,7 +404,7 @@ def _owner(files: Files, number: int) -> tuple[Process | None, str]:
     return owner, token
 
 
-def _was_copied(files: Files, number: int) -> bool:
+def _is_copy(files: Files, number: int) -> bool:
     """True if the claim was made for a directory of another name: this one is a copy of it."""
     try:
         where = json.loads(files.read(f"{FOLDER}/{number:04d}.json")).get(_DIRECTORY)
@@ -421,7 +423,7 @@ def _in_use(files: Files, owner: Process | None) -> InUseError:
     )
 
 
-def _waits(files: Files, owner: Process | None, timing: Timing) -> str:
+def _wait_message(files: Files, owner: Process | None, timing: Timing) -> str:
     return (
         f"{files.where()} was last used by {owner or 'another process'}, which has not released "
         "it and may still be running on another machine: waiting up to "

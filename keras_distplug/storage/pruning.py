@@ -9,7 +9,7 @@ from typing import Literal
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError
 from keras_distplug.storage import layout
 from keras_distplug.storage.files import Files
-from keras_distplug.storage.retention import Kept, Retention
+from keras_distplug.storage.retention import Retention, RetentionEntry
 from keras_distplug.storage.store import CheckpointStore
 from keras_distplug.storage.survey import KINDS, Seen, SeenRun, State
 
@@ -95,7 +95,7 @@ def checked(files: Files, run: SeenRun, retention: Retention) -> SeenRun:
 
 def _expired(committed: Sequence[Seen], retention: Retention) -> tuple[str, ...]:
     return retention.expired(
-        [Kept(each.name, each.place.step, each.whole.metrics) for each in committed]
+        [RetentionEntry(each.name, each.place.step, each.whole.metrics) for each in committed]
     )
 
 

@@ -14,7 +14,7 @@ Mode = Literal["min", "max"]
 
 
 @dataclass(frozen=True)
-class Kept:
+class RetentionEntry:
     """The properties of a committed checkpoint that retention depends on.
 
     Args:
@@ -69,7 +69,7 @@ class Retention(Shown):
             f'("val_loss", "min", 3). Received: {self.keep_best!r}'
         )
 
-    def expired(self, oldest_first: Sequence[Kept]) -> tuple[str, ...]:
+    def expired(self, oldest_first: Sequence[RetentionEntry]) -> tuple[str, ...]:
         """Returns the names of the checkpoints that no rule keeps."""
         stay = {each.name for each in oldest_first[-self.keep_last :]}
         if self.keep_every_steps is not None:
@@ -82,7 +82,7 @@ class Retention(Shown):
         return tuple(each.name for each in oldest_first if each.name not in stay)
 
 
-def rated(oldest_first: Sequence[Kept], metric: str, mode: Mode) -> list[str]:
+def rated(oldest_first: Sequence[RetentionEntry], metric: str, mode: Mode) -> list[str]:
     """Returns the names of the checkpoints that have `metric`, from worst to best by it. Of equal
     ones, the newer is better."""
     sign = -1 if mode == "min" else 1

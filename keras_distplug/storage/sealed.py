@@ -46,7 +46,7 @@ def digest_of(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def unwritable(value: Any, path: str = "") -> str | None:
+def find_unserializable(value: Any, path: str = "") -> str | None:
     """Returns the path of the first value that JSON cannot hold, such as `callbacks/0/state`, or
     None."""
     if isinstance(value, Mapping):
@@ -59,5 +59,7 @@ def unwritable(value: Any, path: str = "") -> str | None:
         except (TypeError, ValueError, RecursionError):
             return f"`{path}`"
         return None
-    found = (unwritable(each, f"{path}/{name}" if path else str(name)) for name, each in parts)
+    found = (
+        find_unserializable(each, f"{path}/{name}" if path else str(name)) for name, each in parts
+    )
     return next((each for each in found if each is not None), None)

@@ -23,7 +23,7 @@ from keras_distplug.storage.layout import Kind, Place
 from keras_distplug.storage.manifest import Manifest, Shard
 from keras_distplug.storage.memory import Allocate
 from keras_distplug.storage.meter import Meter
-from keras_distplug.storage.retention import Kept, Retention
+from keras_distplug.storage.retention import Retention, RetentionEntry
 
 _READERS = min(4, os.cpu_count() or 1)
 
@@ -69,7 +69,7 @@ class CheckpointStore:
         self._run = run_name
         self._retention = retention or Retention()
         self._metrics: dict[str, Mapping[str, float]] = {}  # of manifests that were read
-        self._aside: set[str] = set()
+        self._quarantined: set[str] = set()
         self._inventory = Inventory(files, run_name)
         self._reused: set[str] = set()  # folders in which earlier attempts may have left something
 
@@ -92,7 +92,7 @@ class CheckpointStore:
         """
         damaged = []
         for name in reversed(self._names(kind)):
-            if name in self._aside or self.has(name, layout.DAMAGED):
+            if name in self._quarantined or self.has(name, layout.DAMAGED):
                 self._warn_of_link(name)
                 damaged.append(name)
                 continue
@@ -157,8 +157,8 @@ class CheckpointStore:
     def set_aside(self, name: str, error: CorruptCheckpointError) -> None:
         """Quarantines the checkpoint in the folder `name`: marks it and warns, without changing its
         files."""
-        self._aside.add(name)
-        self._inventory.note_damaged(name)
+        self._quarantined.add(name)
+        self._inventory.record_damaged(name)
         report(Quarantined(self.where(name), str(error)))
         warnings.warn(f"The checkpoint {self.where(name)} is quarantined: {error}", stacklevel=3)
         note = {"reason": str(error), "found_utc": layout.now()}
@@ -182,11 +182,11 @@ class CheckpointStore:
 
     # Deleting
 
-    def note_committed(self, name: str, manifest: Manifest) -> None:
+    def record_committed(self, name: str, manifest: Manifest) -> None:
         """Records a checkpoint that this process has just committed, so that `clean` need not list
         it."""
         inside = None if name in self._reused else {manifest.nonce, layout.MANIFEST}
-        self._inventory.note_committed(name, inside)
+        self._inventory.record_committed(name, inside)
         self._metrics[name] = manifest.metrics
 
     def clean(self, kind: Kind) -> None:
@@ -205,41 +205,41 @@ class CheckpointStore:
             CheckpointError: If something cannot be read or deleted.
         """
         places = [place for place in self._inventory.current() if place.kind == kind]
-        verified, is_afresh = None, False
+        verified, is_relisted = None, False
         while True:
             inside = self._inventory.inside(place.name for place in places)
             whole = [place for place in places if is_whole(inside[place.name])]
-            old = self._old(whole)
+            old = self._outdated(whole)
             if old is None:
                 continue
             cut_off = [
                 place.name
                 for place in places
-                if whole and place < whole[-1] and not self._inventory.remembers(place.name)
+                if whole and place < whole[-1] and not self._inventory.is_cached(place.name)
             ]
             if not old and not cut_off:
                 return
-            if not is_afresh:
+            if not is_relisted:
                 self._inventory.forget_all()
-                is_afresh = True
+                is_relisted = True
                 continue
             newest, guard = whole[-1].name, whole[-self._retention.keep_last :][-2:][0].name
             if newest != verified:
                 self._verify_newest(newest)
                 verified = newest
-            if self._still_stands(guard):
+            if self._is_still_intact(guard):
                 break
             places = [place for place in places if place.name != guard]
         for name in (*old, *cut_off):
-            self._delete_outdated(name, is_cut_off=name in cut_off)
+            self._delete_outdated(name, is_interrupted=name in cut_off)
 
-    def _old(self, whole: Sequence[Place]) -> Sequence[str] | None:
+    def _outdated(self, whole: Sequence[Place]) -> Sequence[str] | None:
         """Returns the names of the checkpoints that may be deleted; None if one was found damaged,
         so that the caller must start over."""
         kept = []
         for place in whole:
             try:
-                kept.append(self._kept(place))
+                kept.append(self._retention_entry(place))
             except CorruptCheckpointError as error:
                 self.set_aside(place.name, error)
                 return None
@@ -252,10 +252,10 @@ class CheckpointStore:
             self.set_aside(name, error)
             raise
 
-    def _still_stands(self, name: str) -> bool:
+    def _is_still_intact(self, name: str) -> bool:
         """True if a checkpoint to keep is intact by the checks of `clean`; quarantines a damaged
         one. Its folder is listed every time: another process may have marked or deleted it."""
-        if not is_whole(self._inventory.look_again(name)):
+        if not is_whole(self._inventory.relist(name)):
             return False
         try:
             if (shards := self._inventory.verified.get(name)) is None:
@@ -267,10 +267,10 @@ class CheckpointStore:
             return False
         return True
 
-    def _delete_outdated(self, name: str, *, is_cut_off: bool) -> None:
+    def _delete_outdated(self, name: str, *, is_interrupted: bool) -> None:
         """Deletes a checkpoint or the leftovers of one, unless its folder has changed since."""
-        inside = self._inventory.look_again(name)
-        if layout.DAMAGED in inside or (is_cut_off and layout.MANIFEST in inside):
+        inside = self._inventory.relist(name)
+        if layout.DAMAGED in inside or (is_interrupted and layout.MANIFEST in inside):
             return
         if layout.MANIFEST in inside:
             # Delete the manifest first: if this is interrupted, the rest counts as no checkpoint.
@@ -281,14 +281,14 @@ class CheckpointStore:
         """Deletes leftovers of other attempts to write the committed checkpoint `name`."""
         if name in self._reused:
             self._reused.discard(name)
-            self._clear_but(name, attempt, layout.names(self._files, self.path(name)))
+            self._clear_except(name, attempt, layout.names(self._files, self.path(name)))
 
-    def _clear_but(self, name: str, attempt: str, inside: Iterable[str]) -> None:
+    def _clear_except(self, name: str, attempt: str, inside: Iterable[str]) -> None:
         for file in inside:
             if file not in (attempt, layout.MANIFEST, layout.DAMAGED):
                 self.delete(name, file)
 
-    def clear_cut_off(self, kind: Kind) -> None:
+    def clear_interrupted(self, kind: Kind) -> None:
         """Deletes the leftovers of saves of `kind` that were interrupted, whether while writing or
         while cleaning up.
 
@@ -304,10 +304,10 @@ class CheckpointStore:
             # The save that is thought to have failed may have written its manifest nevertheless.
             if layout.MANIFEST in inside:
                 if len(inside) > 2:
-                    self._clear_but(name, self._manifest(name).nonce, inside)
+                    self._clear_except(name, self._manifest(name).nonce, inside)
                 is_committed = True
             else:
-                self._delete_outdated(name, is_cut_off=True)
+                self._delete_outdated(name, is_interrupted=True)
                 self._reused.add(name)  # an abandoned request may still arrive
         if is_committed:
             self.clean(kind)
@@ -334,7 +334,7 @@ class CheckpointStore:
 
     # Names
 
-    def new_place(self, kind: Kind, step: int) -> Place:
+    def next_place(self, kind: Kind, step: int) -> Place:
         """Returns the place for a new checkpoint of a step, newer than all existing ones of it."""
         places = self._inventory.refresh()
         same = [place for place in places if (place.kind, place.step) == (kind, step)]
@@ -361,12 +361,12 @@ class CheckpointStore:
 
     # Internals
 
-    def _kept(self, place: Place) -> Kept:
+    def _retention_entry(self, place: Place) -> RetentionEntry:
         if self._retention.keep_best is None:
-            return Kept(place.name, place.step)
+            return RetentionEntry(place.name, place.step)
         if place.name not in self._metrics:
             self._manifest(place.name)
-        return Kept(place.name, place.step, self._metrics[place.name])
+        return RetentionEntry(place.name, place.step, self._metrics[place.name])
 
     def _manifest(self, name: str) -> Manifest:
         with self._reading(name, layout.MANIFEST):
@@ -389,7 +389,7 @@ class CheckpointStore:
     ) -> Iterator[tuple[str, Any]]:
         # One variable at a time, so that the memory of a value that was already used is recycled:
         # that is faster than new memory, and one copy of a model's state is enough.
-        room = codec.Room(manifest.variables, allocate, self.where(name))
+        buffers = codec.Buffers(manifest.variables, allocate, self.where(name))
         # Memory is allocated by the manifest, so check the manifest against the files first.
         self._require_files(name, manifest)
         meter = meter or Meter()
@@ -397,12 +397,12 @@ class CheckpointStore:
         for shard in manifest.shards:
             read_into = functools.partial(self._read_into, name, shard.file)
             where = self.where(name, shard.file)
-            read = codec.read(read_into, shard.bytes, room, where, _READERS)
+            read = codec.read(read_into, shard.bytes, buffers, where, _READERS)
             for part in self._checked(name, shard, read):
                 meter.add(part.nbytes)
-                yield from room.take()
-            yield from room.take()
-        room.require_all_taken()
+                yield from buffers.take()
+            yield from buffers.take()
+        buffers.require_all_taken()
 
     def _checked(self, name: str, shard: Shard, read: Iterable[memoryview]) -> Iterator[memoryview]:
         """Yields the parts read from a shard, then raises if it differs from the committed one."""

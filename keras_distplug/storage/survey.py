@@ -22,13 +22,13 @@ from keras_distplug.storage import layout, runs
 from keras_distplug.storage.files import Files, remedy
 from keras_distplug.storage.layout import Kind, Place
 from keras_distplug.storage.manifest import Manifest
-from keras_distplug.storage.retention import Kept, Mode, rated
+from keras_distplug.storage.retention import Mode, RetentionEntry, rated
 from keras_distplug.storage.runs import RunRecord
 from keras_distplug.storage.store import CheckpointStore
 
 State = Literal["committed", "damaged", "unreadable", "cut off", "unfinished"]
 KINDS: tuple[Kind, ...] = ("step", "final")
-_LOOKED_AT = 3  # the number of newest checkpoints that `looked_at` checks, since it is polled
+_CHECKED = 3  # the number of newest checkpoints that `looked_at` checks, since it is polled
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def looked_at(files: Files, run: str) -> dict[int, Looked] | None:
             seen = Looked("damaged", False)
         elif layout.MANIFEST in names:
             seen = Looked("committed", False)
-            if committed < _LOOKED_AT:
+            if committed < _CHECKED:
                 closer = _committed(files, store, place, names, Depth.SIZES)
                 if closer is None:
                     continue
@@ -263,7 +263,7 @@ def _committed(
         state = "damaged" if isinstance(error, CorruptCheckpointError) else "unreadable"
         damage = str(error)
     if layout.DAMAGED in names:
-        state, damage = "damaged", _told_damage(files, store.path(place.name, layout.DAMAGED))
+        state, damage = "damaged", _recorded_damage(files, store.path(place.name, layout.DAMAGED))
     if manifest is None:
         size = _size(files, store.path(place.name), names)
     else:
@@ -271,7 +271,7 @@ def _committed(
     return Seen(place, state, size, manifest, damage, layout.DAMAGED in names)
 
 
-def _told_damage(files: Files, path: str) -> str:
+def _recorded_damage(files: Files, path: str) -> str:
     try:
         return str(json.loads(files.read(path))["reason"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -356,7 +356,10 @@ def choose_best(files: Files, run: SeenRun, metric: str, mode: Mode) -> Seen:
     committed = {each.name: each for each in run.committed()}
     if not committed:
         raise NoCheckpointError(f"{files.where(run.name)} contains no checkpoint.")
-    kept = [Kept(name, each.place.step, each.whole.metrics) for name, each in committed.items()]
+    kept = [
+        RetentionEntry(name, each.place.step, each.whole.metrics)
+        for name, each in committed.items()
+    ]
     if best := rated(kept, metric, mode)[-1:]:
         return committed[best[0]]
     known = sorted({name for each in committed.values() for name in each.whole.metrics})

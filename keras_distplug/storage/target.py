@@ -42,7 +42,7 @@ def _in_folder(target: Path, ending: str, overwrite: bool) -> Iterator[Path]:
     if target.is_dir() or not target.parent.is_dir():
         raise ConfigurationError(f"Expected a file in an existing folder. Received: {target}")
     if os.path.lexists(target) and not overwrite:
-        raise _exists(str(target))
+        raise _exists_error(str(target))
     temporary = target.with_name(f".{target.stem}-{uuid.uuid4().hex}{ending}")
     try:
         yield temporary
@@ -51,9 +51,9 @@ def _in_folder(target: Path, ending: str, overwrite: bool) -> Iterator[Path]:
         publish(temporary, target, overwrite=overwrite)
         sync_folder(target.parent)
     except FileExistsError as error:
-        raise _exists(str(target)) from error
+        raise _exists_error(str(target)) from error
     except OSError as error:
-        raise _not_written(str(target), error) from error
+        raise _write_error(str(target), error) from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -69,25 +69,25 @@ def _in_store(
     where = files.where(name)
     try:
         if name in files.names() and not overwrite:
-            raise _exists(where)
+            raise _exists_error(where)
         with tempfile.TemporaryDirectory(prefix="keras_distplug-") as scratch:
             temporary = Path(scratch) / f"export{ending}"
             yield temporary
             files.put(temporary, name, overwrite=overwrite)
     except FileExistsError as error:
-        raise _exists(where) from error
+        raise _exists_error(where) from error
     except OSError as error:
-        raise _not_written(where, error) from error
+        raise _write_error(where, error) from error
 
 
-def _exists(where: str) -> ConfigurationError:
+def _exists_error(where: str) -> ConfigurationError:
     return ConfigurationError(
         f"{where} already exists and was not changed. Choose another name, or pass --overwrite "
         "(overwrite=True in a script)."
     )
 
 
-def _not_written(where: str, error: OSError) -> CheckpointError:
+def _write_error(where: str, error: OSError) -> CheckpointError:
     return CheckpointError(
         f"{where} could not be written: {error}. Free disk space, or choose another path."
     )

@@ -160,7 +160,7 @@ def test_debugger(monkeypatch: pytest.MonkeyPatch) -> None:
     def look(thread: int) -> bool:
         found = is_debugged(thread)
         if found and look.found:
-            stood_s.append(watched._stood[1])
+            stood_s.append(watched._stall[1])
             looked.release()
         look.found = found
         return found

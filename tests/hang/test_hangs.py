@@ -17,7 +17,7 @@ from cluster.key_values import Memory  # noqa: E402
 from keras_distplug.cluster.channel import Channel  # noqa: E402
 from keras_distplug.cluster.roles import Role  # noqa: E402
 from keras_distplug.hang import verdict as hangs  # noqa: E402
-from keras_distplug.hang.verdict import Inquiry, InquiryTogether, Report, judge  # noqa: E402
+from keras_distplug.hang.verdict import ClusterInquiry, Inquiry, Report, judge  # noqa: E402
 
 LATE = Report(7, "is in batch 3", awaits=None, for_s=30.0, limit_s=30.0, silence_s=30.0)
 IN_TIME = replace(LATE, for_s=20.0)
@@ -47,7 +47,7 @@ def test_named(reports: list[Report | None], named: str) -> None:
 
 def test_named_of_the_silent() -> None:
     """A worker that has not answered for longer than the silence limit is named, and no other."""
-    verdict = judge({"a": LATE, "b": None, "c": None}, unheard_s={"b": 29.0, "c": 30.0})
+    verdict = judge({"a": LATE, "b": None, "c": None}, silent_for_s={"b": 29.0, "c": 30.0})
     assert verdict.hang is not None
     assert verdict.hang.startswith("c did not answer")
 
@@ -102,13 +102,13 @@ class Cluster:
             if report is not None
         }
 
-    def _inquiry(self, role: Role, report: Report) -> InquiryTogether:
+    def _inquiry(self, role: Role, report: Report) -> ClusterInquiry:
         def hear(hang: str) -> None:
             self.heard[role.rank] = hang
             self.all_heard.release()
 
         channel = Channel(role, self.memory, "session/")
-        return InquiryTogether(channel, lambda: report, hear)
+        return ClusterInquiry(channel, lambda: report, hear)
 
 
 @pytest.fixture

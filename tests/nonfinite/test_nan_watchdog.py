@@ -20,7 +20,7 @@ from support import small  # noqa: E402
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.core.errors import ConfigurationError, NonFiniteError  # noqa: E402
 from keras_distplug.nonfinite import incident_files  # noqa: E402
-from keras_distplug.nonfinite.skipped_updates import LeftOut, OfReplica, culprits_of  # noqa: E402
+from keras_distplug.nonfinite.skipped_updates import LeftOut, OfReplica, find_culprits  # noqa: E402
 from keras_distplug.storage.files import open_files  # noqa: E402
 
 BATCHES = 10
@@ -442,4 +442,4 @@ def of(replica: int, norm: float, *variables: str, loss: float = 1.0) -> OfRepli
 def test_who(replicas: list[OfReplica], blamed: list[int]) -> None:
     """The culprits are replicas with non-finite gradients or loss, otherwise outliers, or all
     replicas if all are affected."""
-    assert [each.replica for each in culprits_of(replicas)] == blamed
+    assert [each.replica for each in find_culprits(replicas)] == blamed

@@ -36,7 +36,7 @@ def encoded(arrays: Mapping[str, np.ndarray], rank: int = 0, world_size: int = 1
 
 def read(files: Iterable[bytes], specs: Iterable[VariableSpec]) -> dict[str, np.ndarray]:
     """Decodes the files of all workers, passing every part on unchanged."""
-    room = codec.Room(specs, None, "the/checkpoint")
+    buffers = codec.Buffers(specs, None, "the/checkpoint")
     found = {}
     for data in files:
 
@@ -45,9 +45,9 @@ def read(files: Iterable[bytes], specs: Iterable[VariableSpec]) -> dict[str, np.
             buffer[: len(part)] = part
             return len(part)
 
-        assert b"".join(map(bytes, codec.read(read_into, len(data), room, "over/there"))) == data
-        found.update(room.take())
-    room.require_all_taken()
+        assert b"".join(map(bytes, codec.read(read_into, len(data), buffers, "over/there"))) == data
+        found.update(buffers.take())
+    buffers.require_all_taken()
     return found
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from keras_distplug.core.errors import ConfigurationError
-from keras_distplug.storage.retention import Kept, Retention
+from keras_distplug.storage.retention import Retention, RetentionEntry
 
 
 def gone(steps: list[int], losses: list[float] | None = None, **rules: Any) -> list[int]:
     """Returns the steps of the checkpoints that no rule keeps."""
     metrics = [{} if losses is None else {"loss": loss} for loss in losses or [0.0] * len(steps)]
-    made = [Kept(str(step), step, m) for step, m in zip(steps, metrics, strict=True)]
+    made = [RetentionEntry(str(step), step, m) for step, m in zip(steps, metrics, strict=True)]
     return [int(name) for name in Retention(**rules).expired(made)]
 
 
@@ -61,7 +61,11 @@ def test_largest_is_best() -> None:
 
 def test_metric_that_is_not_there() -> None:
     """Checkpoints without the metric never count as the best."""
-    made = [Kept("a", 1, {"loss": 0.1}), Kept("b", 2), Kept("c", 3, {"loss": math.nan})]
+    made = [
+        RetentionEntry("a", 1, {"loss": 0.1}),
+        RetentionEntry("b", 2),
+        RetentionEntry("c", 3, {"loss": math.nan}),
+    ]
     rules = Retention(keep_last=1, keep_best=("loss", "min", 2))
     assert rules.expired(made) == ("b",)
 

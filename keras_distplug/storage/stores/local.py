@@ -42,19 +42,22 @@ class LocalFiles:
         self._root = root
 
     def create(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
-        with self._named_afterwards(path) as file:
+        with self._renamed_when_complete(path) as file:
             _write(file, parts)
 
     def create_private(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
-        with self._named_afterwards(path, mode=0o600) as file:
+        with self._renamed_when_complete(path, mode=0o600) as file:
             _write(file, parts)
 
     def put(self, source: Path, path: str, *, overwrite: bool) -> None:
-        with self._named_afterwards(path, overwrite=overwrite) as file, source.open("rb") as data:
+        with (
+            self._renamed_when_complete(path, overwrite=overwrite) as file,
+            source.open("rb") as data,
+        ):
             shutil.copyfileobj(data, file, _FLUSH_BYTES)
 
     @contextlib.contextmanager
-    def _named_afterwards(
+    def _renamed_when_complete(
         self, path: str, *, overwrite: bool = False, mode: int = 0o666
     ) -> Iterator[BinaryIO]:
         target = self.inside(path)
@@ -91,8 +94,8 @@ class LocalFiles:
         with _open_regular(self.inside(path)) as file:
             count = os.fstat(file.fileno()).st_size
             if count > _MOST_BYTES:
-                told = f"expected at most {_MOST_BYTES} bytes, received {count}"
-                raise NoFileError(errno.EFBIG, told, str(self._root / path))
+                message = f"expected at most {_MOST_BYTES} bytes, received {count}"
+                raise NoFileError(errno.EFBIG, message, str(self._root / path))
             return file.read()
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
@@ -111,7 +114,7 @@ class LocalFiles:
     def names(self, folder: str = "") -> list[str]:
         try:
             # A folder that contains runs may be a link to any place.
-            is_in_run = layout.is_run(self._root.name) or layout.run_folder_of(folder) is not None
+            is_in_run = layout.is_run(self._root.name) or layout.find_run_folder(folder) is not None
             return sorted(os.listdir(self.inside(folder) if is_in_run else self._root / folder))
         except OSError as error:
             if error.errno in _NO_FOLDER:
@@ -120,7 +123,7 @@ class LocalFiles:
 
     def delete(self, path: str) -> None:
         target = self._root / path
-        place = self._top_of(path)
+        place = self._link_boundary(path)
         for part in target.relative_to(place).parts[:-1]:
             place /= part
             if place.is_symlink():
@@ -147,22 +150,22 @@ class LocalFiles:
                 out of the folder that contains them.
         """
         full = self._root / path
-        top = place = self._top_of(path)
+        top = place = self._link_boundary(path)
         for part in full.relative_to(top).parts:
             place /= part
             if place.is_symlink():
                 found, home = Path(os.path.realpath(full)), Path(os.path.realpath(top))
                 if not found.is_relative_to(home):
-                    told = f"it is a link to {found}, outside of {top}"
-                    raise LinkError(errno.EINVAL, told, str(full))
+                    message = f"it is a link to {found}, outside of {top}"
+                    raise LinkError(errno.EINVAL, message, str(full))
                 break
         return full
 
-    def _top_of(self, path: str) -> Path:
+    def _link_boundary(self, path: str) -> Path:
         """Returns the folder that links in `path` must stay in. It may be a link itself."""
         if layout.is_run(self._root.name):
             return self._root
-        run = layout.run_folder_of(path)
+        run = layout.find_run_folder(path)
         return self._root / ("/".join(path.split("/")[:-2]) if run is None else run)
 
 

@@ -48,20 +48,20 @@ class ObjectStore:
         return fs, path.rstrip("/")
 
     def create(self, fs: Any, path: str, body: RequestBody) -> None:
-        with _refused_if_it_exists(fs, path):
-            fs.pipe_file(path, self._sent(body), mode="create")
+        with _file_exists_errors(fs, path):
+            fs.pipe_file(path, self._payload(body), mode="create")
 
     def create_private(self, fs: Any, path: str, body: RequestBody) -> None:
         self.create(fs, path, body)  # read access is a setting of the bucket
 
-    def _sent(self, body: RequestBody) -> Any:
+    def _payload(self, body: RequestBody) -> Any:
         return bytes(body)
 
     def put(self, fs: Any, source: str, path: str, overwrite: bool) -> None:
         if overwrite:
             fs.put_file(source, path, mode="overwrite")
             return
-        with _refused_if_it_exists(fs, path):
+        with _file_exists_errors(fs, path):
             fs.put_file(source, path, mode="create")
 
     def read(self, fs: Any, path: str, start: int, end: int) -> bytes:
@@ -80,7 +80,7 @@ class ObjectStore:
 
 
 @contextlib.contextmanager
-def _refused_if_it_exists(fs: Any, path: str) -> Iterator[None]:
+def _file_exists_errors(fs: Any, path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -94,7 +94,7 @@ def _refused_if_it_exists(fs: Any, path: str) -> Iterator[None]:
 class S3Store(ObjectStore):
     """Amazon S3 and compatible stores."""
 
-    def _sent(self, body: RequestBody) -> Any:
+    def _payload(self, body: RequestBody) -> Any:
         # s3fs sends larger bodies in several requests and slices them, so it needs bytes.
         return body if len(body) <= 2 * self.traits.file_bytes else bytes(body)
 
@@ -131,14 +131,14 @@ class RemoteObjects(RemoteFiles):
                 if path.startswith(start) and info["type"] == "file" and info["size"] is not None
             }
 
-        sizes = self._ask_again(folder, below)
+        sizes = self._retry_request(folder, below)
         self._forget_sizes(folder)
         self._sizes |= {posixpath.join(folder, path): size for path, size in sizes.items()}
         return sorted(sizes)
 
     def delete_file(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            self._ask_again(path, lambda fs, full: fs.rm_file(full))
+            self._retry_request(path, lambda fs, full: fs.rm_file(full))
         self._forget_sizes(path)
 
 

@@ -27,10 +27,11 @@ from keras_distplug.storage.files import Traits
 from keras_distplug.storage.request_body import RequestBody
 
 REQUEST_TIMEOUT_S = 120.0
-_ANSWERS = (FileNotFoundError, FileExistsError, NotADirectoryError)  # retries change nothing
+# Retries would not change these.
+_PERMANENT_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError)
 _REFUSALS = (401, 403)
 # Temporary refusals: a token that is about to be renewed, and a clock that is being set.
-_PASSING_REFUSALS = ("ExpiredToken", "RequestTimeTooSkewed")
+_TEMPORARY_REFUSALS = ("ExpiredToken", "RequestTimeTooSkewed")
 _SECRET = ("key", "secret", "token", "password", "passphrase", "credential", "connection_string")
 T = TypeVar("T")
 
@@ -105,13 +106,15 @@ class RemoteFiles:
         self._url = url
         self._options = options
         self._timeout_s = timeout_s
-        self._secrets = sorted({*_secrets_in(options), *_password_in(url)}, key=len, reverse=True)
+        self._secrets = sorted(
+            {*_find_secrets(options), *_find_password(url)}, key=len, reverse=True
+        )
         self._connections: dict[int, tuple[Any, str]] = {}  # by process: they do not survive a fork
         self._sizes: dict[str, int] = {}
         self._connecting = threading.Lock()
         # A connection that cannot handle concurrent requests gets one at a time.
         one = threading.Lock() if self.traits.at_once == 1 else contextlib.nullcontext()
-        self._asking: contextlib.AbstractContextManager[Any] = one
+        self._request_lock: contextlib.AbstractContextManager[Any] = one
 
     @property
     def traits(self) -> Traits:
@@ -154,7 +157,7 @@ class RemoteFiles:
         self._ask(path, copy)
 
     def read(self, path: str) -> bytes:
-        data: bytes = self._ask_again(path, lambda fs, full: fs.cat_file(full))
+        data: bytes = self._retry_request(path, lambda fs, full: fs.cat_file(full))
         return data
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
@@ -170,13 +173,13 @@ class RemoteFiles:
                 )
             return data
 
-        buffer[: end - offset] = self._ask_again(path, read)
+        buffer[: end - offset] = self._retry_request(path, read)
         return end - offset
 
     def size(self, path: str) -> int:
         # Files never change.
         if path not in self._sizes:
-            self._sizes[path] = self._ask_again(path, lambda fs, full: int(fs.size(full)))
+            self._sizes[path] = self._retry_request(path, lambda fs, full: int(fs.size(full)))
         return self._sizes[path]
 
     def names(self, folder: str = "") -> list[str]:
@@ -197,11 +200,11 @@ class RemoteFiles:
             }
             return sorted(inside)
 
-        return self._ask_again(folder, names)
+        return self._retry_request(folder, names)
 
     def delete(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            self._ask_again(path, self._store.delete)
+            self._retry_request(path, self._store.delete)
         self._forget_sizes(path)
 
     def _forget_sizes(self, path: str) -> None:
@@ -217,8 +220,8 @@ class RemoteFiles:
         base = urlunsplit((parts.scheme, netloc, parts.path, "", "")).rstrip("/")
         return f"{base}/{path}" if path else base
 
-    def _ask_again(self, path: str, request: Callable[[Any, str], T]) -> T:
-        for attempt in stamina.retry_context(_may_pass, attempts=5, timeout=30.0):
+    def _retry_request(self, path: str, request: Callable[[Any, str], T]) -> T:
+        for attempt in stamina.retry_context(_is_transient, attempts=5, timeout=30.0):
             with attempt:
                 return self._ask(path, request)
         raise AssertionError("stamina raises the last error")
@@ -232,7 +235,7 @@ class RemoteFiles:
         left_behind = threading.Event()
 
         def ask() -> T:
-            with self._asking:
+            with self._request_lock:
                 fs, root = self._connection()
                 # A file that arrives long after its save was abandoned could mix with another
                 # save's.
@@ -242,13 +245,13 @@ class RemoteFiles:
 
         try:
             return within(timeout_s or self._timeout_s, ask, "keras_distplug-request")
-        except _ANSWERS:
+        except _PERMANENT_ERRORS:
             raise
         except Exception as error:  # noqa: BLE001 (every store's library has its own errors)
             left_behind.set()
             # A connection that has failed may never answer again.
             self._connections.pop(os.getpid(), None)
-            raise self._told(error) from None
+            raise self._translate_error(error) from None
 
     def _connection(self) -> tuple[Any, str]:
         with self._connecting:
@@ -258,7 +261,7 @@ class RemoteFiles:
                 self._connections[process] = _Limited(fs, self._timeout_s), root
             return self._connections[process]
 
-    def _told(self, error: Exception) -> OSError:
+    def _translate_error(self, error: Exception) -> OSError:
         if isinstance(error, fsspec.exceptions.FSTimeoutError):
             return TimeoutError(f"no answer within {self._timeout_s:g} s")
         # s3fs passes on the store's message only, but Ceph sends just a code, without a message.
@@ -266,44 +269,46 @@ class RemoteFiles:
         text = f"{type(error).__name__}: {said}" if str(said) else type(error).__name__
         for secret in self._secrets:
             text = text.replace(secret, "***")
-        told = _kind_of(error)(text)
-        told.errno = error.errno if isinstance(error, OSError) else None
-        return told
+        translated = _error_type(error)(text)
+        translated.errno = error.errno if isinstance(error, OSError) else None
+        return translated
 
 
-def _may_pass(error: Exception) -> bool:
-    return isinstance(error, OSError) and not isinstance(error, (*_ANSWERS, PermissionError))
+def _is_transient(error: Exception) -> bool:
+    return isinstance(error, OSError) and not isinstance(
+        error, (*_PERMANENT_ERRORS, PermissionError)
+    )
 
 
-def _kind_of(error: Exception) -> type[OSError]:
+def _error_type(error: Exception) -> type[OSError]:
     if isinstance(error, TimeoutError):
         return TimeoutError
     # Every store's library reports this differently, often in the cause of the error.
     causes = [error, error.__cause__] if error.__cause__ else [error]
-    if any(word in str(each) for each in causes for word in _PASSING_REFUSALS):
+    if any(word in str(each) for each in causes for word in _TEMPORARY_REFUSALS):
         return OSError
     is_refused = any(
-        isinstance(each, PermissionError) or _status_of(each) in _REFUSALS for each in causes
+        isinstance(each, PermissionError) or _http_status(each) in _REFUSALS for each in causes
     )
     return PermissionError if is_refused else OSError
 
 
-def _status_of(error: BaseException) -> object:
+def _http_status(error: BaseException) -> object:
     """Returns the HTTP status of `error`, in the attribute that adlfs or gcsfs uses."""
     return getattr(error, "status_code", None) or getattr(error, "code", None)
 
 
-def _secrets_in(options: Mapping[str, Any]) -> Iterator[str]:
+def _find_secrets(options: Mapping[str, Any]) -> Iterator[str]:
     for name, value in options.items():
         if isinstance(value, Mapping):
-            yield from _secrets_in(value)
+            yield from _find_secrets(value)
         elif isinstance(value, str) and value and any(word in name.lower() for word in _SECRET):
             yield value
             # The secrets in Azure's connection strings.
             yield from re.findall(r"(?:AccountKey|SharedAccessSignature)=([^;]+)", value)
 
 
-def _password_in(url: str) -> Iterator[str]:
+def _find_password(url: str) -> Iterator[str]:
     with contextlib.suppress(ValueError):
         if password := urlsplit(url).password:
             yield password

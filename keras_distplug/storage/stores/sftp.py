@@ -34,21 +34,21 @@ class Sftp:
         return fs, SFTPFileSystem._strip_protocol(url).rstrip("/")
 
     def create(self, fs: Any, path: str, body: RequestBody) -> None:
-        with self._named_afterwards(fs, path, overwrite=False) as temporary:
+        with self._renamed_when_complete(fs, path, overwrite=False) as temporary:
             fs.ftp.putfo(body, temporary, file_size=len(body), confirm=True)
 
     def create_private(self, fs: Any, path: str, body: RequestBody) -> None:
-        with self._named_afterwards(fs, path, overwrite=False) as temporary:
+        with self._renamed_when_complete(fs, path, overwrite=False) as temporary:
             fs.ftp.open(temporary, "wx").close()
             fs.ftp.chmod(temporary, 0o600)
             fs.ftp.putfo(body, temporary, file_size=len(body), confirm=True)
 
     def put(self, fs: Any, source: str, path: str, overwrite: bool) -> None:
-        with self._named_afterwards(fs, path, overwrite) as temporary:
+        with self._renamed_when_complete(fs, path, overwrite) as temporary:
             fs.ftp.put(source, temporary, confirm=True)
 
     @contextlib.contextmanager
-    def _named_afterwards(self, fs: Any, path: str, overwrite: bool) -> Iterator[str]:
+    def _renamed_when_complete(self, fs: Any, path: str, overwrite: bool) -> Iterator[str]:
         folder, name = posixpath.split(path)
         _make_folder(fs, folder)
         temporary = f"{folder}/.{name}.{uuid.uuid4().hex}.tmp"

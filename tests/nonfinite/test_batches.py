@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keras_distplug.nonfinite.batches import put_together, taken_apart
+from keras_distplug.nonfinite.batches import join_batch, split_batch
 
 A, B, C = (np.array(value) for value in (1, 2, 3))
 
@@ -31,9 +31,9 @@ A, B, C = (np.array(value) for value in (1, 2, 3))
 )
 def test_there_and_back(batch: Any, names: list[str]) -> None:
     """Arrays are named like the arguments of Keras' steps, and the structure survives JSON."""
-    structure, arrays = taken_apart(batch)
+    structure, arrays = split_batch(batch)
     assert list(arrays) == names
-    assert put_together(json.loads(json.dumps(structure)), arrays) == batch
+    assert join_batch(json.loads(json.dumps(structure)), arrays) == batch
 
 
 @pytest.mark.parametrize(
@@ -46,4 +46,4 @@ def test_there_and_back(batch: Any, names: list[str]) -> None:
 )
 def test_other_structures(batch: Any, received: str) -> None:
     with pytest.raises(TypeError, match=received):
-        taken_apart(batch)
+        split_batch(batch)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from keras_distplug.storage.ahead import in_order
+from keras_distplug.storage.parallel import bounded_parallel_map
 
 WAIT_S = 60
 
@@ -23,7 +23,7 @@ def jobs_of(taken: list[int], count: int) -> Iterator[Callable[[], int]]:
 def test_order(threads: int, count: int) -> None:
     """Results have the order of the jobs, and jobs are consumed only as needed."""
     taken: list[int] = []
-    for number, result in enumerate(in_order(jobs_of(taken, count), threads)):
+    for number, result in enumerate(bounded_parallel_map(jobs_of(taken, count), threads)):
         assert result == number
         assert len(taken) <= number + (1 if threads == 1 else 2 * threads)
     assert taken == list(range(count))
@@ -43,7 +43,7 @@ def test_several_at_once() -> None:
         return number
 
     jobs = (lambda number=number: job(number) for number in range(threads))
-    assert list(in_order(jobs, threads)) == [0, 1, 2]
+    assert list(bounded_parallel_map(jobs, threads)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -54,7 +54,7 @@ def test_failure(threads: int) -> None:
         raise OSError("no")
 
     jobs: list[Callable[[], int]] = [lambda: 0, lambda: 1, fail, lambda: 3]
-    results = in_order(jobs, threads)
+    results = bounded_parallel_map(jobs, threads)
     assert [next(results), next(results)] == [0, 1]
     with pytest.raises(OSError, match="no"):
         next(results)
@@ -71,7 +71,7 @@ def test_nothing_runs_behind_its_end() -> None:
         ended.append("slow")
         return 1
 
-    results = in_order(iter([lambda: 0, slow, slow, slow]), 2)
+    results = bounded_parallel_map(iter([lambda: 0, slow, slow, slow]), 2)
     assert next(results) == 0
     assert running.wait(WAIT_S)
     threading.Timer(0.05, go.set).start()

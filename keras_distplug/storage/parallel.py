@@ -10,7 +10,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def in_order(jobs: Iterable[Callable[[], T]], threads: int) -> Iterator[T]:
+def bounded_parallel_map(jobs: Iterable[Callable[[], T]], threads: int) -> Iterator[T]:
     """Runs `jobs` in several threads and yields their results in order.
 
     At most two jobs per thread run ahead of the consumer. When this generator finishes or is
