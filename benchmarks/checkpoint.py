@@ -47,7 +47,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import keras
 import numpy as np
 import tensorflow as tf
-from measured import parser, report, show, spread, told
+from measured import format_spread, parser, report, show, spread
 from rich.table import Table
 
 import keras_distplug as kd
@@ -529,12 +529,12 @@ def table_of_stall(found: dict[str, dict[str, Any]]) -> Table:
         stall_s, excess_s = (one[what]["median"] for what in ("stall_s", "excess_s"))
         table.add_row(
             name,
-            told(one["stall_s"], ".1f", 1000, " ms"),
+            format_spread(one["stall_s"], ".1f", 1000, " ms"),
             f"{stall_s / reference:.1%}",
-            told(one["excess_s"], ".0f", 1000, " ms"),
+            format_spread(one["excess_s"], ".0f", 1000, " ms"),
             f"{(stall_s + excess_s) / reference:.1%}",
-            told(one["saved_s"], unit=" s"),
-            told(one["taken_up_s"], unit=" s"),
+            format_spread(one["saved_s"], unit=" s"),
+            format_spread(one["taken_up_s"], unit=" s"),
         )
     return table
 
@@ -548,8 +548,8 @@ def table_of_fit(found: dict[str, dict[str, Any]]) -> Table:
     for heading in ("", "seconds", "slower by", "more processor time"):
         table.add_column(heading)
     for name, one in found.items():
-        shares = (told(one[what], ".1%") for what in ("slower_by", "more_work"))
-        table.add_row(name, told(one["took_s"]), *shares)
+        shares = (format_spread(one[what], ".1%") for what in ("slower_by", "more_work"))
+        table.add_row(name, format_spread(one["took_s"]), *shares)
     return table
 
 
@@ -567,7 +567,7 @@ def table_of_bandwidth(found: dict[str, Any]) -> Table:
     ):
         speeds = spread(found["mb"] / each for each in found[what]["values"])
         share = found[of]["median"] / found[what]["median"]
-        table.add_row(name, told(speeds, ".0f"), f"{share:.2f}")
+        table.add_row(name, format_spread(speeds, ".0f"), f"{share:.2f}")
     return table
 
 
@@ -577,7 +577,9 @@ def table_of_workers(found: dict[int, dict[str, Any]]) -> Table:
         table.add_column(heading)
     for count, one in found.items():
         speeds = spread(100 / each for each in one["values"])
-        table.add_row(str(count), told(speeds, ".1f"), f"{found[1]['median'] / one['median']:.2f}")
+        table.add_row(
+            str(count), format_spread(speeds, ".1f"), f"{found[1]['median'] / one['median']:.2f}"
+        )
     return table
 
 

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from measured import parser, report, show, spread, told
+from measured import format_spread, parser, report, show, spread
 from rich.table import Table
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
@@ -92,7 +92,7 @@ def main() -> None:
     table = Table("two workers", "processes", "s from the last step to the exit", "late")
     for name, each in found.items():
         late = sum(value > LATE_S for value in each["values"])
-        table.add_row(name, str(len(each["values"])), told(each), str(late))
+        table.add_row(name, str(len(each["values"])), format_spread(each), str(late))
     show(table)
     report(given, found)
 

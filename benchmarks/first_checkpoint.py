@@ -20,7 +20,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from measured import parser, report, show, spread, told
+from measured import format_spread, parser, report, show, spread
 from rich.table import Table
 
 import keras_distplug as kd
@@ -84,7 +84,9 @@ def main() -> None:
         first = spread(ours.first_s or float("nan") for _, ours in pairs)
         ratio = spread(ours.took_s / plain.took_s for plain, ours in pairs)
         found[str(step_s)] = {"first_s": first, "ratio": ratio}
-        table.add_row(f"{step_s:g} s", told(first, ".1f", unit=" s"), told(ratio, ".4f"))
+        table.add_row(
+            f"{step_s:g} s", format_spread(first, ".1f", unit=" s"), format_spread(ratio, ".4f")
+        )
     show(table)
     report(given, found)
 

@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from measured import parser, report, show, spread, told
+from measured import format_spread, parser, report, show, spread
 from rich.table import Table
 
 KINDS = ["arrays", "tf.data", "generator", "PyDataset", "torch DataLoader"]
@@ -275,7 +275,7 @@ def main() -> None:
         )
         for kind, each in found["resume"].items():
             names = ("new_s", "resumed_s", "more_s", "read_s")
-            table.add_row(kind, *(told(each[name]) for name in names))
+            table.add_row(kind, *(format_spread(each[name]) for name in names))
         show(table)
     if "step" in parts:
         found["step"] = measure_steps(arguments.rounds, kinds)
@@ -289,15 +289,15 @@ def main() -> None:
         )
         for kind, each in found["step"].items():
             names = ("plain_step_s", "ours_step_s", "more_s")
-            cells = [told(each[name], ".0f", 1e6) for name in names]
-            cells += [told(each[f"{how}_first_s"]) for how in ("plain", "ours")]
+            cells = [format_spread(each[name], ".0f", 1e6) for name in names]
+            cells += [format_spread(each[f"{how}_first_s"]) for how in ("plain", "ours")]
             table.add_row(kind, *cells)
         show(table)
     if "memory" in parts:
         found["memory"] = measure_memory(arguments.rounds)
         table = Table("512 MB of float32 as", "peak MB, plain", "ours")
         for held, each in found["memory"].items():
-            table.add_row(held, *(told(each[how], ".0f") for how in ("plain", "ours")))
+            table.add_row(held, *(format_spread(each[how], ".0f") for how in ("plain", "ours")))
         show(table)
     report(arguments, found)
 

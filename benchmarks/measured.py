@@ -50,7 +50,7 @@ def spread(values: Iterable[float]) -> dict[str, Any]:
     }
 
 
-def told(
+def format_spread(
     found: dict[str, Any],
     form: str = ".2f",
     scale: float = 1,

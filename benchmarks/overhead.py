@@ -27,7 +27,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import keras
 import tensorflow as tf
-from measured import parser, report, show, spread, told
+from measured import format_spread, parser, report, show, spread
 from rich.table import Table
 from workers.models import convolutional, one_batch_for, perceptron
 
@@ -140,8 +140,11 @@ def main() -> None:
                     strategy,
                     name,
                     which,
-                    *(told(one[kind], ".1f", 1000, " ms", quartiles=True) for kind in TIMES),
-                    told(one["ratio"], ".3f", quartiles=True),
+                    *(
+                        format_spread(one[kind], ".1f", 1000, " ms", quartiles=True)
+                        for kind in TIMES
+                    ),
+                    format_spread(one["ratio"], ".3f", quartiles=True),
                 )
     if roles.from_environment(os.environ).is_chief:
         show(table)

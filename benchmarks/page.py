@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from measured import parser, report, show, spread, told
+from measured import format_spread, parser, report, show, spread
 from rich.table import Table
 
 from keras_distplug.core import events
@@ -116,9 +116,9 @@ def main() -> None:
     table.add_row(
         str(len(ends)),
         f"{size / 1e6:.1f} MB",
-        told(found["first_s"], unit=" s"),
-        told(found["with_news_s"], unit=" s"),
-        told(found["without_news_s"], ".4f", unit=" s"),
+        format_spread(found["first_s"], unit=" s"),
+        format_spread(found["with_news_s"], unit=" s"),
+        format_spread(found["without_news_s"], ".4f", unit=" s"),
         f"{found['sent_bytes'] / 1e3:.0f} KB",
         f"{found['compressed_bytes'] / 1e3:.0f} KB",
     )

@@ -33,7 +33,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from measured import parser, report, show, spread, told  # noqa: E402
+from measured import format_spread, parser, report, show, spread  # noqa: E402
 from rich.table import Table  # noqa: E402
 from support.cluster import environment  # noqa: E402
 from support.job import Job  # noqa: E402
@@ -71,7 +71,8 @@ def throughput(folder: Path, given: argparse.Namespace) -> tuple[Table, dict[str
         "`distributed_fit`", "loop by hand", "ratio of epochs, the bar is 0.95", title=title
     )
     table.add_row(
-        *(told(found[name], ".1f") for name in ("fit", "by_hand")), told(found["ratio"], ".3f")
+        *(format_spread(found[name], ".1f") for name in ("fit", "by_hand")),
+        format_spread(found["ratio"], ".3f"),
     )
     return table, found
 
@@ -89,8 +90,8 @@ def accuracy(folder: Path, given: argparse.Namespace) -> tuple[Table, dict[str, 
     headings = ("parameter servers", "one process", "means apart, the bar is 1 point")
     table = Table(*headings, title=title)
     table.add_row(
-        told(found["parameter_servers"], ".4f"),
-        told(found["one_process"], ".4f"),
+        format_spread(found["parameter_servers"], ".4f"),
+        format_spread(found["one_process"], ".4f"),
         f"{apart:+.2f} points",
     )
     return table, found
@@ -134,7 +135,7 @@ def kills(folder: Path, given: argparse.Namespace) -> tuple[Table, dict[str, Any
 def ended(folder: Path, what: str, *numbers: int) -> list[list[float]]:
     with job(folder, what, *numbers) as running:
         code = running.wait("chief", 0, LIMIT_S)
-        assert code == 0, running.told()
+        assert code == 0, running.format_spread()
     found: list[list[float]] = json.loads((folder / "found.json").read_text())
     return found
 

@@ -39,7 +39,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from measured import parser, report, show, spread, told
+from measured import format_spread, parser, report, show, spread
 from rich.table import Table
 from workers.events import EPOCH_STEPS, STEP_SECS, Event, read
 
@@ -258,8 +258,11 @@ def shown(outcomes: Sequence[Outcome] | None) -> list[str]:
     if waited:
         also = f", {len(recoveries)} of {len(outcomes)} did" if recoveries else ""
         return ["never", f"> {waited[0].seconds:.0f} s{also}", "", ""]
-    times = [told(spread(getattr(e, name) for e in recoveries), ".1f", unit=" s") for name in TIMES]
-    return [*times, told(spread(each.steps_lost for each in recoveries), "g")]
+    times = [
+        format_spread(spread(getattr(e, name) for e in recoveries), ".1f", unit=" s")
+        for name in TIMES
+    ]
+    return [*times, format_spread(spread(each.steps_lost for each in recoveries), "g")]
 
 
 def table_of(found: Mapping[tuple[str, SetUp], Mapping[str, Sequence[Outcome]]]) -> Table:
@@ -280,7 +283,7 @@ def table_of(found: Mapping[tuple[str, SetUp], Mapping[str, Sequence[Outcome]]])
     return table
 
 
-def where_it_goes_on(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
+def resume_positions(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
     recoveries = [each for of in outcomes.values() for each in of if isinstance(each, Recovery)]
     if not recoveries:
         return "never resumes"
@@ -349,7 +352,7 @@ def main() -> None:
         step_s = statistics.median(steps_s[subject, set_up])
         notes.append(
             f"{subject}, {set_up.title}: steps of {1000 * step_s:.0f} ms; "
-            f"{where_it_goes_on(outcomes)}"
+            f"{resume_positions(outcomes)}"
         )
         results.append(
             {"subject": subject, **asdict(set_up), "step_s": step_s, "found": numbers(outcomes)}

@@ -30,7 +30,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.trainers import data_adapters
-from measured import parser, report, show, spread, told
+from measured import format_spread, parser, report, show, spread
 from rich.table import Table
 
 import keras_distplug as kd
@@ -199,14 +199,14 @@ def main() -> None:
         "source", "first batch, median (range)", f"batch {arguments.batch}", "read over to it"
     )
     for name, each in found["seek"].items():
-        seek.add_row(name, *(told(one, ".3f", unit=" s") for one in each.values()))
+        seek.add_row(name, *(format_spread(one, ".3f", unit=" s") for one in each.values()))
     step = Table("arrays of", "a batch, median (range)", "processors")
     for name, each in found["step"].items():
-        step.add_row(name, *(told(one, ".0f", 1e6, " us") for one in each.values()))
+        step.add_row(name, *(format_spread(one, ".0f", 1e6, " us") for one in each.values()))
     place = Table("place in", "count a step, median (quartiles)", "into a checkpoint", "variables")
     for name, each in found["place"].items():
         place.add_row(
-            name, *(told(one, ".0f", 1e6, " us", quartiles=True) for one in each.values())
+            name, *(format_spread(one, ".0f", 1e6, " us", quartiles=True) for one in each.values())
         )
     show(seek, step, place)
     report(arguments, found)

@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from measured import parser, report, show, spread, told  # noqa: E402
+from measured import format_spread, parser, report, show, spread  # noqa: E402
 from rich.table import Table  # noqa: E402
 from support.at_scale import Cost, all_costs, manifest_parts  # noqa: E402
 from support.cluster import run_workers  # noqa: E402
@@ -108,9 +108,9 @@ def table_of_service(service: Mapping[str, dict[str, Any]]) -> Table:
     )
     for name, each in service.items():
         if name == "bytes_per_s":
-            made.add_row("moves", told(each, ".0f", 1e-6, " MB/s"))
+            made.add_row("moves", format_spread(each, ".0f", 1e-6, " MB/s"))
         else:
-            made.add_row(name.removesuffix("_s"), told(each, ".3f", 1000, " ms"))
+            made.add_row(name.removesuffix("_s"), format_spread(each, ".3f", 1000, " ms"))
     return made
 
 

@@ -33,7 +33,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from measured import parser, report, show, spread, told  # noqa: E402
+from measured import format_spread, parser, report, show, spread  # noqa: E402
 from rich.table import Table  # noqa: E402
 from support.cluster import run_workers  # noqa: E402
 
@@ -131,9 +131,11 @@ def table_of(title: str, found: Mapping[str, Any], steps: int) -> Table:
                 table.add_row(name, label, "does not run")
                 continue
             one = of_ways[way]
-            ratio = "" if way == "ours" else told(one["ours_over_it"])
-            efficiency = "" if name == "one replica" else told(one["efficiency"])
-            table.add_row(name, label, told(one["samples_per_s"], ".0f"), ratio, efficiency)
+            ratio = "" if way == "ours" else format_spread(one["ours_over_it"])
+            efficiency = "" if name == "one replica" else format_spread(one["efficiency"])
+            table.add_row(
+                name, label, format_spread(one["samples_per_s"], ".0f"), ratio, efficiency
+            )
         table.add_section()
     return table
 

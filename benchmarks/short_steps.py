@@ -24,7 +24,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import keras
 import numpy as np
 from keras import layers
-from measured import parser, report, show, spread, told
+from measured import format_spread, parser, report, show, spread
 from rich.table import Table
 
 import keras_distplug as kd
@@ -154,8 +154,8 @@ def main() -> None:
             table.add_row(
                 name,
                 kind,
-                told(bare, ".2f", 1000, " ms", quartiles=True),
-                *(told(ratios[part], ".3f", quartiles=True) for part in PARTS),
+                format_spread(bare, ".2f", 1000, " ms", quartiles=True),
+                *(format_spread(ratios[part], ".3f", quartiles=True) for part in PARTS),
             )
         found[name]["bare"] = {"secs": taken["bare"]}
     show(table)

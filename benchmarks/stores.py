@@ -35,7 +35,7 @@ from typing import Any
 
 import fsspec
 import numpy as np
-from measured import parser, report, show, spread, told
+from measured import format_spread, parser, report, show, spread
 from rich.table import Table
 
 from keras_distplug.core.state import Cursor, TrainState
@@ -58,7 +58,7 @@ class Taken:
     machine_cpu_s: float  # of all processes, including a store on this machine
 
 
-class Nobody:
+class NoExchange:
     """The exchange of a writer that has no other workers."""
 
     def tell(self, topic: str, text: str) -> None:
@@ -106,7 +106,7 @@ def save(url: str, options: Mapping[str, Any], size_mb: float, file: Path) -> Ta
     state = TrainState(Cursor(0, 0, 1), arrays(size_mb))
     files = open_files(url, options)
     run = begin_run(files, job=None, seed=0).name  # connects, too
-    writer = Writer(files, CheckpointStore(files, run), Team(0, 1, Nobody()))
+    writer = Writer(files, CheckpointStore(files, run), Team(0, 1, NoExchange()))
     return measured(lambda: writer.save(state, writer.new_attempt()))
 
 
@@ -154,7 +154,7 @@ def table_of(taken: Mapping[str, list[Taken]], size_mb: float) -> Table:
     for way, found in taken.items():
         table.add_row(
             way,
-            told(spread(size_mb / each.seconds for each in found), ".0f"),
+            format_spread(spread(size_mb / each.seconds for each in found), ".0f"),
             f"{medians[way] / medians['save']:.2f}",
             "" if way == "curl" else f"{max(each.memory_mb for each in found):.0f} MB",
             f"{statistics.median(each.own_cpu_s for each in found):.1f} s",

@@ -23,7 +23,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import keras
 import numpy as np
 import tensorflow as tf
-from measured import parser, report, show, spread, told
+from measured import format_spread, parser, report, show, spread
 from rich.table import Table
 
 import keras_distplug as kd
@@ -97,7 +97,7 @@ def main() -> None:
         a_step = spread(steps_s[case])
         found[case] = {"as_it_is": right[case], "else_named": wrong[case], "step_s": a_step}
         counts = (str(each) for each in (arguments.rounds, right[case], wrong[case]))
-        table.add_row(case, *counts, told(a_step, ".0f", 1000, " ms"))
+        table.add_row(case, *counts, format_spread(a_step, ".0f", 1000, " ms"))
     show(table)
     report(arguments, found)
 

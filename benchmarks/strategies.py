@@ -23,7 +23,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import keras
 import tensorflow as tf
-from measured import parser, report, show, spread, told
+from measured import format_spread, parser, report, show, spread
 from rich.table import Table
 from workers.models import convolutional, one_batch_for, perceptron
 
@@ -118,10 +118,10 @@ def main() -> None:
         one = found[name] = measure(case, strategy, arguments.rounds)
         table.add_row(
             f"{name}, batch {case.batch}",
-            told(one["stock_s"], ".1f", 1000, " ms", quartiles=True),
-            told(one["adapted_s"], ".1f", 1000, " ms", quartiles=True),
+            format_spread(one["stock_s"], ".1f", 1000, " ms", quartiles=True),
+            format_spread(one["adapted_s"], ".1f", 1000, " ms", quartiles=True),
             f"{one['ratio_of_medians']:.3f}",
-            told(one["ratio"], ".3f", quartiles=True),
+            format_spread(one["ratio"], ".3f", quartiles=True),
         )
     show(table)
     report(arguments, found)

@@ -68,7 +68,7 @@ def main(url: str, options: Mapping[str, str]) -> int:
 
 
 @contextmanager
-def s3_of_its_own() -> Iterator[tuple[str, Mapping[str, str]]]:
+def local_s3() -> Iterator[tuple[str, Mapping[str, str]]]:
     """Yields a folder in an empty bucket, and its `storage_options`. It lives in this process."""
     try:
         import s3fs
@@ -107,5 +107,5 @@ if __name__ == "__main__":
             place = arguments.url
             given = {"endpoint_url": arguments.endpoint} if arguments.endpoint else {}
         else:
-            place, given = stack.enter_context(s3_of_its_own())
+            place, given = stack.enter_context(local_s3())
         sys.exit(main(place, given))

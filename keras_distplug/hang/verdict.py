@@ -75,7 +75,7 @@ def judge(
 
     Args:
         reports: The reports by worker; None for a worker that has not answered.
-        silent_for_s: The seconds since the last answer, by worker. A worker that is missing has never
+        silent_for_s: The seconds since the last answer, by worker. A missing worker has never
             answered. Defaults to `None`: none has.
     """
     silent = [worker for worker, report in reports.items() if report is None]

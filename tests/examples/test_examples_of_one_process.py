@@ -174,7 +174,7 @@ def s3_of(place: Place) -> Any:
 
 
 @pytest.mark.stores
-def test_s3_of_its_own(env: dict[str, str], tmp_path: Path) -> None:
+def test_local_s3(env: dict[str, str], tmp_path: Path) -> None:
     """Without a store, it starts one."""
     if not all(map(importlib.util.find_spec, ("moto", "flask", "s3fs"))):
         missing("s3fs, or moto's server,", HOW)

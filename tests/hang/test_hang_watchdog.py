@@ -130,7 +130,7 @@ def line_of_wait() -> int:
     return 1 + next(n for n, line in enumerate(lines) if "said.wait(60)" in line)
 
 
-def test_kept(tmp_path: Path, hang: Callable[[], None]) -> None:
+def test_stacks_are_saved(tmp_path: Path, hang: Callable[[], None]) -> None:
     """The stacks are saved alongside the run, and do not disturb it."""
     backup = kd.BackupAndRestore(tmp_path / "run", delete_checkpoint=False)
     fit(watchdog(save_secs=LIMIT_S), small.dataset(), Act("on_epoch_end", hang), backup)
@@ -207,7 +207,7 @@ def test_debugger_of_an_editor(is_there: bool, monkeypatch: pytest.MonkeyPatch) 
     assert {math.isinf(each) for each in told} == {is_there}
 
 
-def test_gets_on() -> None:
+def test_report_after_progress() -> None:
     """A report right after progress does not include earlier waiting time."""
     watched, reported = watchdog(), []
 
@@ -245,7 +245,7 @@ small.model().fit(small.dataset(), callbacks=[Talks(), watchdog], verbose=0)
 """
 
 
-def test_nobody_reads() -> None:
+def test_output_is_not_read() -> None:
     """A process whose output is not read hangs, and is ended, too."""
     process = subprocess.Popen(
         [sys.executable, "-c", NOBODY_READS], env=environment(), stderr=subprocess.PIPE

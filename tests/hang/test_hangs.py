@@ -68,7 +68,7 @@ def test_still_has_time(reports: list[Report | None], look_again_s: float) -> No
     assert verdict.look_again_s == look_again_s
 
 
-def test_nobody_is_behind() -> None:
+def test_no_worker_is_behind() -> None:
     """If no worker is behind, all of them are named."""
     verdict = judge({"a": LATE, "b": replace(LATE, doing="runs train.py:3")})
     assert verdict.hang is not None
@@ -122,7 +122,7 @@ def clusters(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Cluster]]:
 
 
 @pytest.mark.parametrize("asks", [0, 1])
-def test_all_hear_of_it(asks: int, clusters: list[Cluster]) -> None:
+def test_all_workers_are_notified(asks: int, clusters: list[Cluster]) -> None:
     """Whichever worker asks, all of them receive the result."""
     cluster = Cluster([LATE, replace(LATE, moments=8), replace(LATE, moments=8)])
     clusters.append(cluster)
@@ -173,7 +173,7 @@ def test_answered_before(clusters: list[Cluster]) -> None:
     assert verdict.look_again_s == 10
 
 
-def test_nobody_answers(clusters: list[Cluster]) -> None:
+def test_no_answers(clusters: list[Cluster]) -> None:
     """If no answer arrives in time, not even to this worker's own messages, the others are the
     silent ones."""
     cluster = Cluster([LATE, None])
@@ -196,7 +196,7 @@ class Counted(Memory):
         return super().put_first(key, value)
 
 
-def test_asks_at_the_same_price(clusters: list[Cluster]) -> None:
+def test_no_extra_messages(clusters: list[Cluster]) -> None:
     """Regardless of earlier inquiries, no message is sent under the key of another message."""
     memory = Counted()
     cluster = Cluster([replace(LATE, moments=8), IN_TIME], memory)
@@ -225,7 +225,7 @@ def test_frozen_chief(clusters: list[Cluster]) -> None:
     cluster.inquiries[1].leave()
 
 
-def test_lost_words(clusters: list[Cluster]) -> None:
+def test_lost_messages(clusters: list[Cluster]) -> None:
     """If other workers can no longer be asked, every worker reports its own state."""
     cluster = Cluster([LATE, IN_TIME])
     clusters.append(cluster)
@@ -236,7 +236,7 @@ def test_lost_words(clusters: list[Cluster]) -> None:
     assert in_time.hang is None
 
 
-def test_last_of_all(clusters: list[Cluster]) -> None:
+def test_chief_exits_last(clusters: list[Cluster]) -> None:
     """The chief exits after the others."""
     cluster = Cluster([LATE, LATE])
     clusters.append(cluster)

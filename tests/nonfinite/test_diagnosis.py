@@ -197,7 +197,7 @@ class Own(keras.Model):
         return {"loss": loss}
 
 
-def test_step_of_its_own() -> None:
+def test_custom_step() -> None:
     made = Own()
     made.compile("adam", "mse")
     made.fit(X, Y, verbose=0)

@@ -78,7 +78,7 @@ def test_there_and_back(files: Files, batch: Any) -> None:
     assert bits(again) == bits(batch)
 
 
-def test_for_others(tmp_path: Path) -> None:
+def test_readable_by_safetensors(tmp_path: Path) -> None:
     """It is a file that the safetensors library can read."""
     x = RNG.normal(size=(2, 3))
     made = kept(open_files(tmp_path), (x, np.arange(2)))

@@ -89,7 +89,7 @@ class Heard(list[LeftOut]):
 
 
 @pytest.mark.parametrize("steps", [1, 4])
-def test_told(steps: int) -> None:
+def test_skips_are_reported(steps: int) -> None:
     """Every skipped update is reported with its batch and the number of consecutive skips, also in
     executions of several steps."""
     heard = Heard()
@@ -140,7 +140,7 @@ def test_several_updates_in_a_step(steps: int, spoils: int | None) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["mirrored", "central"])
-def test_told_in_executions_of_two_replicas(strategy: str) -> None:
+def test_skips_in_executions_of_two_replicas(strategy: str) -> None:
     devices = ["CPU:0", "CPU:1"]
     if strategy == "mirrored":
         scope = tf.distribute.MirroredStrategy(devices).scope()
@@ -176,7 +176,7 @@ def test_nothing_but_faults(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("step-*"))
 
 
-def test_back_in_the_epoch(tmp_path: Path) -> None:
+def test_rollback_within_the_epoch(tmp_path: Path) -> None:
     """After too many consecutive skips, the result is that of a training without the batches since
     the checkpoint, including metrics."""
     heard = Heard()
@@ -187,7 +187,7 @@ def test_back_in_the_epoch(tmp_path: Path) -> None:
     assert found == trained(data(absent=[4, 5, 6]))
 
 
-def test_back_before_the_epoch(tmp_path: Path) -> None:
+def test_rollback_to_an_earlier_epoch(tmp_path: Path) -> None:
     """The same holds for a checkpoint at the end of an earlier epoch."""
     both = data().concatenate(data(nan_in=[2, 3]))
     made = model()
@@ -223,7 +223,7 @@ def test_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [(0, 2), (0, 3), (0, 6), (1, 0)])
-def test_goes_on(at: tuple[int, int], tmp_path: Path) -> None:
+def test_resumed(at: tuple[int, int], tmp_path: Path) -> None:
     """A training that is interrupted around skipped batches has the result of an uninterrupted one:
     bits, History, and the number of consecutive skips."""
 
@@ -257,7 +257,7 @@ def test_one_is_enough(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_own_comes_first_or_last(is_first: bool, tmp_path: Path) -> None:
+def test_own_instance_first_or_last(is_first: bool, tmp_path: Path) -> None:
     """The arguments of the user's own instance apply, wherever it is in the list."""
     own, ours = kd.NaNWatchdog(max_score=1e-9), kd.defaults(tmp_path)
     made = model()
@@ -276,7 +276,7 @@ def test_evaluate() -> None:
     assert np.isnan(made.get_weights()[0]).all()
 
 
-def test_says_what_it_does_not_see() -> None:
+def test_unobservable_step() -> None:
     """A step that bypasses the optimizers causes a warning."""
 
     class Past(keras.Model):
@@ -297,7 +297,7 @@ def kept_in(folder: Path) -> list[tuple[incident_files.Incident, Any]]:
     return [incident_files.read(files, name) for name in incident_files.names(files)]
 
 
-def test_looked_into(tmp_path: Path) -> None:
+def test_diagnosed(tmp_path: Path) -> None:
     """A skipped batch is recomputed, reported with its first non-finite value, and saved unchanged;
     the training is not affected."""
     heard = Heard()
@@ -353,14 +353,14 @@ def test_limit(limit: int, kept: int, tmp_path: Path) -> None:
     assert len(kept_in(tmp_path)) == kept
 
 
-def test_nowhere_to_keep_it() -> None:
+def test_without_backup() -> None:
     """Without a BackupAndRestore, the diagnosis is still reported."""
     heard = Heard()
     trained(data(nan_in=[1]), heard.watchdog())
     assert heard[0].culprits[0].origin is not None
 
 
-def test_spike_is_kept(tmp_path: Path) -> None:
+def test_outlier_is_saved(tmp_path: Path) -> None:
     """A batch whose gradients are finite outliers is saved, too."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(50 * 8, 4)).astype("float32")
@@ -397,7 +397,7 @@ class Refuses(keras.layers.Layer):
         return inputs
 
 
-def test_step_that_cannot_be_computed_again() -> None:
+def test_batch_that_cannot_be_recomputed() -> None:
     """The failure is reported, and training continues."""
     heard = Heard()
     made = keras.Sequential([keras.Input((4,)), Refuses(), keras.layers.Dense(1)])
@@ -439,7 +439,7 @@ def of(replica: int, norm: float, *variables: str, loss: float = 1.0) -> OfRepli
         ([of(0, 90.0)], [0]),
     ],
 )
-def test_who(replicas: list[OfReplica], blamed: list[int]) -> None:
+def test_culprits(replicas: list[OfReplica], blamed: list[int]) -> None:
     """The culprits are replicas with non-finite gradients or loss, otherwise outliers, or all
     replicas if all are affected."""
     assert [each.replica for each in find_culprits(replicas)] == blamed

@@ -52,7 +52,7 @@ def test_small_differences_of_losses(losses: list[float], loss: float) -> None:
     assert found < (1 if loss else 11)
 
 
-def test_not_enough() -> None:
+def test_too_few_values() -> None:
     """The score is 0 for the first 32 values."""
     assert float(learned([1.0] * 31).score(tf.constant(1e9))) == 0.0
     assert float(learned([1.0] * 32).score(tf.constant(1e9))) > 100
@@ -63,7 +63,7 @@ def test_small_differences() -> None:
     assert float(learned([1.0] * 50).score(tf.constant(1.1))) < 1
 
 
-def test_what_is_not_finite() -> None:
+def test_nonfinite_values() -> None:
     """NaN and infinity have a score above any limit, and are not learned."""
     known = learned([1.0] * 40)
     for norm in (math.nan, math.inf):

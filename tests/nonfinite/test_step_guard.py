@@ -121,7 +121,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("strategy", "optimizer", "compiled"), CASES)
-def test_left_out(strategy: str, optimizer: str, compiled: dict[str, Any]) -> None:
+def test_skipped(strategy: str, optimizer: str, compiled: dict[str, Any]) -> None:
     """Without a fault, not a single bit changes. With one, the result is that of a training without
     the batch: weights, statistics of BatchNormalization, the optimizer's state, metrics."""
 
@@ -372,7 +372,7 @@ def test_functions_in_a_step(traced: str) -> None:
     assert [fault.is_finite for _, fault in guarded.faults] == [False]
 
 
-def test_nothing_to_see() -> None:
+def test_step_without_optimizers() -> None:
     """A step that bypasses all optimizers is recognized."""
 
     class Past(keras.Model):
@@ -448,7 +448,7 @@ def samples(factor: float = 1, absent: bool = False, batch: int = BATCH) -> tf.d
     return tf.data.Dataset.from_tensor_slices((x, y)).batch(batch).with_options(options)
 
 
-def test_far_from_others() -> None:
+def test_outlier_norm() -> None:
     """With `max_score`, an update whose norm is an outlier is skipped."""
     for strategy in ("one", "mirrored"):
         well, guarded = Guarded(10.0), Guarded(10.0)
@@ -471,7 +471,7 @@ def test_far_from_others() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["one", "mirrored"])
-def test_loss_far_from_others(strategy: str) -> None:
+def test_outlier_loss(strategy: str) -> None:
     """The same holds for an update whose loss is an outlier, although its gradients are not."""
 
     def model() -> keras.Model:

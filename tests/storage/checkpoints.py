@@ -17,7 +17,7 @@ from keras_distplug.storage.stores.local import LocalFiles
 RUN = "run-0001"
 
 
-class Nobody:
+class NoExchange:
     """An exchange without other workers."""
 
     def tell(self, topic: str, text: str) -> None:
@@ -46,7 +46,7 @@ class Checkpoints(CheckpointStore):
     ) -> None:
         files = LocalFiles(files) if isinstance(files, Path) else files
         super().__init__(files, run, Retention(keep_last, **rules))  # type: ignore[arg-type]
-        self._writer = Writer(files, self, Team(rank=0, size=1, exchange=Nobody()), owned)
+        self._writer = Writer(files, self, Team(rank=0, size=1, exchange=NoExchange()), owned)
 
     def newest(self, kind: Kind) -> Stored | None:
         """Returns the newest intact checkpoint; damaged ones are quarantined."""

@@ -183,7 +183,7 @@ RULES: dict[str, tuple[dict[str, Any], int, tuple[int, ...], list[int]]] = {
 
 @pytest.mark.parametrize("file", ["DAMAGED.json", "MANIFEST.json"])
 @pytest.mark.parametrize("rule", RULES)
-def test_any_that_stays_is_harmed_by_another_process(url: str, rule: str, file: str) -> None:
+def test_kept_checkpoint_damaged_by_another_process(url: str, rule: str, file: str) -> None:
     """Whichever rule keeps it, a damaged checkpoint does not count, and an older or worse one is
     kept."""
     rules, harmed, later, stay = RULES[rule]
@@ -246,7 +246,7 @@ def test_unreadable_before_the_newest(url: str) -> None:
     assert intact(url) == [3, 4]
 
 
-def test_unreadable_list_of_the_one_before(url: str) -> None:
+def test_unlistable_before_the_newest(url: str) -> None:
     """The same holds if its folder cannot be listed."""
     watched = WatchedFiles(open_files(url))
     saving = Checkpoints(watched)
@@ -259,7 +259,7 @@ def test_unreadable_list_of_the_one_before(url: str) -> None:
     assert intact(url) == [2, 3, 4]
 
 
-def test_damaged_manifest_of_a_best_one(url: str) -> None:
+def test_damaged_manifest_of_a_best_checkpoint(url: str) -> None:
     """A checkpoint whose metric can no longer be read is quarantined; saves continue."""
     rules = {"keep_best": ("loss", "min", 1)}
     saving = Checkpoints(open_files(url), keep_last=1, **rules)

@@ -125,7 +125,7 @@ def test_specs() -> None:
 
 
 @pytest.mark.parametrize("array", [np.array(["a"]), np.array([b"ab"]), np.array([{}])], ids=str)
-def test_no_numbers(array: np.ndarray) -> None:
+def test_not_numeric(array: np.ndarray) -> None:
     """Strings and objects are rejected by name when they are written, not only when they are
     read."""
     with pytest.raises(TypeError, match="`model/vocabulary`"):
@@ -197,7 +197,7 @@ def test_truncation() -> None:
     ],
     ids=str,
 )
-def test_unfit(spec: VariableSpec, match: str) -> None:
+def test_mismatched_spec(spec: VariableSpec, match: str) -> None:
     """Contents that do not match their spec are rejected; the message names file and reason."""
     with pytest.raises(CorruptCheckpointError, match=match):
         read([encoded({"x": np.zeros(2, np.float32)})], [spec])

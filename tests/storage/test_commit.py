@@ -201,7 +201,7 @@ class Case(NamedTuple):
         Case(error=FileExistsError(errno.EEXIST, "the reply was lost"), is_done=True, copied=False),
     ],
 )
-def test_end_as_the_last_step_left_it(case: Case, root: Path) -> None:
+def test_final_state_equals_last_step(case: Case, root: Path) -> None:
     """Bytes that the last save wrote are not written again if they are the same and the storage can
     copy."""
     watched = [WatchedFiles(LocalFiles(root)) for _ in range(2)]
@@ -233,7 +233,7 @@ def test_end_as_the_last_step_left_it(case: Case, root: Path) -> None:
     CheckpointStore(LocalFiles(root), RUN).verify(stored.name)
 
 
-def test_nothing_is_copied_on_the_way(root: Path) -> None:
+def test_step_checkpoints_are_not_copied(root: Path) -> None:
     """Only the final checkpoint shares bytes: one damaged file must not affect two step
     checkpoints."""
     watched = WatchedFiles(LocalFiles(root))
@@ -288,7 +288,7 @@ def test_remedies(
     assert str(outcome).endswith(f"resumes from the newest one. {remedy}".rstrip())
 
 
-def test_failure_that_passes(root: Path) -> None:
+def test_temporary_failure(root: Path) -> None:
     """A storage failure that occurs once is retried."""
     error = OSError(errno.EIO, "no")
     files, watched = failing(root, 1, "create", "rank-1", error)
@@ -360,7 +360,7 @@ def test_state_that_cannot_be_written(root: Path) -> None:
         assert "`data/position`: Object of type object is not JSON" in str(error)
 
 
-def test_what_an_earlier_attempt_has_left(root: Path) -> None:
+def test_leftovers_of_an_earlier_attempt(root: Path) -> None:
     """A save at a step whose earlier save was interrupted deletes the leftovers of that one."""
     files = LocalFiles(root)
     files.create(f"{RUN}/step-00000001/cut-off/rank-0-1.safetensors", [b"half"])

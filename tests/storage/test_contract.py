@@ -213,19 +213,19 @@ def test_registered_store(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["lab://", "Lab", "", "2lab", "la b", "lab:", None, 3])
-def test_no_scheme(scheme: Any) -> None:
+def test_invalid_scheme(scheme: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"Expected a URL scheme.*Received: .*Pass 'lab'"):
         files.register_store(scheme, LocalFiles)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("scheme", ["file", "local", "memory", "s3", "abfss", "ssh"])
-def test_scheme_of_ours(scheme: str) -> None:
+def test_built_in_scheme(scheme: str) -> None:
     """A scheme with an existing meaning cannot be registered."""
     with pytest.raises(ConfigurationError, match=f"Received: '{scheme}'. Choose another"):
         files.register_store(scheme, LocalFiles)  # type: ignore[arg-type]
 
 
-def test_no_function() -> None:
+def test_not_callable() -> None:
     with pytest.raises(ConfigurationError, match=r"Expected a function.*Received: 'lab://x'"):
         files.register_store("lab", "lab://x")  # type: ignore[arg-type]
 

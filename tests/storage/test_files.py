@@ -169,7 +169,7 @@ def test_kill_at_every_call(tmp_path: Path) -> None:
     assert whole == [False] * (calls.index("link") + 1) + [True] * (kills - calls.index("link"))
 
 
-def test_copy_takes_no_room(files: LocalFiles) -> None:
+def test_copy_uses_no_space(files: LocalFiles) -> None:
     """A copy is another name of the same file."""
     files.create("a/b", [OLD])
     files.copy("a/b", "c/d")
@@ -366,7 +366,7 @@ def test_options_of_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("below", ["", "/run", "/a/b/c"])
-def test_no_folder(tmp_path: Path, below: str) -> None:
+def test_not_a_folder(tmp_path: Path, below: str) -> None:
     """A file, or a path below a file, is not a folder; the message names the file."""
     (tmp_path / "taken").write_bytes(OLD)
     with pytest.raises(ConfigurationError, match=f"where {tmp_path}/taken is"):

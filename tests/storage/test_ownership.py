@@ -405,6 +405,6 @@ def test_storage_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monkey
     assert CheckpointStore(files, RUN).committed("step") == []
 
 
-def test_process_in_words() -> None:
+def test_process_description() -> None:
     process = Process("node-7", 123, "2026-11-26T10:00:00+00:00", "", "", -1, "", "", 0)
     assert str(process) == "process 123 on node-7 (started 2026-11-26T10:00:00+00:00)"

@@ -61,7 +61,7 @@ def test_failure(threads: int) -> None:
     assert list(results) == []
 
 
-def test_nothing_runs_behind_its_end() -> None:
+def test_nothing_runs_after_the_end() -> None:
     """A consumer that stops early can free the memory that the jobs write to."""
     go, running, ended = threading.Event(), threading.Event(), []
 

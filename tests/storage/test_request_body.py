@@ -45,7 +45,7 @@ def test_seek(offset: int, whence: int) -> None:
     assert body.read() == file.read()
 
 
-def test_each_time_from_the_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_iteration_starts_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that is sent again sends all of it, regardless of the position after the
     checksum."""
     monkeypatch.setattr(request_body, "_CHUNK_BYTES", 4)

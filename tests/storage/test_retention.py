@@ -59,7 +59,7 @@ def test_largest_is_best() -> None:
     assert gone([1, 2, 3, 4], [0.1, 0.9, 0.9, 0.2], **rules) == [1, 2]
 
 
-def test_metric_that_is_not_there() -> None:
+def test_missing_metric() -> None:
     """Checkpoints without the metric never count as the best."""
     made = [
         RetentionEntry("a", 1, {"loss": 0.1}),

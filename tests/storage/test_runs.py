@@ -42,7 +42,7 @@ def test_no_run(root: Path, files: LocalFiles) -> None:
 
 
 @pytest.mark.parametrize("job", [None, "job-1"])
-def test_begin_and_find(files: LocalFiles, job: str | None) -> None:
+def test_start_and_find(files: LocalFiles, job: str | None) -> None:
     """A run that was started is found and read, with its record."""
     run = begin_run(files, job=job, seed=7)
     assert run.name == "run-0001"
@@ -136,7 +136,7 @@ def test_killed_deletion(tmp_path: Path) -> None:
     assert set(gone) == {False, True}
 
 
-def test_killed_begin(tmp_path: Path) -> None:
+def test_killed_start(tmp_path: Path) -> None:
     """A process that is killed at any point while it starts a run leaves a complete run, or
     none."""
     begun = []
@@ -227,7 +227,7 @@ def test_unreadable(files: LocalFiles, method: str, part: str) -> None:
 
 
 @pytest.mark.parametrize(("method", "error"), [("create", SaveError), ("names", CheckpointError)])
-def test_failed_begin(files: LocalFiles, method: str, error: type[CheckpointError]) -> None:
+def test_failed_start(files: LocalFiles, method: str, error: type[CheckpointError]) -> None:
     """If a run cannot be started, the error names the folder."""
     watched = WatchedFiles(files)
     watched.fail(method, "", OSError(errno.EROFS, "read-only"))

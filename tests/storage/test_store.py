@@ -101,7 +101,7 @@ def root(tmp_path: Path) -> Path:
 # Saving and reading
 
 
-def test_light() -> None:
+def test_imports_are_light() -> None:
     """The storage package imports neither TensorFlow nor Keras."""
     code = (
         "import sys, keras_distplug.storage.store\n"
@@ -127,7 +127,7 @@ UNREADABLE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("field", UNREADABLE)
-def test_what_could_not_be_read_again(root: Path, field: str) -> None:
+def test_unreadable_state_is_not_committed(root: Path, field: str) -> None:
     """A checkpoint that its reader would reject is not committed; the error names the value, and
     the older checkpoint is kept."""
     checkpoints = store(root, keep_last=1)
@@ -216,7 +216,7 @@ class Counted(LocalFiles):
 
 
 @pytest.mark.parametrize("read_only", [False, True])
-def test_set_aside(root: Path, monkeypatch: pytest.MonkeyPatch, read_only: bool) -> None:
+def test_quarantine(root: Path, monkeypatch: pytest.MonkeyPatch, read_only: bool) -> None:
     """A checkpoint whose values turn out to be damaged is no longer the newest, even if that cannot
     be recorded."""
     for step in (1, 2):
@@ -461,7 +461,7 @@ def test_damaged(root: Path, damage: Damage) -> None:
     }
 
 
-def test_save_beside_damaged(root: Path) -> None:
+def test_save_next_to_damaged(root: Path) -> None:
     """Saving at the step of a damaged checkpoint creates another one; the damaged one is kept."""
     for step in (1, 2):
         store(root).save(state(step))
@@ -475,7 +475,7 @@ def test_save_beside_damaged(root: Path) -> None:
     assert contents(root / RUN / "step-00000002") == before
 
 
-def test_save_beside_damage_not_yet_found(root: Path) -> None:
+def test_save_next_to_undetected_damage(root: Path) -> None:
     """Saving at a step whose checkpoint was damaged since does not reuse that one."""
     store(root).save(state(2))
     flip(the_shard(root / RUN / "step-00000002"), -1)
@@ -484,7 +484,7 @@ def test_save_beside_damage_not_yet_found(root: Path) -> None:
     assert holds(store(root).newest("step"), state(2))
 
 
-def test_save_beside_mended(root: Path) -> None:
+def test_save_next_to_repaired(root: Path) -> None:
     """A quarantined checkpoint is not reused by a save, even if its bytes are correct."""
     store(root).save(state(1))
     folder = root / RUN / "step-00000001"
@@ -495,7 +495,7 @@ def test_save_beside_mended(root: Path) -> None:
     assert contents(folder) == before
 
 
-def test_length_is_told(root: Path) -> None:
+def test_length_is_reported(root: Path) -> None:
     """A truncated shard is reported with both lengths."""
     store(root).save(state(1))
     shard = the_shard(root / RUN / "step-00000001")
@@ -541,7 +541,7 @@ def test_all_damaged(root: Path) -> None:
     assert holds(store(root).newest("step"), state(3))
 
 
-def test_put_back(root: Path) -> None:
+def test_restored_from_a_copy(root: Path) -> None:
     """A checkpoint that was restored from a copy counts once its DAMAGED.json is deleted."""
     store(root).save(state(1))
     folder = root / RUN / "step-00000001"
@@ -553,7 +553,7 @@ def test_put_back(root: Path) -> None:
     assert holds(store(root).newest("step"), state(1))
 
 
-def test_damage_that_cannot_be_noted(root: Path) -> None:
+def test_damage_that_cannot_be_recorded(root: Path) -> None:
     """On a read-only storage, a damaged checkpoint is skipped nevertheless."""
     for step in (1, 2):
         store(root).save(state(step))
@@ -567,7 +567,7 @@ def test_damage_that_cannot_be_noted(root: Path) -> None:
     assert watched.fired == 1
 
 
-def test_damage_that_another_process_noted(root: Path) -> None:
+def test_damage_recorded_by_another_process(root: Path) -> None:
     """Damage that two processes find at the same time is reported once by each of them."""
     for step in (1, 2):
         store(root).save(state(step))
@@ -671,7 +671,7 @@ def test_failed_save_that_cannot_be_removed(root: Path) -> None:
     assert names(root) == ["step-00000003", "step-00000004"]
 
 
-def test_what_is_cleaned(root: Path) -> None:
+def test_cleaning_of_leftovers(root: Path) -> None:
     """Leftovers of an interrupted save are deleted by later saves; those of a later step, whose
     save may still be in progress, are kept."""
     for step in (2, 4, 7):
@@ -729,7 +729,7 @@ class Forgetful(LocalFiles):
         super().create(path, parts)
 
 
-def test_storage_that_lies(root: Path) -> None:
+def test_storage_that_corrupts(root: Path) -> None:
     """If a checkpoint that is about to replace old ones reads back wrong, the save fails: it is
     quarantined, the old ones are kept, and the next save succeeds."""
     for step in (1, 2):
@@ -816,7 +816,7 @@ def test_many_kills_of_one_save(root: Path) -> None:
     assert names(root) == ["step-00000003", "step-00000004"]
 
 
-def test_kill_while_setting_aside(tmp_path: Path) -> None:
+def test_kill_during_quarantine(tmp_path: Path) -> None:
     """A process that is killed at any point while it finds damage leaves the previous checkpoint to
     be found."""
     template = tmp_path / "template"

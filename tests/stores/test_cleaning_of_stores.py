@@ -37,7 +37,7 @@ def test_damaged_before_the_newest(place: Place, restarted: bool) -> None:
         reader.verify(name)
 
 
-def test_marked_or_gone_meanwhile(place: Place) -> None:
+def test_marked_or_deleted_meanwhile(place: Place) -> None:
     """A checkpoint that another process marks as damaged, or deletes, does not count as one that is
     kept."""
     other = open_files(place.url, place.options)

@@ -62,7 +62,7 @@ from keras_distplug.checkpoint.saver import Saver
 from keras_distplug.storage.store import CheckpointStore
 
 url, options = json.loads(sys.argv[1])
-class Nobody:
+class NoExchange:
     def tell(self, topic, text):
         pass
 
@@ -70,7 +70,7 @@ saver, is_over = Saver(), threading.Event()
 threading._register_atexit(is_over.set)
 opened = files.open_files(url, options)
 name = runs.begin_run(opened, job=None, seed=0).name
-writer = Writer(opened, CheckpointStore(opened, name), Team(0, 1, Nobody()))
+writer = Writer(opened, CheckpointStore(opened, name), Team(0, 1, NoExchange()))
 
 def save():
     is_over.wait()

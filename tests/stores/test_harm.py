@@ -21,7 +21,7 @@ from stores.ceph import FULL_BUCKET, FULL_BYTES, FULL_KEYS
 from stores.conftest import Started
 from stores.flaky import Proxy, Rule, in_front_of
 from stores.servers import AZURITE_KEY, Place, small_disk
-from stores.writer import Nobody
+from stores.writer import NoExchange
 
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, SaveError
 from keras_distplug.core.state import Cursor, TrainState
@@ -73,7 +73,7 @@ class Run:
             self.files = RemoteFiles(self.files._store, place.url, place.options, timeout_s)
         self.name = begun.name if begun else runs.begin_run(self.files, job=None, seed=0).name
         self.store = CheckpointStore(self.files, self.name)
-        self.writer = Writer(self.files, self.store, Team(0, 1, Nobody()))
+        self.writer = Writer(self.files, self.store, Team(0, 1, NoExchange()))
 
     def save(self, step: int) -> None:
         self.writer.save(state(step), Writer.new_attempt())
@@ -102,7 +102,7 @@ class Run:
     ],
     ids=lambda rule: f"{rule.harm}-{rule.method}-{rule.path}-{rule.code}",
 )
-def test_harm_that_passes(flaky: tuple[Place, Proxy], rule: Rule) -> None:
+def test_temporary_faults(flaky: tuple[Place, Proxy], rule: Rule) -> None:
     """A save survives temporary faults, and the checkpoint is intact."""
     place, proxy = flaky
     run = Run(place)
@@ -124,7 +124,7 @@ def test_harm_that_passes(flaky: tuple[Place, Proxy], rule: Rule) -> None:
     ],
     ids=lambda rule: f"{rule.harm}-{rule.after_bytes}",
 )
-def test_harm_to_reading(flaky: tuple[Place, Proxy], rule: Rule) -> None:
+def test_faults_while_reading(flaky: tuple[Place, Proxy], rule: Rule) -> None:
     """A read that is interrupted is repeated."""
     place, proxy = flaky
     run = Run(place)
@@ -145,7 +145,7 @@ def test_harm_to_reading(flaky: tuple[Place, Proxy], rule: Rule) -> None:
     ],
     ids=lambda rule: f"{rule.harm}-{rule.path}-{rule.code}",
 )
-def test_harm_that_stays(flaky: tuple[Place, Proxy], rule: Rule) -> None:
+def test_permanent_faults(flaky: tuple[Place, Proxy], rule: Rule) -> None:
     """A save that cannot succeed raises one error of ours, which names the store; the previous
     checkpoint is untouched, and the next save succeeds once the store works."""
     place, proxy = flaky
@@ -204,7 +204,7 @@ def test_damage(place: Place, harm: str, file: str) -> None:
     files = open_files(place.url, place.options)
     name = runs.begin_run(files, job=None, seed=0).name
     store = CheckpointStore(files, name)
-    writer = Writer(files, store, Team(0, 1, Nobody()))
+    writer = Writer(files, store, Team(0, 1, NoExchange()))
     for step in (1, 2):
         writer.save(state(step), Writer.new_attempt())
     [shard] = store.read("step-00000002").manifest.shards
@@ -355,7 +355,7 @@ def test_small_disk(leftover: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can switch to another user")
-def test_no_right() -> None:
+def test_no_permission() -> None:
     """A user without permission to write to a folder gets an error, and can read it."""
     with tempfile.TemporaryDirectory() as folder:  # pytest's own are not accessible
         os.chmod(folder, 0o755)

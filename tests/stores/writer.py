@@ -17,7 +17,7 @@ from keras_distplug.storage.files import Files, open_files
 from keras_distplug.storage.store import CheckpointStore
 
 
-class Nobody:
+class NoExchange:
     """The exchange of a writer without other workers."""
 
     def tell(self, topic: str, text: str) -> None:
@@ -67,7 +67,7 @@ def save_on(
     `said`. After a failure, it tries the next step, as training does."""
     stamina.set_active(False)
     files: Any = Told(open_files(url, options), said)
-    writer = Writer(files, CheckpointStore(files, run), Team(0, 1, Nobody()))
+    writer = Writer(files, CheckpointStore(files, run), Team(0, 1, NoExchange()))
     for step in steps:
         state = TrainState(Cursor(0, 0, step), arrays(step, size))
         try:
