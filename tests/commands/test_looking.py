@@ -384,7 +384,7 @@ def test_nothing_there(command: tuple[str, ...], kind: str, tmp_path: Path, say:
     directory = "memory://nothing-is-here" if kind == "store" else place
     code, printed = say(command[0], directory, *command[1:])
     assert code == 3
-    assert f"error: {open_files(directory).where()} holds no run" in printed
+    assert f"error: {open_files(directory).where()} contains no runs" in printed
     assert place.exists() == (kind != "missing")
 
 

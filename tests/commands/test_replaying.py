@@ -103,11 +103,11 @@ def test_checkpoint(
 def test_nothing_there(tmp_path: Path, directory: Path, say: Say) -> None:
     code, text = say("replay", tmp_path)
     assert code == 3
-    assert "holds no incident" in text
+    assert "contains no incident" in text
     code, text = say("replay", directory, "it")
     assert code == 3
     assert "no incident 'it'" in text
     another(tmp_path, (small.X, small.Y))
     code, text = say("replay", tmp_path)
     assert code == 3
-    assert "holds no run" in text
+    assert "contains no runs" in text
