@@ -535,7 +535,7 @@ def test_nothing_to_export(tmp_path: Path) -> None:
         (("a.txt",), "ends with .keras"),
         (("a.keras", "best"), "requires a metric"),
         (("a.keras", None, "h5"), "Expected `format`"),
-        (("none/a.keras",), "in an existing folder"),
+        (("none/a.keras",), "in a folder that exists"),
     ],
 )
 def test_bad_arguments(
