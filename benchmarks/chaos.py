@@ -1,21 +1,21 @@
-"""Faults of all kinds at random, on workers whose checkpoints are in S3 behind a flaky proxy.
+"""Random faults of all kinds, on workers that save checkpoints to S3 through a flaky proxy.
 
     python benchmarks/chaos.py [--minutes 60] [--workers 3] [--seed 0] [--json FILE]
 
-Real processes train a small convolutional network under `keras-distplug run`, with
-all callbacks of `defaults()` and a checkpoint each 5 batches in Ceph's RADOS Gateway on this
-machine (`--store moto` where that is not installed). They are killed, stopped, told to go, and made
-to hang; their shares of checkpoints cannot be written, and those that were are damaged; requests to
-the store fail, break off and stall; there are NaN in the data. A fault comes 3 to 12 batches behind
-the one before, drawn from `--seed`, and one of four recoveries is hit by another one.
+Real processes train a small convolutional network under `keras-distplug run`, with all callbacks of
+`defaults()` and a checkpoint every 5 batches in Ceph's RADOS Gateway on this machine (`--store
+moto` if that is not installed). They are killed, suspended, preempted, and made to hang; writing
+their shares of checkpoints fails, and written ones are damaged; requests to the store fail, break
+off and stall; the data contains NaN. A fault occurs 3 to 12 batches after the previous one, drawn
+from `--seed`, and one of four recoveries is hit by another fault.
 
-When the time is over, training goes on undisturbed for a few epochs. Then as many workers train as
-many epochs of the same data (with the same NaN), undisturbed, on a disk. All that comes out has to
-be the same, to the bit, and each fault has to have been told by its cause and its process; else the
-exit code is 1.
+When the time is over, training continues undisturbed for a few epochs. Then the same number of
+workers trains the same number of epochs on the same data (with the same NaN), undisturbed, on a
+local disk. The results must be bit-identical, and every fault must have been reported with its
+cause and its process; otherwise the exit code is 1.
 
-Detected: from the fault to the supervisor's, or a watchdog's, word of it. Recovered: to the end of
-the first batch behind the restart. Not verified on GPU, nor on several machines.
+Detected: from the fault to the report by the supervisor or a watchdog. Recovered: to the end of the
+first batch after the restart. Not verified on GPU, nor on several machines.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from measured import parser, report, show
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
-# In place of this folder, which has another `stores`.
+# Replaces this folder, which contains another module `stores`.
 sys.path[:1] = [str(ROOT), str(ROOT / "tests")]
 
 from stores import servers  # noqa: E402
@@ -46,7 +46,7 @@ from support.harmed import Result  # noqa: E402
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--minutes", type=float, default=60.0, help="for which faults come")
+    options.add_argument("--minutes", type=float, default=60.0, help="duration of the faults")
     options.add_argument("--workers", type=int, default=3)
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--store", choices=["ceph", "moto"], default="ceph")
@@ -74,12 +74,12 @@ def main() -> None:
 
 
 def through(options: Mapping[str, Any], port: int) -> dict[str, Any]:
-    """The same store, reached by another port."""
+    """Returns options for the same store through another port."""
     return {**options, "endpoint_url": f"http://127.0.0.1:{port}"}
 
 
 def table(results: Sequence[Result]) -> Table:
-    made = Table(title="by kind of fault: seconds, median (95th percentile, most)")
+    made = Table(title="by kind of fault: seconds, median (95th percentile, maximum)")
     for name in ("fault", "came", "named", "detected", "recovered", "steps lost"):
         made.add_column(name, justify="left" if name == "fault" else "right")
     came = [each for each in results if each.came]
@@ -122,8 +122,8 @@ def summary(soaked: Soaked, unnamed: Sequence[str]) -> list[str]:
         f"ended the workers; {soaked.requests_harmed} requests to the store harmed",
         f"{soaked.epochs} epochs of {chaos.BATCHES} batches; {lost} batches trained again",
         f"goodput {100 * soaked.goodput:.1f} % ({where})",
-        f"the end beside that of an undisturbed run: "
-        f"{'the same, to the bit' if not soaked.differences else soaked.differences}",
+        f"the result compared with an undisturbed run: "
+        f"{'bit-identical' if not soaked.differences else soaked.differences}",
     ]
     return [*lines, *(f"not named: {each}" for each in unnamed)]
 

@@ -1,23 +1,24 @@
-"""What checkpoints cost, beside those of Keras, TensorFlow and Orbax.
+"""The cost of checkpoints, compared with those of Keras, TensorFlow and Orbax.
 
     python benchmarks/checkpoint.py [--sizes 100 1200] [--rounds 5] [--only PART] [--json FILE]
 
 Four parts, each interleaved, with medians and their spread:
 
-- stall: how long a save keeps the training thread, what the next five steps take longer, when the
-  save is over, and how long taking it up takes (`--sizes`, in MB of weights and Adam's slots);
-- fit: the time of a whole `fit` with a save every 50 steps over that of one without, the median of
-  what the rounds say; and the processors' time, which training wants all of here, likewise;
-- bandwidth: a save, and taking it up in a new process, over writing (with fsync) and reading the
-  same bytes; and what touching so much new memory takes one thread, without a byte read;
-- workers: saves by 1, 2 and 4 workers (threads here) to a store that takes 20 MB/s a connection.
+- stall: the time that a save blocks the training thread, the slowdown of the next five steps, the
+  time until the save is complete, and the time to restore it (`--sizes`, in MB of weights and
+  Adam's slots);
+- fit: the time of a whole `fit` with a save every 50 steps, divided by that of one without, as the
+  median over the rounds; and the same for the CPU time, all of which training uses here;
+- bandwidth: a save, and restoring it in a new process, compared with writing (with fsync) and
+  reading the same bytes; and the time for one thread to touch as much new memory, without reading;
+- workers: saves by 1, 2 and 4 workers (threads here) to a store with 20 MB/s per connection.
 
-On a virtual machine whose host gives the processors to others now and then (`steal`), a measurement
-during which it did is repeated; the table says how much was left. A host may also take memory away
-that is free, and needs up to 20 us to give a page back, ten times what the rest of a first touch
-takes: but for the stall, it is made to give enough just before.
+On a virtual machine whose host sometimes gives its processors to others (`steal`), an affected
+measurement is repeated; the table shows the remaining steal. A host may also reclaim free memory,
+and needs up to 20 us to give a page back, ten times as long as the rest of a first touch: except
+for the stall, it is made to provide enough memory just before a measurement.
 
-Keras and TensorFlow do not fsync, keras_distplug does. OrbaxCheckpoint is measured where
+Keras and TensorFlow do not fsync, keras_distplug does. OrbaxCheckpoint is measured if
 `orbax-checkpoint` is installed. Not verified on GPU.
 """
 
@@ -46,7 +47,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import keras
 import numpy as np
 import tensorflow as tf
-from measured import parser, report, show, spread, told
+from measured import format_spread, parser, report, show, spread
 from rich.table import Table
 
 import keras_distplug as kd
@@ -73,7 +74,7 @@ CONNECTION_BYTES_PER_S = 20 * MB
 
 
 def model_of(size_mb: float) -> keras.Model:
-    """A perceptron whose weights and optimizer have about so many bytes."""
+    """Returns a perceptron whose weights and optimizer have about this size."""
     hidden = max(0, round((size_mb * MB / BYTES_A_WEIGHT - INPUTS * WIDTH) / WIDTH**2))
     layers = keras.layers
     model = keras.Sequential(
@@ -86,9 +87,9 @@ def model_of(size_mb: float) -> keras.Model:
 
 
 def have_memory_lent(size_bytes: int) -> None:
-    """Makes the host give this machine so much memory, and leaves it free for whoever wants it."""
+    """Makes the host provide this much memory to this machine, then frees it for other uses."""
     memory = mmap.mmap(-1, size_bytes)
-    np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 1  # the array goes at once
+    np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 1  # the array is freed immediately
     memory.close()
 
 
@@ -98,16 +99,16 @@ def batch_of(samples: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Subject(Protocol):
-    """Something that saves a model."""
+    """A way to save and restore a model."""
 
     def save(self, number: int) -> None:
-        """As the training thread calls it."""
+        """Saves the model, as the training thread would."""
 
     def wait(self) -> None:
         """Returns once everything is written."""
 
     def take_up(self) -> None:
-        """Reads the newest one into the model."""
+        """Restores the newest checkpoint into the model."""
 
 
 class Ours:
@@ -168,8 +169,8 @@ class KerasModelCheckpoint:
 
 
 class TensorFlowManager:
-    """Of TensorFlow's variables: asked for the model itself, the second asynchronous save fails
-    (Keras 3.15, TensorFlow 2.21: Keras makes a variable inside a `tf.function`)."""
+    """A checkpoint of TensorFlow's variables: with the model itself, the second asynchronous save
+    fails (Keras 3.15, TensorFlow 2.21: Keras creates a variable inside a `tf.function`)."""
 
     def __init__(self, model: keras.Model, folder: Path, *, is_async: bool) -> None:
         self._checkpoint = tf.train.Checkpoint(
@@ -225,13 +226,13 @@ def seconds(action: Callable[[], Any]) -> float:
 
 
 class Host:
-    """What the host of a virtual machine takes of its processors while it measures."""
+    """The share of processor time that the host of a virtual machine takes during measurements."""
 
     def __init__(self) -> None:
         self.steal: list[float] = []
 
     def undisturbed(self, measure: Callable[[], T]) -> T:
-        """What `measure` gives at the first try with little steal, or the one with the least."""
+        """Returns the first result of `measure` with little steal, or the one with the least."""
         tries: list[tuple[float, T]] = []
         while len(tries) < TRIES and (not tries or tries[-1][0] > STEAL):
             begin_s, taken_s = time.perf_counter(), self._taken_s()
@@ -292,7 +293,7 @@ def measure_stall(
 
 
 class EveryBatches(keras.callbacks.Callback):  # type: ignore[misc]
-    """Saves with TensorFlow's manager, as users write it."""
+    """Saves with TensorFlow's manager, as users would."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -313,14 +314,14 @@ class EveryBatches(keras.callbacks.Callback):  # type: ignore[misc]
 
 def fit_data(samples: int, steps: int) -> tf.data.Dataset:
     options = tf.data.Options()
-    # The end of a `fit` else waits, now and then, for the thread that tunes the data, which sleeps
-    # until 2.55, 5.11, 10.23, 20.47 ... seconds after its begin (TensorFlow 2.21).
+    # Otherwise the end of a `fit` sometimes waits for the autotuning thread, which sleeps until
+    # 2.55, 5.11, 10.23, 20.47 ... seconds after its start (TensorFlow 2.21).
     options.autotune.enabled = False
     return tf.data.Dataset.from_tensors(batch_of(samples)).repeat(steps).with_options(options)
 
 
 def step_s_of(model: keras.Model, samples: int) -> float:
-    """In a `fit`: `train_on_batch` takes another time."""
+    """Measures in a `fit`, because `train_on_batch` has different timings."""
     steps = 20
     data = fit_data(samples, steps)
     model.fit(data, verbose=0)
@@ -396,7 +397,7 @@ def measure_bandwidth(host: Host, size_mb: float, rounds: int, folder: Path) -> 
     taken: dict[str, list[float]] = {}
 
     def one(action: Callable[[], Any]) -> float:
-        # Each has as much of the page cache and of the disk to itself.
+        # Every measurement has the same share of the page cache and of the disk.
         raw.unlink(missing_ok=True)
         for name in os.listdir(folder / RUN) if (folder / RUN).exists() else ():
             store.delete(name)
@@ -424,7 +425,7 @@ def read_raw(model: keras.Model, folder: Path) -> None:
 def take_up(model: keras.Model, folder: Path) -> None:
     stored = CheckpointStore(open_files(folder), RUN).newest("step")
     assert stored is not None
-    before = capture.capture(model)  # as the callback does, to put it back
+    before = capture.capture(model)  # to restore it afterwards, as the callback does
     capture.restore(model, stored.manifest.variables, stored.values(capture.allocate))
     del before
 
@@ -434,7 +435,7 @@ def load_weights(model: keras.Model, folder: Path) -> None:
 
 
 def touch(model: keras.Model, folder: Path) -> None:
-    """What no way to take it up can do without while the model keeps what it had."""
+    """Touches new memory, which every restore must do while the model keeps its old values."""
     have_memory_lent((folder / RAW).stat().st_size)
 
 
@@ -442,7 +443,7 @@ READINGS = {"read_s": read_raw, "take_up_s": take_up, "h5_s": load_weights, "tou
 
 
 def read_after_restart(what: str, size_mb: float, folder: Path) -> float:
-    """In a new process: memory that a process has used before is got faster than new memory."""
+    """Measures in a new process: memory that a process has used before is faster than new one."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(read_into_new_model, what, size_mb, folder).result()
 
@@ -454,7 +455,7 @@ def read_into_new_model(what: str, size_mb: float, folder: Path) -> float:
 
 
 class Board:
-    """What workers in threads tell each other."""
+    """Messages between workers that are threads."""
 
     def __init__(self) -> None:
         self._said: dict[str, str] = {}
@@ -477,7 +478,7 @@ class Board:
 
 
 class RateLimited(LocalFiles):
-    """Each file that is being written takes so many bytes a second, however many there are."""
+    """Files that are written at a limited rate per file, regardless of the number of files."""
 
     def create(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
         begin = time.perf_counter()
@@ -523,17 +524,17 @@ def table_of_stall(found: dict[str, dict[str, Any]]) -> Table:
     table = Table(title=f"{ours['mb']:.0f} MB of state, steps of {step_ms:.0f} ms: medians (range)")
     for heading in ("", "stall", "of Keras'", "5 steps' excess", "both, of Keras'", "saved after"):
         table.add_column(heading)
-    table.add_column("taken up in")
+    table.add_column("restored in")
     for name, one in found.items():
         stall_s, excess_s = (one[what]["median"] for what in ("stall_s", "excess_s"))
         table.add_row(
             name,
-            told(one["stall_s"], ".1f", 1000, " ms"),
+            format_spread(one["stall_s"], ".1f", 1000, " ms"),
             f"{stall_s / reference:.1%}",
-            told(one["excess_s"], ".0f", 1000, " ms"),
+            format_spread(one["excess_s"], ".0f", 1000, " ms"),
             f"{(stall_s + excess_s) / reference:.1%}",
-            told(one["saved_s"], unit=" s"),
-            told(one["taken_up_s"], unit=" s"),
+            format_spread(one["saved_s"], unit=" s"),
+            format_spread(one["taken_up_s"], unit=" s"),
         )
     return table
 
@@ -547,8 +548,8 @@ def table_of_fit(found: dict[str, dict[str, Any]]) -> Table:
     for heading in ("", "seconds", "slower by", "more processor time"):
         table.add_column(heading)
     for name, one in found.items():
-        shares = (told(one[what], ".1%") for what in ("slower_by", "more_work"))
-        table.add_row(name, told(one["took_s"]), *shares)
+        shares = (format_spread(one[what], ".1%") for what in ("slower_by", "more_work"))
+        table.add_row(name, format_spread(one["took_s"]), *shares)
     return table
 
 
@@ -560,23 +561,25 @@ def table_of_bandwidth(found: dict[str, Any]) -> Table:
         ("write + fsync", "write_s", "write_s"),
         ("save", "save_s", "write_s"),
         ("open().read()", "read_s", "read_s"),
-        ("take up, verified", "take_up_s", "read_s"),
+        ("restore, verified", "take_up_s", "read_s"),
         ("Keras load_weights (.h5)", "h5_s", "read_s"),
         ("new memory, touched by one thread", "touch_s", "read_s"),
     ):
         speeds = spread(found["mb"] / each for each in found[what]["values"])
         share = found[of]["median"] / found[what]["median"]
-        table.add_row(name, told(speeds, ".0f"), f"{share:.2f}")
+        table.add_row(name, format_spread(speeds, ".0f"), f"{share:.2f}")
     return table
 
 
 def table_of_workers(found: dict[int, dict[str, Any]]) -> Table:
-    table = Table(title="100 MB, 20 MB/s a connection: medians (range)")
+    table = Table(title="100 MB, 20 MB/s per connection: medians (range)")
     for heading in ("workers", "MB/s", "times one worker's"):
         table.add_column(heading)
     for count, one in found.items():
         speeds = spread(100 / each for each in one["values"])
-        table.add_row(str(count), told(speeds, ".1f"), f"{found[1]['median'] / one['median']:.2f}")
+        table.add_row(
+            str(count), format_spread(speeds, ".1f"), f"{found[1]['median'] / one['median']:.2f}"
+        )
     return table
 
 

@@ -1,11 +1,11 @@
-"""How long workers take from their last step to their exit.
+"""The time that workers take from their last step to their exit.
 
     python benchmarks/exits.py [--jobs 100] [--json FILE]
 
 Jobs of two worker processes train a small network for 20 steps: under the script's own strategy,
 with `init` and `fit`, with `distributed_fit`, and under `keras-distplug run`, in turns. In every
-second round two more processes burn both cores. The time includes the last checkpoint. Not verified
-on GPU.
+second round, two other processes keep both cores busy. The time includes the last checkpoint. Not
+verified on GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from measured import parser, report, show, spread, told
+from measured import format_spread, parser, report, show, spread
 from rich.table import Table
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
@@ -45,7 +45,7 @@ def burning() -> Iterator[None]:
 
 
 def exits_s(way: str, folder: Path) -> list[float]:
-    """Seconds from the last step of a job to the exit, of every worker."""
+    """Returns the seconds from the last step of a job to the exit of every worker."""
     command = [sys.executable, str(WORKER), way, str(folder)]
     environ = environment()
     if way == "keras-distplug run":
@@ -92,7 +92,7 @@ def main() -> None:
     table = Table("two workers", "processes", "s from the last step to the exit", "late")
     for name, each in found.items():
         late = sum(value > LATE_S for value in each["values"])
-        table.add_row(name, str(len(each["values"])), told(each), str(late))
+        table.add_row(name, str(len(each["values"])), format_spread(each), str(late))
     show(table)
     report(given, found)
 

@@ -1,4 +1,4 @@
-"""When the first checkpoint exists with default arguments, and what saves cost.
+"""The time of the first checkpoint with default arguments, and the cost of saves.
 
     python benchmarks/first_checkpoint.py [--rounds 3] [--json FILE]
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from measured import parser, report, show, spread, told
+from measured import format_spread, parser, report, show, spread
 from rich.table import Table
 
 import keras_distplug as kd
@@ -30,7 +30,7 @@ MANIFESTS = "run-*/*/MANIFEST.json"
 
 
 class Sleep(keras.callbacks.Callback):
-    """Makes steps take a while, and notes when the first checkpoint exists."""
+    """Delays every step, and records the time at which the first checkpoint exists."""
 
     def __init__(self, step_s: float, folder: Path) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--rounds", type=int, default=3)
     given = arguments.parse_args()
-    fit(0.01, with_defaults=True)  # what is loaded once
+    fit(0.01, with_defaults=True)  # loads everything that is loaded once
     found = {}
     table = Table("step", "first checkpoint after", "time / plain Keras", title="default arguments")
     for step_s in STEPS:
@@ -84,7 +84,9 @@ def main() -> None:
         first = spread(ours.first_s or float("nan") for _, ours in pairs)
         ratio = spread(ours.took_s / plain.took_s for plain, ours in pairs)
         found[str(step_s)] = {"first_s": first, "ratio": ratio}
-        table.add_row(f"{step_s:g} s", told(first, ".1f", unit=" s"), told(ratio, ".4f"))
+        table.add_row(
+            f"{step_s:g} s", format_spread(first, ".1f", unit=" s"), format_spread(ratio, ".4f")
+        )
     show(table)
     report(given, found)
 

@@ -1,19 +1,19 @@
-"""What our callbacks cost a plain `fit`, by the kind of its input.
+"""The cost of our callbacks in a plain `fit`, by kind of input.
 
     python benchmarks/inputs.py [--rounds 5] [--part PART] [--kind INPUT] [--json FILE]
 
-Plain Keras and `BackupAndRestore` take turns: in one process for every input in the part `step`, in
-a process for every measurement elsewhere. (A process that has used the callback keeps the package's
-corrections of TensorFlow while it measures plain Keras.) Three parts:
+Plain Keras and `BackupAndRestore` take turns: in one process per input in the part `step`, in one
+process per measurement in the other parts. (In a process that has used the callback, the package's
+corrections of TensorFlow remain active while it measures plain Keras.) Three parts:
 
 - resume: from the start of `fit` to the end of its first step, in a new run and in one that resumes
-  at batch 9,000 of 10,000, and what it takes to read the 9,000 batches without a model;
-- step: time per step of 1 ms, and to the end of the first one, with and without the callback, which
-  saves nothing meanwhile, and the difference within each pair;
+  at batch 9,000 of 10,000, and the time to read the 9,000 batches without a model;
+- step: the time per step of 1 ms, and to the end of the first step, with and without the callback,
+  which saves nothing meanwhile, and the difference within every pair;
 - memory: the peak resident memory of a process that trains one epoch on 512 MB of float32, as an
   array, as an `np.memmap`, and in `tf.data.Dataset.from_tensor_slices`.
 
-Not verified on GPU. Where torch is not installed, its `DataLoader` is skipped.
+Not verified on GPU. If torch is not installed, its `DataLoader` is skipped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from measured import parser, report, show, spread, told
+from measured import format_spread, parser, report, show, spread
 from rich.table import Table
 
 KINDS = ["arrays", "tf.data", "generator", "PyDataset", "torch DataLoader"]
@@ -46,7 +46,7 @@ class Interrupted(Exception):
 
 
 def inputs(kind: str) -> Callable[[], dict[str, Any]]:
-    """Makes what `fit` is given: 10,000 batches of 8 samples."""
+    """Returns the input for `fit`: 10,000 batches of 8 samples."""
     import keras
     import numpy as np
     import tensorflow as tf
@@ -135,7 +135,7 @@ def backup(directory: str, save_freq: int | str) -> Any:
 
 
 def to_resume(kind: str, directory: str) -> dict[str, float]:
-    """Trains up to batch 9,000 with checkpoints, and measures reading that far."""
+    """Trains up to batch 9,000 with checkpoints, and measures the time to read that many."""
     make = inputs(kind)
     found = fit(make(), RESUMED_AT, [backup(directory, RESUMED_AT)])
     found["read_s"] = read_s(kind, make())
@@ -160,7 +160,7 @@ def resumed(kind: str, directory: str) -> dict[str, float]:
 
 
 def steps(kind: str, directory: str, rounds: int) -> dict[str, list[float]]:
-    """Seconds of plain Keras and of ours, one for each round."""
+    """Returns the seconds of plain Keras and of ours, one per round."""
     make = inputs(kind)
     found: dict[str, list[float]] = {}
     for number in range(rounds + 1):
@@ -173,7 +173,7 @@ def steps(kind: str, directory: str, rounds: int) -> dict[str, list[float]]:
 
 
 def memory(held: str, directory: str) -> dict[str, float]:
-    """The peak of one epoch; a directory of "" is plain Keras."""
+    """Returns the peak memory of one epoch; a directory of "" means plain Keras."""
     import numpy as np
     import tensorflow as tf
 
@@ -199,7 +199,7 @@ PARTS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def measured(part: Callable[..., dict[str, Any]], *given: Any) -> dict[str, Any]:
-    """What `part` returns in a process of its own."""
+    """Returns the result of `part`, called in a separate process."""
     command = [sys.executable, __file__, "--child", part.__name__, json.dumps(given)]
     environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
     done = subprocess.run(
@@ -255,7 +255,7 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--part", choices=("resume", "step", "memory"), help="only this one")
     options.add_argument("--kind", choices=KINDS, help="only this input")
-    options.add_argument("--child", nargs=2, help="a measurement, in this process")
+    options.add_argument("--child", nargs=2, help="run one measurement in this process")
     arguments = options.parse_args()
     if arguments.child:
         part, given = arguments.child
@@ -275,7 +275,7 @@ def main() -> None:
         )
         for kind, each in found["resume"].items():
             names = ("new_s", "resumed_s", "more_s", "read_s")
-            table.add_row(kind, *(told(each[name]) for name in names))
+            table.add_row(kind, *(format_spread(each[name]) for name in names))
         show(table)
     if "step" in parts:
         found["step"] = measure_steps(arguments.rounds, kinds)
@@ -289,15 +289,15 @@ def main() -> None:
         )
         for kind, each in found["step"].items():
             names = ("plain_step_s", "ours_step_s", "more_s")
-            cells = [told(each[name], ".0f", 1e6) for name in names]
-            cells += [told(each[f"{how}_first_s"]) for how in ("plain", "ours")]
+            cells = [format_spread(each[name], ".0f", 1e6) for name in names]
+            cells += [format_spread(each[f"{how}_first_s"]) for how in ("plain", "ours")]
             table.add_row(kind, *cells)
         show(table)
     if "memory" in parts:
         found["memory"] = measure_memory(arguments.rounds)
         table = Table("512 MB of float32 as", "peak MB, plain", "ours")
         for held, each in found["memory"].items():
-            table.add_row(held, *(told(each[how], ".0f") for how in ("plain", "ours")))
+            table.add_row(held, *(format_spread(each[how], ".0f") for how in ("plain", "ours")))
         show(table)
     report(arguments, found)
 

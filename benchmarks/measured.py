@@ -1,4 +1,4 @@
-"""What all benchmarks report in the same way: medians with their spread, the machine, JSON."""
+"""Common reports of all benchmarks: medians with their spread, the machine, JSON."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from rich.table import Table
 
 import keras_distplug
 
-WIDTH = 170  # also where the output is a file
+WIDTH = 170  # even if the output is a file
 LOAD_BEFORE = os.getloadavg()[0]  # this is imported before anything is measured
 VERSIONS = ("python", "tensorflow", "keras", "numpy", "keras_distplug")
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """One that knows what all benchmarks do.
+    """Returns an argument parser with the options that all benchmarks have.
 
     Args:
         description: The docstring of the script, whose first paragraph is shown.
@@ -35,7 +35,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def spread(values: Iterable[float]) -> dict[str, Any]:
-    """What JSON holds of something that was measured several times."""
+    """Returns the JSON representation of repeated measurements."""
     taken = list(values)
     low, _, high = (
         statistics.quantiles(taken, n=4, method="inclusive") if len(taken) > 1 else 3 * taken
@@ -50,7 +50,7 @@ def spread(values: Iterable[float]) -> dict[str, Any]:
     }
 
 
-def told(
+def format_spread(
     found: dict[str, Any],
     form: str = ".2f",
     scale: float = 1,
@@ -58,10 +58,9 @@ def told(
     *,
     quartiles: bool = False,
 ) -> str:
-    """A cell of a table: the median of a `spread`, and the least and the most in brackets.
+    """Formats a `spread` for a table: the median, with the minimum and maximum in parentheses.
 
-    With so many rounds that a single one says little, the quartiles, if asked for. What is always
-    the same stands alone.
+    With many rounds, quartiles can be shown instead. A value without spread is shown alone.
     """
     ends = ("first_quartile", "third_quartile") if quartiles else ("least", "most")
     is_spread = found["least"] < found["most"]
@@ -70,7 +69,7 @@ def told(
 
 
 def machine() -> dict[str, Any]:
-    """Where this was measured, and with what."""
+    """Returns a description of the machine and the software versions."""
     return {
         "cores": os.cpu_count(),
         "processor": _processor(),
@@ -90,11 +89,11 @@ def show(*tables: Table) -> None:
 
 
 def report(arguments: argparse.Namespace, found: Any, *notes: str) -> None:
-    """Ends a benchmark behind its tables: notes about them, the machine and, where asked, JSON."""
+    """Prints notes and the machine after the tables of a benchmark; saves JSON if requested."""
     about = machine()
     print(*notes, sentence(about), sep="\n")
     if arguments.json:
-        # Who may read what was measured need not have the keys of the store.
+        # The results may be shared, so they must not contain the keys of the store.
         settings = {
             k: v for k, v in vars(arguments).items() if k not in ("json", "storage_options")
         }
@@ -133,6 +132,6 @@ def _system() -> str:
 
 
 def _tensorflow() -> str:
-    """It comes in distributions of several names."""
+    """Returns TensorFlow's version, which is published under several distribution names."""
     [name, *_] = importlib.metadata.packages_distributions()["tensorflow"]
     return importlib.metadata.version(name)

@@ -1,13 +1,14 @@
-"""What the callbacks of `defaults()` cost a step that goes well.
+"""The overhead of the callbacks of `defaults()` in a step without faults.
 
     python benchmarks/overhead.py [--pairs 30] [--steps 40] [--json FILE]
     keras-distplug run --workers 2 -- python benchmarks/overhead.py [--pairs 30] [--steps 40]
 
-A `fit` with `defaults()` in full and one without any callback take turns, in one process, with a
-model each; on one device and on two mirrored logical CPU devices. Counted is the time from the
-first to the last batch of a `fit`; a pair's ratio is that of two that came one after the other.
-Steps take 20 ms and more. For each callback alone: `--each`. On several workers, plain Keras does
-not train; there, the `fit` without a callback is one of an adapted model. Not verified on GPU.
+A `fit` with all of `defaults()` and one without any callback take turns, in one process, with a
+separate model each; on one device and on two mirrored logical CPU devices. The measured time is
+that from the first to the last batch of a `fit`; the ratio of a pair is that of two consecutive
+fits. Steps take 20 ms and more. To also measure every callback alone, pass `--each`. Plain Keras
+does not train on several workers; there, the `fit` without callbacks is one of an adapted model.
+Not verified on GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import keras
 import tensorflow as tf
-from measured import parser, report, show, spread, told
+from measured import format_spread, parser, report, show, spread
 from rich.table import Table
 from workers.models import convolutional, one_batch_for, perceptron
 
@@ -40,7 +41,7 @@ Callbacks = Callable[[Path], list[keras.callbacks.Callback]]
 
 
 class Clock(keras.callbacks.Callback):
-    """Says how long it is from the end of the first batch to that of the last."""
+    """Measures the time from the end of the first batch to the end of the last one."""
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         self.ends_s: list[float] = []
@@ -64,7 +65,7 @@ MODELS = {
 
 @contextmanager
 def shared_folder() -> Iterator[str]:
-    """One that all workers have, and the chief deletes."""
+    """Yields a folder that all workers share and the chief deletes."""
     role = roles.from_environment(os.environ)
     workers = agreement.among(role)
     with ExitStack() as stack:
@@ -101,8 +102,8 @@ def measure(
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--pairs", type=int, default=30)
-    options.add_argument("--steps", type=int, default=40, help="of each fit")
-    options.add_argument("--each", action="store_true", help="each callback alone, too")
+    options.add_argument("--steps", type=int, default=40, help="steps per fit")
+    options.add_argument("--each", action="store_true", help="also measure every callback alone")
     arguments = options.parse_args()
     logging.getLogger("keras_distplug").setLevel(logging.WARNING)
     strategies: dict[str, Callable[[], tf.distribute.Strategy]] = {
@@ -139,8 +140,11 @@ def main() -> None:
                     strategy,
                     name,
                     which,
-                    *(told(one[kind], ".1f", 1000, " ms", quartiles=True) for kind in TIMES),
-                    told(one["ratio"], ".3f", quartiles=True),
+                    *(
+                        format_spread(one[kind], ".1f", 1000, " ms", quartiles=True)
+                        for kind in TIMES
+                    ),
+                    format_spread(one["ratio"], ".3f", quartiles=True),
                 )
     if roles.from_environment(os.environ).is_chief:
         show(table)

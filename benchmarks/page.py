@@ -1,12 +1,12 @@
-"""How long TensorBoard's tab waits for news of a large run, and how much comes.
+"""The response time and size of the data of a large run in TensorBoard's tab.
 
     python benchmarks/page.py [--workers 64] [--replicas 1] [--steps 20000] [--step-secs 0.1]
         [--rounds 5] [--json FILE]
 
-The log is what workers write in so many steps: a line a second at first, and then one each
-hundredth of the time so far, up to half a minute. Timed is what TensorBoard's server does for a
-refresh of the page, both of its requests: the headlines of all runs, and all of the chosen one;
-the first time, behind news of each worker, and once more without any, in turns.
+The log has the lines that workers write in this many steps: first one per second, then one per
+hundredth of the elapsed time, up to one per half minute. The measured time is that of TensorBoard's
+server for both requests of a page refresh, the summaries of all runs and the details of the
+selected one: the first time, then alternately after new lines of every worker and without new ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from measured import parser, report, show, spread, told
+from measured import format_spread, parser, report, show, spread
 from rich.table import Table
 
 from keras_distplug.core import events
@@ -29,7 +29,7 @@ from keras_distplug.tensorboard_plugin.watched import Watched, answer
 
 
 def moments(secs: float) -> list[float]:
-    """When a worker writes a window."""
+    """Yields the times at which a worker writes a window."""
     found, at = [], 0.0
     while at < secs:
         at += min(max(1.0, 0.01 * at), 30.0)
@@ -56,7 +56,7 @@ def line(rank: int, replicas: int, at: float, length_s: float, step_secs: float)
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--workers", type=int, default=64)
-    options.add_argument("--replicas", type=int, default=1, help="of each worker")
+    options.add_argument("--replicas", type=int, default=1, help="replicas per worker")
     options.add_argument("--steps", type=int, default=20_000)
     options.add_argument("--step-secs", type=float, default=0.1)
     options.add_argument("--rounds", type=int, default=5)
@@ -104,7 +104,7 @@ def main() -> None:
     }
     table = Table(title=f"{workers} workers x {replicas} replicas, {parsed.steps} steps")
     for heading in (
-        "lines a worker",
+        "lines per worker",
         "log",
         "first time",
         "with news",
@@ -116,9 +116,9 @@ def main() -> None:
     table.add_row(
         str(len(ends)),
         f"{size / 1e6:.1f} MB",
-        told(found["first_s"], unit=" s"),
-        told(found["with_news_s"], unit=" s"),
-        told(found["without_news_s"], ".4f", unit=" s"),
+        format_spread(found["first_s"], unit=" s"),
+        format_spread(found["with_news_s"], unit=" s"),
+        format_spread(found["without_news_s"], ".4f", unit=" s"),
         f"{found['sent_bytes'] / 1e3:.0f} KB",
         f"{found['compressed_bytes'] / 1e3:.0f} KB",
     )

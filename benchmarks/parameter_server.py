@@ -1,16 +1,16 @@
-"""What `fit` with parameter servers costs beside a loop written by hand, what it learns, and what
-kills do to it.
+"""`fit` with parameter servers: its cost compared with a hand-written loop, its accuracy, and the
+effect of kills.
 
     python benchmarks/parameter_server.py [--steps N] [--rounds N] [--seeds N] [--every SECONDS]
         [--only PART] [--json FILE]
 
 One chief, two workers and a parameter server, as processes on this machine.
 
-- Throughput: steps a second of `distributed_fit` over those of a loop of `ClusterCoordinator`, in
-  one job, in turns, for a step that computes for a few milliseconds. The bar is 0.95.
-- Accuracy: of handwritten digits, over seeds, beside that of one process with the same batches.
-- Kills: under the supervisor, a worker, chosen at random, every few seconds until the job has
-  ended, with all its steps.
+- Throughput: steps per second of `distributed_fit` divided by those of a `ClusterCoordinator` loop,
+  in one job, in turns, for a step that computes for a few milliseconds. The target is 0.95.
+- Accuracy: on handwritten digits, over seeds, compared with one process with the same batches.
+- Kills: under the supervisor, a random worker is killed every few seconds, until the job has
+  finished with all its steps.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from measured import parser, report, show, spread, told  # noqa: E402
+from measured import format_spread, parser, report, show, spread  # noqa: E402
 from rich.table import Table  # noqa: E402
 from support.cluster import environment  # noqa: E402
 from support.job import Job  # noqa: E402
@@ -71,7 +71,8 @@ def throughput(folder: Path, given: argparse.Namespace) -> tuple[Table, dict[str
         "`distributed_fit`", "loop by hand", "ratio of epochs, the bar is 0.95", title=title
     )
     table.add_row(
-        *(told(found[name], ".1f") for name in ("fit", "by_hand")), told(found["ratio"], ".3f")
+        *(format_spread(found[name], ".1f") for name in ("fit", "by_hand")),
+        format_spread(found["ratio"], ".3f"),
     )
     return table, found
 
@@ -89,8 +90,8 @@ def accuracy(folder: Path, given: argparse.Namespace) -> tuple[Table, dict[str, 
     headings = ("parameter servers", "one process", "means apart, the bar is 1 point")
     table = Table(*headings, title=title)
     table.add_row(
-        told(found["parameter_servers"], ".4f"),
-        told(found["one_process"], ".4f"),
+        format_spread(found["parameter_servers"], ".4f"),
+        format_spread(found["one_process"], ".4f"),
         f"{apart:+.2f} points",
     )
     return table, found
@@ -109,7 +110,7 @@ def kills(folder: Path, given: argparse.Namespace) -> tuple[Table, dict[str, Any
             time.sleep(given.every)
             worker = random.randrange(WORKERS)
             pid = int(re.findall(rf"\[worker-{worker}\] pid (\d+)", running.output)[-1])
-            with contextlib.suppress(ProcessLookupError):  # that of before, which was killed
+            with contextlib.suppress(ProcessLookupError):  # the previous one, which was killed
                 os.kill(pid, signal.SIGKILL)
                 killed += 1
         assert running.code(LIMIT_S) == 0, running.output
@@ -126,7 +127,7 @@ def kills(folder: Path, given: argparse.Namespace) -> tuple[Table, dict[str, Any
         "steps": steps,
     }
     table = Table(*(name.replace("_", " ") for name in found))
-    table.title = f"A worker killed each {given.every:g} s"
+    table.title = f"A worker killed every {given.every:g} s"
     table.add_row(*map(str, found.values()))
     return table, found
 
@@ -134,7 +135,7 @@ def kills(folder: Path, given: argparse.Namespace) -> tuple[Table, dict[str, Any
 def ended(folder: Path, what: str, *numbers: int) -> list[list[float]]:
     with job(folder, what, *numbers) as running:
         code = running.wait("chief", 0, LIMIT_S)
-        assert code == 0, running.told()
+        assert code == 0, running.format_spread()
     found: list[list[float]] = json.loads((folder / "found.json").read_text())
     return found
 

@@ -1,25 +1,25 @@
-"""From a fault to training again, beside Keras' BackupAndRestore in a shell's restart loop.
+"""Recovery times after faults, compared with Keras' BackupAndRestore in a shell's restart loop.
 
     python benchmarks/recovery.py [--workers 2] [--rounds 1] [--only FAULT ...] [--json FILE]
 
-Real processes train a perceptron (steps of about 50 ms of matrix work: 1024 samples, 0.56 M
-weights) in epochs of 40 batches, saved each 20. Behind batch 30 of the second epoch a process does
-itself harm; once that is made up for, the next fault comes in the next epoch, and so on. Ours run
-by `keras-distplug run --unresponsive-timeout 10`, with a `PreemptionHandler` and a
-`HangWatchdog(step_secs=5, save_secs=5)`, with a fault in every third epoch only, when the fork
-server has imported what it imports; and again with `--no-fork-server`. The rival runs by
-`until python plain.py; do :; done`, in one process: several workers it does not run on Keras 3
-(keras-team/keras#20585). Rounds are interleaved; medians, and the least and the most of several.
-Counted from the fault:
+Real processes train a perceptron (steps of about 50 ms of matrix multiplications: 1024 samples,
+0.56 M weights) in epochs of 40 batches, with a save every 20. After batch 30 of the second epoch, a
+process injects a fault into itself; once the lost steps are made up for, the next fault occurs in
+the next epoch, and so on. Ours runs under `keras-distplug run --unresponsive-timeout 10`, with a
+`PreemptionHandler` and a `HangWatchdog(step_secs=5, save_secs=5)`, with a fault in every third
+epoch only, so that the fork server has finished its imports; and again with `--no-fork-server`. The
+rival runs under `until python plain.py; do :; done`, in one process: Keras 3 cannot run it on
+several workers (keras-team/keras#20585). Rounds are interleaved; the tables show medians, with the
+minimum and maximum of several rounds. Times are measured from the fault:
 
-- starts again: the first line of the script that is run next;
-- first batch: the end of the first one in it;
-- made up for: the end of the first batch beyond the last one before the fault;
-- steps lost: batches that are trained again.
+- starts again: to the first line of the script in the next process;
+- first batch: to the end of its first batch;
+- made up for: to the end of the first batch beyond the last one before the fault;
+- steps lost: the number of batches that are trained again.
 
-The hanging input is asked for a few steps before training needs it. Hangs do not end for the rival:
-it is waited for 15 s, three times as long as a step may take, and then killed; ours for 30 s. The
-times are those that the workers note at the end of each batch. Not verified on GPU.
+The hanging input is requested a few steps before training needs it. The rival cannot detect hangs:
+it is killed after 15 s, three times the limit for a step; ours would be killed after 30 s. The
+times are recorded by the workers at the end of every batch. Not verified on GPU.
 """
 
 from __future__ import annotations
@@ -39,33 +39,33 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from measured import parser, report, show, spread, told
+from measured import format_spread, parser, report, show, spread
 from rich.table import Table
 from workers.events import EPOCH_STEPS, STEP_SECS, Event, read
 
 SCRIPTS = Path(__file__).parent / "workers"
 POLL_S = 0.05
-PATIENCE_S = 180.0  # for what has to come
+PATIENCE_S = 180.0  # for an expected event
 
 OURS, RIVAL = "keras_distplug", "BackupAndRestore in a loop"
 COLD = "keras_distplug, --no-fork-server"
-# When nothing has been started again. Ours asks the other workers for up to 5 s, too.
+# Without a restart by then, the fault counts as not handled. Ours also asks other workers for 5 s.
 GIVEN_UP_S = {OURS: 6.0 * STEP_SECS, COLD: 6.0 * STEP_SECS, RIVAL: 3.0 * STEP_SECS}
 TIMES = ("starts_again_s", "first_batch_s", "made_up_s")
-# Faults come in each so many epochs.
+# The number of epochs from one fault to the next.
 EVERY = {OURS: 3, COLD: 1, RIVAL: 1}
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What a process does to itself."""
+    """A fault that a process injects into itself."""
 
     title: str
     hangs: bool = False
     needs_others: bool = False
 
 
-# SIGTERM is the last one: ours saves behind it, and counts the batches to the next save from there.
+# SIGTERM must be last: ours saves after it, and counts the batches to the next save from there.
 FAULTS = {
     "SIGKILL": Fault("SIGKILL"),
     "SIGSEGV": Fault("SIGSEGV"),
@@ -79,7 +79,7 @@ FAULTS = {
 
 @dataclass(frozen=True)
 class SetUp:
-    """How many processes, and which of them is hit."""
+    """The number of processes, and the one that the faults hit."""
 
     workers: int
     hit: int
@@ -93,15 +93,15 @@ class SetUp:
 
 @dataclass(frozen=True)
 class Recovery:
-    """What came of one fault.
+    """The recovery from one fault. Times are in seconds from the fault.
 
     Args:
-        starts_again_s: Until the next process began.
-        first_batch_s: Until the end of its first batch.
-        made_up_s: Until the first batch beyond the last one before the fault.
-        steps_lost: Batches that were trained again.
-        steps_twice: Those among them that the restored weights have had already.
-        goes_on_at: The first batch, counted from 0 in its epoch.
+        starts_again_s: The time until the next process started.
+        first_batch_s: The time until the end of its first batch.
+        made_up_s: The time until the first batch beyond the last one before the fault.
+        steps_lost: The number of batches that were trained again.
+        steps_twice: The number of these batches that the restored weights already included.
+        goes_on_at: The index of the first batch in its epoch, from 0.
     """
 
     starts_again_s: float
@@ -114,7 +114,7 @@ class Recovery:
 
 @dataclass(frozen=True)
 class Waited:
-    """A fault behind which nothing was started in so many seconds."""
+    """A fault after which no process was started within this many seconds."""
 
     seconds: float
 
@@ -123,12 +123,12 @@ Outcome = Recovery | Waited
 
 
 def recovery(events: Sequence[Event], attempt: int) -> Recovery | None:
-    """What came of the fault of an attempt, once it is made up for."""
+    """Returns the recovery from the fault of an attempt, once the lost steps are made up for."""
     [fault] = (each for each in events if (each.what, each.attempt) == ("fault", attempt))
     batches = [each for each in events if each.what == "batch"]
     before = [each for each in batches if each.attempt == attempt]
     last = max(before, key=lambda each: each.step)
-    # All workers come to the end of a batch together, and the chief speaks for them.
+    # All workers finish a batch at the same time, so the chief's events stand for all.
     after = [each for each in batches if (each.attempt, each.worker) == (attempt + 1, 0)]
     beyond = next((each for each in after if each.step > last.step), None)
     if beyond is None:
@@ -171,20 +171,20 @@ def running(subject: str, set_up: SetUp, faults: Sequence[str], folder: Path) ->
         yield Job(process, folder)
     finally:
         with contextlib.suppress(ProcessLookupError):
-            # Workers of `keras-distplug run` are ended by its guard, then.
+            # The guard of `keras-distplug run` then ends its workers.
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training that is started again by whatever does so."""
+    """A training under a program that restarts it."""
 
     process: subprocess.Popen[bytes]
     folder: Path
 
     def outcome(self, attempt: int, give_up_s: float) -> Outcome:
-        """Waits for the fault of an attempt, and for what comes of it."""
+        """Waits for the fault of an attempt, and for its outcome."""
         if not self._came("fault", attempt, PATIENCE_S):
             raise self.failure(f"fault {attempt} has not come")
         if not self._came("start", attempt + 1, give_up_s):
@@ -198,7 +198,7 @@ class Job:
             if is_over:
                 ended = self.process.returncode
                 raise self.failure(
-                    f"what was lost by fault {attempt} has not been made up for; the job "
+                    f"the steps lost by fault {attempt} were not made up for; the job "
                     f"{'still runs' if ended is None else f'has ended with {ended}'}"
                 )
             time.sleep(POLL_S)
@@ -214,7 +214,7 @@ class Job:
         return True
 
     def end(self) -> None:
-        """Training has to reach its end."""
+        """Waits for the end of training, which must succeed."""
         if code := self.process.wait(PATIENCE_S):
             raise self.failure(f"the job has ended with {code}")
 
@@ -226,8 +226,8 @@ class Job:
 def measure(
     subject: str, set_up: SetUp, faults: Sequence[str]
 ) -> tuple[dict[str, Outcome], list[float]]:
-    """What came of each fault, and the times between batches. A fault of which nothing comes ends
-    the job; another one meets what is left."""
+    """Returns the outcomes of all faults, and the times between batches. A fault without recovery
+    ends the job; the remaining faults are injected into another job."""
     found: dict[str, Outcome] = {}
     steps_s: list[float] = []
     while left := [name for name in faults if name not in found]:
@@ -250,7 +250,7 @@ def times_of_steps(events: Sequence[Event]) -> list[float]:
 
 
 def shown(outcomes: Sequence[Outcome] | None) -> list[str]:
-    """Four columns of the table."""
+    """Returns four columns of the table."""
     if outcomes is None:
         return ["does not run", "", "", ""]
     recoveries = [each for each in outcomes if isinstance(each, Recovery)]
@@ -258,14 +258,17 @@ def shown(outcomes: Sequence[Outcome] | None) -> list[str]:
     if waited:
         also = f", {len(recoveries)} of {len(outcomes)} did" if recoveries else ""
         return ["never", f"> {waited[0].seconds:.0f} s{also}", "", ""]
-    times = [told(spread(getattr(e, name) for e in recoveries), ".1f", unit=" s") for name in TIMES]
-    return [*times, told(spread(each.steps_lost for each in recoveries), "g")]
+    times = [
+        format_spread(spread(getattr(e, name) for e in recoveries), ".1f", unit=" s")
+        for name in TIMES
+    ]
+    return [*times, format_spread(spread(each.steps_lost for each in recoveries), "g")]
 
 
 def table_of(found: Mapping[tuple[str, SetUp], Mapping[str, Sequence[Outcome]]]) -> Table:
     table = Table(title="from a fault: medians (range of the rounds)", caption=f"{OURS} | {RIVAL}")
     table.add_column("fault")
-    table.add_column("who is hit")
+    table.add_column("process hit")
     table.add_column("timeout")
     for subject in ("", "rival: "):
         for heading in ("starts again", "first batch", "made up for", "steps lost"):
@@ -280,21 +283,21 @@ def table_of(found: Mapping[tuple[str, SetUp], Mapping[str, Sequence[Outcome]]])
     return table
 
 
-def where_it_goes_on(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
+def resume_positions(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
     recoveries = [each for of in outcomes.values() for each in of if isinstance(each, Recovery)]
     if not recoveries:
-        return "never goes on"
+        return "never resumes"
     places = sorted({each.goes_on_at for each in recoveries})
     lost = sum(each.steps_lost for each in recoveries)
     twice = sum(each.steps_twice for each in recoveries)
     return (
-        f"goes on behind batch {', '.join(map(str, places))} of the epoch; of {lost} batches that "
-        f"were trained again the restored weights have had {twice} already"
+        f"resumes after batch {', '.join(map(str, places))} of the epoch; of {lost} batches that "
+        f"were trained again, the restored weights already included {twice}"
     )
 
 
 def numbers(outcomes: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
-    """For JSON: each round of each fault, and the spread of the times of those that recovered."""
+    """Returns the data for JSON: all rounds of all faults, and the spread of the recovery times."""
     found: dict[str, Any] = {}
     for name, of in outcomes.items():
         recoveries = [each for each in of if isinstance(each, Recovery)]
@@ -306,7 +309,7 @@ def numbers(outcomes: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
 
 
 def set_ups(workers: int) -> dict[SetUp, list[str]]:
-    """Who is hit by what."""
+    """Returns the faults for every set-up."""
     if workers == 1:
         return {SetUp(1, 0): [n for n, fault in FAULTS.items() if not fault.needs_others]}
     return {SetUp(workers, hit): list(FAULTS) for hit in (0, workers - 1)}
@@ -314,13 +317,15 @@ def set_ups(workers: int) -> dict[SetUp, list[str]]:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--workers", type=int, default=2, help="besides one process; 1: only that")
+    options.add_argument(
+        "--workers", type=int, default=2, help="also measured: one process; 1: only that"
+    )
     options.add_argument("--rounds", type=int, default=1)
     options.add_argument(
         "--only", choices=list(FAULTS), nargs="+", metavar="FAULT", help=", ".join(FAULTS)
     )
     arguments = options.parse_args()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # nobody wants SIGSEGV's, and they take time
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # core files of SIGSEGV are useless and slow
     jobs = {
         (subject, set_up): [
             name
@@ -347,7 +352,7 @@ def main() -> None:
         step_s = statistics.median(steps_s[subject, set_up])
         notes.append(
             f"{subject}, {set_up.title}: steps of {1000 * step_s:.0f} ms; "
-            f"{where_it_goes_on(outcomes)}"
+            f"{resume_positions(outcomes)}"
         )
         results.append(
             {"subject": subject, **asdict(set_up), "step_s": step_s, "found": numbers(outcomes)}

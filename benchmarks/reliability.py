@@ -1,14 +1,14 @@
-"""Each kind of fault in each set-up: who named it, after how long, and what it cost.
+"""Every kind of fault in every set-up: its report, the time until then, and its cost.
 
     python benchmarks/reliability.py [--only "2 workers"] [--json FILE]
 
 The matrix of tests/scenarios/test_fault_matrix.py, and with three workers: real processes under
-`keras-distplug run`, with all callbacks of
-`defaults()`, a checkpoint each 4 batches, limits of 10 s for a step and 15 s for a callback. The
-faults of a job come one after the other. Detected: from the fault to the first word of the
-supervisor, or a watchdog, that names it. Recovered: to the end of the first batch behind the
-restart. The exit code is 1 unless all came, were named, and the end of each job is that of an
-undisturbed one, to the bit (beside parameter servers: all steps were taken). Not verified on GPU.
+`keras-distplug run`, with all callbacks of `defaults()`, a checkpoint every 4 batches, and limits
+of 10 s for a step and 15 s for a callback. The faults of a job occur one after another. Detected:
+from the fault to the first report by the supervisor or a watchdog that names it. Recovered: to the
+end of the first batch after the restart. The exit code is 0 only if all faults occurred and were
+named, and the result of every job is bit for bit that of an undisturbed one (with parameter
+servers: all steps were taken). Not verified on GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from measured import parser, report, show
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
-# In place of this folder, which has another `stores`.
+# Replaces this folder, which contains another module `stores`.
 sys.path[:1] = [str(ROOT), str(ROOT / "tests")]
 
 from support import fault_matrix, harmed  # noqa: E402

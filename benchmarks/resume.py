@@ -1,16 +1,17 @@
-"""What it costs to begin in the middle of the data, and to be able to.
+"""The cost of resuming in the middle of the data, and of being able to.
 
     python benchmarks/resume.py [--batch 10000] [--rounds 5] [--json FILE]
 
 Three parts, each interleaved, with medians and their spread:
 
-- seek: from a data source as a script makes it to its first batch, at the begin and at batch
+- seek: the time from the data source of a script to its first batch, at the start and at batch
   `--batch` of the third pass: arrays, a `PyDataset`, and a tf.data pipeline with `shuffle(10_000,
-  seed=1)` and a map, which also shows what filling its buffer takes; and the time to read so many
-  batches over;
-- step: the time to read a batch of arrays, beside Keras' own adapter, and its processors' time;
-- place: what it costs `fit` to know where it stands, at each step, and to put that into the state
-  of a checkpoint, beside the references to the model's variables, which every checkpoint takes.
+  seed=1)` and a map, which also shows the time to fill its buffer; and the time to read that many
+  batches;
+- step: the time to read a batch of arrays, compared with Keras' own adapter, and its CPU time;
+- place: the time for `fit` to track its position in every step, and to add the position to the
+  state of a checkpoint, compared with the references to the model's variables, which every
+  checkpoint needs.
 
 Not verified on GPU.
 """
@@ -29,7 +30,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.trainers import data_adapters
-from measured import parser, report, show, spread, told
+from measured import format_spread, parser, report, show, spread
 from rich.table import Table
 
 import keras_distplug as kd
@@ -135,7 +136,7 @@ def measure_step(rounds: int) -> dict[str, dict[str, Any]]:
 
 
 class Place(keras.callbacks.Callback):  # type: ignore[misc]
-    """Counts and takes the state at each step, as a `BackupAndRestore` with `save_freq=1` does."""
+    """Counts and gets the state in every step, like `BackupAndRestore` with `save_freq=1`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +187,7 @@ def measure_place(rounds: int) -> dict[str, dict[str, Any]]:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--batch", type=int, default=10_000, help="where to go on")
+    options.add_argument("--batch", type=int, default=10_000, help="the batch to resume at")
     options.add_argument("--rounds", type=int, default=5)
     arguments = options.parse_args()
     found = {
@@ -198,16 +199,14 @@ def main() -> None:
         "source", "first batch, median (range)", f"batch {arguments.batch}", "read over to it"
     )
     for name, each in found["seek"].items():
-        seek.add_row(name, *(told(one, ".3f", unit=" s") for one in each.values()))
+        seek.add_row(name, *(format_spread(one, ".3f", unit=" s") for one in each.values()))
     step = Table("arrays of", "a batch, median (range)", "processors")
     for name, each in found["step"].items():
-        step.add_row(name, *(told(one, ".0f", 1e6, " us") for one in each.values()))
-    place = Table(
-        "place in", "count a step, median (quartiles)", "into a checkpoint", "variables beside it"
-    )
+        step.add_row(name, *(format_spread(one, ".0f", 1e6, " us") for one in each.values()))
+    place = Table("place in", "count a step, median (quartiles)", "into a checkpoint", "variables")
     for name, each in found["place"].items():
         place.add_row(
-            name, *(told(one, ".0f", 1e6, " us", quartiles=True) for one in each.values())
+            name, *(format_spread(one, ".0f", 1e6, " us", quartiles=True) for one in each.values())
         )
     show(seek, step, place)
     report(arguments, found)

@@ -1,13 +1,13 @@
-"""What agreements, statistics, a save and a restore cost many workers, in a simulation.
+"""The cost of agreements, statistics, a save and a restore with many workers, in a simulation.
 
     python benchmarks/scale.py [--workers 8 64 512 4096] [--message-us 300] [--json FILE]
     python benchmarks/scale.py --measure [--rounds 3] [--json FILE]
 
 The package's own code (agreements, reports, stopping, commit, store, retention) is run by simulated
-workers, each of which is a thread in a modelled time: tests/support/simulated.py. The coordination
-service and the store are models, whose messages and bytes are counted. `--measure` takes what a
-message costs from TensorFlow's own service, between two processes on this machine, and ends. No
-such cluster was run. What is counted and modelled comes out the same each time: it has no spread.
+workers, which are threads in simulated time: tests/support/simulated.py. The coordination service
+and the store are models, whose messages and bytes are counted. `--measure` only measures the cost
+of a message with TensorFlow's own service, between two processes on this machine. No such cluster
+was run. Simulated and counted results are the same every time, so they have no spread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from measured import parser, report, show, spread, told  # noqa: E402
+from measured import format_spread, parser, report, show, spread  # noqa: E402
 from rich.table import Table  # noqa: E402
 from support.at_scale import Cost, all_costs, manifest_parts  # noqa: E402
 from support.cluster import run_workers  # noqa: E402
@@ -38,8 +38,8 @@ FASTER = 1.1  # power of the number of workers, from which growth counts as more
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--workers", type=int, nargs="+", default=[8, 64, 512, 4096])
-    options.add_argument("--measure", action="store_true", help="TensorFlow's service, and end")
-    options.add_argument("--rounds", type=int, default=3, help="of --measure")
+    options.add_argument("--measure", action="store_true", help="only measure TensorFlow's service")
+    options.add_argument("--rounds", type=int, default=3, help="rounds of --measure")
     options.add_argument("--message-us", type=float, default=Costs.message_s * 1e6)
     given = options.parse_args()
     if given.measure:
@@ -108,14 +108,14 @@ def table_of_service(service: Mapping[str, dict[str, Any]]) -> Table:
     )
     for name, each in service.items():
         if name == "bytes_per_s":
-            made.add_row("moves", told(each, ".0f", 1e-6, " MB/s"))
+            made.add_row("moves", format_spread(each, ".0f", 1e-6, " MB/s"))
         else:
-            made.add_row(name.removesuffix("_s"), told(each, ".3f", 1000, " ms"))
+            made.add_row(name.removesuffix("_s"), format_spread(each, ".3f", 1000, " ms"))
     return made
 
 
 def grown(before: Cost, each: Cost) -> str:
-    """What grew faster than the number of workers, and with which power of it."""
+    """Returns the costs that grew faster than the number of workers, and their exponents."""
     powers = []
     for name, first, second in (
         ("messages", sum(before.messages.values()), sum(each.messages.values())),
@@ -131,7 +131,7 @@ def grown(before: Cost, each: Cost) -> str:
 
 
 def measured() -> dict[str, float]:
-    """What TensorFlow's coordination service takes on this machine."""
+    """Measures TensorFlow's coordination service on this machine."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "measured.json"
         ended = run_workers([str(MEASURES), str(out)], 2, timeout_s=600)

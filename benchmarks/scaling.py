@@ -1,23 +1,23 @@
-"""What more replicas and workers bring, beside a loop of `tf.distribute` written by hand.
+"""The speedup by more replicas and workers, compared with a hand-written `tf.distribute` loop.
 
     python benchmarks/scaling.py [--rounds 5] [--steps 60] [--only WORK ...] [--json FILE]
 
-Weak scaling: each replica has a batch of the same size, and one core, to which its process is bound
-with all of its threads (two mirrored replicas are one process with two cores). So one replica
-does not use what a second one needs, and two can at best take twice as many samples a second. What
-they share is memory, its caches, and what the cores themselves share; network between machines
-there is none. Three ways to train the same model with Adam, loss and accuracy:
+Weak scaling: every replica has a batch of the same size and one core, to which all threads of its
+process are bound (two mirrored replicas are one process with two cores). So one replica does not
+use the resources of a second one, and two can at best process twice as many samples per second.
+They share memory, caches, and the shared parts of the cores; there is no network between machines.
+Three ways to train the same model with Adam, loss and accuracy:
 
 - `distributed_fit`, with all of `defaults()`;
 - by hand: `strategy.run` in a `tf.function`, over `experimental_distribute_dataset`, as in
-  TensorFlow's guides. With several workers that is what there is for Keras 3 today, and saves,
-  resumes and watches nothing;
+  TensorFlow's guides. With several workers, this is currently the only way with Keras 3; it does
+  not save, resume or watch anything;
 - Keras' own `fit` in the strategy's scope, which does not run with several workers
   (keras-team/keras#20585).
 
-Each measurement is a job of its own, the 20 first steps of which do not count; those of a round
-follow one another, in turns. Ratios are of the same round; efficiency is the rate of all replicas
-over as many times that of one replica. Linux only. Not verified on GPU.
+Every measurement is a separate job, whose first 20 steps are not counted; those of a round are run
+one after another. Ratios are within a round; efficiency is the rate of all replicas divided by
+their number times the rate of one replica. Linux only. Not verified on GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from measured import parser, report, show, spread, told  # noqa: E402
+from measured import format_spread, parser, report, show, spread  # noqa: E402
 from rich.table import Table  # noqa: E402
 from support.cluster import run_workers  # noqa: E402
 
@@ -43,7 +43,7 @@ LIMIT_S = 600.0  # of a job
 
 @dataclass(frozen=True)
 class Work:
-    """A function of workers/models.py, and how many samples a replica takes in a step."""
+    """A function of workers/models.py, and the number of samples per replica and step."""
 
     model: str
     batch: int
@@ -51,7 +51,7 @@ class Work:
 
 @dataclass(frozen=True)
 class SetUp:
-    """How many processes, of how many replicas each."""
+    """The number of processes, and of replicas per process."""
 
     workers: int
     replicas: int
@@ -72,7 +72,7 @@ Rates = dict[str, dict[str, list[float]]]  # samples a second, by set-up and way
 
 
 def rate(way: str, work: Work, set_up: SetUp, steps: int) -> float:
-    """Samples a second."""
+    """Returns the samples per second."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rate"
         numbers = (work.batch, set_up.replicas, steps)
@@ -98,7 +98,7 @@ def measure(work: Work, rounds: int, steps: int) -> Rates:
 
 
 def in_numbers(rates: Rates) -> dict[str, Any]:
-    """Rates, ratios and efficiencies with their spread."""
+    """Returns rates, ratios and efficiencies with their spread."""
     found: dict[str, Any] = {}
     for name, of_ways in rates.items():
         replicas = SET_UPS[name].workers * SET_UPS[name].replicas
@@ -131,9 +131,11 @@ def table_of(title: str, found: Mapping[str, Any], steps: int) -> Table:
                 table.add_row(name, label, "does not run")
                 continue
             one = of_ways[way]
-            ratio = "" if way == "ours" else told(one["ours_over_it"])
-            efficiency = "" if name == "one replica" else told(one["efficiency"])
-            table.add_row(name, label, told(one["samples_per_s"], ".0f"), ratio, efficiency)
+            ratio = "" if way == "ours" else format_spread(one["ours_over_it"])
+            efficiency = "" if name == "one replica" else format_spread(one["efficiency"])
+            table.add_row(
+                name, label, format_spread(one["samples_per_s"], ".0f"), ratio, efficiency
+            )
         table.add_section()
     return table
 
@@ -141,11 +143,11 @@ def table_of(title: str, found: Mapping[str, Any], steps: int) -> Table:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--steps", type=int, default=60, help="of each job")
+    options.add_argument("--steps", type=int, default=60, help="steps per job")
     options.add_argument("--only", choices=list(WORKS), nargs="+", metavar="WORK")
     arguments = options.parse_args()
     if len(os.sched_getaffinity(0)) < 2:
-        options.error("each of two replicas needs a core of its own, and there is one core")
+        options.error("two replicas need two cores, but only one is available")
     found = {}
     for name in arguments.only or WORKS:
         found[name] = in_numbers(measure(WORKS[name], arguments.rounds, arguments.steps))

@@ -1,4 +1,4 @@
-"""What `defaults()` costs a `fit` with short steps: whole, its first epoch, and its later steps.
+"""The cost of `defaults()` in a `fit` with short steps: in total, first epoch, and later steps.
 
     python benchmarks/short_steps.py [--rounds 20] [--steps 250] [--each] [--json FILE]
 
@@ -24,7 +24,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import keras
 import numpy as np
 from keras import layers
-from measured import parser, report, show, spread, told
+from measured import format_spread, parser, report, show, spread
 from rich.table import Table
 
 import keras_distplug as kd
@@ -65,7 +65,7 @@ MODELS = {"one layer": one_layer, "MLP": mlp, "MNIST CNN": convolutional}
 
 
 class Clock(keras.callbacks.Callback):
-    """When each epoch has ended."""
+    """Records the times at which epochs end."""
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         self.ends_s: list[float] = []
@@ -75,7 +75,7 @@ class Clock(keras.callbacks.Callback):
 
 
 def fit_s(build: Callable[[], keras.Model], callbacks: Callbacks, steps: int, epochs: int) -> Clock:
-    """Trains a new model; how long that took is in `whole_s` and `first_s`."""
+    """Trains a new model; the durations are in `whole_s` and `first_s`."""
     keras.backend.clear_session()
     keras.utils.set_random_seed(0)
     model = build()
@@ -99,7 +99,7 @@ def fit_s(build: Callable[[], keras.Model], callbacks: Callbacks, steps: int, ep
 def measure(
     build: Callable[[], keras.Model], kinds: Mapping[str, Callbacks], rounds: int, steps: int
 ) -> dict[str, dict[str, list[float]]]:
-    """Seconds of every part, by kind."""
+    """Returns the seconds of every part, by kind."""
     taken = {kind: {part: [] for part in PARTS} for kind in kinds}
     for number in range(WARM_UP + rounds):
         for kind in sorted(kinds, reverse=bool(number % 2)):
@@ -120,8 +120,8 @@ def measure(
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, default=20)
-    options.add_argument("--steps", type=int, default=250, help="of an epoch")
-    options.add_argument("--each", action="store_true", help="every callback, too")
+    options.add_argument("--steps", type=int, default=250, help="steps per epoch")
+    options.add_argument("--each", action="store_true", help="also measure every callback alone")
     options.add_argument("--models", default=",".join(MODELS))
     arguments = options.parse_args()
     logging.getLogger("keras_distplug").setLevel(logging.WARNING)
@@ -154,8 +154,8 @@ def main() -> None:
             table.add_row(
                 name,
                 kind,
-                told(bare, ".2f", 1000, " ms", quartiles=True),
-                *(told(ratios[part], ".3f", quartiles=True) for part in PARTS),
+                format_spread(bare, ".2f", 1000, " ms", quartiles=True),
+                *(format_spread(ratios[part], ".3f", quartiles=True) for part in PARTS),
             )
         found[name]["bare"] = {"secs": taken["bare"]}
     show(table)
@@ -163,7 +163,7 @@ def main() -> None:
 
 
 def _two(folder: Path, place: int) -> list[keras.callbacks.Callback]:
-    """The BackupAndRestore, which others need, and one more."""
+    """Returns the BackupAndRestore, which other callbacks need, and one more."""
     ours = kd.defaults(folder)
     return ours[:1] if place == 0 else [ours[0], ours[place]]
 

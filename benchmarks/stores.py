@@ -1,19 +1,19 @@
-"""What a save to S3 costs, beside the plainest ways of sending the same bytes.
+"""The cost of a save to S3, compared with the simplest ways of sending the same bytes.
 
     python benchmarks/stores.py --url s3://bucket/folder --storage-options '{"key": ...}'
         [--size 1000] [--rounds 5] [--json FILE]
 
 `cd tests && python -m stores.ceph` starts a real store on this machine, and prints both options.
 
-Three ways, each in a process of its own for every round, interleaved, with medians:
+Three ways, in a separate process per round, interleaved, with medians:
 
 - save: one process writes a checkpoint, hashes and commits it (`storage.commit.Writer`);
 - curl: one PUT of a file that holds the same bytes, to a presigned URL;
 - fsspec: `put` of that file, as fsspec's file system does it by default.
 
-Memory is the most that a process held while it sent, over what it held before: for a save the state
-is there before. Where the store is on the same machine, the time of all processors tells how much
-is the store's own work.
+Memory is the peak of a process while it sends, minus its memory before: for a save, the state
+exists before. If the store is on the same machine, the CPU time of the whole machine includes the
+work of the store.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import Any
 
 import fsspec
 import numpy as np
-from measured import parser, report, show, spread, told
+from measured import format_spread, parser, report, show, spread
 from rich.table import Table
 
 from keras_distplug.core.state import Cursor, TrainState
@@ -50,16 +50,16 @@ ARRAYS = 40
 
 @dataclass(frozen=True)
 class Taken:
-    """What one way took in one round."""
+    """The cost of one way in one round."""
 
     seconds: float
     memory_mb: float
     own_cpu_s: float
-    machine_cpu_s: float  # of all processes, a store on this machine among them
+    machine_cpu_s: float  # of all processes, including a store on this machine
 
 
-class Nobody:
-    """Whom a writer tells that is alone."""
+class NoExchange:
+    """The exchange of a writer that has no other workers."""
 
     def tell(self, topic: str, text: str) -> None:
         return
@@ -72,13 +72,13 @@ class Nobody:
 
 
 def memory_mb(field: str) -> float:
-    """Of this process: `VmRSS` is what it holds, `VmHWM` the most that it has held."""
+    """Returns the memory of this process: `VmRSS` is the current one, `VmHWM` the peak."""
     [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if field in line]
     return int(line.split()[1]) * 1024 / MB
 
 
 def cpu_s() -> tuple[float, float]:
-    """Of this process with its children, and of the machine."""
+    """Returns the CPU time of this process with its children, and of the machine."""
     user, nice, system, _, _, *interrupts = map(
         int, Path("/proc/stat").read_text().partition("\n")[0].split()[1:8]
     )
@@ -87,7 +87,7 @@ def cpu_s() -> tuple[float, float]:
 
 
 def measured(action: Callable[[], object]) -> Taken:
-    Path("/proc/self/clear_refs").write_text("5")  # the most begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before_mb, (own_s, machine_s), begin = memory_mb("VmRSS"), cpu_s(), time.perf_counter()
     action()
     seconds, (own_end_s, machine_end_s) = time.perf_counter() - begin, cpu_s()
@@ -106,7 +106,7 @@ def save(url: str, options: Mapping[str, Any], size_mb: float, file: Path) -> Ta
     state = TrainState(Cursor(0, 0, 1), arrays(size_mb))
     files = open_files(url, options)
     run = begin_run(files, job=None, seed=0).name  # connects, too
-    writer = Writer(files, CheckpointStore(files, run), Team(0, 1, Nobody()))
+    writer = Writer(files, CheckpointStore(files, run), Team(0, 1, NoExchange()))
     return measured(lambda: writer.save(state, writer.new_attempt()))
 
 
@@ -154,7 +154,7 @@ def table_of(taken: Mapping[str, list[Taken]], size_mb: float) -> Table:
     for way, found in taken.items():
         table.add_row(
             way,
-            told(spread(size_mb / each.seconds for each in found), ".0f"),
+            format_spread(spread(size_mb / each.seconds for each in found), ".0f"),
             f"{medians[way] / medians['save']:.2f}",
             "" if way == "curl" else f"{max(each.memory_mb for each in found):.0f} MB",
             f"{statistics.median(each.own_cpu_s for each in found):.1f} s",
@@ -166,7 +166,7 @@ def table_of(taken: Mapping[str, list[Taken]], size_mb: float) -> Table:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--url", help="a folder in S3; what is measured is deleted")
+    options.add_argument("--url", help="a folder in S3; the measured files are deleted")
     options.add_argument("--storage-options", type=json.loads, default={}, help="JSON")
     options.add_argument("--size", type=float, default=1000, help="MB of state")
     options.add_argument("--rounds", type=int, default=5)

@@ -1,12 +1,13 @@
-"""Whom `StragglerWatchdog` names among mirrored logical CPU devices.
+"""The reports of `StragglerWatchdog` with mirrored logical CPU devices.
 
     python benchmarks/stragglers.py [--rounds 20] [--json FILE]
 
-Two replicas of one process train in turns with replica 1 taking twice as long (20 ms of steps of
-20 ms more, asleep), replica 0 taking twice as long, and both alike. Logical devices share the
-process's threads and the machine's cores, so that their times are noisy: this is reported, and
-nothing is promised. Several workers are in tests/scenarios/test_stragglers_of_workers.py, `python
--m pytest --stage soak -s` there. The time of a step is what all of a `fit` took, by its steps.
+Two replicas of one process train, in turns, with replica 1 taking twice as long (it sleeps for
+20 ms in addition to steps of 20 ms), with replica 0 taking twice as long, and with both alike.
+Logical devices share the process's threads and the machine's cores, so their times are noisy: this
+benchmark reports results and does not set a target. For several workers, see
+tests/scenarios/test_stragglers_of_workers.py, with `python -m pytest --stage soak -s`. The time of
+a step is that of a whole `fit` divided by its steps.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import keras
 import numpy as np
 import tensorflow as tf
-from measured import parser, report, show, spread, told
+from measured import format_spread, parser, report, show, spread
 from rich.table import Table
 
 import keras_distplug as kd
@@ -33,7 +34,7 @@ WINDOW, WINDOWS, BATCH = 10, 8, 64
 
 
 class Sleeps(keras.layers.Layer):
-    """Takes twice as long on one replica."""
+    """A layer that takes twice as long on one replica."""
 
     def __init__(self, slow: int | None) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class Sleeps(keras.layers.Layer):
 
 
 def fitted(slow: int | None) -> tuple[list[Straggler], float]:
-    """Who is named in a `fit`, and the seconds that a step took."""
+    """Returns the stragglers reported in a `fit`, and the seconds per step."""
     found: list[Straggler] = []
     with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
         keras.utils.set_random_seed(0)
@@ -90,13 +91,13 @@ def main() -> None:
             right[case] += named == expected
             wrong[case] += bool(named - expected)
             steps_s[case].append(step_s)
-    table = Table("case", "rounds", "as it is", "somebody else named", "a step: median (range)")
+    table = Table("case", "rounds", "correct", "another replica named", "step: median (range)")
     found = {}
     for case in cases:
         a_step = spread(steps_s[case])
         found[case] = {"as_it_is": right[case], "else_named": wrong[case], "step_s": a_step}
         counts = (str(each) for each in (arguments.rounds, right[case], wrong[case]))
-        table.add_row(case, *counts, told(a_step, ".0f", 1000, " ms"))
+        table.add_row(case, *counts, format_spread(a_step, ".0f", 1000, " ms"))
     show(table)
     report(arguments, found)
 

@@ -1,12 +1,12 @@
-"""What being right costs: step time of an adapted model over that of plain Keras.
+"""The cost of correctness: the step time of an adapted model relative to plain Keras.
 
     python benchmarks/strategies.py [--rounds 40] [--json FILE]
 
-MirroredStrategy over two logical CPU devices, on work that plain Keras gets right, too: even
-batches, no clipping, no dropout. Where the dataset does not say that all batches are even, the
-adapted model looks at each before its step. Both models take turns, three steps (or one evaluate or
-predict of eight batches) each, in one process; the ratio is that of the medians, its spread that of
-the rounds. Not verified on GPU.
+MirroredStrategy over two logical CPU devices, on work that plain Keras also does correctly: even
+batches, no clipping, no dropout. If the dataset does not declare that all batches are even, the
+adapted model checks every batch before its step. Both models take turns, three steps (or one
+evaluate or predict of eight batches) each, in one process; the ratio is that of the medians, its
+spread that of the rounds. Not verified on GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import keras
 import tensorflow as tf
-from measured import parser, report, show, spread, told
+from measured import format_spread, parser, report, show, spread
 from rich.table import Table
 from workers.models import convolutional, one_batch_for, perceptron
 
@@ -39,7 +39,7 @@ normalized = partial(convolutional, partial(keras.layers.BatchNormalization, syn
 class Case:
     build: Build
     batch: int
-    is_even: bool = True  # the dataset says so; it is so in any case
+    is_even: bool = True  # whether the dataset declares it; it is true in any case
     use: str = "fit"
 
 
@@ -55,7 +55,7 @@ CASES = {
 
 
 def turn_of(case: Case, strategy: tf.distribute.Strategy, *, adapted: bool) -> Callable[[], None]:
-    """A function that takes a few training steps, or evaluates, or predicts."""
+    """Returns a function that takes a few training steps, or evaluates, or predicts."""
     keras.utils.set_random_seed(0)
     with strategy.scope():
         model = case.build()
@@ -104,7 +104,7 @@ def measure(case: Case, strategy: tf.distribute.Strategy, rounds: int) -> dict[s
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--rounds", type=int, default=40, help="turns of each model")
+    options.add_argument("--rounds", type=int, default=40, help="rounds per model")
     arguments = options.parse_args()
     cpu = tf.config.list_physical_devices("CPU")[0]
     each = tf.config.LogicalDeviceConfiguration()
@@ -118,10 +118,10 @@ def main() -> None:
         one = found[name] = measure(case, strategy, arguments.rounds)
         table.add_row(
             f"{name}, batch {case.batch}",
-            told(one["stock_s"], ".1f", 1000, " ms", quartiles=True),
-            told(one["adapted_s"], ".1f", 1000, " ms", quartiles=True),
+            format_spread(one["stock_s"], ".1f", 1000, " ms", quartiles=True),
+            format_spread(one["adapted_s"], ".1f", 1000, " ms", quartiles=True),
             f"{one['ratio_of_medians']:.3f}",
-            told(one["ratio"], ".3f", quartiles=True),
+            format_spread(one["ratio"], ".3f", quartiles=True),
         )
     show(table)
     report(arguments, found)

@@ -1,4 +1,4 @@
-"""Checkpoints in S3, or in a store that talks as it does: Ceph, MinIO, R2.
+"""Checkpoints in S3, or in a store with the same API: Ceph, MinIO, R2.
 
     pip install s3fs
 
@@ -6,11 +6,11 @@
     python examples/checkpoints_in_s3.py --url s3://bucket/runs/digits --endpoint https://host:9000
 
     pip install 'moto[server]'
-    python examples/checkpoints_in_s3.py          # with an S3 of its own, in this process's memory
+    python examples/checkpoints_in_s3.py          # with a local S3 server, in this process's memory
 
-trains a small network on handwritten digits for three epochs, forgets it, and goes on from the
-store for three more: nothing of the first training is left but what the bucket holds. Keys are
-looked for where Amazon's own tools look: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws.
+trains a small network on handwritten digits for three epochs, discards it, and resumes from the
+store for three more: only the bucket's contents remain of the first training. Keys are read from
+the same places as by Amazon's own tools: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws.
 """
 
 from __future__ import annotations
@@ -57,34 +57,34 @@ def train(url: str, options: Mapping[str, str], epochs: int) -> None:
         callbacks=kd.defaults(url, storage_options=options),
     )
     accuracy = history.history["val_accuracy"]
-    print(f"validation accuracy {accuracy[-1]:.4f} behind {len(accuracy)} epochs", flush=True)
+    print(f"validation accuracy {accuracy[-1]:.4f} after {len(accuracy)} epochs", flush=True)
 
 
 def main(url: str, options: Mapping[str, str]) -> int:
     train(url, options, epochs=3)
-    train(url, options, epochs=6)  # a new model, which goes on where the bucket says
+    train(url, options, epochs=6)  # a new model, which resumes from the checkpoint in the bucket
     command = [sys.executable, "-m", "keras_distplug", "ls", url]  # `keras-distplug ls URL`
     return subprocess.run([*command, "--storage-options", json.dumps(options)]).returncode
 
 
 @contextmanager
-def s3_of_its_own() -> Iterator[tuple[str, Mapping[str, str]]]:
-    """A folder in an empty bucket, and the `storage_options` for it. It ends with this process."""
+def local_s3() -> Iterator[tuple[str, Mapping[str, str]]]:
+    """Yields a folder in an empty bucket, and its `storage_options`. It lives in this process."""
     try:
         import s3fs
         from moto.server import ThreadedMotoServer
     except ImportError as error:
         raise SystemExit(
-            "Without --url, this example starts a store of its own, which needs packages that are "
-            f"not installed ({error}). Run pip install s3fs 'moto[server]', or "
-            "give --url."
+            "Without --url, this example starts a local store, which needs packages that are not "
+            f"installed ({error}). Run pip install s3fs 'moto[server]', or "
+            "pass --url."
         ) from error
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request otherwise
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # otherwise it logs every request
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     options = {"endpoint_url": f"http://{host}:{port}"}
-    # It takes any, but wants some.
+    # The server accepts any keys, but requires some.
     os.environ.update(AWS_ACCESS_KEY_ID="any", AWS_SECRET_ACCESS_KEY="any")
     s3fs.S3FileSystem(**options).mkdir("bucket")
     try:
@@ -95,15 +95,17 @@ def s3_of_its_own() -> Iterator[tuple[str, Mapping[str, str]]]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--url", help="such as s3://bucket/runs/digits")
-    parser.add_argument("--endpoint", metavar="URL", help="of a store other than Amazon's")
+    parser.add_argument("--url", help="the folder, such as s3://bucket/runs/digits")
+    parser.add_argument(
+        "--endpoint", metavar="URL", help="the endpoint of a store other than Amazon's"
+    )
     arguments = parser.parse_args()
     if arguments.endpoint and not arguments.url:
-        parser.error("--endpoint goes with --url, which says where in that store")
+        parser.error("--endpoint requires --url, the folder in that store")
     with ExitStack() as stack:
         if arguments.url:
             place = arguments.url
             given = {"endpoint_url": arguments.endpoint} if arguments.endpoint else {}
         else:
-            place, given = stack.enter_context(s3_of_its_own())
+            place, given = stack.enter_context(local_s3())
         sys.exit(main(place, given))

@@ -1,13 +1,13 @@
 """Several workers train with Keras' own `ModelCheckpoint` and `load_model`; one writes the files.
 
     keras-distplug run --workers 2 -- python examples/chief_only.py --epochs 5
-    keras-distplug run --workers 2 -- python examples/chief_only.py --epochs 10    # goes on
+    keras-distplug run --workers 2 -- python examples/chief_only.py --epochs 10    # continues
 
-`chief_only` leaves the files of a callback to the first worker. `load_model` inside the scope makes
-a model of all workers. A `.keras` file of each epoch stays. Should a worker die in mid-epoch, it
-goes on from the checkpoints of `BackupAndRestore`, which are deleted when training has ended;
-`keras-distplug run` needs that callback to know that it has. Where no `.keras` files are wanted,
-`examples/continued.py` is simpler.
+With `chief_only`, only the first worker writes a callback's files. `load_model` inside the scope
+creates a model on all workers. The `.keras` files of all epochs are kept. If a worker dies
+mid-epoch, training resumes from the checkpoints of `BackupAndRestore`, which are deleted when
+training has finished; `keras-distplug run` needs that callback to detect this. If you do not need
+`.keras` files, `examples/continued.py` is simpler.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ import keras
 import keras_distplug as kd
 
 parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-parser.add_argument("--directory", type=Path, default="runs/chief_only", help="that all can read")
-parser.add_argument("--epochs", type=int, default=5, help="at which training ends, of all times")
+parser.add_argument(
+    "--directory", type=Path, default="runs/chief_only", help="a folder that all workers share"
+)
+parser.add_argument("--epochs", type=int, default=5, help="in total, over all starts")
 arguments = parser.parse_args()
 directory = arguments.directory
 
@@ -33,8 +35,8 @@ keras.utils.set_random_seed(7)
 
 
 def build() -> keras.Model:
-    # A Sequential one names its variables otherwise when it is made by `load_model`, and so
-    # `BackupAndRestore` takes it for another model.
+    # Not a Sequential model: `load_model` names the variables of one differently, so that
+    # `BackupAndRestore` would take it for another model.
     pictures = keras.Input(x_train.shape[1:])
     x = keras.layers.Flatten()(pictures)
     x = keras.layers.Dense(256, activation="relu")(x)
@@ -48,18 +50,18 @@ def build() -> keras.Model:
     return model
 
 
-# All workers find the same file: the next is written behind an epoch, which takes all of them.
+# All workers find the same file: the next one is written after an epoch in which all take part.
 newest = max(directory.glob("epoch-*.keras"), default=None)
 with strategy.scope():
     model = build() if newest is None else keras.models.load_model(newest)
 begin = 0 if newest is None else int(newest.stem.removeprefix("epoch-"))
 if is_chief:
-    print(f"begins behind epoch {begin}: {newest or 'there is no file yet'}")
+    print(f"starting after epoch {begin}: {newest or 'no file exists yet'}")
 
 model.fit(
     x_train,
     y_train,
-    batch_size=64,  # of both workers together
+    batch_size=64,  # over both workers
     initial_epoch=begin,
     epochs=arguments.epochs,
     validation_split=0.2,
@@ -69,6 +71,6 @@ model.fit(
         kd.BackupAndRestore(directory / "backup"),
     ],
 )
-_, accuracy = model.evaluate(x_test, y_test, verbose=0)  # takes all workers, too
+_, accuracy = model.evaluate(x_test, y_test, verbose=0)  # runs on all workers, too
 if is_chief:
     print(f"test accuracy {accuracy:.4f}")

@@ -1,13 +1,13 @@
 """A multi-layer perceptron is trained for some epochs, and another day for some more.
 
     python examples/continued.py --epochs 5
-    python examples/continued.py --epochs 10           # goes on behind epoch 5
+    python examples/continued.py --epochs 10           # continues after epoch 5
     python examples/continued.py --epochs 10           # there is nothing left to do
 
-A checkpoint is made behind each epoch, and the newest is taken up. The checksum in the end is that
-of weights and optimizer. It is the same, to the bit, as where all is done at once:
+A checkpoint is saved after every epoch, and training resumes from the newest one. The checksum at
+the end is that of weights and optimizer. It is the same as after ten epochs without interruption:
 
-    python examples/continued.py --epochs 10 --directory runs/at-once
+    python examples/continued.py --epochs 10 --directory runs/uninterrupted
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ import keras
 import keras_distplug as kd
 
 parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-parser.add_argument("--directory", default="runs/continued", help="of the run; or s3://bucket/...")
-parser.add_argument("--epochs", type=int, default=5, help="at which training ends, of all times")
+parser.add_argument(
+    "--directory", default="runs/continued", help="a folder, or a URL: s3://bucket/..."
+)
+parser.add_argument("--epochs", type=int, default=5, help="in total, over all starts")
 arguments = parser.parse_args()
 
 keras.utils.set_random_seed(7)
@@ -54,7 +56,7 @@ history = kd.distributed_fit(
     directory=arguments.directory,
 )
 
-for epoch, accuracy in enumerate(history.history["val_accuracy"], 1):  # all times', not this one's
+for epoch, accuracy in enumerate(history.history["val_accuracy"], 1):  # of all starts
     print(f"epoch {epoch}: validation accuracy {accuracy:.4f}")
 _, accuracy = model.evaluate(x_test, y_test, verbose=0)
 checksum = hashlib.sha256()

@@ -1,15 +1,15 @@
-"""A `train_step` of your own on two replicas, which learns what one learns.
+"""A custom `train_step` that learns the same on two replicas as on one.
 
     python examples/custom_step.py
 
-trains a network on handwritten digits whose answers change little where a picture changes little:
-beside the loss it keeps the gradient of the loss with respect to the pictures small (Drucker and Le
-Cun, 1992, "Improving generalization performance using double backpropagation"), which takes a
-`train_step` of one's own. It trains twice, on one device and on two, and compares the weights:
-they differ by 1e-5 at most. Without the division by the number of replicas, they differ by 0.5.
+trains a network on handwritten digits whose outputs change little when a picture changes little: in
+addition to the loss, it minimizes the gradient of the loss with respect to the pictures (Drucker
+and Le Cun, 1992, "Improving generalization performance using double backpropagation"), which
+requires a custom `train_step`. It trains twice, on one device and on two, and compares the weights:
+they differ by at most 1e-5. Without the division by the number of replicas, they differ by 0.5.
 
-The two are parts of this machine's CPU, or its GPUs, where it has several. Batches do not divide:
-the last one of an epoch is smaller, and the replicas' parts of it differ.
+The two devices are halves of this machine's CPU, or its GPUs if it has several. Batches do not
+divide evenly: the last one of an epoch is smaller, and the replicas' parts of it differ.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import tensorflow as tf
 import keras_distplug as kd
 
 EPOCHS, BATCH = 6, 64
-SAMPLES = 3000  # of MNIST, if that is there; the other digits are fewer
+SAMPLES = 3000  # of MNIST, if installed; the other data set is smaller
 WEIGHT = 0.5  # of the penalty
 
 
 class Smooth(keras.Model):
-    """Any model, trained with a penalty on the gradient of its loss by its inputs."""
+    """A model that is trained with a penalty on the gradient of its loss by its inputs."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -40,9 +40,9 @@ class Smooth(keras.Model):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         with tf.GradientTape() as tape:
             y_pred, slopes = self.with_slopes(x, y, training=True)
-            # What `compute_loss` gives, or an object of `keras.losses`, is a mean over the global
-            # batch already. A loss that you compute yourself is a mean over this replica's samples,
-            # and the gradients of all replicas are summed: divide it by their number.
+            # The result of `compute_loss`, or of an object of `keras.losses`, is already a mean
+            # over the global batch. A loss that you compute yourself is a mean over this replica's
+            # samples, and the gradients of all replicas are summed: divide it by their number.
             loss = self.compute_loss(x, y, y_pred, sample_weight)
             replicas = tf.distribute.get_strategy().num_replicas_in_sync
             whole = loss + WEIGHT * keras.ops.mean(slopes) / replicas
@@ -59,7 +59,7 @@ class Smooth(keras.Model):
         return self.logs(y, y_pred, sample_weight, loss, slopes)
 
     def with_slopes(self, x, y, training):
-        """Answers, and for each sample how steep its loss is where it stands."""
+        """Returns the outputs and, per sample, the squared norm of its loss's gradient."""
         with tf.GradientTape() as tape:
             tape.watch(x)
             y_pred = self(x, training=training)
@@ -68,8 +68,8 @@ class Smooth(keras.Model):
         return y_pred, keras.ops.sum(keras.ops.square(gradient), axis=(1, 2, 3))
 
     def logs(self, y, y_pred, sample_weight, loss, slopes):
-        # A metric takes values of samples, or a loss as it was computed: then it is right on any
-        # number of replicas. A sum of losses would not be.
+        # Pass a metric either per-sample values or an unmodified loss: then it is correct on any
+        # number of replicas. It would not be for a sum of losses.
         self.penalty.update_state(slopes)
         for metric in self.metrics:
             if metric.name == "loss":
@@ -107,7 +107,7 @@ def main(directory: Path) -> None:
             *train,
             batch_size=BATCH,
             epochs=EPOCHS,
-            shuffle=False,  # each run would draw an order of its own
+            shuffle=False,  # otherwise every run would use a different order
             validation_data=test,
             strategy=strategy,
             directory=directory / strategy,

@@ -1,10 +1,10 @@
-"""The data of the examples beside this file: pictures of handwritten digits, and which they are.
+"""The data for the other examples in this folder: pictures of handwritten digits with labels.
 
     (x_train, y_train), (x_test, y_test) = digits.load()
 
-MNIST if Keras has it on this machine already (60,000 pictures of 28 x 28; put it there with
-`python -c "import keras; keras.datasets.mnist.load_data()"`), and else the 1,797 of 8 x 8 that
-scikit-learn brings. Nothing is downloaded. A script of your own has its own data in this place.
+This is MNIST if Keras has already downloaded it (60,000 pictures of 28 x 28; download it with
+`python -c "import keras; keras.datasets.mnist.load_data()"`), otherwise the 1,797 pictures of 8 x 8
+that are part of scikit-learn. Nothing is downloaded. In your own script, use your data instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Pictures = tuple[np.ndarray, np.ndarray]
 
 
 def load() -> tuple[Pictures, Pictures]:
-    """Pictures as float32 from 0 to 1, of shape (samples, height, width, 1), and labels 0 to 9."""
+    """Returns pictures of shape (samples, height, width, 1), as float32 from 0 to 1, and labels."""
     mnist = _where_keras_keeps("mnist.npz")
     if mnist.exists():
         with np.load(mnist) as kept:

@@ -1,12 +1,12 @@
-"""A training is killed three times, within its epochs. Nobody can tell afterwards.
+"""A training is killed three times, mid-epoch. The result is bit for bit the same.
 
     python examples/exact_resume.py
 
-trains a small network on handwritten digits twice, in a process of its own: once undisturbed, and
-once with three SIGKILLs behind batches that are drawn at random, each time started again by the
-same command. Dropout, random translations, a shuffled pipeline, EarlyStopping and ReduceLROnPlateau
-take part. Then every bit of weights and optimizer, the History, and what the callbacks know are
-compared. No download: the digits are scikit-learn's.
+trains a small network on handwritten digits twice, in a separate process: once undisturbed, and
+once with three SIGKILLs after random batches; after each one, the same command is started again.
+The training uses dropout, random translations, a shuffled pipeline, EarlyStopping and
+ReduceLROnPlateau. Then every bit of weights and optimizer, the History and the states of the
+callbacks are compared. No download: the digits are scikit-learn's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EPOCHS, BATCHES = 6, 24
 
 
 def train(directory: Path, kills: list[int]) -> None:
-    """What a user's script looks like, but for the kills."""
+    """Trains as a user's script would, except for the kills."""
     import keras
     import numpy as np
     import tensorflow as tf
@@ -33,12 +33,12 @@ def train(directory: Path, kills: list[int]) -> None:
 
     import keras_distplug as kd
 
-    class KillBehind(keras.callbacks.Callback):
-        """`kill -9`, no goodbye, once behind each of some steps."""
+    class KillAfter(keras.callbacks.Callback):
+        """Kills its own process with `kill -9`, once after every given step."""
 
         def on_train_batch_end(self, batch, logs=None):
             step = int(self.model.optimizer.iterations.numpy())
-            done = directory / f"killed-behind-{step}"
+            done = directory / f"killed-after-{step}"
             if step in kills and not done.exists():
                 done.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -70,13 +70,13 @@ def train(directory: Path, kills: list[int]) -> None:
         data,
         epochs=EPOCHS,
         validation_data=(images[1500:], labels[1500:]),
-        shuffle=False,  # `data` is
+        shuffle=False,  # `data` is already shuffled
         verbose=0,
         callbacks=[
             *kd.defaults(directory / "runs", save_freq=5),
             early,
             keras.callbacks.ReduceLROnPlateau("val_loss", patience=1),
-            KillBehind(),
+            KillAfter(),
         ],
     )
     arrays = [*model.weights, *model.optimizer.variables, *map(np.asarray, early.best_weights)]
@@ -89,15 +89,15 @@ def demonstrate(folder: Path, seed: int, how_often: int) -> int:
     import numpy as np
 
     kills = sorted(random.Random(seed).sample(range(1, EPOCHS * BATCHES), how_often))
-    for name, behind in (("undisturbed", []), ("killed", kills)):
+    for name, after in (("undisturbed", []), ("killed", kills)):
         directory = folder / name
         directory.mkdir(parents=True)
-        command = [sys.executable, __file__, "--train", str(directory), *map(str, behind)]
+        command = [sys.executable, __file__, "--train", str(directory), *map(str, after)]
         deaths = 0
         while (code := subprocess.run(command, timeout=300).returncode) == -signal.SIGKILL:
             deaths += 1
-            print(f"{name}: killed, {deaths} of {len(behind)}; the same command again", flush=True)
-        if code != 0 or deaths != len(behind):
+            print(f"{name}: kill {deaths} of {len(after)}; running the command again", flush=True)
+        if code != 0 or deaths != len(after):
             print(f"The {name} training ended with code {code} after {deaths} kills.")
             return 1
     texts = [(folder / name / "outcome.json").read_text() for name in ("undisturbed", "killed")]
@@ -105,7 +105,7 @@ def demonstrate(folder: Path, seed: int, how_often: int) -> int:
     same = [first[key].tobytes() == second[key].tobytes() for key in first.files]
     known = "the same" if texts[0] == texts[1] else "DIFFERENT"
     print(
-        f"Killed behind steps {kills} of {EPOCHS * BATCHES}. Arrays with the same bits: "
+        f"Killed after steps {kills} of {EPOCHS * BATCHES}. Bit-identical arrays: "
         f"{sum(same)} of {len(same)}. History and callbacks: {known}"
     )
     return 0 if all(same) and texts[0] == texts[1] else 1
@@ -113,7 +113,7 @@ def demonstrate(folder: Path, seed: int, how_often: int) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seed", type=int, default=0, help="from which the kills are drawn")
+    parser.add_argument("--seed", type=int, default=0, help="of the random choice of kills")
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--train", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,9 +1,9 @@
-"""Measure something in every training step, without a change to the model.
+"""Measures something in every training step, without a change to the model.
 
     python examples/gradient_norms.py
 
 trains a small network on handwritten digits on two replicas, and prints after every epoch the
-largest gradient norm that each replica had before the gradients were summed. The callback adds a
+largest gradient norm of every replica before the gradients were summed. The callback adds a
 `StepInstrument` to the step; the weights are bit for bit those of a training without it.
 """
 
@@ -57,7 +57,7 @@ class PrintNorms(keras.callbacks.Callback):
 
 
 parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-parser.add_argument("--directory", default="runs/gradient_norms", help="of the run")
+parser.add_argument("--directory", default="runs/gradient_norms", help="a folder, or a URL")
 parser.add_argument("--epochs", type=int, default=5)
 arguments = parser.parse_args()
 

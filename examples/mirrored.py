@@ -2,9 +2,9 @@
 
     python examples/mirrored.py
 
-is what any script with `MirroredStrategy` looks like, but for one line: the callbacks of `fit`.
-Each GPU has a copy of the model and takes its part of every batch. Where there is no GPU, the CPU
-counts as two devices. Kill it and start it again: it goes on where it was.
+is an ordinary script with `MirroredStrategy`, except for one line: the callbacks of `fit`. Every
+GPU has a copy of the model and processes its part of every batch. Without a GPU, the CPU counts as
+two devices. Kill it and start it again: it resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ import tensorflow as tf
 import keras_distplug as kd
 
 parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-parser.add_argument("--directory", default="runs/mirrored", help="of the run; or s3://bucket/...")
+parser.add_argument(
+    "--directory", default="runs/mirrored", help="a folder, or a URL: s3://bucket/..."
+)
 parser.add_argument("--epochs", type=int, default=5)
 arguments = parser.parse_args()
 
 if not tf.config.list_physical_devices("GPU"):
-    # So that there are two replicas on a machine without GPUs, where one would do. Leave it out.
+    # Only for this example: two replicas on a machine without GPUs. Omit this in your script.
     cpu = tf.config.list_physical_devices("CPU")[0]
     half = tf.config.LogicalDeviceConfiguration()
     tf.config.set_logical_device_configuration(cpu, [half, half])
@@ -52,7 +54,7 @@ with strategy.scope():
 model.fit(
     x_train,
     y_train,
-    batch_size=kd.global_batch(16, strategy),  # 16 for each replica
+    batch_size=kd.global_batch(16, strategy),  # 16 per replica
     epochs=arguments.epochs,
     verbose=2,
     callbacks=kd.defaults(arguments.directory),  # the one line

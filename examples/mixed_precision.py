@@ -1,19 +1,19 @@
-"""Half precision: which updates that are left out are faults, and which are not.
+"""Half precision: which skipped updates are faults, and which are not.
 
     python examples/mixed_precision.py                              # float16, with loss scaling
-    python examples/mixed_precision.py --policy mixed_bfloat16      # which needs none
-    python examples/mixed_precision.py --policy float32             # to compare
+    python examples/mixed_precision.py --policy mixed_bfloat16      # needs no loss scaling
+    python examples/mixed_precision.py --policy float32             # for comparison
 
-trains a small network on handwritten digits, one of which is damaged: it holds a NaN.
+trains a small network on handwritten digits, one of which is damaged: it contains a NaN.
 
-float16 has no number above 65,504, and takes for 0 what is smaller than 6e-8. So Keras multiplies
-the loss by a scale, and where a gradient overflows it leaves the update out and halves the scale:
-that is how it finds one, and no fault. `NaNWatchdog`, which is among `kd.defaults()`, is silent
-about it. The batch with the damaged picture is a fault, and told, in each epoch. It is kept:
-`keras-distplug replay runs/mixed_precision/mixed_float16` computes it once more.
+float16 has no numbers above 65,504, and rounds numbers below 6e-8 to 0. So Keras multiplies the
+loss by a scale, and when a gradient overflows, it skips the update and halves the scale: this is
+how it finds the right scale, not a fault. `NaNWatchdog`, which is among `kd.defaults()`, does not
+report it. The batch with the damaged picture is a fault, which is reported in every epoch. The
+batch is saved: `keras-distplug replay runs/mixed_precision/mixed_float16` recomputes it.
 
-On a CPU, half precision is slower: on two cores a step took 6.9 ms in float32, 8.4 in float16 and
-11.2 in bfloat16. What it brings on a GPU is **not verified** here.
+On a CPU, half precision is slower: on two cores, a step took 6.9 ms in float32, 8.4 in float16 and
+11.2 in bfloat16. The speedup on a GPU is **not verified** here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import numpy as np
 import keras_distplug as kd
 
 EPOCHS, BATCH = 6, 64
-SAMPLES = 3000  # of MNIST, if that is there; the other digits are fewer
+SAMPLES = 3000  # of MNIST, if installed; the other data set is smaller
 DAMAGED = 100  # the number of a picture
 
 
@@ -42,14 +42,14 @@ def build(shape: tuple[int, ...]) -> keras.Model:
             keras.layers.Conv2D(16, 3, activation="relu"),
             keras.layers.Flatten(),
             keras.layers.Dense(64, activation="relu"),
-            # What the loss is made of has to be exact.
+            # The input of the loss must be precise.
             keras.layers.Dense(10, dtype="float32"),
         ]
     )
     optimizer = keras.optimizers.Adam(0.005)
     if keras.config.dtype_policy().name == "mixed_float16":
-        # `compile` would do so, too, but begin with 2 ** 15. This is too large, to show what
-        # happens then.
+        # `compile` would do this, too, with an initial scale of 2 ** 15. This one is too large, to
+        # show what happens then.
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0**24)
     model.compile(
         optimizer=optimizer,
@@ -80,13 +80,13 @@ def main(policy: str, directory: str) -> None:
         verbose=2,
         callbacks=[
             *kd.defaults(f"{directory}/{policy}"),
-            # One of your own takes the place of that of `defaults()`.
+            # Your own instance replaces the one from `defaults()`.
             kd.NaNWatchdog(on_fault=lambda fault: faults.append(str(fault))),
             clock,
         ],
     )
 
-    # A checkpoint holds the weights as they are, in float32, and the scale.
+    # A checkpoint contains the weights, which are in float32, and the scale.
     optimizer = model.optimizer
     dtypes = ", ".join({weight.dtype for weight in model.weights})
     is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
@@ -95,10 +95,10 @@ def main(policy: str, directory: str) -> None:
     print(f"{policy}: layers compute in {model.layers[0].compute_dtype}, weights are {dtypes}")
     if is_scaled:
         print(f"scale 2 ** {math.log2(float(optimizer.dynamic_scale)):.0f}")
-    print(f"{batches} batches, {updates} updates, {len(faults)} faults told in this start")
-    if len(times_s) > 1:  # it has trained
+    print(f"{batches} batches, {updates} updates, {len(faults)} faults reported in this process")
+    if len(times_s) > 1:  # false if the run was already finished
         fastest_s = min(later - earlier for earlier, later in itertools.pairwise(times_s))
-        print(f"{1000 * fastest_s * BATCH / len(x_train):.1f} ms a step, validation included")
+        print(f"{1000 * fastest_s * BATCH / len(x_train):.1f} ms per step, including validation")
     print(f"validation accuracy {history.history['val_accuracy'][-1]:.4f}", flush=True)
 
 

@@ -1,11 +1,11 @@
-"""A script that you have, and the one line that makes it survive.
+"""An existing script, and the one line that makes it fault-tolerant.
 
     python examples/plain_fit.py                    # kill it, or press ctrl-C, whenever you like
-    python examples/plain_fit.py                    # the same command goes on where it was
-    python examples/plain_fit.py --epochs 15        # finished? It goes on to the 15th epoch
+    python examples/plain_fit.py                    # the same command resumes where it stopped
+    python examples/plain_fit.py --epochs 15        # finished? It continues to the 15th epoch
 
-trains a small network on handwritten digits. Everything but the argument `callbacks` of `fit` is
-plain Keras. Look at what it has kept with `keras-distplug ls runs/plain_fit`.
+trains a small network on handwritten digits. Everything except the argument `callbacks` of `fit` is
+plain Keras. List its checkpoints with `keras-distplug ls runs/plain_fit`.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def main(directory: str, epochs: int) -> None:
         validation_data=(x_test, y_test),
         callbacks=kd.defaults(directory),  # the line
     )
-    # All epochs are in it, also those of earlier starts.
+    # It includes the epochs of earlier starts.
     accuracy = history.history["val_accuracy"]
-    print(f"validation accuracy {accuracy[-1]:.4f} behind {len(accuracy)} epochs", flush=True)
+    print(f"validation accuracy {accuracy[-1]:.4f} after {len(accuracy)} epochs", flush=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--directory", default="runs/plain_fit", help="a folder, or a URL")
-    parser.add_argument("--epochs", type=int, default=10, help="over all starts together")
+    parser.add_argument("--epochs", type=int, default=10, help="in total, over all starts")
     arguments = parser.parse_args()
     main(arguments.directory, arguments.epochs)

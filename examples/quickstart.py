@@ -1,9 +1,9 @@
-"""Two workers learn to read handwritten digits. One of them is killed. Nobody can tell afterwards.
+"""Two workers learn to read handwritten digits. One is killed; the result is bit for bit the same.
 
     python examples/quickstart.py
 
 trains a small convolutional network twice with `keras-distplug run --workers 2`: once undisturbed,
-and once with a real SIGKILL in mid-training. Then it compares every bit of weights and optimizer
+and once with a real SIGKILL during training. Then it compares every bit of weights and optimizer
 state on every worker. Real data (scikit-learn's 1,797 bundled digits), no download.
 """
 
@@ -22,7 +22,7 @@ KILL_AT_EPOCH, KILL_AT_BATCH = 2, 9  # counted from 0
 
 
 def train(directory: Path, kill: bool) -> None:
-    """What a user's script looks like. Each worker runs it."""
+    """Trains as a user's script would. Every worker runs it."""
     import keras
     import numpy as np
     from sklearn.datasets import load_digits
@@ -70,7 +70,7 @@ def train(directory: Path, kill: bool) -> None:
 
 
 def KillOnce(marker: Path):
-    """A callback that kills its own process, once: `kill -9`, no goodbye."""
+    """Returns a callback that kills its own process with `kill -9`, once."""
     import keras
 
     class _KillOnce(keras.callbacks.Callback):
@@ -98,7 +98,7 @@ def demonstrate(folder: Path, workers: int) -> int:
         directory.mkdir(parents=True)
         script = [sys.executable, __file__, "--train", str(directory), *["--kill"] * kill]
         command = ["-m", "keras_distplug", "run", "--workers", str(workers), "--", *script]
-        # oneDNN announces itself several times in every process.
+        # oneDNN prints a notice several times in every process.
         quiet = os.environ | {"TF_ENABLE_ONEDNN_OPTS": "0"}
         code = subprocess.run([sys.executable, *command], env=quiet, timeout=300).returncode
         if code != 0:
@@ -137,7 +137,7 @@ def demonstrate(folder: Path, workers: int) -> int:
         return 1
     console.print(
         f"[green]Worker 1 was killed in epoch {KILL_AT_EPOCH + 1}, and the result is the same, bit "
-        f"for bit.[/] {time.time() - began:.0f} s in all. The runs are in {folder}."
+        f"for bit.[/] {time.time() - began:.0f} s in total. The runs are in {folder}."
     )
     return 0
 

@@ -4,9 +4,9 @@
     python examples/ray_train.py
     python examples/ray_train.py --kill              # or --kill SIGTERM
 
-With --kill one worker is killed in mid-epoch. Ray then starts both again, in new processes, which
-go on from the last checkpoint: the checksum in the end is the same. By itself, Keras 3 cannot train
-in Ray's TensorflowTrainer (https://github.com/ray-project/ray/issues/47464).
+With --kill, one worker is killed mid-epoch. Ray then starts both again, in new processes, which
+resume from the last checkpoint: the checksum at the end is the same. Keras 3 alone cannot train in
+Ray's TensorflowTrainer (https://github.com/ray-project/ray/issues/47464).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ KILL_AT_EPOCH, KILL_AT_BATCH = 2, 9  # counted from 0
 
 
 def train(config: dict[str, Any]) -> None:
-    """What each worker runs. Ray has told it about the others, in TF_CONFIG; and it has told
-    TensorFlow that `tf.keras` is Keras 2, so import `keras`."""
+    """Trains on one worker. Ray has set TF_CONFIG, which lists the other workers. It has also set
+    `tf.keras` to Keras 2, so import `keras`."""
     import hashlib
 
     import keras
@@ -40,7 +40,7 @@ def train(config: dict[str, Any]) -> None:
     directory = Path(config["directory"])
 
     class KillOnce(keras.callbacks.Callback):
-        """Sends its own process a signal, once."""
+        """Sends a signal to its own process, once."""
 
         def on_epoch_begin(self, epoch, logs=None):
             self.epoch = epoch
@@ -79,7 +79,7 @@ def train(config: dict[str, Any]) -> None:
         epochs=EPOCHS,
         validation_data=(images[1500:], labels[1500:]),
         callbacks=[
-            # The folder is absolute, or a URL: Ray's workers have working folders of their own.
+            # An absolute path or a URL, because Ray's workers have their own working directories.
             *kd.defaults(directory, save_freq=5),
             *[KillOnce()] * (config["kill"] is not None and rank == 1),
         ],
@@ -94,7 +94,7 @@ def train(config: dict[str, Any]) -> None:
 
 def main(directory: Path, workers: int, kill: str | None) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    # Of a cluster, `ray.init()` alone; and a URL instead of a folder.
+    # On a cluster, use `ray.init()` without arguments, and a URL instead of a folder.
     ray.init(num_cpus=workers, include_dashboard=False)
     try:
         trainer = TensorflowTrainer(
@@ -103,7 +103,7 @@ def main(directory: Path, workers: int, kill: str | None) -> None:
             scaling_config=ScalingConfig(num_workers=workers),
             run_config=RunConfig(
                 storage_path=str(directory / "ray"),
-                # How often Ray starts the workers again. Without it, the first death is the end.
+                # The number of times Ray restarts the workers; by default, it never does.
                 failure_config=FailureConfig(max_failures=3),
             ),
         )
@@ -120,9 +120,9 @@ if __name__ == "__main__":
         nargs="?",
         const="SIGKILL",
         choices=("SIGKILL", "SIGTERM"),
-        help="one worker, once, in mid-epoch",
+        help="kill one worker, once, mid-epoch",
     )
-    parser.add_argument("--directory", type=Path, help="of the run; defaults to a new one")
+    parser.add_argument("--directory", type=Path, help="defaults to a new temporary folder")
     arguments = parser.parse_args()
     home = arguments.directory or Path(tempfile.mkdtemp(prefix="ray-train-"))
     main(home.resolve(), arguments.workers, arguments.kill)

@@ -5,9 +5,9 @@
     keras-distplug run --workers 2 -- python examples/residual.py --strategy multi_worker
     keras-distplug run --workers 2 --ps 1 -- python examples/residual.py --strategy parameter_server
 
-The model is made as ever; `distributed_fit` places it, and splits the data. Pictures are enlarged
-to 32 x 32. On GPUs there is room for the 224 x 224 that such networks are made for. On processors
-where TensorFlow leaves oneDNN off, TF_ENABLE_ONEDNN_OPTS=1 makes convolutions several times faster.
+The model is built as usual; `distributed_fit` places it and splits the data. Pictures are enlarged
+to 32 x 32. On GPUs, you can use the 224 x 224 that such networks are designed for. On processors
+where TensorFlow disables oneDNN, TF_ENABLE_ONEDNN_OPTS=1 makes convolutions several times faster.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ import keras_distplug as kd
 parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
 STRATEGIES = ("mirrored", "multi_worker", "central_storage", "parameter_server")
 parser.add_argument("--strategy", choices=STRATEGIES, required=True)
-parser.add_argument("--directory", help="of the run; defaults to runs/residual-<strategy>")
+parser.add_argument("--directory", help="defaults to runs/residual-<strategy>")
 parser.add_argument("--epochs", type=int, default=2)
-parser.add_argument("--samples", type=int, default=1200, help="to train with, at most")
-parser.add_argument("--size", type=int, default=32, help="of a picture, in pixels")
+parser.add_argument("--samples", type=int, default=1200, help="maximum number for training")
+parser.add_argument("--size", type=int, default=32, help="width of a picture in pixels")
 arguments = parser.parse_args()
 
 
 def block(x, filters, strides):
-    """Two convolutions, and a way around them."""
+    """Builds two convolutions and a shortcut around them."""
     way = x
     if strides > 1:
         way = layers.Conv2D(filters, 1, strides, use_bias=False)(x)
@@ -58,7 +58,7 @@ def residual_network(shape):
 
 alone = arguments.strategy in ("mirrored", "central_storage")
 if alone and not tf.config.list_physical_devices("GPU"):
-    # So that there are two replicas on a machine without GPUs, where one would do. Leave it out.
+    # Only for this example: two replicas on a machine without GPUs. Omit this in your script.
     cpu = tf.config.list_physical_devices("CPU")[0]
     half = tf.config.LogicalDeviceConfiguration()
     tf.config.set_logical_device_configuration(cpu, [half, half])
@@ -78,7 +78,7 @@ history = kd.distributed_fit(
     model,
     x_train,
     y_train,
-    batch_size=32,  # of all replicas; with parameter servers, of each worker
+    batch_size=32,  # over all replicas; with parameter servers, per worker
     epochs=arguments.epochs,
     verbose=2,
     strategy=arguments.strategy,

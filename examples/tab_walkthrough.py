@@ -1,18 +1,18 @@
-"""What TensorBoard's tab "Distplug" shows, with the figures of a small run that has gone wrong.
+"""A tour of TensorBoard's tab "Distplug", with the figures of a small run in which things go wrong.
 
     python examples/tab_walkthrough.py              # writes report.html, the same page as a file
-    python examples/tab_walkthrough.py --serve      # starts TensorBoard in the end
+    python examples/tab_walkthrough.py --serve      # starts TensorBoard at the end
 
-Or cell by cell, in an editor that knows them (VS Code, PyCharm, Spyder). The run is made when the
-folder runs/tab_walkthrough is not there yet, within a minute.
+Or run it cell by cell, in an editor that supports cells (VS Code, PyCharm, Spyder). If the folder
+runs/tab_walkthrough does not exist, the run is created first, which takes up to a minute.
 """
 
 # %% [markdown]
 # ## A run in which things go wrong
 #
-# Two replicas learn to read handwritten digits. One of them is slow, the data come slowly, a
-# picture is damaged, and the process is killed once. The training runs in a process of its own,
-# which `keras-distplug run` starts, and starts again.
+# Two replicas learn to read handwritten digits. One of them is slow, loading data is slow, a
+# picture is damaged, and the process is killed once. The training runs in a separate process,
+# which `keras-distplug run` starts and restarts.
 
 # %%
 from __future__ import annotations
@@ -31,7 +31,7 @@ DIRECTORY = RUNS / "tab_walkthrough"
 EPOCHS, BATCH = 5, 64
 KILL_AT_EPOCH, KILL_AT_BATCH = 2, 21  # counted from 0
 DAMAGED = 100  # the number of a picture
-DISK_S, BUSY_S = 0.01, 0.05  # for each batch: how slow the data are, and the replica
+DISK_S, BUSY_S = 0.01, 0.05  # per batch: the delays of the data and of the slow replica
 
 
 def train(directory: Path) -> None:
@@ -43,7 +43,7 @@ def train(directory: Path) -> None:
     import keras_distplug as kd
 
     class SlowDisk(keras.utils.PyDataset):
-        """Batches of the training data, in their order."""
+        """The batches of the training data, in order."""
 
         def __init__(self, x, y):
             super().__init__()
@@ -58,7 +58,8 @@ def train(directory: Path) -> None:
             return self.x[rows], self.y[rows]
 
     class Busy(keras.layers.Layer):
-        """Gives what it is given; late on replica 1, as a device that others use, too."""
+        """Returns its input unchanged; late on replica 1, like a device that is also used by other
+        processes."""
 
         def call(self, x):
             context = tf.distribute.get_replica_context()
@@ -75,7 +76,7 @@ def train(directory: Path) -> None:
             return later
 
     class KillOnce(keras.callbacks.Callback):
-        """`kill -9`, no goodbye, once."""
+        """Kills its own process with `kill -9`, once."""
 
         def on_epoch_begin(self, epoch, logs=None):
             self.epoch = epoch
@@ -86,12 +87,12 @@ def train(directory: Path) -> None:
                 killed.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    # Two replicas of one CPU. With several GPUs these are there already.
+    # Split the CPU into two replicas. Not needed with several GPUs.
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
     keras.utils.set_random_seed(7)
     (x_train, y_train), (x_test, y_test) = digits.load()
-    x_train, y_train = x_train[:1500], y_train[:1500]  # of MNIST, if that is there
+    x_train, y_train = x_train[:1500], y_train[:1500]  # in case it is MNIST
     x_train[DAMAGED] = np.nan
 
     def build() -> keras.Model:
@@ -137,8 +138,9 @@ if not DIRECTORY.exists():
 # %% [markdown]
 # ## The figures
 #
-# What the tab shows comes from the log that `kd.defaults()` keeps beside the checkpoints, and the
-# command `keras-distplug goodput` reads the same. The log is lines of JSON: read it yourself.
+# The tab shows the log that `kd.defaults()` writes alongside the checkpoints; the command
+# `keras-distplug goodput` reads the same log. It consists of lines of JSON that you can also read
+# with your own code.
 
 
 # %%
@@ -152,14 +154,14 @@ log = [
     json.loads(line)
     for file in sorted((DIRECTORY / run["name"] / "log").glob("*.jsonl"))
     for line in file.read_text().splitlines(keepends=True)
-    if line.endswith("\n")  # the last one of a process that was killed may be cut off
+    if line.endswith("\n")  # a killed process may leave an incomplete last line
 ]
 
 # %% [markdown]
 # ## Headline
 #
-# Goodput is the share of all time in which the model was given updates, each for the first time.
-# That of a minute is low: most of it is the start of processes. The step counts batches.
+# Goodput is the share of the total time in which the model received new updates. For a run of a
+# minute it is low, because most of the time is the start of processes. Steps count batches.
 
 # %%
 print(f"\n{run['name']}: goodput {100 * run['goodput']:.1f} % of {run['wall_secs']:.1f} s")
@@ -168,11 +170,12 @@ print(f"  step {run['step']}, {len(run['attempts'])} attempts")
 # %% [markdown]
 # ## Where the time went
 #
-# Each second belongs to one of ten categories. Here, `start_up` comes twice, because of the kill.
-# `input` is what steps wait for the slow disk, `redone` what was trained twice, or was not applied
-# for the damaged picture, and `recovery` goes by between a death and the next start. `sync` is what
-# all replicas of the chief wait for others: next to nothing here, since the slow one is its own.
-# What that one takes counts as `step`, and is seen below.
+# Every second belongs to one of ten categories. Here, `start_up` occurs twice, because of the kill.
+# `input` is the time that steps wait for the slow disk, `redone` the time of batches that were
+# trained twice or not applied because of the damaged picture, and `recovery` the time between a
+# death and the next start. `sync` is the time that all replicas of the chief wait for other
+# workers: next to nothing here, because the slow replica is its own. The time of that replica
+# counts as `step`, and is shown below.
 
 # %%
 print("\nWhere the time went")
@@ -182,9 +185,9 @@ for category, secs in sorted(run["secs"].items(), key=lambda each: -each[1]):
 # %% [markdown]
 # ## Attempts
 #
-# One bar for each start of the training, with what ended it. Lost steps are those that the next
-# one had to train again, for they came behind the last checkpoint. Of a process that was killed the
-# log knows the steps up to its last line, of which there is one a second.
+# One bar for every start of the training, with the reason why it ended. Lost steps are those after
+# the last checkpoint, which the next attempt trained again. For a killed process, they are known up
+# to the last line of its log, which is written once a second.
 
 # %%
 print("\nAttempts")
@@ -195,9 +198,10 @@ for attempt in run["attempts"]:
 # %% [markdown]
 # ## Replicas over time, and Stragglers
 #
-# The picture has a row for each replica: dark is fast, bright is slow. A row that is bright
-# throughout is a slow replica, a bright column something that all have met. The table below it has
-# who is slow now. `StragglerWatchdog` tells of one that was slow in forty steps in a row.
+# The heat map has a row for every replica: dark is fast, bright is slow. A row that is bright
+# throughout is a slow replica; a bright column is a slowdown of all replicas. The table below it
+# shows the replicas that are slow now. `StragglerWatchdog` reports a replica that was slow for
+# forty consecutive steps.
 
 # %%
 times: dict[int, list[float]] = {}
@@ -216,22 +220,24 @@ for line in log:
 # %% [markdown]
 # ## Checkpoints
 #
-# What each took, and how long training stood still for it: two different times, since files are
-# written in the background. The newest two are kept.
+# The duration of every save, and the time that training was blocked by it: two different times,
+# because files are written in the background. The newest two are kept.
 
 # %%
 print("\nCheckpoints")
 saves = [line for line in log if line["event"] == "saved"]
 for line in saves:
     took, stood_still = 1000 * line["secs"], 1000 * line["stall_secs"]
-    print(f"  step {line['step']}: took {took:.0f} ms; training stood still {stood_still:.1f} ms")
+    print(
+        f"  step {line['step']}: took {took:.0f} ms; training was blocked for {stood_still:.1f} ms"
+    )
 
 # %% [markdown]
 # ## Incidents
 #
-# All that has gone wrong: updates left out, stragglers, failed saves, hangs, workers that were
-# lost. The batch with the damaged picture comes once an epoch; its update is applied on no replica.
-# It is kept in runs/tab_walkthrough/incidents, as a safetensors file.
+# Everything that went wrong: skipped updates, stragglers, failed saves, hangs, lost workers. The
+# batch with the damaged picture occurs once per epoch; its update is not applied on any replica. It
+# is saved in runs/tab_walkthrough/incidents, as a safetensors file.
 
 # %%
 INCIDENTS = ("update_left_out", "slow_replica", "failed")
@@ -241,9 +247,9 @@ for line in sorted(log, key=lambda line: line["at"]):
         print(f"  {line['event'].replace('_', ' ')}: {line['what']}")
 
 # %% [markdown]
-# ## Look for yourself
+# ## Explore
 #
-# The file holds the whole page, without a request to anywhere: send it to somebody.
+# The file contains the whole page and makes no requests, so you can send it to others.
 
 # %%
 report = DIRECTORY / "report.html"
@@ -251,12 +257,14 @@ command = ["report", str(DIRECTORY), "-o", str(report), "--overwrite"]
 subprocess.run([*keras_distplug, *command], check=True)
 
 if "--serve" in sys.argv:
-    print("\nOpen the address that TensorBoard prints, and there the tab Distplug. Ctrl-C ends it.")
+    print(
+        "\nOpen the address that TensorBoard prints, and select the tab Distplug. Ctrl-C stops it."
+    )
     sys.stdout.flush()
     tensorboard = [sys.executable, "-m", "tensorboard.main", "--logdir", str(RUNS), "--port", "0"]
     try:
         subprocess.run(tensorboard)
     except KeyboardInterrupt:
-        print("ended")
+        print("stopped")
 else:
     print(f"\nOpen {report} in a browser; or: tensorboard --logdir {RUNS}")

@@ -1,13 +1,13 @@
-"""A training script for any place that starts processes: the same one, unchanged.
+"""A training script that runs unchanged in any environment.
 
     python examples/train.py                                          # one process
     keras-distplug run --workers 2 -- python examples/train.py        # several on this machine
     sbatch examples/slurm/train.sbatch                                # Slurm
     kubectl create -f examples/kubernetes/tfjob.yaml                  # Kubernetes, with Kubeflow
 
-trains a small network on handwritten digits (scikit-learn's, no download). Killed or told to go, it
-goes on where it stopped when it is started again with the same directory, and each worker's last
-line shows the same checksum as that of an undisturbed training.
+trains a small network on handwritten digits (scikit-learn's, no download). After it was killed or
+preempted, it resumes where it stopped when started again with the same directory, and every
+worker's last line shows the same checksum as after an undisturbed training.
 """
 
 from __future__ import annotations
@@ -64,14 +64,17 @@ if __name__ == "__main__":
     parser.add_argument(
         "--directory",
         default=os.path.join("runs", "digits"),
-        help="that all workers see: a folder, or a URL such as s3://bucket/runs/digits",
+        help="a folder that all workers share, or a URL such as s3://bucket/runs/digits",
     )
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument(
-        "--grace-secs", type=float, default=30.0, help="from a signal until the machine is gone"
+        "--grace-secs",
+        type=float,
+        default=30.0,
+        help="time from a signal until the machine is gone",
     )
     parser.add_argument(
-        "--requeue", action="store_true", help="on Slurm: back into the queue when told to go"
+        "--requeue", action="store_true", help="on Slurm: requeue the job when preempted"
     )
     arguments = parser.parse_args()
     train(arguments.directory, arguments.epochs, arguments.grace_secs, arguments.requeue)

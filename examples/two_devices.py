@@ -1,10 +1,10 @@
-"""A model on two devices, placed by `tf.device`: each one holds a part of it.
+"""A model on two devices, placed with `tf.device`: each one holds a part of it.
 
     python examples/two_devices.py                  # kill it, or press ctrl-C, whenever you like
     python examples/two_devices.py                  # the same command resumes where it stopped
 
-trains a small network on handwritten digits. The first device has the wide branch, the
-second the narrow one and the classifier. With two GPUs these are GPU:0 and GPU:1, otherwise two
+trains a small network on handwritten digits. The first device has the wide branch, the second one
+the narrow branch and the classifier. With two GPUs, these are GPU:0 and GPU:1, otherwise two
 logical CPU devices. A resumed run has its weights and optimizer slots on the same devices.
 """
 
@@ -20,7 +20,7 @@ import keras_distplug as kd
 
 
 class On(keras.layers.Layer):
-    """A layer that has its weights, and computes, on a device."""
+    """A layer that keeps its weights and computes on a given device."""
 
     def __init__(self, device: str, layer: keras.layers.Layer) -> None:
         super().__init__()
@@ -77,6 +77,6 @@ def main(directory: str, epochs: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--directory", default="runs/two_devices", help="a folder, or a URL")
-    parser.add_argument("--epochs", type=int, default=10, help="over all starts together")
+    parser.add_argument("--epochs", type=int, default=10, help="in total, over all starts")
     arguments = parser.parse_args()
     main(arguments.directory, arguments.epochs)

@@ -61,9 +61,11 @@ def _measured() -> ModuleType:
 def test_spread(measured: ModuleType) -> None:
     """A median stands beside the least and the most, or the quartiles; a single value alone."""
     found = measured.spread([0.001, 0.005, 0.002, 0.004, 0.003])
-    assert measured.told(found, ".1f", 1000, " ms") == "3.0 ms (1.0 to 5.0)"
-    assert measured.told(found, ".1f", 1000, " ms", quartiles=True) == "3.0 ms (2.0 to 4.0)"
-    assert measured.told(measured.spread([2.0])) == "2.00"
+    assert measured.format_spread(found, ".1f", 1000, " ms") == "3.0 ms (1.0 to 5.0)"
+    assert (
+        measured.format_spread(found, ".1f", 1000, " ms", quartiles=True) == "3.0 ms (2.0 to 4.0)"
+    )
+    assert measured.format_spread(measured.spread([2.0])) == "2.00"
 
 
 def test_report(measured: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,6 @@
-"""What `recovery.py` and the scripts that it starts agree on.
+"""Constants and events shared by `recovery.py` and the scripts that it starts.
 
-It loads nothing, so that the first event of a process comes when that begins.
+It imports no large packages, so that the first event of a process marks its start.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ FILE = "events"
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened in a process.
+    """An event in a process.
 
     Args:
-        at_s: `time.time()`.
-        what: `"start"` of a process, end of a `"batch"`, or a `"fault"`, told before it is made.
-        attempt: How many faults there had been when the process began.
-        worker: Which one.
-        step: For a batch, its number over all epochs, by its place in the data.
-        iterations: For a batch, how often the optimizer's weights have been changed.
+        at_s: The time, by `time.time()`.
+        what: `"start"` of a process, end of a `"batch"`, or a `"fault"`, recorded before it occurs.
+        attempt: The number of faults before the process started.
+        worker: The index of the worker.
+        step: For a batch, its number over all epochs, by its position in the data.
+        iterations: For a batch, the number of updates of the optimizer.
     """
 
     at_s: float
@@ -41,7 +41,7 @@ class Event:
 
 
 def read(folder: Path) -> list[Event]:
-    """All events so far."""
+    """Returns all events so far."""
     file = folder / FILE
     text = file.read_text() if file.exists() else ""
     whole, _, _ = text.rpartition("\n")
@@ -49,7 +49,7 @@ def read(folder: Path) -> list[Event]:
 
 
 class Events:
-    """Writes what happens in this process."""
+    """Writes the events of this process."""
 
     def __init__(self, folder: Path) -> None:
         task = json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {"index": 0})
@@ -62,4 +62,4 @@ class Events:
         event = {"at_s": time.time(), "what": what, "attempt": self.attempt, "worker": self.worker}
         os.write(
             self._file, (json.dumps(event | more) + "\n").encode()
-        )  # at once: workers share it
+        )  # in a single write, because workers share the file

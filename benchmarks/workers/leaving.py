@@ -1,5 +1,5 @@
-"""A worker of `benchmarks/exits.py`: `leaving.py WAY FOLDER`. It prints when its last step ended,
-by the clock that all processes of a machine share."""
+"""A worker of `benchmarks/exits.py`: `leaving.py WAY FOLDER`. It prints the time at which its last
+step ended, by the clock that all processes of a machine share."""
 
 from __future__ import annotations
 

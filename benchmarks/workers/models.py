@@ -1,4 +1,4 @@
-"""Models that several benchmarks train, and data of their shape."""
+"""Models that several benchmarks train, and data of the right shapes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import tensorflow as tf
 
 
 def perceptron() -> keras.Model:
-    """2.6 M weights."""
+    """Returns a perceptron with 2.6 M weights."""
     layers = keras.layers
     hidden = (layers.Dense(1024, activation="relu") for _ in range(3))
     return compiled(keras.Sequential([keras.Input((512,)), *hidden, layers.Dense(10)]))
 
 
 def convolutional(normalization: Callable[[], keras.Layer] | None = None) -> keras.Model:
-    """19 thousand weights; a normalization makes a layer to stand behind each convolution."""
+    """Returns a convolutional network with 19 thousand weights.
+
+    `normalization`, if given, creates a layer to add after every convolution."""
     layers = keras.layers
     hidden: list[keras.Layer] = []
     for filters in (16, 32, 32):
@@ -37,7 +39,7 @@ def compiled(model: keras.Model) -> keras.Model:
 
 
 def one_batch_for(model: keras.Model, batch: int) -> tf.data.Dataset:
-    """The same batch without end, so that reading takes no time."""
+    """Returns an endless dataset of the same batch, so that reading takes no time."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(batch, *model.input_shape[1:])).astype("float32")
     return tf.data.Dataset.from_tensors((x, rng.integers(0, 10, batch))).repeat()

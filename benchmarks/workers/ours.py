@@ -1,4 +1,4 @@
-"""`recovery.py` runs this by `keras-distplug run`: FOLDER WORKER EVERY FAULT [FAULT ...]"""
+"""A script that `recovery.py` runs under `keras-distplug run`: FOLDER WORKER EVERY FAULT ..."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ strategy = kd.init()
 
 
 def lone_collective() -> None:
-    """Others do not call it. By a key of its own: one that `strategy` chose may be that of what
-    they call next, which then is an error of TensorFlow's in both, and no hang."""
+    """Calls a collective that the other workers do not call. It uses a separate key: with the next
+    key of `strategy`, TensorFlow would pair it with their next collective and raise an error in
+    both, instead of hanging."""
     size = strategy.num_replicas_in_sync
     tf.raw_ops.CollectiveReduceV2(
         input=tf.ones(()),

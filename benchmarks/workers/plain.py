@@ -1,4 +1,4 @@
-"""`recovery.py` runs this in a shell's loop: FOLDER WORKER EVERY FAULT [FAULT ...]"""
+"""A script that `recovery.py` runs in a shell loop: FOLDER WORKER EVERY FAULT [FAULT ...]"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training that `recovery.py` does harm to, the same for both: ours.py and plain.py."""
+"""The training into which `recovery.py` injects faults, the same for ours.py and plain.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BATCH, FEATURES, WIDTH, CLASSES = 1024, 64, 512, 10
 
 
 def build() -> keras.Model:
-    """A perceptron of 0.56 M weights, 7 MB with Adam's slots."""
+    """Returns a perceptron with 0.56 M weights, 7 MB with Adam's slots."""
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((FEATURES,))])
     for _ in range(3):
@@ -28,15 +28,15 @@ def build() -> keras.Model:
 
 
 class Harm(keras.callbacks.Callback):  # type: ignore[misc]
-    """Notes each batch, and makes the fault of this attempt, behind as many epochs as `every` says,
-    and behind as many more for each attempt before.
+    """Records every batch, and injects the fault of this attempt, `every` epochs after the previous
+    attempt's.
 
     Args:
-        events: Where to note it.
-        worker: Who is hit.
-        every: Epochs from one fault to the next.
-        faults: What happens in each attempt; nothing in those behind.
-        lone_collective: Calls a collective.
+        events: The events to record in.
+        worker: The index of the worker to hit.
+        every: The number of epochs from one fault to the next.
+        faults: The faults by attempt; later attempts have none.
+        lone_collective: A function that calls a collective on this worker only.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Harm(keras.callbacks.Callback):  # type: ignore[misc]
             self._make(batch + 1)
 
     def on_input(self, index: int) -> None:
-        """Before batch `index` is made, which is a few steps before training wants it."""
+        """Called before batch `index` is created, a few steps before training needs it."""
         if self._fault == "input":
             self._make(index)
 
@@ -88,7 +88,7 @@ class Harm(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class Batches(keras.utils.PyDataset):  # type: ignore[misc]
-    """Random, and always the same."""
+    """Random data, the same every time."""
 
     def __init__(self, harm: Harm) -> None:
         super().__init__()

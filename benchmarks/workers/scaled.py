@@ -1,6 +1,6 @@
-"""A worker of `benchmarks/scaling.py`: `scaled.py WAY MODEL BATCH REPLICAS STEPS FILE`, where the
-batch is that of a replica, and the replicas are those of this process. The chief writes how many
-samples a second all of them took."""
+"""A worker of `benchmarks/scaling.py`: `scaled.py WAY MODEL BATCH REPLICAS STEPS FILE`, with the
+batch size per replica, and the number of replicas in this process. The chief writes the samples per
+second of all replicas."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ file = Path(sys.argv[6])
 config = json.loads(os.environ.get("TF_CONFIG", "{}"))
 workers = len(config["cluster"]["worker"]) if config else 1
 rank = config["task"]["index"] if config else 0
-# One core for each replica, with all threads of its process; TensorFlow counts the cores it may use
-# when it is loaded.
+# One core per replica, for all threads of its process. TensorFlow counts the available cores when
+# it is loaded.
 cores = sorted(os.sched_getaffinity(0))
 os.sched_setaffinity(0, cores[replicas * rank : replicas * (rank + 1)])
 
@@ -33,7 +33,7 @@ global_batch = batch * replicas * workers
 
 
 class Clock(keras.callbacks.Callback):  # type: ignore[misc]
-    """The time from the end of the last step of the warm-up to that of the last step."""
+    """Measures the time from the end of the warm-up's last step to the end of the last step."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if batch + 1 == WARM_UP:
@@ -51,7 +51,7 @@ def strategy() -> tf.distribute.Strategy:
 
 
 def ours() -> float:
-    """A fit with `defaults()`, in one epoch: a checkpoint comes when the clock has stopped."""
+    """Fits one epoch with `defaults()`: a checkpoint is written after the clock has stopped."""
     import keras_distplug as kd
 
     chosen = kd.init() if workers > 1 else strategy()
@@ -76,7 +76,7 @@ def keras_fit() -> float:
 
 
 def data_for(model: keras.Model) -> tf.data.Dataset:
-    """With an end, as most data have: several workers have to find it together."""
+    """Returns a finite dataset, as in most scripts: several workers must agree on its end."""
     return models.one_batch_for(model, global_batch).take(WARM_UP + steps)
 
 
@@ -87,7 +87,7 @@ def model_in(chosen: tf.distribute.Strategy) -> keras.Model:
 
 
 def by_hand() -> float:
-    """The loop of TensorFlow's guides, with the same loss, metric, optimizer and batches."""
+    """Runs the loop of TensorFlow's guides, with the same loss, metric, optimizer and batches."""
     chosen = strategy()
     model = model_in(chosen)
     with chosen.scope():

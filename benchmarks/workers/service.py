@@ -1,5 +1,5 @@
-"""A worker of `benchmarks/scale.py --measure`: `service.py FILE`, what the coordination service of
-TensorFlow takes, asked by a worker that does not keep it."""
+"""A worker of `benchmarks/scale.py --measure`: `service.py FILE`. It measures TensorFlow's
+coordination service from a worker that does not host it."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ if not role.is_chief:
     service.put("large", "x" * LARGE_BYTES)
     told["bytes_per_s"] = LARGE_BYTES / median_s(lambda n: service.get("large", 60), 20)
     begun_s = time.perf_counter()
-    service.delete("measured")  # with all that is below it
+    service.delete("measured")  # including everything below it
     told["delete_of_1000_s"] = time.perf_counter() - begun_s
-    assert service.put_first("measured/0", "anew"), "what is below was not deleted"
+    assert service.put_first("measured/0", "anew"), "files below it were not deleted"
     Path(sys.argv[1]).write_text(json.dumps(told))
 workers.barrier("measured")
-os._exit(0)  # TensorFlow's own end may take long
+os._exit(0)  # TensorFlow's shutdown may take long

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Under a supervisor, a worker stays in the import of the package.
+# Under a supervisor, a worker never returns from importing the package.
 print(f"pid {os.getpid()}", flush=True)
 
 import keras  # noqa: E402
@@ -20,7 +20,7 @@ import keras_distplug as kd  # noqa: E402
 
 what, folder = sys.argv[1], Path(sys.argv[2])
 steps, times = map(int, sys.argv[3:])
-strategy = kd.init()  # a worker or parameter server stays here
+strategy = kd.init()  # does not return on a worker or parameter server
 
 
 def digits() -> tuple[Any, Any]:
@@ -62,7 +62,7 @@ def fit(model: Any, epochs: int, name: str, *callbacks: keras.callbacks.Callback
 
 
 class Timed(keras.callbacks.Callback):
-    """Steps a second of each epoch but the first, in which a step is traced."""
+    """Records the steps per second of all epochs except the first, in which a step is traced."""
 
     def __init__(self, between: Any) -> None:
         self.rates: list[float] = []
@@ -85,7 +85,7 @@ def throughput() -> list[list[float]]:
 
 
 def by_hand() -> Any:
-    """A function that takes as many steps as an epoch has, and says how many a second."""
+    """Returns a function that trains for one epoch and returns the steps per second."""
     x, y = digits()[0]
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
     with strategy.scope():

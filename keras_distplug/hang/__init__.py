@@ -1,1 +1,1 @@
-"""`HangWatchdog`: when nothing moves any more, and whose fault that is."""
+"""`HangWatchdog`: detects that training hangs, and finds the worker that causes it."""

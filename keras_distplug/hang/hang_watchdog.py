@@ -1,4 +1,4 @@
-"""Ending a training that no longer gets on."""
+"""The callback that ends a training that no longer makes progress."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from keras_distplug.core.reporting import report
 from keras_distplug.core.supervised import Phase, Supervised
 from keras_distplug.hang.patience import Patience, Stage
 from keras_distplug.hang.sentinel import Sentinel
-from keras_distplug.hang.verdict import Inquiry, InquiryTogether, Report
+from keras_distplug.hang.verdict import ClusterInquiry, Inquiry, Report
 
 Limit = Literal["auto"] | float
 
 _LOOK_S = 0.5
 _ASKING_S = 5.0
-_SENTINEL_S = 1.0  # for that of a worker that does not answer, which prints its stacks
+_SENTINEL_S = 1.0  # lets the sentinel of a worker that does not answer print its stacks first
 _LAST_WORDS_S = 2.0
-_STACKS_S = 10.0  # whose lines are read from files
+_STACKS_S = 10.0  # longer, because source lines are read from files
 _CLOSING_S = 5.0
 
 
-class _Moment(NamedTuple):
-    """The last progress of training. Created in every hook, so it must be cheap."""
+class _Progress(NamedTuple):
+    """The last progress of training. It is created in every hook, so it must be cheap."""
 
     number: int
     stage: Stage
@@ -63,17 +63,17 @@ class _Moment(NamedTuple):
 
 
 class HangWatchdog(Watchdog):
-    """Ends the process when training hangs, and says which worker the others wait for.
+    """Ends the process when training hangs, and reports the worker that the others wait for.
 
-    A training of several workers stands still when one of them does: its process is stopped, its
-    input does not come, code in C keeps Python from running, or it has gone another way than the
-    others and waits for a collective that they do not call. When a worker has not got on for longer
-    than it may, it asks all others how far they have come. Who is behind, or does not answer, is
-    named; if that one still has time, by its own limit, it is waited for.
+    All workers stop making progress when one of them does: its process is suspended, its input
+    pipeline blocks, C code keeps Python from running, or it has diverged from the others and waits
+    for a collective that they do not call. When a worker makes no progress for longer than its
+    limit, it asks all others for their progress. The worker that is behind, or does not answer, is
+    the cause; while that worker is still within its own limit, the others wait for it.
 
-    Then each worker prints the stacks of its threads, keeps them in the folder `hangs` beside the
-    run's checkpoints, and leaves with the code 200, which schedulers take as worth another try.
-    Started again, the script goes on from the newest checkpoint.
+    Then all workers print the stacks of their threads, save them in the folder `hangs` alongside
+    the run's folder, and exit with code 200, which schedulers treat as retryable. When the script
+    is started again, training resumes from the newest checkpoint.
 
     Example:
 
@@ -81,27 +81,28 @@ class HangWatchdog(Watchdog):
     model.fit(ds, epochs=10, callbacks=[*kd.defaults("runs/mnist"), kd.HangWatchdog(step_secs=30)])
     ```
 
-    - It is among `defaults()`; one of your own takes its place.
-    - Time in which the process was stopped by somebody (ctrl-Z) or stands in a debugger (pdb, or
-      that of an editor) does not count.
-    - Where code in C keeps the interpreter's lock, no thread of Python can watch. A small process
-      beside this one then ends it by SIGABRT, which prints the stacks, too. On Linux only.
+    - It is among `defaults()`; adding your own instance replaces that one.
+    - Time during which the process is suspended (ctrl-Z) or paused in a debugger (pdb, or that of
+      an editor) does not count.
+    - While C code holds the interpreter's lock, no Python thread can run. Then a small companion
+      process ends this one with SIGABRT, which prints the stacks, too. On Linux only.
 
     Args:
-        step_secs: How long a batch may take; as many of them as `steps_per_execution` says.
-            `"auto"` is five times the longest batch so far, the first one among them, and at least
-            five minutes. Defaults to `"auto"`.
-        first_step_secs: How long it may take until the first batch is done, with the restoring and
-            tracing before it; and the first of a validation. Defaults to 3600.
-        validation_secs: How long a batch of a validation may take. Defaults to `"auto"`, as above.
-        save_secs: How long it may take from one batch to the next, in which callbacks save and do
-            what else they do. `"auto"` is five times the longest so far, and at least an hour.
-            Defaults to `"auto"`.
-        exit: End the process. With `False`, what hangs is told, once, and nothing else happens.
-            Defaults to `True` but where Python is interactive.
+        step_secs: The limit for a batch in seconds, or for as many batches as
+            `steps_per_execution`. `"auto"` is five times the longest batch so far, including the
+            first one, and at least five minutes. Defaults to `"auto"`.
+        first_step_secs: The limit in seconds for the first batch, including restoring and tracing
+            before it, and for the first batch of a validation. Defaults to 3600.
+        validation_secs: The limit in seconds for a batch of a validation; `"auto"` as in
+            `step_secs`. Defaults to `"auto"`.
+        save_secs: The limit in seconds for the time between two batches, in which callbacks run and
+            checkpoints are saved. `"auto"` is five times the longest time so far, and at least an
+            hour. Defaults to `"auto"`.
+        exit: If `True`, the process is ended. If `False`, a hang is only reported, once. Defaults
+            to `True`, unless Python is interactive.
 
     Raises:
-        ConfigurationError: For an argument that is not usable.
+        ConfigurationError: If an argument is invalid.
     """
 
     def __init__(
@@ -136,11 +137,11 @@ class HangWatchdog(Watchdog):
         self._is_first = self._is_first_test = True
         self._undo: list[Callable[[], None]] = []
 
-    # Keras' hooks, in the order in which they come
+    # Keras hooks, in the order in which they are called
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        callback_list.move_to_front(self)  # for what others do in `on_train_begin`
+        callback_list.move_to_front(self)  # to also watch the `on_train_begin` of other callbacks
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         self.close()
@@ -151,14 +152,14 @@ class HangWatchdog(Watchdog):
         self._role = agreement.role_under(self.model.distribute_strategy)
         self._agreement = agreement.among(self._role)
         self._patience = Patience(self._limits())
-        self._trains_in = threading.get_ident()
+        self._training_thread = threading.get_ident()
         self._fit = callback_list.Calling.now()
         self._epoch = 0
         self._is_first = self._is_first_test = True
-        self._moment = _Moment(
+        self._progress = _Progress(
             0, Stage.FIRST_STEP, "before the first batch", 0, 0, time.monotonic()
         )
-        self._stood = (self._moment, 0.0)
+        self._stall = (self._progress, 0.0)
         self._ending = threading.Lock()
         self._over = threading.Event()
         self._inquiry = self._make_inquiry()
@@ -170,50 +171,50 @@ class HangWatchdog(Watchdog):
             self._undo.append(self._sentinel.close)
         watch = threading.Thread(target=self._watch, name="keras_distplug-hangs", daemon=True)
         watch.start()
-        self._undo.append(lambda: self._end_of(watch))
+        self._undo.append(lambda: self._stop_watch(watch))
         close_at_exit(self)
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         self._epoch = epoch
-        self._got_on(Stage.BETWEEN, "before the first batch of")
+        self._record_progress(Stage.BETWEEN, "before the first batch of")
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         stage = Stage.FIRST_STEP if self._is_first else Stage.STEP
-        self._got_on(stage, "in batch {} of", batch)
+        self._record_progress(stage, "in batch {} of", batch)
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         self._is_first = False
-        self._got_on(Stage.BETWEEN, "behind batch {} of", batch)
+        self._record_progress(Stage.BETWEEN, "after batch {} of", batch)
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        self._got_on(Stage.BETWEEN, "before the validation of")
+        self._record_progress(Stage.BETWEEN, "before the validation of")
 
     def on_test_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         first = self._is_first_test
         stage = Stage.FIRST_VALIDATION_STEP if first else Stage.VALIDATION_STEP
-        self._got_on(stage, "in batch {} of the validation of", batch)
+        self._record_progress(stage, "in batch {} of the validation of", batch)
 
     def on_test_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         self._is_first_test = False
-        self._got_on(Stage.BETWEEN, "behind batch {} of the validation of", batch)
+        self._record_progress(Stage.BETWEEN, "after batch {} of the validation of", batch)
 
     def on_test_end(self, logs: Mapping[str, Any] | None = None) -> None:
-        self._got_on(Stage.BETWEEN, "behind the validation of")
+        self._record_progress(Stage.BETWEEN, "after the validation of")
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        self._got_on(Stage.BETWEEN, "at the end of")
+        self._record_progress(Stage.BETWEEN, "at the end of")
 
     def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
-        # Until all are here, somebody may still ask.
+        # Keep watching until all workers are here: another one may still send an inquiry.
         self._agreement.barrier("end of the watch")
         self.close()
 
     def close(self) -> None:
-        """Ends the watch."""
+        """Stops watching."""
         while self._undo:
             self._undo.pop()()
 
-    # How
+    # Internals
 
     def _limits(self) -> dict[Stage, float]:
         given = {
@@ -228,113 +229,115 @@ class HangWatchdog(Watchdog):
     def _make_inquiry(self) -> Inquiry:
         if self._role.world_size == 1:
             return Inquiry(self._role.name, self._report)
-        return InquiryTogether(self._agreement.session("watch"), self._report, self._end)
+        return ClusterInquiry(self._agreement.session("watch"), self._report, self._end)
 
-    def _got_on(self, stage: Stage, doing: str, batch: int = 0) -> None:
+    def _record_progress(self, stage: Stage, doing: str, batch: int = 0) -> None:
         if not self._undo:
-            return  # `evaluate` has been given these callbacks, too
-        before, now_s = self._moment, time.monotonic()
+            return  # called by an `evaluate` that uses the same callbacks
+        before, now_s = self._progress, time.monotonic()
         self._patience.took(before.stage, now_s - before.at_s)
-        self._moment = _Moment(before.number + 1, stage, doing, batch, self._epoch, now_s)
-        self._say(self._patience.limit_s(stage))
+        self._progress = _Progress(before.number + 1, stage, doing, batch, self._epoch, now_s)
+        self._update_sentinel(self._patience.limit_s(stage))
 
     def _report(self) -> Report:
-        """From any thread."""
-        moment, (stood_at, stood_s) = self._moment, self._stood
-        is_at = whereabouts(self._trains_in)
+        """Describes this worker's state. Called from any thread."""
+        progress, (stalled_at, stalled_s) = self._progress, self._stall
+        is_at = whereabouts(self._training_thread)
         if is_at.awaits is not None:
-            awaited = {"input": "its input", "others": "the others"}[is_at.awaits]
-            doing = f"waits for {awaited} {moment.where}"
+            awaited = {"input": "its input", "others": "other workers"}[is_at.awaits]
+            doing = f"waits for {awaited} {progress.where}"
         elif is_at.line:
-            doing = f"runs {is_at.line}, {moment.where}"
+            doing = f"runs {is_at.line}, {progress.where}"
         else:
-            doing = f"is {moment.where}"
+            doing = f"is {progress.where}"
         if is_at.input_line:
-            doing += f", whose input is made by {is_at.input_line}"
+            doing += f", with its input produced at {is_at.input_line}"
         return Report(
-            moments=moment.number,
+            moments=progress.number,
             doing=doing,
             awaits=is_at.awaits,
-            for_s=stood_s if stood_at is moment else 0.0,  # which the watch has yet to see
-            limit_s=self._patience.limit_s(moment.stage),
+            for_s=stalled_s if stalled_at is progress else 0.0,  # not yet seen by the watch
+            limit_s=self._patience.limit_s(progress.stage),
             silence_s=_SENTINEL_S
-            + max(self._patience.limit_s(stage) for stage in (moment.stage, Stage.BETWEEN)),
+            + max(self._patience.limit_s(stage) for stage in (progress.stage, Stage.BETWEEN)),
         )
 
     def _watch(self) -> None:
         try:
-            self._look()
+            self._watch_loop()
         finally:
-            self._end_sentinel()  # which else takes this thread's end for a hang
+            self._end_sentinel()  # otherwise it would take this thread's end for a hang
 
-    def _look(self) -> None:
+    def _watch_loop(self) -> None:
         looked_s, ask_at_s = time.monotonic(), 0.0
         while not self._over.wait(_LOOK_S):
-            moment, now_s = self._moment, time.monotonic()
-            # Longer than it was to wait it has waited because the process was stopped.
+            progress, now_s = self._progress, time.monotonic()
+            # A longer wait than requested means that the process was suspended: cap it.
             passed_s, looked_s = min(now_s - looked_s, 2 * _LOOK_S), now_s
-            limit_s = self._patience.limit_s(moment.stage)
-            self._say(limit_s)
-            stood_at, stood_s = self._stood
-            if moment is not stood_at:
-                self._stood, ask_at_s = (moment, 0.0), 0.0
+            limit_s = self._patience.limit_s(progress.stage)
+            self._update_sentinel(limit_s)
+            stalled_at, stalled_s = self._stall
+            if progress is not stalled_at:
+                self._stall, ask_at_s = (progress, 0.0), 0.0
                 continue
-            if is_debugged(self._trains_in):
-                # Who looks at local variables further down undoes what `pdb` has changed.
-                self._stood = (moment, 0.0)
+            if is_debugged(self._training_thread):
+                # Do not inspect frames here: that would undo changes to local variables in `pdb`.
+                self._stall = (progress, 0.0)
                 continue
-            stood_s += passed_s
-            self._stood = (moment, stood_s)
+            stalled_s += passed_s
+            self._stall = (progress, stalled_s)
             if not self._is_in_fit():
                 self._inquiry.close()
                 return
-            if stood_s < limit_s or now_s < ask_at_s:
+            if stalled_s < limit_s or now_s < ask_at_s:
                 continue
-            self._say(limit_s + _ASKING_S)
+            self._update_sentinel(limit_s + _ASKING_S)
             verdict = self._inquiry.ask()
             looked_s = time.monotonic()
-            self._stood = (moment, stood_s + looked_s - now_s)
+            self._stall = (progress, stalled_s + looked_s - now_s)
             ask_at_s = now_s + verdict.look_again_s
-            if verdict.hang is not None and self._moment is moment:
+            if verdict.hang is not None and self._progress is progress:
                 self._inquiry.tell(verdict.hang)
                 self._end(verdict.hang)
-                ask_at_s = math.inf  # told
+                ask_at_s = math.inf  # report a hang only once
 
     def _is_in_fit(self) -> bool:
-        """False if an exception has ended `fit`."""
-        trains = sys._current_frames().get(self._trains_in)
+        """True while `fit` runs; False once an exception has ended it."""
+        trains = sys._current_frames().get(self._training_thread)
         return self._fit is not None and self._fit.is_above(trains)
 
     def _end(self, hang: str) -> None:
-        """From any thread."""
+        """Reports a hang and ends the process. Called from any thread."""
         if not self._ending.acquire(blocking=False):
             return
         self._end_sentinel()
         who = f"{self._role.name} on {socket.gethostname()}"
-        told = [f"keras_distplug: training hangs: {hang}\n"]
-        listed = f"{who}, its threads, the last call last:\n"
-        _shortly(lambda: told.append(f"{listed}{stacks()}\n"), _STACKS_S)
-        text = "".join(told)
-        _shortly(lambda: _write(text))
-        _shortly(lambda: report(Hung(hang)))
+        lines = [f"keras_distplug: training hangs: {hang}\n"]
+        listed = f"{who}: stacks of all threads, most recent call last:\n"
+        _run_with_limit(lambda: lines.append(f"{listed}{stacks()}\n"), _STACKS_S)
+        text = "".join(lines)
+        _run_with_limit(lambda: _write(text))
+        _run_with_limit(lambda: report(Hung(hang)))
         if self._keeper is not None:
             name = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}-{self._role.name}.txt"
-            keep, kept = self._keeper.keep_file, [text.encode(errors="replace")]
-            _shortly(lambda: _write(f"keras_distplug: kept in {keep(f'hangs/{name}', kept)}\n"))
+            keep, data = self._keeper.keep_file, [text.encode(errors="replace")]
+            _run_with_limit(
+                lambda: _write(f"keras_distplug: saved to {keep(f'hangs/{name}', data)}\n")
+            )
         if not self._exits:
             self._ending.release()
             return
         if (supervised := Supervised.from_env()) is not None:
             tell = supervised.report
-            _shortly(lambda: tell(self._role.name, Phase.HUNG, hang))
+            _run_with_limit(lambda: tell(self._role.name, Phase.HUNG, hang))
         self._inquiry.leave()
         code = int(ExitCode.HUNG)
-        last = f"keras_distplug: {who} leaves with code {code}; start the script again to go on\n"
-        _shortly(lambda: _write(last))
-        _shortly(_flush)
+        last = f"keras_distplug: {who} exits with code {code}; restart the script to resume\n"
+        _run_with_limit(lambda: _write(last))
+        _run_with_limit(_flush)
         os._exit(code)
 
-    def _say(self, limit_s: float) -> None:
+    def _update_sentinel(self, limit_s: float) -> None:
         if self._sentinel is not None:
             self._sentinel.say(math.inf if may_be_debugged() else limit_s)
 
@@ -342,14 +345,14 @@ class HangWatchdog(Watchdog):
         if self._sentinel is not None:
             self._sentinel.close()
 
-    def _end_of(self, watch: threading.Thread) -> None:
+    def _stop_watch(self, watch: threading.Thread) -> None:
         self._over.set()
         if watch is not threading.current_thread():
             watch.join(_CLOSING_S)
 
 
 def _write(text: str) -> None:
-    """Past Python's files, whose locks the thread that hangs may have."""
+    """Writes to stderr without Python's file objects, whose locks the hanging thread may hold."""
     left = text.encode(errors="replace")
     with contextlib.suppress(OSError):
         while left:
@@ -358,13 +361,13 @@ def _write(text: str) -> None:
 
 def _flush() -> None:
     for file in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
             file.flush()
 
 
-def _shortly(act: Callable[[], object], limit_s: float = _LAST_WORDS_S) -> None:
-    """Whatever keeps it from ending, such as a pipe that nobody reads, or a store that does not
-    answer, must not keep the process."""
+def _run_with_limit(act: Callable[[], object], limit_s: float = _LAST_WORDS_S) -> None:
+    """Calls `act` with a time limit: a pipe that is not read, or a store that does not answer, must
+    not keep the process from ending."""
     thread = threading.Thread(target=act, name="keras_distplug-last-words", daemon=True)
     thread.start()
     thread.join(limit_s)

@@ -1,4 +1,4 @@
-"""How long a part of training may take before it counts as hung."""
+"""Time limits after which a stage of training counts as hung."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ _TIMES_THE_LONGEST = 5
 
 
 class Stage(enum.StrEnum):
-    """Which part of training it is."""
+    """The stages of training that have separate limits."""
 
-    FIRST_STEP = "first step"  # with all that comes before it: taking up, tracing
+    FIRST_STEP = "first step"  # including everything before it: restoring, tracing
     STEP = "step"
     FIRST_VALIDATION_STEP = "first validation step"
     VALIDATION_STEP = "validation step"
     BETWEEN = "between steps"  # callbacks, saves
 
 
-# What took long before may take longer still; what took no time at all may some day.
+# Minimum limits: a stage that was fast so far may still be slow for good reasons later.
 _FLOORS_S = {
     Stage.FIRST_STEP: 3600.0,
     Stage.STEP: 300.0,
@@ -26,17 +26,17 @@ _FLOORS_S = {
     Stage.VALIDATION_STEP: 300.0,
     Stage.BETWEEN: 3600.0,
 }
-# A later step may be traced again, as the first one was.
+# A later step may be traced again like the first one, so the first one's time counts for it.
 _LIKE = {Stage.FIRST_STEP: Stage.STEP, Stage.FIRST_VALIDATION_STEP: Stage.VALIDATION_STEP}
 
 
 class Patience:
-    """Learns from how long each stage has taken.
+    """Adapts the limits to the durations of stages so far.
 
     Args:
-        limits_s: Of the stages whose limit is given. Any other one is five times the longest of its
-            kind so far, and not less than a floor: five minutes for a step, an hour for a first one
-            and for what comes between steps.
+        limits_s: Fixed limits in seconds by stage. Other limits are five times the stage's longest
+            duration so far, but at least five minutes for a step, and an hour for a first step and
+            for the time between steps.
     """
 
     def __init__(self, limits_s: Mapping[Stage, float]) -> None:

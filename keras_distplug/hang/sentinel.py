@@ -1,14 +1,14 @@
-"""A process beside this one that ends it when its Python no longer runs.
+"""A companion process that ends this process when its Python no longer runs.
 
-Code in C that keeps the interpreter's lock stops all Python threads of a process, those that watch
-it among them. As long as they run, one of them notes the time in memory that the sentinel sees,
-too. When that has not changed for too long, it sends SIGABRT: `faulthandler` then prints the stacks
-of all threads, without the lock, and the process dies with a code that schedulers take as worth
-another try.
+C code that holds the interpreter's lock stops all Python threads of a process, including those that
+watch it. As long as they run, one of them writes the time to memory that is shared with the
+sentinel. When the time has not changed for too long, the sentinel sends SIGABRT: `faulthandler`
+then prints the stacks of all threads, without needing the lock, and the process dies with a code
+that schedulers treat as retryable.
 
-A process that somebody has stopped (ctrl-Z, a debugger) is waited for.
+Time during which the process is suspended (ctrl-Z, a debugger) does not count.
 
-Standard library only, and run as a file: it starts in milliseconds.
+This module uses the standard library only and is run as a file, so that it starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from pathlib import Path
 
 _LOOK_SECS = 0.5
 _DYING_SECS = 10.0  # for a core file
-_NOTE = struct.Struct("dd")  # when Python ran last, and how long it may not
+_NOTE = struct.Struct("dd")  # the time at which Python last ran, and the limit in seconds
 
 
 class Sentinel:
-    """The watched process' end of it.
+    """The sentinel's handle in the watched process.
 
-    Where the system has none (it takes Linux 5.3), there is no sentinel, and nothing else changes.
+    On systems that do not support it (it requires Linux 5.3), no sentinel is started.
 
     Args:
-        worker: How this process is called in what is printed.
-        limit_s: How long from now Python may not run.
+        worker: The name of this process in messages.
+        limit_s: The initial limit, in seconds, for the time without Python running.
     """
 
     def __init__(self, worker: str, limit_s: float) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._note: mmap.mmap | None = None
-        # Where Python is part of another program, its name starts that one, or nothing.
+        # If Python is embedded in another program, `sys.executable` is that program, or empty.
         if not sys.executable or hasattr(sys, "frozen") or not Path("/proc/self/stat").exists():
             return
         try:
             os.close(os.pidfd_open(os.getpid()))
             file = os.memfd_create("keras_distplug")
-        except (AttributeError, OSError):  # a system, or a sandbox, without these
+        except (AttributeError, OSError):  # a system or sandbox that does not support these
             return
         if not faulthandler.is_enabled():
             faulthandler.enable(file=2)
@@ -65,12 +65,16 @@ class Sentinel:
                 pass_fds=[file],
             )
         except OSError as error:
-            warnings.warn(f"No sentinel looks after {worker}: {error}", stacklevel=2)
+            warnings.warn(
+                f"The sentinel process of {worker} could not be started: {error}. Hangs in C code "
+                "that holds the interpreter's lock will not be detected.",
+                stacklevel=2,
+            )
         finally:
             os.close(file)
 
     def say(self, limit_s: float) -> None:
-        """Python runs, and has to again within `limit_s`."""
+        """Notes that Python runs, and must run again within `limit_s` seconds."""
         if self._note is not None:
             _NOTE.pack_into(self._note, 0, time.monotonic(), limit_s)
 
@@ -82,7 +86,7 @@ class Sentinel:
 
 
 def main(pid: int, file: int, worker: str) -> None:
-    """Runs the sentinel until the process is gone."""
+    """Runs the sentinel until the process has ended."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)
     try:
@@ -93,7 +97,7 @@ def main(pid: int, file: int, worker: str) -> None:
     ran_before, quiet_s, looked = 0.0, 0.0, time.monotonic()
     while not select.select([process], [], [], _LOOK_SECS)[0]:
         now = time.monotonic()
-        # Whoever stops this process' group stops the sentinel, too.
+        # A stop of the whole process group stops the sentinel, too: do not count that time.
         quiet_s, looked = quiet_s + min(now - looked, 2 * _LOOK_SECS), now
         ran, limit_s = _NOTE.unpack_from(note)
         if ran != ran_before or _is_stopped(pid):
@@ -105,8 +109,8 @@ def main(pid: int, file: int, worker: str) -> None:
 
 def _end(process: int, worker: str, quiet_s: float) -> None:
     print(
-        f"keras_distplug: {worker} has run no Python for {quiet_s:.1f} s, so that code in C keeps "
-        "the interpreter's lock. It is ended by SIGABRT; where it was, each thread's last call "
+        f"keras_distplug: {worker} has not run Python for {quiet_s:.1f} s: C code holds the "
+        "interpreter's lock. Ending it with SIGABRT. Stacks of all threads, most recent call "
         "first:",
         file=sys.stderr,
         flush=True,

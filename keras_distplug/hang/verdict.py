@@ -1,8 +1,8 @@
-"""Which worker the others wait for.
+"""Finds the worker that the others wait for.
 
-In synchronous training all stand still when one does, and from outside they look alike. So each is
-asked how far it has come, and what it is doing. Who has come less far than the others, or cannot
-answer, is waited for.
+In synchronous training, all workers stop when one does, and from outside they look alike. So all of
+them are asked for their progress and what they are doing. The one that is behind the others, or
+cannot answer, is the one that they wait for.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from keras_distplug.core.errors import AgreementError
 from keras_distplug.core.threads import within
 
 _THREAD = "keras_distplug-letters"
-_ANSWER_S = 1.5  # that a worker has to answer in, whose Python runs
+_ANSWER_S = 1.5  # enough for any worker whose Python runs
 _LOOK_AGAIN_S = 10.0
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a worker says of itself.
+    """A worker's report of its progress.
 
     Args:
-        moments: How often its training has got on, since all of them began.
-        doing: Such as "waits for its input in batch 7 of epoch 2".
-        awaits: What it waits for, if it can tell.
-        for_s: How long it has not got on.
-        limit_s: How long that may take.
-        silence_s: How long to stand still for a worker that does not answer: it may be anywhere.
+        moments: The number of times that its training has made progress since the start.
+        doing: Its activity, such as "waits for its input in batch 7 of epoch 2".
+        awaits: Whether it waits for its input or for other workers; None if not known.
+        for_s: The time in seconds since its last progress.
+        limit_s: The limit for that time, in seconds.
+        silence_s: The time in seconds to wait for a worker that does not answer, whose stage is not
+            known.
     """
 
     moments: int
@@ -55,11 +56,12 @@ class Report:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of asking everybody.
+    """The result of an inquiry.
 
     Args:
-        hang: What is told of it; None if those who are waited for still have time.
-        look_again_s: When to ask again then.
+        hang: A description of the hang; None if the worker that the others wait for is still within
+            its limit.
+        look_again_s: The time in seconds until the next inquiry in that case. Defaults to 0.
     """
 
     hang: str | None
@@ -67,77 +69,78 @@ class Verdict:
 
 
 def judge(
-    reports: Mapping[str, Report | None], unheard_s: Mapping[str, float] | None = None
+    reports: Mapping[str, Report | None], silent_for_s: Mapping[str, float] | None = None
 ) -> Verdict:
-    """Who is waited for, and has that taken too long?
+    """Decides which worker the others wait for, and whether it has exceeded its limit.
 
     Args:
-        reports: Of each worker; None of one that has not answered.
-        unheard_s: How long ago each has answered last. Who has never may have been silent all the
-            time.
+        reports: The reports by worker; None for a worker that has not answered.
+        silent_for_s: The seconds since the last answer, by worker. A missing worker has never
+            answered. Defaults to `None`: none has.
     """
     silent = [worker for worker, report in reports.items() if report is None]
-    heard = {worker: report for worker, report in reports.items() if report is not None}
+    answered = {worker: report for worker, report in reports.items() if report is not None}
     if silent:
-        # One answer may be late: of a busy machine, or of C code that keeps Python for a while.
-        lefts_s = {
+        # A single answer may be late, because of a busy machine or C code that blocks Python for a
+        # while.
+        remaining_s = {
             worker: min(
-                report.silence_s - min(report.for_s, (unheard_s or {}).get(worker, math.inf))
-                for report in heard.values()
+                report.silence_s - min(report.for_s, (silent_for_s or {}).get(worker, math.inf))
+                for report in answered.values()
             )
             for worker in silent
         }
-        overdue = [worker for worker in silent if lefts_s[worker] <= 0]
+        overdue = [worker for worker in silent if remaining_s[worker] <= 0]
         if not overdue:
-            return Verdict(None, min(*lefts_s.values(), _LOOK_AGAIN_S))
+            return Verdict(None, min(*remaining_s.values(), _LOOK_AGAIN_S))
         return Verdict(
-            f"{' and '.join(overdue)} did not answer: stopped (SIGSTOP), kept from running Python "
-            "by code in C, or without its `fit`"
+            f"{' and '.join(overdue)} did not answer: suspended (SIGSTOP), blocked in C code that "
+            "keeps Python from running, or no longer in `fit`"
         )
-    least = min(report.moments for report in heard.values())
-    last = {worker: report for worker, report in heard.items() if report.moments == least}
+    least = min(report.moments for report in answered.values())
+    last = {worker: report for worker, report in answered.items() if report.moments == least}
     waited_for = _only(last, "input") or _only(last, None) or last
     are_overdue = [report.is_overdue for report in waited_for.values()]
-    # Where all of them are at the same place, each may be the one that works.
-    are_equal = len(waited_for) == len(heard)
+    # If all are at the same point, any of them may be the one that still works.
+    are_equal = len(waited_for) == len(answered)
     if not (all(are_overdue) if are_equal else any(are_overdue)):
         left = [report.limit_s - report.for_s for report in waited_for.values()]
         left_s = max(left) if are_equal else min(left)
         return Verdict(None, min(max(left_s, 0.0), _LOOK_AGAIN_S))
-    told = "; ".join(f"{worker} {report}" for worker, report in waited_for.items())
-    if are_equal and len(heard) > 1 and not _only(heard, "input"):
-        told += ". None is behind the others: do all of them call the same collectives?"
-    return Verdict(told)
+    description = "; ".join(f"{worker} {report}" for worker, report in waited_for.items())
+    if are_equal and len(answered) > 1 and not _only(answered, "input"):
+        description += ". No worker is behind the others: check that all call the same collectives."
+    return Verdict(description)
 
 
 class Inquiry:
-    """Asks how far all workers have come: a process alone, itself."""
+    """An inquiry into the progress of workers; this one is for a single process."""
 
     def __init__(self, worker: str, report: Callable[[], Report]) -> None:
         self._worker = worker
         self._report = report
 
     def ask(self) -> Verdict:
-        """Asks everybody. Takes a few seconds at most."""
+        """Asks all workers. Takes a few seconds at most."""
         return judge({self._worker: self._report()})
 
     def tell(self, hang: str) -> None:
-        """Makes all workers that can hear end for this."""
+        """Makes all workers that can receive messages end because of this hang."""
 
     def leave(self) -> None:
-        """Waits, a little, if others cannot end in good order without this worker."""
+        """Waits for a short time if others cannot exit in order without this worker."""
 
     def close(self) -> None:
         return
 
 
-class InquiryTogether(Inquiry):
-    """Of the workers of a cluster.
+class ClusterInquiry(Inquiry):
+    """An inquiry into the progress of all workers of a cluster.
 
     Args:
-        channel: To the other workers, of this session.
-        report: What this worker says of itself, from any thread.
-        on_hang: Called, from a thread, with what another worker has found.
+        channel: This session's channel to the other workers.
+        report: Returns this worker's report. Called from any thread.
+        on_hang: Called in a thread with the description of a hang that another worker has found.
     """
 
     def __init__(
@@ -150,8 +153,8 @@ class InquiryTogether(Inquiry):
         self._silent: list[str] = []
         self._heard_s: dict[str, float] = {}
         self._rounds = itertools.count()
-        # A worker that is lost ends this training by itself.
-        self._mailbox = Mailbox(channel, self._on_letter, lambda error: None)
+        # Errors are ignored: a lost worker ends this training anyway.
+        self._mailbox = Mailbox(channel, self._on_message, lambda error: None)
 
     def ask(self) -> Verdict:
         round_ = f"{self._role.rank}-{next(self._rounds)}"
@@ -170,7 +173,7 @@ class InquiryTogether(Inquiry):
                 for worker, answer in zip(self._role.workers, answers, strict=True)
                 if answer is not None
             }
-        except TimeoutError:  # of the chief, which keeps the messages
+        except TimeoutError:  # from the chief, which stores the messages
             answers = [None] + [self._report()] * (self._role.world_size - 1)
         except AgreementError as error:
             report = self._report()
@@ -182,16 +185,16 @@ class InquiryTogether(Inquiry):
         return judge(reports, {each: now_s - at_s for each, at_s in self._heard_s.items()})
 
     def tell(self, hang: str) -> None:
-        if not self._can_be_heard():
+        if not self._is_chief_reachable():
             return
         try:
             self._send({"hang": hang, "silent": self._silent})
         except (TimeoutError, AgreementError):
-            return  # they come to it by themselves
+            return  # the others will find the hang on their own
 
     def leave(self) -> None:
-        # With the chief goes what the others hear by.
-        if not self._can_be_heard():
+        # The others receive messages through the chief, so the chief must exit last.
+        if not self._is_chief_reachable():
             return
         try:
             within(
@@ -208,7 +211,7 @@ class InquiryTogether(Inquiry):
     def close(self) -> None:
         self._mailbox.close()
 
-    def _on_letter(self, letter: str) -> None:
+    def _on_message(self, letter: str) -> None:
         said = json.loads(letter)
         if "hang" in said:
             self._silent = said["silent"]
@@ -218,7 +221,7 @@ class InquiryTogether(Inquiry):
         try:
             self._channel.tell_first(topic, json.dumps(asdict(self._report())))
         except AgreementError:
-            return  # as if it had not heard
+            return  # the other worker treats this as no answer
 
     def _answer(self, round_: str, rank: int, timeout_s: float) -> Report | None:
         try:
@@ -229,11 +232,11 @@ class InquiryTogether(Inquiry):
             raise
         return Report(**json.loads(answer))
 
-    def _can_be_heard(self) -> bool:
+    def _is_chief_reachable(self) -> bool:
         return self._role.workers[0] not in self._silent
 
     def _send(self, letter: Mapping[str, object]) -> None:
-        # TensorFlow waits forever for a frozen chief.
+        # Needs a timeout: TensorFlow waits forever for a frozen chief.
         within(_ANSWER_S, lambda: self._mailbox.send(json.dumps(letter)), _THREAD)
 
 

@@ -1,1 +1,1 @@
-"""`NaNWatchdog`: updates that are not finite are left out, explained, and their batches kept."""
+"""`NaNWatchdog`: skips non-finite updates, diagnoses them, and saves their batches."""

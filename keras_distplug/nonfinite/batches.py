@@ -1,4 +1,4 @@
-"""A batch of data as named arrays, and back."""
+"""Conversion of a batch of data to named arrays, and back."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 _PARTS = ("x", "y", "sample_weight")
 
 
-def taken_apart(batch: Any) -> tuple[Any, dict[str, Any]]:
-    """The arrays of `batch`, and how it is made of them.
+def split_batch(batch: Any) -> tuple[Any, dict[str, Any]]:
+    """Splits `batch` into its structure and its arrays.
 
-    Their names are those that Keras' steps have for them, `x`, `y` and `sample_weight`, or paths
-    that begin so, such as `x/image`.
+    The arrays are named like the arguments of Keras' steps, `x`, `y` and `sample_weight`, or by
+    paths that start with these, such as `x/image`.
 
     Args:
-        batch: Arrays, and None, in tuples, lists and dictionaries with keys of text.
+        batch: Arrays and None, in tuples, lists and dictionaries with string keys.
 
     Returns:
-        What `put_together` takes, JSON-able, and the arrays by name.
+        The structure for `join_batch`, as JSON-serializable values, and the arrays by name.
 
     Raises:
-        TypeError: For another kind of structure.
+        TypeError: If the batch has any other structure.
     """
     arrays: dict[str, Any] = {}
     if isinstance(batch, tuple) and 1 <= len(batch) <= len(_PARTS):
@@ -35,7 +35,7 @@ def _part(value: Any, name: str, arrays: dict[str, Any]) -> Any:
         return None
     if isinstance(value, Mapping):
         if strange := [key for key in value if not isinstance(key, str)]:
-            raise TypeError(f"Expected keys of text in `{name}`. Received: {strange[0]!r}")
+            raise TypeError(f"Expected string keys in `{name}`. Received: {strange[0]!r}")
         return {"dict": {key: _part(each, f"{name}/{key}", arrays) for key, each in value.items()}}
     if type(value) in (tuple, list):
         parts = [_part(each, f"{name}/{place}", arrays) for place, each in enumerate(value)]
@@ -45,20 +45,20 @@ def _part(value: Any, name: str, arrays: dict[str, Any]) -> Any:
             f"Expected `{name}` to be an array, or a tuple, list or dictionary of arrays. "
             f"Received: a {type(value).__name__}"
         )
-    while name in arrays:  # keys may have the same text, `/` included
+    while name in arrays:  # keys that contain `/` may lead to the same path
         name += "'"
     arrays[name] = value
     return {"array": name}
 
 
-def put_together(structure: Any, arrays: Mapping[str, Any]) -> Any:
-    """The inverse of `taken_apart`."""
+def join_batch(structure: Any, arrays: Mapping[str, Any]) -> Any:
+    """Rebuilds a batch, the inverse of `split_batch`."""
     if structure is None:
         return None
     ((kind, parts),) = structure.items()
     if kind == "array":
         return arrays[parts]
     if kind == "dict":
-        return {key: put_together(each, arrays) for key, each in parts.items()}
-    made = [put_together(each, arrays) for each in parts]
+        return {key: join_batch(each, arrays) for key, each in parts.items()}
+    made = [join_batch(each, arrays) for each in parts]
     return tuple(made) if kind == "tuple" else made

@@ -1,4 +1,4 @@
-"""Computes a batch once more, layer by layer, to find where it ceases to be finite."""
+"""Recomputes a batch layer by layer, to find the first non-finite value."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from keras_distplug.nonfinite import batches
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a step of one batch gives, computed by itself.
+    """The result of recomputing a step of one batch.
 
     Args:
-        origin: What is not finite first, on the way from the data to the gradients; None if loss
+        origin: The first non-finite value on the way from the data to the gradients; None if loss
             and gradients are finite.
-        loss: None if the step does not take it from `compute_loss`.
-        variables: Paths of those whose gradients are not finite.
+        loss: The loss; None if the step does not compute it with `compute_loss`.
+        variables: The paths of variables whose gradients are not finite.
     """
 
     origin: str | None
@@ -38,14 +38,14 @@ class Diagnosis:
 def diagnose(
     model: keras.Model, batch: Any, train_step: Callable[[Any], Any] | None = None
 ) -> Diagnosis:
-    """Computes a step of `batch`, and leaves the model as it is.
+    """Computes a step of `batch` without changing the model.
 
-    It runs operation by operation, and random layers draw what they would draw in the next step.
-    No other replica takes part. What the step does to anything but Keras' variables stays done.
+    The step runs eagerly, on this replica only, and random layers draw the numbers that they would
+    draw in the next step. Side effects of the step other than on Keras variables are not undone.
 
     Args:
         model: A compiled and built model.
-        batch: What its `train_step` takes, as arrays.
+        batch: The argument of its `train_step`, as arrays.
         train_step: The step. Defaults to that of `model`.
     """
     step = _Step(model)
@@ -61,10 +61,10 @@ def diagnose(
 
 @dataclass
 class _Step:
-    """What was seen of a step."""
+    """Observations made during a step."""
 
     model: keras.Model
-    layer: str | None = None  # the first one that comes to something that is not finite
+    layer: str | None = None  # the first one with a non-finite output
     losses: list[float] = field(default_factory=list)
     variables: list[str] = field(default_factory=list)
 
@@ -75,12 +75,12 @@ class _Step:
     def on_call(self, layer: keras.Layer, given: Any, made: Any) -> None:
         if self.layer is not None or _is_finite(made):
             return
-        # A name says more than a path that begins with that of the model.
+        # A name is clearer than a path, which starts with the model's name.
         name = f"layer `{layer.name}` ({type(layer).__name__})"
         if _is_finite(given):
-            self.layer = f"what {name} makes of finite inputs"
+            self.layer = f"the output of {name}, although its inputs are finite"
         else:
-            self.layer = f"what {name} is given, behind layers whose outputs are finite"
+            self.layer = f"the input of {name}, although the outputs of earlier layers are finite"
 
     def on_loss(self, loss: Any) -> None:
         if loss is not None:
@@ -89,7 +89,7 @@ class _Step:
     def on_gradients(
         self, optimizer: str, gradients: Sequence[Any], variables: Sequence[keras.Variable]
     ) -> None:
-        # Where a loss is scaled, gradients overflow for that alone.
+        # If the loss is scaled, gradients may overflow for that reason alone.
         of_model = getattr(self.model, optimizer)
         if isinstance(of_model, keras.optimizers.LossScaleOptimizer) and self.is_loss_finite:
             return
@@ -101,28 +101,28 @@ class _Step:
 
 
 def _origin(model: keras.Model, batch: Any, step: _Step) -> str:
-    for name, value in _named(batch).items():
+    for name, value in _named_arrays(batch).items():
         if not _is_finite(value):
-            return f"the batch: {_told(name, np.asarray(value))}"
+            return f"the batch ({_count_nonfinite(name, np.asarray(value))})"
     for variable in model.variables:
         if not _is_finite(variable.value):
             return f"the variable `{variable.path}`"
     if step.layer is not None:
         return step.layer
     if not step.is_loss_finite:
-        return "the loss, of outputs that are finite"
-    return f"the gradient of `{step.variables[0]}`, of a loss that is finite"
+        return "the loss, although the outputs are finite"
+    return f"the gradient of `{step.variables[0]}`, although the loss is finite"
 
 
-def _named(batch: Any) -> dict[str, Any]:
+def _named_arrays(batch: Any) -> dict[str, Any]:
     try:
-        return batches.taken_apart(batch)[1]
+        return batches.split_batch(batch)[1]
     except TypeError:
         flat = tf.nest.flatten(batch)
         return {f"array {i}": value for i, value in enumerate(flat) if value is not None}
 
 
-def _told(name: str, value: np.ndarray) -> str:
+def _count_nonfinite(name: str, value: np.ndarray) -> str:
     bad = ~np.isfinite(value)
     first = np.argwhere(bad)[0]
     sample = f", first in sample {first[0] + 1} of {len(value)}" if value.ndim else ""

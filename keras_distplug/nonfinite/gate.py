@@ -1,4 +1,4 @@
-"""A step that leaves the model as it is where its gradients or loss are not finite."""
+"""A gate in the training step that skips an update if its gradients or loss are not finite."""
 
 from __future__ import annotations
 
@@ -22,26 +22,27 @@ from keras_distplug.nonfinite.spikes import Window
 from keras_distplug.step.instrumentation import StepInstrument
 from keras_distplug.step.replica_step import ReplicaStep, scales_loss, size_of
 
-_Seen = tuple[tf.Tensor, ...]  # updates, loss, norm, both scores, and which gradients are finite
+# Updates, loss, norm, both scores, and which gradients are finite.
+_Observed = tuple[tf.Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What one replica had in a step whose update was not applied.
+    """The values of one replica in a step whose update was not applied.
 
     Args:
         replica: Its number among all replicas of all workers.
-        optimizer: That whose update it was, as the model's attribute.
-        updates: How many that one had applied before.
-        call: Which one it was of those that the optimizer applies in a step, from 0.
-        loss: Its own; None where the step does not take it from `compute_loss`.
-        norm: Of its own gradients.
-        score: How far the norm of the sum of all replicas' gradients is from those before it, by
-            `Window`; None where that is not finite, or not asked for.
+        optimizer: The model's attribute that holds the update's optimizer.
+        updates: The number of updates that this optimizer had applied before.
+        call: The index of the update among those that the optimizer applies in one step, from 0.
+        loss: The replica's loss; None if the step does not compute it with `compute_loss`.
+        norm: The norm of the replica's gradients.
+        score: The score by `Window` of the norm of all replicas' summed gradients; None if it is
+            not finite or not enabled.
         loss_score: The same for the mean of all samples' losses.
-        variables: Paths of those whose gradients, of this replica alone, are not finite.
-        batch: Its part of the batch, as the step got it; None where a function within the step
-            applies the update, or where it has sparse or ragged tensors.
+        variables: The paths of variables for which this replica's own gradients are not finite.
+        batch: The replica's part of the batch; None if a function within the step applies the
+            update, or if the batch has sparse or ragged tensors.
     """
 
     replica: int
@@ -57,19 +58,19 @@ class Fault:
 
     @property
     def is_finite(self) -> bool:
-        """Whether what this replica has itself is."""
+        """True if this replica's own loss and gradients are finite."""
         return not self.variables and (self.loss is None or math.isfinite(self.loss))
 
 
 class NaNGate(StepInstrument):
-    """Allows no update whose gradients, summed over all replicas, or whose loss on any replica, are
-    not finite.
+    """Prevents updates for which the gradients, summed over all replicas, or the loss of any
+    replica are not finite.
 
-    That is decided in the step, with no collective of its own: a replica whose loss is not finite
-    sends NaN as one of its gradients.
+    The decision is made within the step, without an additional collective: a replica whose loss is
+    not finite sends NaN as one of its gradients.
 
-    A `LossScaleOptimizer` leaves out by itself what its scale makes overflow; there, the loss
-    decides, or data that are not finite.
+    A `LossScaleOptimizer` skips updates that its scale makes overflow on its own; with it, only
+    non-finite losses or data count.
     """
 
     decides = True
@@ -77,36 +78,36 @@ class NaNGate(StepInstrument):
     def __init__(self, model: keras.Model) -> None:
         self._model = model
         self.max_score: float | None = None
-        self._windows: dict[str, list[Window]] = {}  # of what, for each replica of this process
+        self._windows: dict[str, list[Window]] = {}  # by quantity, one per replica of this process
         self._faults: list[Fault] = []
-        self.sees_updates = False  # once traced: whether an optimizer has been asked to apply
-        self.calls: dict[str, int] = {}  # by optimizer: how many updates a step has
+        self.sees_updates = False  # true once a traced step applies an update
+        self.calls: dict[str, int] = {}  # by optimizer: the number of updates per step
         self._traced: dict[str, _Traced] = {}
 
     def set_up(self, max_score: float | None = None) -> None:
-        """To be called before each `fit`.
+        """Prepares for a `fit`; must be called before every one.
 
         Args:
-            max_score: An update whose loss, or gradients' norm, is farther above those before, by
-                the score of `Window`, is not applied either.
+            max_score: An update is not applied either if the score by `Window` of its loss or of
+                its gradients' norm is greater than this. Defaults to `None`: no such limit.
         """
         self._faults = []
         self.max_score = max_score
         here = replicas_here(self._model.distribute_strategy)
         for name in models.optimizers_of(self._model) if max_score is not None else ():
-            for what, by_logarithm in ((_norms_of(name), True), (_losses_of(name), False)):
+            for what, by_logarithm in ((_norms_key(name), True), (_losses_key(name), False)):
                 if what not in self._windows:
                     self._windows[what] = [Window(by_logarithm=by_logarithm) for _ in range(here)]
 
     def faults(self) -> list[Fault]:
-        """Those of this process's replicas since the last call."""
+        """Returns the faults of this process's replicas since the last call."""
         if not self._faults:
             return []
         found, self._faults = self._faults, []
         return found
 
     def windows(self) -> dict[str, list[float]]:
-        """What is known of the losses and the norms of each optimizer's gradients."""
+        """Returns the state of the windows of losses and gradient norms of all optimizers."""
         return {what: replicas[0].state() for what, replicas in self._windows.items()}
 
     def set_windows(self, known: Mapping[str, Sequence[float]]) -> None:
@@ -114,12 +115,12 @@ class NaNGate(StepInstrument):
             for window in replicas:
                 window.set_state(known.get(what, []))
 
-    def _window_of(self, what: str, step: ReplicaStep) -> Window:
-        """That of this replica: each keeps its own, which are the same."""
+    def _get_window(self, what: str, step: ReplicaStep) -> Window:
+        """Returns this replica's window. Every replica has one, with the same values."""
         replicas = self._windows[what]
         return replicas[int(tf.get_static_value(step.replica)) % len(replicas)]
 
-    def _name_of(self, optimizer: keras.optimizers.Optimizer) -> str:
+    def _optimizer_name(self, optimizer: keras.optimizers.Optimizer) -> str:
         named = models.optimizers_of(self._model)
         return next(name for name, each in named.items() if each is optimizer)
 
@@ -138,7 +139,7 @@ class NaNGate(StepInstrument):
             return gradients
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         place = min(present, key=lambda i: size_of(gradients[i]))
-        spoiled = _spoiled_unless(_has_sound_loss(step), gradients[place])
+        spoiled = _poison_unless(_has_sound_loss(step), gradients[place])
         return [*gradients[:place], spoiled, *gradients[place + 1 :]]
 
     def allows(
@@ -150,21 +151,21 @@ class NaNGate(StepInstrument):
         variables: Sequence[keras.Variable],
     ) -> tf.Tensor | None:
         norm = step.norm_of_sum(summed)
-        name = self._name_of(optimizer)
+        name = self._optimizer_name(optimizer)
         score = loss_score = tf.constant(math.nan)
         if scales_loss(optimizer):
-            # A finite loss whose gradients are not is mostly due to the scale. But some kernels
-            # make numbers of the NaN they are given.
+            # If only the gradients are not finite, the cause is usually the scale. But some kernels
+            # turn NaN in their inputs into numbers, so check the data as well.
             due_to_data = ~_has_sound_data(step) & ~tf.math.is_finite(norm)
-            ok = _on_all(_has_sound_loss(step) & ~due_to_data)
+            ok = _all_replicas(_has_sound_loss(step) & ~due_to_data)
         else:
             ok = tf.math.is_finite(norm)
         if self.max_score is not None and not scales_loss(optimizer):
-            norms = self._window_of(_norms_of(name), step)
+            norms = self._get_window(_norms_key(name), step)
             score = norms.score(norm)
             ok &= score <= self.max_score
             if step.losses:
-                losses, mean = self._window_of(_losses_of(name), step), step.loss_of_all()
+                losses, mean = self._get_window(_losses_key(name), step), step.loss_of_all()
                 loss_score = losses.score(mean)
                 ok &= loss_score <= self.max_score
                 losses.learn_if(ok, mean)
@@ -181,7 +182,7 @@ class NaNGate(StepInstrument):
         )
         updates, loss = tf.identity(optimizer.iterations), step.loss()
 
-        def seen() -> _Seen:
+        def seen() -> _Observed:
             own_norm = step.norm(own)
             soundness = tf.stack([_is_sound(gradient) for _, gradient in pairs])
             return updates, loss, own_norm, score, loss_score, soundness
@@ -189,19 +190,19 @@ class NaNGate(StepInstrument):
         if step.is_compiled:
             step.carried[f"{name}, update {call}"] = (ok, seen())
         else:
-            self._note_unless(ok, traced, seen, step)
+            self._record_unless(ok, traced, seen, step)
         return ok
 
     def after(self, step: ReplicaStep, logs: Any) -> None:
         if step.is_compiled:
             for name in step.carried.keys() & self._traced.keys():
                 ok, seen = step.carried[name]
-                self._note_unless(ok, self._traced[name], functools.partial(tuple, seen), step)
+                self._record_unless(ok, self._traced[name], functools.partial(tuple, seen), step)
 
-    def _note_unless(
-        self, ok: tf.Tensor, traced: _Traced, seen: Callable[[], _Seen], step: ReplicaStep
+    def _record_unless(
+        self, ok: tf.Tensor, traced: _Traced, seen: Callable[[], _Observed], step: ReplicaStep
     ) -> None:
-        """Has a fault noted, with what this replica has, unless all is well."""
+        """Adds operations that record a fault with this replica's values, unless `ok`."""
         batch, number = step.batch, step.replica
         if not all(
             each is None or (isinstance(each, tf.Tensor) and gates.is_here(each))
@@ -209,7 +210,7 @@ class NaNGate(StepInstrument):
         ):
             batch = None
 
-        gate = weakref.ref(self)  # TensorFlow keeps what it calls, and its graphs, for good
+        gate = weakref.ref(self)  # TensorFlow never releases graphs and the functions they call
 
         def note(number: Any, updates: Any, *noted: Any) -> np.ndarray:
             loss, norm, score, loss_score, soundness, *flat = noted
@@ -223,7 +224,7 @@ class NaNGate(StepInstrument):
                 float(score) if np.isfinite(score) else None,
                 float(loss_score) if np.isfinite(loss_score) else None,
                 tuple(v for v, ok in zip(traced.variables, soundness, strict=True) if not ok),
-                _packed(batch, flat),
+                _pack(batch, flat),
             )
             if (notes := gate()) is not None:
                 notes._faults.append(fault)
@@ -239,7 +240,7 @@ class NaNGate(StepInstrument):
 
 @dataclass(frozen=True)
 class _Traced:
-    """What is known of an optimizer's update when a step is traced."""
+    """The properties of an optimizer's update that are known when a step is traced."""
 
     optimizer: str
     call: int
@@ -247,11 +248,11 @@ class _Traced:
     has_loss: bool
 
 
-def _norms_of(optimizer: str) -> str:
+def _norms_key(optimizer: str) -> str:
     return f"{optimizer}, norms"
 
 
-def _losses_of(optimizer: str) -> str:
+def _losses_key(optimizer: str) -> str:
     return f"{optimizer}, losses"
 
 
@@ -271,15 +272,15 @@ def _is_sound(gradient: Any) -> tf.Tensor:
     return tf.reduce_all(tf.math.is_finite(dense(gradient)))
 
 
-def _spoiled_unless(sound: tf.Tensor, gradient: Any) -> Any:
+def _poison_unless(sound: tf.Tensor, gradient: Any) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
-        values = _spoiled_unless(sound, gradient.values)
+        values = _poison_unless(sound, gradient.values)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return tf.where(sound, gradient, tf.cast(math.nan, gradient.dtype))
 
 
-def _on_all(sound: tf.Tensor) -> tf.Tensor:
-    """Whether it is so on all replicas."""
+def _all_replicas(sound: tf.Tensor) -> tf.Tensor:
+    """Returns a tensor that is true if `sound` is true on all replicas."""
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
         return sound
@@ -287,8 +288,8 @@ def _on_all(sound: tf.Tensor) -> tf.Tensor:
     return tf.equal(unsound, 0)
 
 
-def _packed(batch: Any, flat: Sequence[Any]) -> Any:
-    """The values of a batch, in its structure."""
+def _pack(batch: Any, flat: Sequence[Any]) -> Any:
+    """Packs flat values into the structure of a batch."""
     values = iter(flat)
     filled = [None if each is None else next(values) for each in tf.nest.flatten(batch)]
     return tf.nest.pack_sequence_as(batch, filled)

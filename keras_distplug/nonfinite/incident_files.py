@@ -1,6 +1,6 @@
-"""Batches whose update was left out, as files beside the runs.
+"""Batches of skipped updates, stored as files alongside the runs.
 
-A file is a safetensors file of the batch's arrays, whose metadata say the rest.
+Every file is a safetensors file of the batch's arrays, with everything else in its metadata.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ _NAME = re.compile(r"\d{8}T\d{6}Z-.*\.safetensors")
 
 @dataclass(frozen=True)
 class Incident:
-    """An update that was left out, as one replica met it.
+    """A skipped update, as seen by one replica.
 
     Args:
         run: The run's name.
-        epoch: Counted from 0.
-        batch: In the epoch, counted from 0; of an execution of several steps, its first one.
-        replica: Its number among all replicas.
-        told: What was said of it.
-        created_utc: ISO 8601, to the second.
+        epoch: The index of the epoch, from 0.
+        batch: The index of the batch in the epoch, from 0; the first one of an execution of several
+            steps.
+        replica: The replica's number among all replicas.
+        told: The message about it.
+        created_utc: The time in ISO 8601, in seconds.
     """
 
     run: str
@@ -51,11 +52,11 @@ class Incident:
     def __post_init__(self) -> None:
         if min(self.epoch, self.batch, self.replica) < 0:
             raise ValueError(f"Expected numbers of at least 0. Received: {self}")
-        self.name  # noqa: B018 (raises if the time is none)
+        self.name  # noqa: B018 (raises if the time is invalid)
 
     @property
     def name(self) -> str:
-        """That of its file."""
+        """The name of its file."""
         made = datetime.datetime.fromisoformat(self.created_utc)
         place = f"epoch-{self.epoch + 1}-batch-{self.batch + 1}-replica-{self.replica}"
         return f"{made:%Y%m%dT%H%M%SZ}-{place}.safetensors"
@@ -66,13 +67,12 @@ class Incident:
 
 
 def encode(incident: Incident, batch: Any) -> Iterator[memoryview]:
-    """The parts of an incident's file.
+    """Yields the parts of an incident's file.
 
     Raises:
-        TypeError: For a batch of other things than arrays of numbers in tuples, lists and
-            dictionaries.
+        TypeError: If the batch is not made of numeric arrays in tuples, lists and dictionaries.
     """
-    structure, arrays = batches.taken_apart(batch)
+    structure, arrays = batches.split_batch(batch)
     variables = codec.specs_of(arrays)
     pieces = codec.share(variables, 0, 1)
     metadata = {
@@ -94,28 +94,28 @@ def _digest(header: Mapping[str, Any], data: Iterable[bytes | memoryview]) -> st
 
 
 def names(files: Files) -> list[str]:
-    """Those of all incidents' files, the oldest first."""
+    """Returns the names of all incidents' files, oldest first."""
     return [name for name in layout.names(files, FOLDER) if _NAME.fullmatch(name)]
 
 
 def read(files: Files, name: str | None = None) -> tuple[Incident, Any]:
-    """An incident, and its batch.
+    """Reads an incident and its batch.
 
     Args:
         files: The directory.
-        name: That of its file. Defaults to the newest.
+        name: The name of its file. Defaults to the newest.
 
     Raises:
-        NoCheckpointError: If there is none.
-        CorruptCheckpointError: If its file is no such file, or was changed.
+        NoCheckpointError: If there is no such incident.
+        CorruptCheckpointError: If its file is not an incident's file, or was changed.
         CheckpointError: If it cannot be read.
     """
     there = names(files)
     if not there or name not in (None, *there):
         what = "no incident" if name is None else f"no incident {name!r}"
         raise NoCheckpointError(
-            f"{files.where(FOLDER)} holds {what}. Those there: {', '.join(there) or 'none'}. A "
-            "NaNWatchdog beside a BackupAndRestore keeps them."
+            f"{files.where(FOLDER)} contains {what}. Existing ones: {', '.join(there) or 'none'}. "
+            "A NaNWatchdog saves them there when used with a BackupAndRestore."
         )
     path = f"{FOLDER}/{name or there[-1]}"
     try:
@@ -130,7 +130,7 @@ def read(files: Files, name: str | None = None) -> tuple[Incident, Any]:
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(
-            f"{files.where(path)} is no file of an incident: {error!r}."
+            f"{files.where(path)} is not the file of an incident: {error!r}."
         ) from error
 
 
@@ -138,7 +138,7 @@ def _decoded(file: bytes) -> tuple[Incident, Any]:
     begin = 8 + int.from_bytes(file[:8], "little")
     header, data = json.loads(file[8:begin]), memoryview(file)[begin:]
     metadata = header["__metadata__"]
-    # Earlier releases wrote none.
+    # Earlier releases wrote no digest.
     digest = metadata.pop(_DIGEST, None)
     if digest is not None and digest != _digest(header, [data]):
         raise ChangedError
@@ -152,5 +152,5 @@ def _decoded(file: bytes) -> tuple[Incident, Any]:
         arrays[key] = np.frombuffer(data[offset:end], np.dtype(dtype)).reshape(spec.shape)
         offset = end
     if offset != len(data):
-        raise ValueError(f"arrays of {offset} bytes, in a file with {len(data)}")
-    return incident, batches.put_together(json.loads(metadata["structure"]), arrays)
+        raise ValueError(f"expected {offset} bytes of arrays, received {len(data)}")
+    return incident, batches.join_batch(json.loads(metadata["structure"]), arrays)

@@ -1,4 +1,4 @@
-"""Looks into batches whose update was left out, and keeps them."""
+"""Diagnoses the batches of skipped updates, and saves them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _ENDING_S = 60.0
 
 
 class Incidents:
-    """Those of one worker, in one training.
+    """The incidents of one worker in one training.
 
     Args:
-        instrumentation: That of the model.
-        keeper: Whose directory they are kept in; None where there is none.
-        limit: So many are looked into.
+        instrumentation: The instrumentation of the model.
+        keeper: The keeper of the directory to save them in; None if there is no directory.
+        limit: The maximum number of incidents.
     """
 
     def __init__(
@@ -32,37 +32,37 @@ class Incidents:
     ) -> None:
         self._instrumentation = instrumentation
         self._keeper = keeper
-        self._left = limit
+        self._remaining = limit
         self._writing: list[tuple[str, Future[str]]] = []
 
-    def takes(self, fault: Fault) -> bool:
-        """Whether `fault` is one that is looked into."""
-        if not self._left or fault.batch is None:
+    def accepts(self, fault: Fault) -> bool:
+        """True if `fault` should be diagnosed and saved, which counts toward the limit."""
+        if not self._remaining or fault.batch is None:
             return False
-        self._left -= 1
+        self._remaining -= 1
         return True
 
     def diagnosis(self, fault: Fault) -> Diagnosis | None:
-        """What its batch gives once more; None, with a warning, if that cannot be computed."""
+        """Recomputes the batch of `fault`; None, with a warning, if that fails."""
         try:
             of_model = self._instrumentation
             return diagnose(of_model.model, fault.batch, of_model.stock["train_step"])
         except Exception as error:  # noqa: BLE001 (the step may be the user's)
             warnings.warn(
-                f"The batch of replica {fault.replica}, whose update was left out, could not be "
-                f"computed once more: {type(error).__name__}: {error}",
+                f"The batch of replica {fault.replica}, whose update was skipped, could not be "
+                f"recomputed: {type(error).__name__}: {error}",
                 stacklevel=2,
             )
             return None
 
-    def keep(self, fault: Fault, epoch: int, batch: int, told: str) -> None:
+    def save(self, fault: Fault, epoch: int, batch: int, told: str) -> None:
         """Writes the batch of `fault` in a thread.
 
         Args:
-            fault: One that `takes` has said yes to.
-            epoch: Counted from 0.
-            batch: In the epoch, counted from 0.
-            told: What is said of it.
+            fault: A fault for which `accepts` returned `True`.
+            epoch: The index of the epoch, from 0.
+            batch: The index of the batch in the epoch, from 0.
+            told: The message about it.
         """
         if self._keeper is None:
             return
@@ -77,27 +77,30 @@ class Incidents:
         write = functools.partial(self._keeper.keep_file, incident.path, parts)
         self._writing.append((incident.name, in_daemon(write, "keras_distplug-incident")))
 
-    def look_after(self) -> None:
-        """Says what has become of those that were written."""
-        if not self._writing:  # in every step
+    def report_finished(self) -> None:
+        """Reports the batches that have been written since the last call."""
+        if not self._writing:  # called in every step
             return
         for name, future in [each for each in self._writing if each[1].done()]:
             self._writing.remove((name, future))
             if (error := future.exception()) is not None:
                 _warn(name, error)
             else:
-                announce(f"the batch is kept in {future.result()}; `keras-distplug replay` it")
+                announce(
+                    f"the batch was saved to {future.result()}: inspect it with "
+                    "`keras-distplug replay`"
+                )
 
     def end(self) -> None:
-        """Waits for those that are being written, but not for ever."""
+        """Waits for batches that are being written, up to a time limit."""
         wait([future for _, future in self._writing], _ENDING_S)
-        self.look_after()
+        self.report_finished()
         for name, _ in self._writing:
-            _warn(name, TimeoutError(f"it is not written after {_ENDING_S:g} s"))
+            _warn(name, TimeoutError(f"writing took longer than {_ENDING_S:g} s"))
         self._writing.clear()
 
 
 def _warn(name: str, error: BaseException) -> None:
     warnings.warn(
-        f"The batch {name}, whose update was left out, could not be kept: {error}", stacklevel=2
+        f"The batch {name}, whose update was skipped, could not be saved: {error}", stacklevel=2
     )

@@ -1,4 +1,4 @@
-"""Keeping NaN out of a training, and saying where it came from."""
+"""The callback that keeps NaN out of the model and reports its origin."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from keras_distplug.core.log import announce
 from keras_distplug.core.reporting import report
 from keras_distplug.nonfinite.gate import Fault, NaNGate
 from keras_distplug.nonfinite.incidents import Incidents
-from keras_distplug.nonfinite.skipped_updates import LeftOut, OfReplica, culprits_of
-from keras_distplug.nonfinite.skips_on_workers import LeftOutOnWorkers
+from keras_distplug.nonfinite.skipped_updates import LeftOut, OfReplica, find_culprits
+from keras_distplug.nonfinite.skips_on_workers import WorkerSkips
 from keras_distplug.step.executions import Executions
 from keras_distplug.step.instrumentation import StepInstrumentation
 
@@ -39,17 +39,18 @@ _ENDING_S = 60.0
 
 
 class NaNWatchdog(Watchdog):
-    """Keeps updates that are not finite out of the model, and says which replica they came from.
+    """Skips non-finite updates of the model, and reports the replicas that they came from.
 
-    One NaN in the data of one replica makes all weights NaN on all of them. Here, an update whose
-    gradients or loss are not finite on any replica is not applied on any, which is decided within
-    the step; metrics and the statistics of BatchNormalization stay as they were, too. The training
-    goes on as if that batch had not been there (but for what random layers have drawn for it).
+    A single NaN in the data of one replica makes all weights NaN on all replicas. With this
+    callback, an update whose gradients or loss are not finite on any replica is not applied on any
+    of them, which is decided within the step; metrics and the statistics of BatchNormalization do
+    not change, either. Training continues as if that batch had not existed (except that random
+    layers have advanced).
 
-    Where that does not help, the model is given the values of the newest checkpoint and training
-    goes on with the batch that comes next: what came since the checkpoint is left out, as Chowdhery
-    et al. (2022), "PaLM: Scaling Language Modeling with Pathways", section 5.1, do it by hand. If
-    it happens again, training ends with an error.
+    After too many consecutive skips, the model is rolled back to the newest checkpoint, and
+    training continues with the next batch: all batches since the checkpoint are skipped, as
+    Chowdhery et al. (2022), "PaLM: Scaling Language Modeling with Pathways", section 5.1, do
+    manually. If that does not help, training ends with an error.
 
     Example:
 
@@ -58,38 +59,39 @@ class NaNWatchdog(Watchdog):
     model.fit(ds, epochs=10, callbacks=[*kd.defaults("runs/mnist"), watchdog])
     ```
 
-    - It is among `defaults()`; one of your own takes its place.
-    - What a `LossScaleOptimizer` leaves out for its own scale is not a fault; there, a loss that is
-      not finite is one.
-    - It sees what goes through `optimizer.apply` or `apply_gradients`, also of a `train_step` of
-      your own, and losses from `compute_loss`. It says so if there is nothing of that.
-    - Variables other than Keras' own, in layers of yours, are not put back.
-    - Under ParameterServerStrategy, workers leave out and count, and the chief asks each second: it
-      is not known whose updates they were, `max_score` and `max_incidents` do not apply, and how
-      many there are in a row is as near as overlapping steps tell.
-    - With `jit_compile=True` XLA compiles a step with this in it to other instructions, whose last
-      bits differ from those without. **Not verified on GPU.**
+    - It is among `defaults()`; adding your own instance replaces that one.
+    - An update that a `LossScaleOptimizer` skips because of its scale is not a fault; a non-finite
+      loss is one.
+    - It covers updates through `optimizer.apply` or `apply_gradients`, including those of a custom
+      `train_step`, and losses from `compute_loss`. It warns if the model uses neither.
+    - Variables in custom layers that are not Keras variables are not restored.
+    - Under ParameterServerStrategy, workers skip and count updates, and the chief requests the
+      counts every second: the workers they came from are not known, `max_score` and
+      `max_incidents` do not apply, and the number of consecutive skips is approximate, because
+      steps overlap.
+    - With `jit_compile=True`, XLA compiles a step to different instructions with this callback, so
+      results may differ in the last bits from those without it. **Not verified on GPU.**
 
     Args:
-        max_skips: So many updates in a row are left out. Defaults to 5.
-        max_rollbacks: So often, in one training, the model is given the values of a checkpoint
-            then. It takes a `BackupAndRestore`. Defaults to 1.
-        max_score: An update is left out, too, if its loss, or the norm of its gradients, is farther
-            than this above those of the last 128: a robust z-score of the loss, and of the norm's
-            logarithm, by their median and median absolute deviation, which those that were left out
-            are not among. 10 finds what is far outside. The first 32 are not looked at, nor are
-            those of a `LossScaleOptimizer`. Several replicas tell each other their losses in each
-            step for that. Defaults to `None`, which looks at none.
-        max_incidents: So many batches whose update was left out are looked into by each worker in
-            one training: computed once more, operation by operation, to say what is not finite
-            first, or that this time all is; and kept as safetensors files in the folder
-            `incidents` of the `BackupAndRestore`'s directory, for `keras-distplug replay`. They
-            hold your data; 0 keeps none. Defaults to 8.
-        on_fault: Called with each `LeftOut`, on every worker. Defaults to `None`.
+        max_skips: The maximum number of consecutive updates to skip. Defaults to 5.
+        max_rollbacks: The maximum number of rollbacks to a checkpoint in one training. Requires a
+            `BackupAndRestore`. Defaults to 1.
+        max_score: A threshold for outliers: an update is also skipped if the robust z-score of its
+            loss, or of the logarithm of its gradients' norm, is greater than this. The score uses
+            the median and the median absolute deviation of the last 128 updates that were not
+            skipped; 10 finds only extreme outliers. The first 32 updates, and those of a
+            `LossScaleOptimizer`, are not checked. With several replicas, this adds an exchange of
+            losses to every step. Defaults to `None`: no check.
+        max_incidents: The maximum number of skipped batches that every worker diagnoses in one
+            training. Such a batch is recomputed eagerly to find the first non-finite value (or to
+            find that the fault was transient), and saved as a safetensors file in the folder
+            `incidents` of the `BackupAndRestore`'s directory, for `keras-distplug replay`. These
+            files contain your data; 0 disables them. Defaults to 8.
+        on_fault: A function called with every `LeftOut`, on every worker. Defaults to `None`.
 
     Raises:
-        ConfigurationError: For an argument that is not usable.
-        NonFiniteError: In `fit`, if nothing of this helps.
+        ConfigurationError: If an argument is invalid.
+        NonFiniteError: In `fit`, if neither skipping nor rolling back helps.
     """
 
     def __init__(
@@ -114,42 +116,42 @@ class NaNWatchdog(Watchdog):
             )
         self.max_score = max_score
         self.on_fault = on_fault
-        self._in_a_row = 0
+        self._consecutive = 0
         self._rollbacks = 0
-        self._has_trained: bool | None = None  # in this epoch, as far as anything is known of it
-        self._trained = self._left_out = 0
-        self._has_gate = False  # not where another one does the work
-        self._on_workers: LeftOutOnWorkers | None = None
+        self._has_trained: bool | None = None  # in this epoch; None if not known yet
+        self._trained = self._skipped = 0
+        self._has_gate = False  # false if another instance does the work
+        self._on_workers: WorkerSkips | None = None
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "in_a_row": self._in_a_row,
+            "in_a_row": self._consecutive,
             "rollbacks": self._rollbacks,
-            "of_epoch": [self._has_trained, self._trained, self._left_out],
+            "of_epoch": [self._has_trained, self._trained, self._skipped],
             "windows": self._gate.windows() if self._has_gate else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._in_a_row, self._rollbacks = state["in_a_row"], state["rollbacks"]
-        # An epoch may be gone into that has no batch left.
+        self._consecutive, self._rollbacks = state["in_a_row"], state["rollbacks"]
+        # Needed if training resumes at the end of an epoch, with no batch left in it.
         of_epoch = state.get("of_epoch", (None, 0, 0))
-        self._has_trained, self._trained, self._left_out = of_epoch
+        self._has_trained, self._trained, self._skipped = of_epoch
         if self._has_gate:
             self._gate.set_windows(state["windows"])
 
-    # Keras' hooks, in the order in which they come
+    # Keras hooks, in the order in which they are called
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         trainer.adapt(model)
-        # Here, because Keras makes the step before `on_train_begin`.
+        # Must happen here, because Keras builds the step before `on_train_begin`.
         if self.stands_aside(callback_list.move_to_front(self)):
             return
         self._instrumentation = StepInstrumentation.of(model)
         self._gate = self._instrumentation.shared(NaNGate)
         self._on_workers = None
         if is_scheduled(model.distribute_strategy):
-            self._on_workers = LeftOutOnWorkers(model)
+            self._on_workers = WorkerSkips(model)
             return
         self._has_gate = True
         self._gate.set_up(self.max_score)
@@ -174,20 +176,21 @@ class NaNWatchdog(Watchdog):
             self.model.distribute_strategy.num_replicas_in_sync if self._on_workers is None else 0
         )
         self._where = f"{self._role.name} on {socket.gethostname()}"
-        self._in_a_row = self._rollbacks = 0
+        self._consecutive = self._rollbacks = 0
         self._gate.set_windows({})
         self._incidents = Incidents(self._instrumentation, self._keeper, self.max_incidents)
         self._is_new = self._on_workers is None
         if self._on_workers is not None:
             announce(
-                "NaNWatchdog: workers leave out what is not finite and count it; whose it was, "
-                "`max_score` and `max_incidents` do not apply where they train each for itself"
+                "NaNWatchdog: workers skip and count non-finite updates. Because they train "
+                "asynchronously, the worker is not reported, and `max_score` and `max_incidents` "
+                "do not apply"
             )
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         self._epoch = epoch
         self._has_trained = None
-        self._trained = self._left_out = 0
+        self._trained = self._skipped = 0
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         self._batch = batch
@@ -196,7 +199,7 @@ class NaNWatchdog(Watchdog):
         if self._on_workers is not None or self.model.steps_per_execution == 1:
             return
         optimizer = self.model.optimizer
-        # A `LossScaleOptimizer` does not count what it leaves out itself.
+        # A `LossScaleOptimizer` does not count the updates that it skips itself.
         if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer | None):
             self._updates = int(optimizer.iterations.numpy())
 
@@ -204,24 +207,24 @@ class NaNWatchdog(Watchdog):
         trained = self._executions.end()
         if self._on_workers is not None:
             self._trained += trained
-            self._hear_of_workers(self._on_workers, at_once=False)
+            self._poll_workers(self._on_workers, force=False)
             return
         if self._is_new:
-            self._say_what_is_not_seen()
-        self._incidents.look_after()
+            self._warn_if_unobservable()
+        self._incidents.report_finished()
         faults = self._gate.faults()
-        steps = self._of_steps(faults) if faults else []
+        steps = self._group_by_step(faults) if faults else []
         if not steps:
-            self._in_a_row, self._has_trained = 0, True
+            self._consecutive, self._has_trained = 0, True
             return
-        self._look_at(steps, trained, logs)
+        self._handle_faults(steps, trained, logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self._on_workers is not None:
-            self._hear_of_workers(self._on_workers, at_once=True)
-            self._has_trained = self._left_out < self._trained if self._trained else None
+            self._poll_workers(self._on_workers, force=True)
+            self._has_trained = self._skipped < self._trained if self._trained else None
         if self._has_trained is False and logs is not None:
-            # Metrics of no batch are 0, which would be the best loss that there ever was.
+            # Without any batch, metrics are 0, which would look like the best loss of all.
             logs.update(
                 {name: math.nan for name in self.model.get_metrics_result() if name in logs}
             )
@@ -229,36 +232,38 @@ class NaNWatchdog(Watchdog):
     def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
         self._incidents.end()
 
-    # How
+    # Internals
 
-    def _say_what_is_not_seen(self) -> None:
+    def _warn_if_unobservable(self) -> None:
         self._is_new = False
         if not self._gate.sees_updates and self._role.is_chief:
             warnings.warn(
-                "NaNWatchdog sees no update of this model: its `train_step` calls neither "
+                "NaNWatchdog cannot observe this model's updates: its `train_step` calls neither "
                 "`optimizer.apply` nor `optimizer.apply_gradients` of an optimizer that the model "
-                "was compiled with or has as an attribute. What is not finite is not kept out.",
+                "was compiled with or has as an attribute. Non-finite updates are not skipped.",
                 stacklevel=2,
             )
 
-    def _hear_of_workers(self, workers: LeftOutOnWorkers, *, at_once: bool) -> None:
-        news = workers.news(at_once=at_once)
-        if not news or not news[0]:
+    def _poll_workers(self, workers: WorkerSkips, *, force: bool) -> None:
+        counts = workers.poll(force=force)
+        if not counts or not counts[0]:
             return
-        new, in_a_row = news
-        self._left_out += new
+        new, in_a_row = counts
+        self._skipped += new
         for later in reversed(range(new)):
-            self._in_a_row = max(1, in_a_row - later)
-            self._tell(None, (), None)
-        self._in_a_row = in_a_row
-        if self._in_a_row > self.max_skips:
-            self._climb()
-            workers.begin_anew()
+            self._consecutive = max(1, in_a_row - later)
+            self._report_skip(None, (), None)
+        self._consecutive = in_a_row
+        if self._consecutive > self.max_skips:
+            self._escalate()
+            workers.reset()
 
-    def _look_at(self, steps: list[list[Fault]], trained: int, logs: dict[str, Any] | None) -> None:
+    def _handle_faults(
+        self, steps: list[list[Fault]], trained: int, logs: dict[str, Any] | None
+    ) -> None:
         self._has_trained = bool(self._has_trained)
-        places = self._places(steps)
-        own = [self._looked_into(*each) for each in zip(steps, places, strict=True)]
+        places = self._step_indices(steps)
+        own = [self._diagnose_step(*each) for each in zip(steps, places, strict=True)]
         said = self._agreement.gather(
             "left out", json.dumps([[asdict(each) for each in step] for step in own])
         )
@@ -266,36 +271,36 @@ class NaNWatchdog(Watchdog):
         expected = 0
         for number, place in enumerate(places):
             if place is not None and place != expected:
-                self._in_a_row = 0
-            self._in_a_row += 1
-            expected = self._in_a_row if place is None else place + 1
+                self._consecutive = 0
+            self._consecutive += 1
+            expected = self._consecutive if place is None else place + 1
             replicas = [
                 OfReplica(**{**each, "variables": tuple(each["variables"])})
                 for worker in of_workers
                 for each in worker[number]
             ]
             first = steps[number][0]
-            # Only the sum has overflowed, where no score says more.
+            # Without a score, finite gradients of all replicas mean that only their sum overflowed.
             is_of_sum = first.score is None and all(each.is_finite for each in replicas)
-            culprits = () if is_of_sum else culprits_of(replicas)
-            self._keep_finite(steps[number], place, culprits)
-            self._tell(place, culprits, first)
+            culprits = () if is_of_sum else find_culprits(replicas)
+            self._save_finite(steps[number], place, culprits)
+            self._report_skip(place, culprits, first)
         if places[-1] not in (None, trained - 1):
-            self._in_a_row, self._has_trained = 0, True
-        if self._in_a_row > self.max_skips:
-            self._climb()
+            self._consecutive, self._has_trained = 0, True
+        if self._consecutive > self.max_skips:
+            self._escalate()
         if self._has_trained and logs is not None:
-            # Taken before the metrics were put back.
+            # The logs were computed before the metrics were restored.
             results = self.model.get_metrics_result()
             logs.update({name: results[name] for name in logs if name in results})
 
-    def _looked_into(self, step: list[Fault], place: int | None) -> list[OfReplica]:
-        """What the replicas of this process had in a step."""
+    def _diagnose_step(self, step: list[Fault], place: int | None) -> list[OfReplica]:
+        """Returns the faults of this process's replicas in a step, with diagnoses."""
         looked_into = []
-        # Of several updates of an optimizer in one step, the first tells most.
+        # If an optimizer has several faulty updates in one step, the first is the most telling.
         firsts = {(each.replica, each.optimizer): each for each in reversed(step)}
         for fault in sorted(firsts.values(), key=lambda each: each.replica):
-            looks = not fault.is_finite and self._incidents.takes(fault)
+            looks = not fault.is_finite and self._incidents.accepts(fault)
             diagnosis = self._incidents.diagnosis(fault) if looks else None
             replica = OfReplica(
                 fault.replica,
@@ -308,23 +313,24 @@ class NaNWatchdog(Watchdog):
             )
             looked_into.append(replica)
             if looks:
-                self._keep(fault, place, replica)
+                self._save_batch(fault, place, replica)
         return looked_into
 
-    def _keep_finite(
+    def _save_finite(
         self, step: list[Fault], place: int | None, culprits: Sequence[OfReplica]
     ) -> None:
-        """Those with finite gradients: who they came from takes all workers to know."""
+        """Saves the batches of finite faults, whose culprits are known only after all workers have
+        reported."""
         named = {each.replica: each for each in culprits}
         for fault in step:
-            if fault.is_finite and fault.replica in named and self._incidents.takes(fault):
-                self._keep(fault, place, named[fault.replica])
+            if fault.is_finite and fault.replica in named and self._incidents.accepts(fault):
+                self._save_batch(fault, place, named[fault.replica])
 
-    def _keep(self, fault: Fault, place: int | None, replica: OfReplica) -> None:
-        self._incidents.keep(fault, self._epoch, self._batch + (place or 0), str(replica))
+    def _save_batch(self, fault: Fault, place: int | None, replica: OfReplica) -> None:
+        self._incidents.save(fault, self._epoch, self._batch + (place or 0), str(replica))
 
-    def _of_steps(self, faults: list[Fault]) -> list[list[Fault]]:
-        """Those of the same step together, in the order of the steps."""
+    def _group_by_step(self, faults: list[Fault]) -> list[list[Fault]]:
+        """Groups faults by step, in the order of the steps."""
         if self.model.steps_per_execution == 1:
             return [faults] if faults else []
         steps: dict[int, list[Fault]] = {}
@@ -336,22 +342,22 @@ class NaNWatchdog(Watchdog):
             steps.setdefault(step, []).append(fault)
         return list(steps.values())
 
-    def _places(self, steps: list[list[Fault]]) -> list[int | None]:
-        """Which steps of an execution they are."""
+    def _step_indices(self, steps: list[list[Fault]]) -> list[int | None]:
+        """Returns the indices of `steps` in their execution; None for one that is not known."""
         if self.model.steps_per_execution == 1:
             return [0]
         places: list[int | None] = []
-        left_out = 0  # updates of the first replica that faults
+        skipped = 0  # updates of the first faulty replica
         for first, *others in steps:
             calls = self._gate.calls[first.optimizer]
             is_counted = self._updates is not None and first.optimizer == "optimizer"
-            tried = first.updates - (self._updates or 0) + left_out
+            tried = first.updates - (self._updates or 0) + skipped
             places.append(tried // calls if is_counted else None)
             mine = (first.replica, first.optimizer)
-            left_out += 1 + sum((each.replica, each.optimizer) == mine for each in others)
+            skipped += 1 + sum((each.replica, each.optimizer) == mine for each in others)
         return places
 
-    def _tell(
+    def _report_skip(
         self, place: int | None, culprits: tuple[OfReplica, ...], first: Fault | None
     ) -> None:
         fault = LeftOut(
@@ -361,42 +367,47 @@ class NaNWatchdog(Watchdog):
             self._replicas,
             None if first is None else first.score,
             None if first is None else first.loss_score,
-            self._in_a_row,
+            self._consecutive,
         )
         if self._role.is_chief:
             report(_as_event(fault))
-            announce(f"an update is left out, {self._in_a_row} in a row now. {fault}")
+            announce(f"an update was skipped ({self._consecutive} consecutive). {fault}")
         if self.on_fault is not None:
             self.on_fault(fault)
 
-    def _climb(self) -> None:
-        trouble = f"{self._in_a_row} updates in a row were not finite, or far from others"
-        if self._rollbacks >= self.max_rollbacks:
-            again = f", after {self._rollbacks} times of going back" if self._rollbacks else ""
-            raise self._end(f"{trouble}{again}")
+    def _escalate(self) -> None:
+        skips, rollbacks = self._consecutive, self._rollbacks
+        trouble = (
+            f"{skips} consecutive update{'s' * (skips > 1)} skipped (non-finite values or outliers)"
+        )
+        if rollbacks >= self.max_rollbacks:
+            again = f", even after {rollbacks} rollback{'s' * (rollbacks > 1)}" if rollbacks else ""
+            raise self._stop_with_error(f"{trouble}{again}")
         if self._keeper is None:
-            raise self._end(
-                f"{trouble}, and there is no keras_distplug.BackupAndRestore among the callbacks "
-                "to go back with"
+            raise self._stop_with_error(
+                f"{trouble}, and a rollback is not possible without a "
+                "keras_distplug.BackupAndRestore among the callbacks"
             )
         try:
             step = self._keeper.roll_back()
         except CheckpointError as error:
-            raise self._end(f"{trouble}, and going back failed: {error}") from error
+            raise self._stop_with_error(f"{trouble}, and the rollback failed: {error}") from error
         if step is None:
-            raise self._end(f"{trouble}, and there is no checkpoint yet to go back to")
-        self._in_a_row = 0
+            raise self._stop_with_error(
+                f"{trouble}, and there is no checkpoint yet to roll back to"
+            )
+        self._consecutive = 0
         self._rollbacks += 1
         if self._role.is_chief:
             report(RolledBack(step, self._rollbacks, trouble))
             announce(
-                f"{trouble}: the model is as it was at step {step} again, and what came since is "
-                f"left out ({self._rollbacks} of {self.max_rollbacks} times that this is done)"
+                f"{trouble}: the model was rolled back to step {step}, and the batches since then "
+                f"are skipped (rollback {self._rollbacks} of at most {self.max_rollbacks})"
             )
 
-    def _end(self, why: str) -> NonFiniteError:
+    def _stop_with_error(self, why: str) -> NonFiniteError:
         self._incidents.end()
-        # Who ends takes the service with it by which others still hear of it.
+        # A worker that exits may take down the service through which others receive the decision.
         with contextlib.suppress(AgreementError):
             self._agreement.barrier("end for NaN", within_s=_ENDING_S)
         report(Raised(f"{NonFiniteError.__name__}: {why}"))
@@ -419,6 +430,6 @@ def _as_event(fault: LeftOut) -> UpdateLeftOut:
 
 
 _REMEDY = (
-    "The lines above name the replicas and variables. Look at the data of these batches; a smaller "
-    "learning rate, `clipnorm` or a warm-up help where it is the training that diverges."
+    "The lines above name the replicas and variables. Check the data of these batches; if training "
+    "itself diverges, try a smaller learning rate, `clipnorm` or a warm-up."
 )

@@ -10,17 +10,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class OfReplica:
-    """What one replica had, by itself, in a step whose update was not applied.
+    """The values of one replica, without the others, in a step whose update was not applied.
 
     Args:
         replica: Its number among all replicas.
-        where: Its worker, and that one's machine.
-        loss: Its loss; None if the step does not tell.
-        norm: Of its gradients.
-        variables: Paths of those whose gradients are not finite, in the model's order.
-        origin: What is not finite first when its batch is computed once more, by itself: an array
-            of the batch, a variable, what a layer makes of finite inputs, the loss, or a gradient.
-        is_transient: Whether all is finite then.
+        where: Its worker, and the worker's machine.
+        loss: Its loss; None if the step does not report one.
+        norm: The norm of its gradients.
+        variables: The paths of the variables whose gradients are not finite, in the model's order.
+        origin: The first non-finite value when its batch is recomputed: an array of the batch, a
+            variable, the output of a layer, the loss, or a gradient. Defaults to `None`: not known.
+        is_transient: True if all values are finite when its batch is recomputed. Defaults to
+            `False`.
     """
 
     replica: int
@@ -41,13 +42,13 @@ class OfReplica:
             what.append(f"a loss of {self.loss:.4g}")
         if self.variables:
             others = f" and {len(self.variables) - 1} more" if len(self.variables) > 1 else ""
-            what.append(f"gradients of {self.variables[0]}{others} that are not finite")
+            what.append(f"non-finite gradients of {self.variables[0]}{others}")
         elif math.isfinite(self.norm):
             what.append(f"gradients with a norm of {self.norm:.4g}")
         told = f"replica {self.replica} ({self.where}) has {' and '.join(what)}"
         if self.is_transient:
-            return f"{told}; computed once more, by itself, all is finite"
-        return told if self.origin is None else f"{told}; it begins with {self.origin}"
+            return f"{told}; when recomputed, all values are finite"
+        return told if self.origin is None else f"{told}; NaN or Inf first appears in {self.origin}"
 
 
 @dataclass(frozen=True)
@@ -55,16 +56,17 @@ class LeftOut:
     """An update that was not applied.
 
     Args:
-        epoch: Counted from 0, as Keras does.
-        batch: In the epoch, counted from 0; None if it is one of an execution of several steps and
-            it is not known which.
-        culprits: The replicas it came from. None of them if only the sum of all is not finite; all
-            of them if they met the same.
-        replicas: How many there are; 0 where workers train each for itself, and do not tell.
-        score: How far the norm of the gradients is above those before, where it is finite and was
-            looked at.
-        loss_score: The same of the loss, of all replicas together.
-        in_a_row: How many updates in a row were not applied, with this one.
+        epoch: The index of the epoch, from 0 as in Keras.
+        batch: The index of the batch in the epoch, from 0; None if it belongs to an execution of
+            several steps and the step is not known.
+        culprits: The replicas that caused it. Empty if only the sum of all gradients is not finite;
+            all replicas if all are affected.
+        replicas: The number of replicas; 0 under ParameterServerStrategy, where workers do not
+            report them.
+        score: The robust z-score of the gradients' norm among previous ones; None if it is not
+            finite or was not checked.
+        loss_score: The same for the loss of all replicas.
+        in_a_row: The number of consecutive updates that were not applied, including this one.
     """
 
     epoch: int
@@ -79,27 +81,27 @@ class LeftOut:
         batch = "a batch" if self.batch is None else f"batch {self.batch + 1}"
         scores = {"the norm of the gradients": self.score, "the loss": self.loss_score}
         told = [
-            f"{name} is {score:.1f} spreads above that of others"
+            f"the robust z-score of {name} is {score:.1f}"
             for name, score in scores.items()
             if score is not None
         ]
         what = f"{', '.join(told)}; " if told else ""
         if not self.replicas:
-            why = "a worker has a loss or gradients that are not finite"
+            why = "a worker has a non-finite loss or non-finite gradients"
         elif not self.culprits:
-            why = "the gradients of all replicas together are not finite, those of each are"
+            why = "the sum of all replicas' gradients is not finite, but the gradients are"
         elif len(self.culprits) == self.replicas > 1:
-            why = f"each of the {self.replicas} replicas met it; {self.culprits[0]}"
+            why = f"all {self.replicas} replicas are affected; {self.culprits[0]}"
         else:
             why = "; ".join(str(each) for each in self.culprits)
         return f"epoch {self.epoch + 1}, {batch}: {what}{why}"
 
 
-def culprits_of(replicas: Sequence[OfReplica]) -> tuple[OfReplica, ...]:
-    """Those of a step's replicas that a fault came from.
+def find_culprits(replicas: Sequence[OfReplica]) -> tuple[OfReplica, ...]:
+    """Returns the replicas that caused a step's fault.
 
-    Of gradients that are all finite, those whose norm is three times that of most others: the
-    median of them. All, if there is no such difference.
+    If all gradients are finite, these are the replicas whose gradient norm is more than three times
+    the median of the others, or all replicas if there is no such difference.
     """
     if not all(each.is_finite for each in replicas):
         return tuple(each for each in replicas if not each.is_finite)

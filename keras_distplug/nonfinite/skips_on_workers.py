@@ -1,4 +1,4 @@
-"""Updates that are not finite, where workers train each for itself."""
+"""Non-finite updates under ParameterServerStrategy, where workers train asynchronously."""
 
 from __future__ import annotations
 
@@ -8,37 +8,39 @@ import keras
 
 from keras_distplug.backend.tensorflow.parameter_server.scheduled import schedule_of
 
-_EVERY_S = 1.0  # to ask a parameter server takes as long as a small step
+_EVERY_S = 1.0  # a request to a parameter server takes as long as a small step
 
 
-class LeftOutOnWorkers:
-    """Hears how many updates workers have left out. They cannot tell more: they run no Python.
+class WorkerSkips:
+    """Counts the updates that workers have skipped. They cannot report more: they run no Python.
 
     Args:
-        model: One that `fit` is about to train under ParameterServerStrategy: this is to be made in
-            a callback's `set_model`, because Keras makes the step before `on_train_begin`.
+        model: A model that `fit` is about to train under ParameterServerStrategy. Create this
+            object in a callback's `set_model`, because Keras builds the step before
+            `on_train_begin`.
     """
 
     def __init__(self, model: keras.Model) -> None:
         self._schedule = schedule_of(model)
         self._schedule.leave_out_non_finite()
-        self._told = 0
-        self._asked_s = time.monotonic()
+        self._reported = 0
+        self._polled_s = time.monotonic()
 
-    def news(self, *, at_once: bool) -> tuple[int, int] | None:
-        """How many there are since the last news, and in a row by now; None if nobody was asked.
+    def poll(self, *, force: bool) -> tuple[int, int] | None:
+        """Returns the numbers of skips since the last call and of consecutive skips so far; None if
+        the servers were not asked.
 
         Args:
-            at_once: Whether to ask, though that was done a moment ago.
+            force: If `True`, ask even if less than a second has passed since the last request.
         """
-        if not at_once and time.monotonic() - self._asked_s < _EVERY_S:
+        if not force and time.monotonic() - self._polled_s < _EVERY_S:
             return None
         total, in_a_row = self._schedule.left_out()
-        self._asked_s = time.monotonic()
-        new, self._told = total - self._told, total
+        self._polled_s = time.monotonic()
+        new, self._reported = total - self._reported, total
         return new, in_a_row
 
-    def begin_anew(self) -> None:
-        """What was in a row is so no more."""
+    def reset(self) -> None:
+        """Resets the counts."""
         self._schedule.forget_left_out()
-        self._told = 0
+        self._reported = 0

@@ -1,7 +1,8 @@
-"""Where bytes go. No TensorFlow here.
+"""Storage of checkpoints and other files. This package does not import TensorFlow.
 
-Public for those who register a store with `keras_distplug.register_store`: `Files`, what a store
-has to implement; `Traits`, how it is best used; `check_store`, which tests it; and `open_files`.
+Public API for a custom store, registered with `keras_distplug.register_store`: `Files`, the
+interface to implement; `Traits`, its performance characteristics; `check_store`, which tests it;
+and `open_files`.
 """
 
 from keras_distplug.storage.contract import check_store

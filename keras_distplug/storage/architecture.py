@@ -1,4 +1,4 @@
-"""How the model of a run is made, kept beside its checkpoints, for those who have no script."""
+"""The architecture of a run's model, stored with its checkpoints, for use without the script."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from keras_distplug.storage.sealed import seal, unseal
 
 @dataclass(frozen=True)
 class Architecture:
-    """How a model is made.
+    """The architecture of a model.
 
     Args:
-        model: What Keras says of it, JSON-able.
-        from_step: The step behind which the run trained it.
+        model: Keras' serialized model, as JSON-serializable values.
+        from_step: The step after which the run started to train this model.
     """
 
     model: Mapping[str, Any]
@@ -28,9 +28,9 @@ class Architecture:
 
 
 def remember(files: Files, run: str, architecture: Architecture) -> None:
-    """Writes `architecture` beside those before, if it is another one than the last of them.
+    """Adds `architecture` to the run's earlier ones, unless it equals the last of them.
 
-    Training does without it, so failing is a warning only.
+    Training does not need it, so a failure only causes a warning.
     """
     try:
         numbers = [number for number, _ in layout.models(files, run)]
@@ -39,7 +39,7 @@ def remember(files: Files, run: str, architecture: Architecture) -> None:
     except CorruptCheckpointError:
         pass  # the next number is free
     except CheckpointError as error:
-        warnings.warn(f"Not told how the model is made: {error}", stacklevel=2)
+        warnings.warn(f"The model's architecture was not saved: {error}", stacklevel=2)
         return
     text = seal(asdict(architecture))
     path = f"{run}/{layout.model_file(max(numbers, default=0) + 1)}"
@@ -47,39 +47,39 @@ def remember(files: Files, run: str, architecture: Architecture) -> None:
         files.create(path, [text.encode()])
     except OSError as error:
         warnings.warn(
-            f"{files.where(path)} could not be written: {error}. Training goes on without; "
-            "`keras-distplug export` will only have safetensors files to give.",
+            f"{files.where(path)} could not be written: {error}. Training continues without it; "
+            "`keras-distplug export` will only be able to write safetensors files.",
             stacklevel=2,
         )
 
 
 def recall(files: Files, run: str, step: int) -> Architecture:
-    """How the model of the checkpoint at `step` is made.
+    """Returns the architecture of the model in the checkpoint at `step`.
 
     Raises:
-        NoCheckpointError: If that is not known.
+        NoCheckpointError: If it was not saved.
         CorruptCheckpointError: If it is damaged.
         CheckpointError: If it cannot be read.
     """
     known = [_read(files, run, number) for number, _ in layout.models(files, run)]
-    # A run that had no checkpoint yet may have begun with another model.
+    # A run that has no checkpoint yet may have started with a different model.
     fitting = [each for each in known if each.from_step < step or not each.from_step]
     if not fitting:
         raise NoCheckpointError(
-            f"{files.where(run)} has no {layout.model_file(1)}: it was not told how its model is "
-            "made, because Keras cannot serialize it, or by a release that did not ask. Call "
-            "`callback.export(path)` of the BackupAndRestore in the training script, or export to "
-            "a .safetensors file."
+            f"{files.where(run)} has no {layout.model_file(1)}: the architecture of its model was "
+            "not saved, either because Keras cannot serialize it or because an older release "
+            "wrote the run. Call `callback.export(path)` of the BackupAndRestore in the training "
+            "script, or export to a .safetensors file."
         )
     return fitting[-1]
 
 
 def require_whole(files: Files, run: str) -> None:
-    """Reads all that is known of the run's models.
+    """Verifies all stored architectures of the run's models.
 
     Raises:
-        CorruptCheckpointError: If something is damaged.
-        CheckpointError: If something cannot be read.
+        CorruptCheckpointError: If one is damaged.
+        CheckpointError: If one cannot be read.
     """
     for number, _ in layout.models(files, run):
         _read(files, run, number)
@@ -97,6 +97,6 @@ def _read(files: Files, run: str, number: int) -> Architecture:
         return architecture
     except (ValueError, TypeError) as error:
         raise CorruptCheckpointError(
-            f"{files.where(path)} is damaged: {error!r}. Put it back from a copy, or call "
+            f"{files.where(path)} is damaged: {error!r}. Restore it from a copy, or call "
             "`callback.export(path)` in the training script."
         ) from error

@@ -1,8 +1,8 @@
-"""Arrays as safetensors files, written and read in parts.
+"""Streaming reader and writer of arrays as safetensors files.
 
 The format (https://github.com/huggingface/safetensors): eight bytes with the length of a JSON
-header, the header, and the arrays' bytes behind each other. The library of that name holds a whole
-file in memory; here a file is made of what is in memory anyway.
+header, the header, and the arrays' bytes, one array after another. The library of that name holds
+a whole file in memory; this module writes files directly from arrays that are already in memory.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import numpy as np
 import xxhash
 
 from keras_distplug.core.errors import CorruptCheckpointError
-from keras_distplug.storage.ahead import in_order
 from keras_distplug.storage.manifest import VariableSpec
 from keras_distplug.storage.memory import Allocate, Memory
+from keras_distplug.storage.parallel import bounded_parallel_map
 
-# A part stays in a core's cache until it is hashed and written: larger ones are slower, and so is a
-# thread of its own for the hash, most of all for the training that goes on meanwhile.
+# A part stays in a core's cache until it is hashed and written. Larger parts are slower, and so is
+# hashing in a separate thread, which above all slows down the training that runs meanwhile.
 PART_BYTES = 2**20
-AHEAD_BYTES = 4 * 2**20  # what threads that read ahead hand over: each time costs, too
+AHEAD_BYTES = 4 * 2**20  # larger for threads that read ahead: every handover has a cost, too
 _SMALL_PIECES = 1000
-_HEADER_BYTES = 10**8  # at most, as the format says
+_HEADER_BYTES = 10**8  # the format's maximum
 
 _CODES = {
     **{"bool": "BOOL", "float16": "F16", "float32": "F32", "float64": "F64", "bfloat16": "BF16"},
@@ -47,8 +47,8 @@ class Piece:
 
     Args:
         variable: The variable.
-        start: The first element.
-        stop: The one behind the last.
+        start: The index of the first element.
+        stop: The index after the last element.
     """
 
     variable: VariableSpec
@@ -70,10 +70,10 @@ class Piece:
 
 
 def specs_of(arrays: Mapping[str, Any]) -> tuple[VariableSpec, ...]:
-    """What has to be known of `arrays`, of NumPy or TensorFlow, besides their bytes.
+    """Returns the specs of `arrays`, which are NumPy arrays or TensorFlow tensors.
 
     Raises:
-        TypeError: For an array of text or of objects.
+        TypeError: If an array holds strings or objects.
     """
     for key, value in arrays.items():
         if getattr(value.dtype, "kind", "") in ("O", "S", "U"):
@@ -85,23 +85,23 @@ def specs_of(arrays: Mapping[str, Any]) -> tuple[VariableSpec, ...]:
 
 
 def bytes_of(variables: Iterable[VariableSpec]) -> int:
-    """The bytes of all values of `variables`."""
+    """Returns the total size of `variables` in bytes."""
     return sum(math.prod(each.shape) * _itemsize(each) for each in variables)
 
 
 def files_for(variables: Sequence[VariableSpec], world_size: int, file_bytes: int) -> int:
-    """Into how many files, none of them larger than `file_bytes` and a header, each of `world_size`
-    workers writes its share of `variables`."""
+    """Returns the number of files into which every one of `world_size` workers splits its share of
+    `variables`, so that no file is larger than `file_bytes` plus a header."""
     return max(1, -(-bytes_of(variables) // (world_size * file_bytes)))
 
 
 def share(variables: Sequence[VariableSpec], number: int, count: int) -> list[Piece]:
-    """What goes into one file: an equal share of the bytes of `variables`, in their order.
+    """Returns the pieces of one file: an equal share of the bytes of `variables`, in their order.
 
     Args:
-        variables: All of them, the same on all workers.
-        number: Which share, from 0.
-        count: Into how many shares all bytes are cut, at most an element off.
+        variables: All variables, the same on all workers.
+        number: The index of the share, from 0.
+        count: The number of shares. Their sizes differ by at most one element.
     """
     total = bytes_of(variables)
     low, high = (total * each // count for each in (number, number + 1))
@@ -109,7 +109,7 @@ def share(variables: Sequence[VariableSpec], number: int, count: int) -> list[Pi
     for variable in variables:
         itemsize, elements = _itemsize(variable), math.prod(variable.shape)
         start, stop = (min(max(-(-(cut - offset) // itemsize), 0), elements) for cut in (low, high))
-        # What has no elements goes to the share at which it stands.
+        # A variable without elements goes to the share at its offset.
         is_here = low <= offset < high or (number == count - 1 and offset == total)
         if stop > start or (not elements and is_here):
             pieces.append(Piece(variable, start, stop))
@@ -122,37 +122,37 @@ def encode(
     arrays: Mapping[str, Any],
     metadata: Mapping[str, str] | None = None,
 ) -> Iterator[memoryview]:
-    """The parts of a safetensors file that holds `pieces`.
+    """Yields the parts of a safetensors file that holds `pieces`.
 
-    A type that safetensors does not know (complex numbers) is stored as its bytes, in a row.
+    A type that safetensors does not have (complex numbers) is stored as a flat array of bytes.
 
     Args:
-        pieces: From `share`.
-        arrays: The value of each variable by key: anything `numpy.asarray` takes.
-        metadata: Anything else to say. `read` takes no file that has some.
+        pieces: The pieces, from `share`.
+        arrays: The variables' values by key: anything that `numpy.asarray` accepts.
+        metadata: The file's metadata. `read` rejects a file that has any.
 
     Raises:
-        ValueError: If a value is not what its spec says.
+        ValueError: If a value does not match its spec.
     """
     yield memoryview(header(pieces, metadata))
     for piece in pieces:
-        flat = _flat(piece.variable, arrays[piece.variable.key])[piece.start : piece.stop]
+        flat = _flatten(piece.variable, arrays[piece.variable.key])[piece.start : piece.stop]
         data = flat.view(np.uint8).data
         for begin in range(0, len(data), PART_BYTES):
             yield data[begin : begin + PART_BYTES]
 
 
 def is_known(dtype: str) -> bool:
-    """Has safetensors this type? Others are written as bytes."""
+    """True if safetensors has this type. Others are written as bytes."""
     return dtype in _CODES
 
 
 def header(pieces: Sequence[Piece], metadata: Mapping[str, str] | None = None) -> bytes:
-    """What stands before the arrays in a file of `pieces`.
+    """Returns the bytes that precede the arrays in a file of `pieces`.
 
     Args:
-        pieces: What is in the file, in its order.
-        metadata: Anything else to say.
+        pieces: The contents of the file, in order.
+        metadata: The file's metadata.
     """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
@@ -166,20 +166,20 @@ def header(pieces: Sequence[Piece], metadata: Mapping[str, str] | None = None) -
         }
         offset += piece.bytes
     text = json.dumps(entries).encode()
-    text += b" " * (-(8 + len(text)) % 64)  # arrays begin where copying them is fast
+    text += b" " * (-(8 + len(text)) % 64)  # align the arrays, so that copying them is fast
     return len(text).to_bytes(8, "little") + text
 
 
-class Room:
-    """Memory for the variables of a checkpoint, made for each when its bytes come.
+class Buffers:
+    """Memory for the variables of a checkpoint, allocated per variable when its bytes arrive.
 
     Args:
         specs: All variables.
-        allocate: Makes memory for one. Defaults to NumPy arrays.
+        allocate: Allocates memory for one variable. `None` for NumPy arrays.
         source: The checkpoint's name, for errors.
 
     Raises:
-        CorruptCheckpointError: For a variable that cannot be.
+        CorruptCheckpointError: If a variable has an impossible type or shape.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class Room:
         self._complete: list[str] = []
 
     def size(self, name: str) -> int:
-        """The bytes of the piece `name`.
+        """Returns the size of the piece `name` in bytes.
 
         Raises:
             ValueError: If it belongs to no variable.
@@ -210,15 +210,15 @@ class Room:
         return end - begin
 
     def place(self, name: str) -> memoryview:
-        """Where the piece `name` goes."""
+        """Returns the memory for the piece `name`."""
         key, begin, end = self._find(name)
         if key not in self._memory:
             spec = self._specs[key]
-            self._memory[key] = (self._allocate and self._allocate(spec)) or _in_numpy(spec)
+            self._memory[key] = (self._allocate and self._allocate(spec)) or _allocate_numpy(spec)
         return self._memory[key].data[begin:end]
 
-    def filled(self, name: str) -> None:
-        """The piece `name` is where it goes."""
+    def mark_filled(self, name: str) -> None:
+        """Marks the piece `name` as read into its memory."""
         key, begin, end = self._find(name)
         if key not in self._missing:
             raise CorruptCheckpointError(f"{self._source} holds the variable `{key}` twice.")
@@ -227,7 +227,7 @@ class Room:
             self._complete.append(key)
 
     def take(self) -> list[tuple[str, Any]]:
-        """Variables that are complete and were not taken before, by key."""
+        """Returns keys and values of the variables completed since the last call."""
         taken = [(key, self._memory.pop(key).value) for key in self._complete]
         for key, _ in taken:
             del self._missing[key]
@@ -240,7 +240,7 @@ class Room:
             raise CorruptCheckpointError(f"{self._source} does not hold the variable `{key}`.")
 
     def _find(self, name: str) -> tuple[str, int, int]:
-        """A piece's variable, and which of its bytes it has."""
+        """Returns a piece's variable and the range of its bytes in it."""
         if name in self._specs:
             return name, 0, bytes_of([self._specs[name]])
         if (match := _PIECE.fullmatch(name)) and match[1] in self._specs:
@@ -248,58 +248,58 @@ class Room:
             size = bytes_of([self._specs[match[1]]])
             begin, end = (min(int(match[each]) * itemsize, size) for each in (2, 3))
             return match[1], begin, end
-        raise ValueError(f"{name} is none of the checkpoint's variables")
+        raise ValueError(f"{name} is not one of the checkpoint's variables")
 
 
 def read(
     read_into: Callable[[int, memoryview], int],
     size: int,
-    room: Room,
+    buffers: Buffers,
     source: str,
     readers: int = 1,
 ) -> Iterator[memoryview]:
-    """Reads a file that `encode` gave into the memory of its variables.
+    """Reads a file written by `encode` into the memory of its variables.
 
     Args:
-        read_into: Fills a buffer with the file from an offset on, and says how far.
-        size: The bytes of the file. Whatever its header says, no more memory is made than for
-            these.
-        room: The memory.
+        read_into: Fills a buffer with the file's bytes from an offset and returns their number.
+        size: The size of the file in bytes. Whatever its header says, no more memory than this is
+            allocated.
+        buffers: The memory to read into.
         source: The file's name, for errors.
-        readers: How many threads read. New memory is slow when it is first written to, too, which
-            they do.
+        readers: The number of reading threads. They also take over the first write to new memory,
+            which is slow.
 
     Yields:
-        What was read, in the file's order, for `Hashed`: as much as there is, and a byte that
-        should not be there.
+        The bytes read, in the file's order, for `Hashed`. They include a byte beyond the expected
+        end if there is one, so that a file that is too long is detected.
 
     Raises:
-        CorruptCheckpointError: If it is no such file.
+        CorruptCheckpointError: If it is not such a file.
     """
     prefix = memoryview(bytearray(8))
     yield prefix[: read_into(0, prefix)]
     length = int.from_bytes(prefix, "little")
     if length > min(_HEADER_BYTES, size - 8):
         raise CorruptCheckpointError(
-            f"{source} is no safetensors file: its header is said to be {length} bytes long, of "
-            f"{size} in all."
+            f"{source} is not a safetensors file: it declares a header of {length} bytes, but has "
+            f"only {size} bytes in total."
         )
     header = memoryview(bytearray(length))
     yield header[: read_into(8, header)]
-    pieces, end = _pieces(bytes(header), size - 8 - length, room, source), 0
+    pieces, end = _pieces(bytes(header), size - 8 - length, buffers, source), 0
 
     def read_part(part: _Part) -> tuple[_Part, int]:
         return part, read_into(8 + length + part.offset, part.memory)
 
-    parts = _parts(pieces, room, PART_BYTES if readers == 1 else AHEAD_BYTES)
-    for part, count in in_order((partial(read_part, part) for part in parts), readers):
+    parts = _parts(pieces, buffers, PART_BYTES if readers == 1 else AHEAD_BYTES)
+    for part, count in bounded_parallel_map((partial(read_part, part) for part in parts), readers):
         yield part.memory[:count]
         if count < len(part.memory):
             return
         for place, begin in part.scattered:
             place[:] = part.memory[begin : begin + len(place)]
         for name in part.completes:
-            room.filled(name)
+            buffers.mark_filled(name)
         end = part.offset + count
     beyond = memoryview(bytearray(1))
     yield beyond[: read_into(8 + length + end, beyond)]
@@ -307,13 +307,13 @@ def read(
 
 @dataclass(frozen=True)
 class _Part:
-    """What is read at once: a part of a large piece, or several small ones.
+    """One read request: a part of a large piece, or several small pieces.
 
     Args:
-        offset: Where it begins, behind the header.
-        memory: What it is read into.
-        completes: The pieces that are read with it.
-        scattered: Where the small ones go, and where they begin in `memory`.
+        offset: Its start in bytes, from the end of the header.
+        memory: The memory to read into.
+        completes: The names of the pieces that are complete after this read.
+        scattered: The destinations of the small pieces, and their offsets in `memory`.
     """
 
     offset: int
@@ -322,11 +322,11 @@ class _Part:
     scattered: Sequence[tuple[memoryview, int]] = ()
 
 
-def _parts(pieces: Iterable[tuple[str, int]], room: Room, at_once: int) -> Iterator[_Part]:
-    """How to read `pieces`; the memory of each is made when its turn comes."""
+def _parts(pieces: Iterable[tuple[str, int]], buffers: Buffers, at_once: int) -> Iterator[_Part]:
+    """Splits `pieces` into read requests, allocating memory for one request at a time."""
     offset = 0
-    for names, size in _together(pieces):
-        places = [room.place(name) for name in names]
+    for names, size in _batch_reads(pieces):
+        places = [buffers.place(name) for name in names]
         if len(places) == 1:
             for begin in range(0, max(size, 1), at_once):
                 is_last = begin + at_once >= size
@@ -339,29 +339,29 @@ def _parts(pieces: Iterable[tuple[str, int]], room: Room, at_once: int) -> Itera
         offset += size
 
 
-def _pieces(header: bytes, size: int, room: Room, source: str) -> list[tuple[str, int]]:
-    """Names and sizes of what is in a file, in its order; together they are `size` bytes."""
+def _pieces(header: bytes, size: int, buffers: Buffers, source: str) -> list[tuple[str, int]]:
+    """Returns the names and sizes of a file's pieces, in order; the sizes add up to `size`."""
     pieces, offset = [], 0
     try:
         entries = json.loads(header)
         for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
             low, high = entry["data_offsets"]
-            length = room.size(name)
+            length = buffers.size(name)
             if low != offset or high - low != length:
                 raise ValueError(
-                    f"{name} is said to be at {low} to {high}, not at {offset} to {offset + length}"
+                    f"expected {name} at bytes {offset} to {offset + length}, not {low} to {high}"
                 )
             offset = high
             pieces.append((name, length))
         if offset != size:
-            raise ValueError(f"its arrays are said to be {offset} bytes long, and are {size}")
+            raise ValueError(f"it declares arrays of {offset} bytes, but they have {size} bytes")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{source} is no safetensors file: {error}") from error
+        raise CorruptCheckpointError(f"{source} is not a safetensors file: {error}") from error
     return pieces
 
 
-def _together(pieces: Iterable[tuple[str, int]]) -> Iterator[tuple[list[str], int]]:
-    """What is read at once: a large piece, or several small ones; and how many bytes that is."""
+def _batch_reads(pieces: Iterable[tuple[str, int]]) -> Iterator[tuple[list[str], int]]:
+    """Groups small pieces into one read. Yields the names and the total bytes of every read."""
     names: list[str] = []
     total = 0
     for name, size in pieces:
@@ -375,11 +375,11 @@ def _together(pieces: Iterable[tuple[str, int]]) -> Iterator[tuple[list[str], in
 
 
 class Hashed:
-    """Hands on the parts of a file, and hashes each before, while the processor has it at hand.
+    """Passes on the parts of a file, hashing every part while it is in the processor's cache.
 
     Attributes:
-        bytes: How many there were.
-        xxh3_128: XXH3 of all of them, 128 bits in hexadecimal; once all were handed on.
+        bytes: The number of bytes passed on.
+        xxh3_128: XXH3 of all parts, 128 bits in hexadecimal; set once all were passed on.
     """
 
     def __init__(self, parts: Iterable[memoryview]) -> None:
@@ -397,13 +397,13 @@ class Hashed:
 
 
 def _require_numbers(dtype: str) -> None:
-    """Raises TypeError for what no array of numbers has, such as `"object"` or `"i4,i4"`."""
+    """Raises TypeError for a type that is not a plain number, such as `"object"` or `"i4,i4"`."""
     found = np.dtype(dtype)
     if found.kind in "OSUMm" or found.name != dtype:
-        raise TypeError(f"{dtype!r} is no type of numbers")
+        raise TypeError(f"{dtype!r} is not a numeric type")
 
 
-def _in_numpy(spec: VariableSpec) -> Memory:
+def _allocate_numpy(spec: VariableSpec) -> Memory:
     array = np.empty(spec.shape, np.dtype(spec.dtype))
     return Memory(array, array.reshape(-1).view(np.uint8).data)
 
@@ -412,8 +412,8 @@ def _itemsize(variable: VariableSpec) -> int:
     return np.dtype(variable.dtype).itemsize
 
 
-def _flat(variable: VariableSpec, value: Any) -> np.ndarray:
-    """The elements of a value in a row, in this machine's order of bytes."""
+def _flatten(variable: VariableSpec, value: Any) -> np.ndarray:
+    """Returns the elements of a value as a flat array in this machine's byte order."""
     array = np.asarray(value)
     if (array.shape, array.dtype.name) != (variable.shape, variable.dtype):
         received = VariableSpec(variable.key, array.shape, array.dtype.name)

@@ -1,8 +1,9 @@
-"""How the workers of a run write a checkpoint together.
+"""The workers of a run write a checkpoint together.
 
-Every worker writes its share of the bytes; of very many, some do. Each tells the first one what it
-wrote, which writes the manifest once all shares are there: no collective, so that all of this may
-go on in the background of training. A worker that fails tells that, too; then there is no manifest.
+Every worker writes its share of the bytes; in very large clusters, only some workers do. They
+report their files to the first worker, which writes the manifest once all shares are written.
+No collective is involved, so all of this can run in the background of training. A worker that
+fails reports that, too; then no manifest is written.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ from keras_distplug.core.errors import (
 from keras_distplug.core.protocols import Exchange
 from keras_distplug.core.state import TrainState
 from keras_distplug.storage import codec, layout
-from keras_distplug.storage.ahead import in_order
 from keras_distplug.storage.files import Files
 from keras_distplug.storage.manifest import Manifest, Shard
 from keras_distplug.storage.meter import Meter
 from keras_distplug.storage.ownership import Ownership
-from keras_distplug.storage.sealed import digest_of, unwritable
+from keras_distplug.storage.parallel import bounded_parallel_map
+from keras_distplug.storage.sealed import digest_of, find_unserializable
 from keras_distplug.storage.store import CheckpointStore
 
 _PACKAGES = ("keras-distplug", "keras", "tensorflow", "tensorflow-cpu")
-_ALL_WRITE = 64  # workers, each of which writes a share, however small it is
-_SHARE_BYTES = 4 * 2**20  # of more workers not so many write that shares get smaller than this
+_ALL_WRITE = 64  # up to this many workers all write a share, however small
+_SHARE_BYTES = 4 * 2**20  # with more workers, the number of writers keeps shares at least this big
 _FAILURES = (OSError, CheckpointError, AgreementError)
 T = TypeVar("T")
 
@@ -53,10 +54,10 @@ class Team:
     """The workers that write a checkpoint together.
 
     Args:
-        rank: This worker's place; 0 writes the manifest.
-        size: How many there are.
-        exchange: How they tell each other.
-        timeout_s: How long one waits for another's share.
+        rank: This worker's rank; 0 writes the manifest.
+        size: The number of workers.
+        exchange: The channel for messages between them.
+        timeout_s: The timeout for another worker's share, in seconds. Defaults to 600.
     """
 
     rank: int
@@ -71,9 +72,9 @@ class Writer:
     Args:
         files: The folder that holds the run's folder.
         store: The run's checkpoints.
-        team: Who writes.
-        ownership: That of the worker that writes manifests. Defaults to `None`: nothing else
-            writes there.
+        team: The workers that write.
+        ownership: The ownership of the directory, on the worker that writes manifests. Defaults to
+            `None`: no other process writes there.
     """
 
     def __init__(
@@ -87,25 +88,25 @@ class Writer:
         self._store = store
         self._team = team
         self._ownership = ownership
-        self._written: dict[int, tuple[str, Shard]] = {}  # by share: where it was written last
+        self._written: dict[int, tuple[str, Shard]] = {}  # by share: its last path and file
         self.meter = Meter()  # of this worker's share of the save under way
 
     @staticmethod
     def new_attempt() -> str:
-        """What the attempts of a training begin with, and those of no other one."""
+        """Returns a new prefix for the attempts of one training, unique to it."""
         return uuid.uuid4().hex
 
     def save(self, state: TrainState, attempt: str) -> None:
-        """Writes a checkpoint, together with all other workers. Then deletes what need not stay.
+        """Writes a checkpoint, together with all other workers, then deletes outdated ones.
 
         Args:
-            state: The same on all workers, but for what the manifest says, which is that of the
-                first one's.
+            state: The state to save. Its arrays are the same on all workers; everything else is
+                taken from the first worker.
             attempt: The same on all workers, and different for every save of the run.
 
         Raises:
-            SaveError: If it could not be committed, or cannot be read back when it is to replace
-                old ones. Those committed before are untouched.
+            SaveError: If it could not be committed, or cannot be read back when it is about to
+                replace old ones. Earlier checkpoints are untouched.
             FencedError: On all workers, if another process has taken the directory over.
         """
         try:
@@ -125,10 +126,10 @@ class Writer:
 
     def _lead(self, state: TrainState, attempt: str) -> None:
         kind: layout.Kind = "step" if state.completion is None else "final"
-        name = self._tell(
-            f"{attempt}/folder", lambda: self._store.new_place(kind, state.cursor.step).name
+        name = self._send_result(
+            f"{attempt}/folder", lambda: self._store.next_place(kind, state.cursor.step).name
         )
-        self._tell(f"{attempt}/end", lambda: self._commit(state, name, kind, attempt))
+        self._send_result(f"{attempt}/end", lambda: self._commit(state, name, kind, attempt))
         try:
             if self._ownership is not None:
                 self._ownership.require_recent()
@@ -138,34 +139,34 @@ class Writer:
             raise
         except CheckpointError as error:
             warnings.warn(
-                f"Old checkpoints in {self._store.where()} were not deleted: {error} They take "
-                "room, nothing else.",
+                f"Old checkpoints in {self._store.where()} were not deleted: {error} They use "
+                "disk space, but do no other harm.",
                 stacklevel=2,
             )
 
     def _follow(self, state: TrainState, attempt: str) -> None:
-        name = self._hear(f"{attempt}/folder")
-        self._tell(
+        name = self._receive(f"{attempt}/folder")
+        self._send_result(
             f"{attempt}/shards/{self._team.rank}",
             lambda: {
                 "shards": [asdict(shard) for shard in self._write_share(state, name, attempt)],
                 "variables": _fingerprint(state),
             },
         )
-        self._hear(f"{attempt}/end")
+        self._receive(f"{attempt}/end")
 
     def _commit(self, state: TrainState, name: str, kind: layout.Kind, attempt: str) -> None:
         try:
             shards = self._all_shares(state, name, attempt)
             manifest = self._manifest(state, shards, attempt)
             self._publish_owned(
-                self._store.path(name, layout.MANIFEST), _verified(manifest).encode()
+                self._store.path(name, layout.MANIFEST), _verified_text(manifest).encode()
             )
-            self._store.note_committed(name, manifest)
+            self._store.record_committed(name, manifest)
         except FencedError:
-            raise  # what is there is another process's now
+            raise  # the files now belong to another process
         except Exception:
-            self._make_room(kind)
+            self._free_space(kind)
             raise
 
     def _publish_owned(self, path: str, text: bytes) -> None:
@@ -175,7 +176,7 @@ class Writer:
         self._ownership.require()
         self._publish(path, text)
         try:
-            # If this process was stopped just now, between the two.
+            # This process may have been suspended between the check and the write.
             self._ownership.require_recent()
         except FencedError:
             with contextlib.suppress(OSError):
@@ -187,29 +188,29 @@ class Writer:
             try:
                 self._files.create(path, [text])
             except FileExistsError:
-                # Ours, if only the storage's answer was lost.
+                # It is ours if only the storage's answer was lost.
                 if self._files.read(path) != text:
                     raise OtherRunError(
                         f"{self._files.where(path)} already exists, and isn't from this run."
                     ) from None
 
-        _retried(create)
+        _retry(create)
 
     def _all_shares(self, state: TrainState, name: str, attempt: str) -> list[Shard]:
         shards, failures = [], []
-        # All are waited for: nothing of a save is deleted while a worker still writes it.
+        # Wait for all workers: a save's files must not be deleted while one still writes them.
         for rank in range(self._team.size):
             try:
                 if rank == 0:
                     shards += self._write_share(state, name, attempt)
                 else:
-                    said = self._hear(f"{attempt}/shards/{rank}")
+                    said = self._receive(f"{attempt}/shards/{rank}")
                     _require_same(_fingerprint(state), said["variables"], rank)
                     shards += [Shard(**each) for each in said["shards"]]
             except _FAILURES as error:
                 failures.append(error)
         if self._team.size > 1:
-            # Who keeps what was told keeps it as long as the job lives.
+            # Otherwise the exchange keeps the messages for as long as the job lives.
             self._team.exchange.forget(f"{attempt}/shards")
         if failures:
             raise failures[0]
@@ -219,7 +220,7 @@ class Writer:
         variables = codec.specs_of(state.arrays)
         traits = self._files.traits
         writers = _writers(codec.bytes_of(variables), self._team.size)
-        place = _place_of(self._team.rank, writers, self._team.size)
+        place = _writer_index(self._team.rank, writers, self._team.size)
         if place is None:
             self.meter.begin(0)
             return []
@@ -228,17 +229,17 @@ class Writer:
         numbers = itertools.count(1)
 
         def new_file() -> str:
-            # One more at each try: the one before may have written its file, and only the
+            # A new number for every try: the previous one may have written its file, and only the
             # storage's answer was lost.
             return layout.shard_file(attempt, self._team.rank, next(numbers))
 
         def write(share: int) -> Shard:
             pieces = codec.share(variables, share, count)
-            # A run mostly ends as its last step left it, which was saved a moment ago.
+            # The final state usually equals that of the last step, which was just saved.
             if state.completion is not None and self._is_written(share, pieces, state):
                 source, shard = self._written[share]
                 file = new_file()
-                with contextlib.suppress(OSError):  # then it is written once more
+                with contextlib.suppress(OSError):  # then it is written again
                     self._files.copy(source, self._store.path(name, file))
                     self.meter.add(shard.bytes)
                     return replace(shard, file=file)
@@ -252,23 +253,23 @@ class Writer:
 
         count = files * writers
         mine = range(files * place, files * (place + 1))
-        jobs = (functools.partial(_retried, functools.partial(write, share)) for share in mine)
-        return list(in_order(jobs, traits.at_once))
+        jobs = (functools.partial(_retry, functools.partial(write, share)) for share in mine)
+        return list(bounded_parallel_map(jobs, traits.at_once))
 
     def _create(self, path: str, parts: codec.Hashed) -> None:
         if not self._files.traits.is_near:
-            # All parts are asked for before the first one is sent.
+            # Such a store consumes all parts before it sends the first: count them afterwards.
             self._files.create(path, parts)
             self.meter.add(parts.bytes)
             return
         try:
             self._files.create(path, _metered(parts, self.meter))
         except BaseException:
-            self.meter.add(-parts.bytes)  # they are written once more
+            self.meter.add(-parts.bytes)  # they are written again
             raise
 
     def _is_written(self, share: int, pieces: Sequence[codec.Piece], state: TrainState) -> bool:
-        """Has a save before written the same?"""
+        """True if an earlier save wrote the same bytes."""
         if share not in self._written:
             return False
         parts = codec.Hashed(codec.encode(pieces, state.arrays))
@@ -297,20 +298,20 @@ class Writer:
             random=state.random,
         )
 
-    def _make_room(self, kind: layout.Kind) -> None:
+    def _free_space(self, kind: layout.Kind) -> None:
         try:
             if self._ownership is not None:
                 self._ownership.require()
-            # What killed ones have left, too: on a small disk that could keep out every save, and
-            # else it is cleaned up after one.
-            self._store.clear_cut_off(kind)
+            # Also delete the leftovers of killed saves: they are normally cleaned up after a
+            # successful save, but on a small disk they could make every save fail.
+            self._store.clear_interrupted(kind)
         except FencedError:
             raise
         except CheckpointError as error:
-            warnings.warn(f"What is left of a checkpoint that failed stays: {error}", stacklevel=2)
+            warnings.warn(f"A failed save's leftovers could not be deleted: {error}", stacklevel=2)
 
-    def _tell(self, topic: str, make: Callable[[], T]) -> T:
-        """Tells the others what `make` gives, or why it fails."""
+    def _send_result(self, topic: str, make: Callable[[], T]) -> T:
+        """Sends the other workers the result of `make`, or its error."""
         try:
             value = make()
         except Exception as error:
@@ -321,24 +322,24 @@ class Writer:
         self._team.exchange.tell(topic, json.dumps({"value": value}))
         return value
 
-    def _hear(self, topic: str) -> Any:
+    def _receive(self, topic: str) -> Any:
         said = json.loads(self._team.exchange.hear(topic, self._team.timeout_s))
         if "fenced" in said:
             raise FencedError(said["fenced"])
         if "failed" in said:
-            raise _ToldError(said["failed"], said["remedy"])
+            raise _ReportedError(said["failed"], said["remedy"])
         return said["value"]
 
 
 def _writers(size: int, workers: int) -> int:
-    """How many of `workers` write a state of `size` bytes. Whoever takes it up reads each file, so
-    that their number must not grow with the workers."""
+    """Returns how many of `workers` write a state of `size` bytes. Every worker that restores it
+    reads every file, so the number of files must not grow with the number of workers."""
     return min(workers, max(_ALL_WRITE, size // _SHARE_BYTES))
 
 
-def _place_of(rank: int, writers: int, workers: int) -> int | None:
-    """Which of the writers this worker is; None if it is none. They are spread over all of them,
-    and so over the machines."""
+def _writer_index(rank: int, writers: int, workers: int) -> int | None:
+    """Returns this worker's index among the writers, or None if it does not write. Writers are
+    spread evenly over the workers, and so over the machines."""
     place = -(-rank * writers // workers)
     return place if place < writers and place * workers // writers == rank else None
 
@@ -349,12 +350,12 @@ def _metered(parts: codec.Hashed, meter: Meter) -> Iterator[memoryview]:
         yield part
 
 
-def _verified(manifest: Manifest) -> str:
-    """The manifest's text, which its reader takes."""
+def _verified_text(manifest: Manifest) -> str:
+    """Returns the manifest's text, once it is certain that it can be read back."""
     try:
         text = manifest.to_json()
     except (TypeError, ValueError, RecursionError) as error:
-        where = unwritable(vars(manifest)) or ""
+        where = find_unserializable(vars(manifest)) or ""
         raise CheckpointError(
             f"This checkpoint cannot be written, so it was not committed: {where}: {error}"
         ) from error
@@ -371,8 +372,8 @@ def _verified(manifest: Manifest) -> str:
     return text
 
 
-class _ToldError(CheckpointError):
-    """The failure of another worker, with what to do about it."""
+class _ReportedError(CheckpointError):
+    """The failure of another worker, with its remedy."""
 
     def __init__(self, message: str, remedy: str) -> None:
         super().__init__(message)
@@ -380,8 +381,8 @@ class _ToldError(CheckpointError):
 
 
 def _remedy(error: Exception) -> str:
-    """What to do about a save that failed; empty if the error says so itself."""
-    if isinstance(error, _ToldError):
+    """Returns the remedy for a failed save; empty if the error message already contains it."""
+    if isinstance(error, _ReportedError):
         return error.remedy
     if isinstance(error, OtherRunError):
         return "Give every training its own directory."
@@ -401,24 +402,25 @@ def _fingerprint(state: TrainState) -> str:
 
 
 def _require_same(chiefs: str, others: str, rank: int) -> None:
-    """The shares of workers that save different things would fit together to nothing."""
+    """Raises if two workers save different variables, whose shares would not fit together."""
     if chiefs != others:
         raise CheckpointError(
             f"Worker {rank} saves other variables than worker 0 ({others}; {chiefs}). All workers "
-            "need the same model, and the same callbacks of those that keep arrays."
+            "need the same model and the same callbacks, at least those that store arrays."
         )
 
 
-def _retried(action: Callable[[], T]) -> T:
-    """What `action` gives, tried again for some seconds while the storage fails."""
-    for attempt in stamina.retry_context(_may_pass, attempts=5, timeout=30.0):
+def _retry(action: Callable[[], T]) -> T:
+    """Returns the result of `action`, retrying for up to 30 seconds while the storage fails."""
+    for attempt in stamina.retry_context(_is_transient, attempts=5, timeout=30.0):
         with attempt:
             return action()
     raise AssertionError("stamina raises the last error")
 
 
-def _may_pass(error: Exception) -> bool:
-    # A file that exists is ours, too: its name is this attempt's, and only an answer was lost.
+def _is_transient(error: Exception) -> bool:
+    # An existing file is retried, too: names are unique to an attempt, so it is ours, and only the
+    # storage's answer was lost.
     return isinstance(error, OSError) and not isinstance(error, PermissionError)
 
 

@@ -1,4 +1,4 @@
-"""What `Files` promise, as checks that can be run on any store, without a test framework."""
+"""The contract of `Files`, as checks that run on any store without a test framework."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Check = Callable[[Open, str], None]
 
 
 def check_store(open: Open, *, skip: Collection[str] = ()) -> None:
-    """Check that a store keeps the promises that checkpoints rely on.
+    """Checks that a store keeps the promises that checkpoints rely on.
 
-    Creates files in one new subfolder, and deletes it at the end.
+    It creates files in a new subfolder, which it deletes at the end.
 
     Example:
 
@@ -37,14 +37,15 @@ def check_store(open: Open, *, skip: Collection[str] = ()) -> None:
     ```
 
     Args:
-        open: Returns a new object for one folder, always the same one. It is called many times:
-            a promise between processes is checked between two such objects.
-        skip: Names of promises that the store cannot keep, such as `"one_writer_wins"`.
+        open: A function that returns a new object for one folder, always the same one. It is
+            called many times: promises between processes are checked between two such objects.
+        skip: Names of promises that the store cannot keep, such as `"one_writer_wins"`. Defaults
+            to none.
 
     Raises:
-        AssertionError: If the store breaks promises. The message names every one of them, what was
-            expected and what was received.
-        ValueError: If there is no promise of a name in `skip`.
+        AssertionError: If the store breaks promises. The message names all of them, with the
+            expected and the received result.
+        ValueError: If a name in `skip` is not that of a promise.
     """
     if unknown := set(skip) - {check.__name__ for check in PROMISES}:
         known = ", ".join(check.__name__ for check in PROMISES)
@@ -55,7 +56,7 @@ def check_store(open: Open, *, skip: Collection[str] = ()) -> None:
         if check.__name__ not in skip:
             try:
                 check(open, f"{root}/{check.__name__}")
-            except Exception as error:  # noqa: BLE001 (a store may raise anything)
+            except Exception as error:  # noqa: BLE001 (a store may raise any error)
                 seen = str(error) if isinstance(error, AssertionError) else repr(error)
                 says = " ".join(str(check.__doc__).split())
                 broken.append(f"{check.__name__}: {says} {seen}")
@@ -70,7 +71,7 @@ def check_store(open: Open, *, skip: Collection[str] = ()) -> None:
 
 
 def created_files_are_whole(open: Open, folder: str) -> None:
-    """`create` makes a file of all parts, even an empty one, and leaves nothing else behind."""
+    """`create` makes a file of all parts, even an empty file, and leaves no other files."""
     files = open()
     files.create(f"{folder}/a/b.bin", [_NEW[:70_000], memoryview(_NEW)[70_000:]])
     files.create(f"{folder}/empty", [b""])
@@ -83,7 +84,7 @@ def created_files_are_whole(open: Open, folder: str) -> None:
 
 
 def create_replaces_nothing(open: Open, folder: str) -> None:
-    """`create` raises FileExistsError if the file exists, and leaves it as it is."""
+    """`create` raises FileExistsError if the file exists, and does not change it."""
     for path, content in ((f"{folder}/a/b", _OLD), (f"{folder}/a/empty", b"")):
         open().create(path, [content])
         for _ in range(2):
@@ -94,7 +95,7 @@ def create_replaces_nothing(open: Open, folder: str) -> None:
 
 
 def one_writer_wins(open: Open, folder: str) -> None:
-    """Of several writers that create one file at the same time, exactly one succeeds."""
+    """If several writers create the same file at the same time, exactly one succeeds."""
     barrier = threading.Barrier(_WRITERS)
     stores = [open() for _ in range(_WRITERS)]
 
@@ -116,7 +117,7 @@ def one_writer_wins(open: Open, folder: str) -> None:
 
 
 def half_a_file_is_never_seen(open: Open, folder: str) -> None:
-    """A file that is being created has no name, or all of its content."""
+    """A file that is being created is either not listed, or has all of its content."""
 
     def parts() -> Iterator[bytes]:
         for begin in range(0, len(_NEW), len(_NEW) // 10):
@@ -124,12 +125,12 @@ def half_a_file_is_never_seen(open: Open, folder: str) -> None:
             time.sleep(_SECS)
 
     seen = _read_during(open, folder, lambda: open().create(f"{folder}/a", parts()))
-    _expect("sizes of what was read during `create`", {len(_NEW)}, {*map(len, seen)})
-    _expect("what was read", {_NEW}, seen)
+    _expect("sizes of contents read during `create`", {len(_NEW)}, {*map(len, seen)})
+    _expect("contents read during `create`", {_NEW}, seen)
 
 
 def failed_files_do_not_exist(open: Open, folder: str) -> None:
-    """A `create` that fails raises the error and leaves no file of this name; the next works."""
+    """A `create` that fails raises the error and leaves no file of that name; the next succeeds."""
 
     def parts() -> Iterator[bytes]:
         yield _NEW
@@ -144,7 +145,7 @@ def failed_files_do_not_exist(open: Open, folder: str) -> None:
 
 
 def put_replaces_if_asked(open: Open, folder: str) -> None:
-    """`put` copies a local file; it replaces a file, as a whole, only with `overwrite=True`."""
+    """`put` copies a local file; it replaces an existing file only with `overwrite=True`."""
     files, path = open(), f"{folder}/a/b"
     with tempfile.TemporaryDirectory(prefix="keras_distplug-") as here:
         long, short, empty = (Path(here, name) for name in ("long", "short", "empty"))
@@ -166,7 +167,7 @@ def put_replaces_if_asked(open: Open, folder: str) -> None:
 
 
 def half_a_replacement_is_never_seen(open: Open, folder: str) -> None:
-    """A file that `put` replaces has all of its old content or all of the new one."""
+    """While `put` replaces a file, it has either all of its old content or all of the new."""
     contents = {letter * 2**20 for letter in (b"a", b"b")}
     with tempfile.TemporaryDirectory(prefix="keras_distplug-") as here:
         sources = [Path(here, name) for name in ("a", "b")]
@@ -179,11 +180,11 @@ def half_a_replacement_is_never_seen(open: Open, folder: str) -> None:
                 files.put(source, f"{folder}/a", overwrite=True)
 
         seen = _read_during(open, folder, replace)
-    _expect("read contents that were never put", set(), seen - contents)
+    _expect("contents read that were never put", set(), seen - contents)
 
 
 def copies_are_files(open: Open, folder: str) -> None:
-    """`copy` makes a whole file that outlives its source and replaces none, or raises OSError."""
+    """`copy` makes a file that outlives its source and replaces no other, or raises OSError."""
     files = open()
     files.create(f"{folder}/a/b", [_NEW])
     files.create(f"{folder}/a/other", [_OLD])
@@ -191,7 +192,7 @@ def copies_are_files(open: Open, folder: str) -> None:
         files.copy(f"{folder}/a/b", f"{folder}/c/d")
     except (FileExistsError, FileNotFoundError):
         raise
-    except OSError:  # a store that has nothing of the kind
+    except OSError:  # a store without such an operation
         _expect("names of the folder", [], open().names(f"{folder}/c"))
         return
     _expect_error(FileExistsError, "copy", lambda: files.copy(f"{folder}/a/other", f"{folder}/c/d"))
@@ -202,7 +203,7 @@ def copies_are_files(open: Open, folder: str) -> None:
 
 
 def ranges_can_be_read(open: Open, folder: str) -> None:
-    """`read_into` fills a buffer from an offset on, up to the end of the file."""
+    """`read_into` fills a buffer with bytes from an offset, up to the end of the file."""
     open().create(f"{folder}/a", [_NEW])
     size = len(_NEW)
     for offset, asked in ((0, 100), (1000, 1), (size - 300, 300), (size - 300, 5000), (7, size)):
@@ -217,7 +218,7 @@ def ranges_can_be_read(open: Open, folder: str) -> None:
 
 
 def missing_files_are_reported(open: Open, folder: str) -> None:
-    """`read`, `read_into` and `size` raise FileNotFoundError if there is no such file."""
+    """`read`, `read_into` and `size` raise FileNotFoundError if the file does not exist."""
     files = open()
     files.create(f"{folder}/a/b", [_OLD])
     for path in (f"{folder}/a/none", f"{folder}/none/b"):
@@ -230,19 +231,19 @@ def missing_files_are_reported(open: Open, folder: str) -> None:
 
 
 def names_are_listed(open: Open, folder: str) -> None:
-    """`names` lists a folder's files and folders, sorted; nothing for a file or no folder."""
+    """`names` lists a folder's files and subfolders, sorted; nothing if it is not a folder."""
     files = open()
     for path in ("b", "a/x/y", "ab", "C"):
         files.create(f"{folder}/{path}", [_OLD])
     _expect("names of the folder", ["C", "a", "ab", "b"], files.names(folder))
-    _expect("names of a folder in it", ["x"], files.names(f"{folder}/a"))
+    _expect("names of a subfolder", ["x"], files.names(f"{folder}/a"))
     _expect("the new folder is in names()", True, folder.partition("/")[0] in files.names())
     for path in ("b", "none", "none/at/all"):
         _expect(f"names({path!r})", [], files.names(f"{folder}/{path}"))
 
 
 def changes_of_others_are_seen(open: Open, folder: str) -> None:
-    """What one process creates and deletes, others list at once."""
+    """Files that one process creates or deletes appear in other listings immediately."""
     mine, other = open(), open()
     for count in range(3):
         _expect("names of the folder", count, len(mine.names(folder)))
@@ -252,8 +253,8 @@ def changes_of_others_are_seen(open: Open, folder: str) -> None:
 
 
 def deleted_files_are_gone(open: Open, folder: str) -> None:
-    """`delete` deletes a file, or a folder with all it holds, and nothing else; their names are
-    free again. Without such a file or folder, it does nothing."""
+    """`delete` deletes a file, or a folder with its contents, and nothing else; the names can be
+    used again. It does nothing if the path does not exist."""
     files = open()
     for path in ("a/b/c", "a/b/d/e", "a/bc", "f"):
         files.create(f"{folder}/{path}", [_OLD])
@@ -269,14 +270,14 @@ def deleted_files_are_gone(open: Open, folder: str) -> None:
 
 
 def full_folders_stay(open: Open, folder: str) -> None:
-    """`delete_if_empty` deletes nothing from a folder that holds something."""
+    """`delete_if_empty` does nothing to a folder that is not empty."""
     open().create(f"{folder}/a", [_OLD])
     open().delete_if_empty()
     _expect("read()", _OLD, open().read(f"{folder}/a"))
 
 
 def any_name_is_possible(open: Open, folder: str) -> None:
-    """Names may have spaces, dots, dashes and letters of any language."""
+    """Names may contain spaces, dots, dashes and letters of any language."""
     files, names = open(), sorted(["with space", "a-b_c.1.bin", "ä", "名前", ".hidden"])
     for name in names:
         files.create(f"{folder}/{name}/{name}", [name.encode()])
@@ -304,14 +305,14 @@ def threads_share_files(open: Open, folder: str) -> None:
 
 
 def places_have_names(open: Open, folder: str) -> None:
-    """`where` returns the name of the folder; with a path, followed by `/` and the path."""
+    """`where` returns the folder's name; with a path, the name followed by `/` and the path."""
     files = open()
-    _expect("where() is a text", True, isinstance(files.where(), str) and bool(files.where()))
+    _expect("where() is a string", True, isinstance(files.where(), str) and bool(files.where()))
     _expect("where(path)", f"{files.where()}/{folder}", files.where(folder))
 
 
 def traits_are_usable(open: Open, folder: str) -> None:
-    """`traits` has `file_bytes` and `at_once` of at least 1, and a truth value `is_near`."""
+    """`traits` has `file_bytes` and `at_once` of at least 1, and a boolean `is_near`."""
     traits = open().traits
     for name in ("file_bytes", "at_once"):
         value = getattr(traits, name)
@@ -361,7 +362,7 @@ def _expect_error(kind: type[Exception], what: str, action: Callable[[], Any]) -
 
 
 def _read_during(open: Open, folder: str, action: Callable[[], None]) -> set[bytes]:
-    """Return all contents of the file `a` that another object reads until `action` is over."""
+    """Returns all contents of the file `a` that another object reads while `action` runs."""
     reader, seen = open(), set[bytes]()
     with ThreadPoolExecutor(1) as pool:
         action_in_thread = pool.submit(action)

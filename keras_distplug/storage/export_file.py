@@ -1,4 +1,4 @@
-"""A checkpoint as one file that others read."""
+"""Export of a checkpoint to a single file that other programs can read."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ Format = Literal["keras", "weights.h5", "safetensors"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 BEST = "best"
 
-# Writes the checkpoint of a run, named by its folder, to a path: what takes a Keras model.
+# Writes a checkpoint to a path, in a format that needs a Keras model. The first argument is the
+# name of the run's folder.
 SaveModel = Callable[[str, Stored, Path], None]
 
 
 @dataclass(frozen=True)
 class Export:
-    """What is asked for.
+    """A request to export a checkpoint.
 
     Args:
-        out: The file: a path, or a URL of a store.
-        step: A step, the name of a checkpoint, or `"best"`. Defaults to the newest.
+        out: The file to write: a path, or a URL of a store.
+        step: A step, the name of a checkpoint, or `"best"`. Defaults to the newest checkpoint.
         best_by: For `"best"`: a metric of the logs, and `"min"` or `"max"`.
-        format: By default what `out` ends with.
-        overwrite: Whether a file of this name may be replaced.
-        storage_options: For the store of `out`, what its fsspec file system takes.
+        format: The file format. Defaults to the extension of `out`.
+        overwrite: If `True`, an existing file of this name is replaced. Defaults to `False`.
+        storage_options: Options of the fsspec file system of `out`. Defaults to none.
     """
 
     out: str
@@ -54,9 +55,9 @@ class Export:
             )
         if self.step == BEST and self.best_by is None:
             raise ConfigurationError(
-                f'"{BEST}" needs to know by what: give a metric, and "min" or "max". In a script '
-                'they are those of `BackupAndRestore(keep_best=("val_loss", "min", 1))`; for the '
-                "command, --metric val_loss --mode min."
+                f'"{BEST}" requires a metric and "min" or "max". In a script, set '
+                '`BackupAndRestore(keep_best=("val_loss", "min", 1))`; on the command line, pass '
+                "--metric val_loss --mode min."
             )
         if self.format not in (None, *FORMATS):
             raise ConfigurationError(
@@ -72,14 +73,14 @@ class Export:
             if self.out.endswith(f".{known}"):
                 return known
         raise ConfigurationError(
-            f"Expected a file that ends with .{', .'.join(FORMATS)}, or its `format`. Received: "
-            f"{self.out!r}"
+            f"Expected a file name that ends with .{', .'.join(FORMATS)}, or an explicit `format`. "
+            f"Received: {self.out!r}"
         )
 
 
 @dataclass(frozen=True)
-class Exported:
-    """What was written: the run's and the checkpoint's name, and where."""
+class ExportResult:
+    """A finished export: the names of run and checkpoint, and the file."""
 
     run: str
     checkpoint: str
@@ -87,20 +88,20 @@ class Exported:
     out: str
 
 
-def export(files: Files, run: str | None, asked: Export, save: SaveModel) -> Exported:
-    """Writes a checkpoint as one file, whose values are verified as they are read.
+def export(files: Files, run: str | None, asked: Export, save: SaveModel) -> ExportResult:
+    """Writes a checkpoint to a single file, verifying its values as they are read.
 
     Args:
         files: The directory that holds the runs.
-        run: The name of the run. Defaults to the one that a training goes on with.
-        asked: What to write.
-        save: Writes those formats that take a Keras model.
+        run: The name of the run. `None` for the run that training would resume.
+        asked: The checkpoint to export and the file to write.
+        save: A function that writes the formats that need a Keras model.
 
     Raises:
-        ConfigurationError: If that cannot be done as asked.
+        ConfigurationError: If the request is invalid.
         NoCheckpointError: If there is no such checkpoint.
-        CorruptCheckpointError: If it is damaged. There is no new file then.
-        CheckpointError: If something cannot be read or written.
+        CorruptCheckpointError: If it is damaged. No file is written then.
+        CheckpointError: If reading or writing fails.
     """
     kind = asked.chosen_format
     seen = survey.the_run(files, run)
@@ -115,14 +116,14 @@ def export(files: Files, run: str | None, asked: Export, save: SaveModel) -> Exp
             write_safetensors(path, seen.name, stored)
         else:
             save(seen.name, stored, path)
-    return Exported(seen.name, chosen.name, kind, asked.out)
+    return ExportResult(seen.name, chosen.name, kind, asked.out)
 
 
 def write_safetensors(path: Path, run: str, stored: Stored) -> None:
-    """Writes the model's variables, without the optimizer's, one after the other.
+    """Writes the model's variables, without the optimizer's, one after another.
 
-    The file's metadata says where they are from, and the types that safetensors does not have,
-    whose bytes are there as they are.
+    The file's metadata names their source, and the types of variables that are stored as plain
+    bytes because safetensors does not have their type.
     """
     specs = [each for each in stored.manifest.variables if each.key.startswith("model/")]
     pieces = codec.share(specs, 0, 1)
@@ -133,7 +134,7 @@ def write_safetensors(path: Path, run: str, stored: Stored) -> None:
         offset += piece.bytes
     with open(path, "xb", buffering=0) as file:
         file.write(head)
-        # In the order in which they come, which need not be the file's.
+        # In the order of the checkpoint, which may differ from that of the file.
         for key, value in stored.values():
             if key in places:
                 data = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data

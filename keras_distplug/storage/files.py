@@ -1,4 +1,4 @@
-"""Files under one folder, created once and never changed, and what opens them by their URL."""
+"""The interface to files in one folder, created once and never changed, and opening one by URL."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 
 @dataclass(frozen=True)
 class Traits:
-    """How the files of a store are best used.
+    """Performance characteristics of a store.
 
     Args:
-        file_bytes: How much at most goes into one file: so much is written again when a write
-            fails.
-        at_once: How many files are best written at once.
-        is_near: Whether reading back all that was written is cheap.
+        file_bytes: The maximum size of a checkpoint file, in bytes: a failed write is repeated
+            from the start of its file.
+        at_once: The number of files to write concurrently.
+        is_near: True if it is cheap to read back everything that was written.
     """
 
     file_bytes: int
@@ -32,7 +32,7 @@ class Traits:
 
 
 class NoFileError(OSError):
-    """This is not a regular file, or too large to be read at once. Retrying does not help."""
+    """It is not a regular file, or too large to be read as a whole. Retrying does not help."""
 
     def __str__(self) -> str:
         return str(self.strerror)
@@ -43,106 +43,107 @@ class LinkError(NoFileError):
 
 
 class Files(Protocol):
-    """A folder. Paths are relative to it, with `/`."""
+    """A folder of files. Paths are relative to it, with `/` as the separator."""
 
     @property
     def traits(self) -> Traits: ...
 
     def create(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
-        """Makes a file that holds `parts` once this returns, whatever happens then.
+        """Creates a file of `parts`, which is durable once this returns.
 
         Raises:
-            FileExistsError: If it exists; it is untouched.
-            OSError: If that fails; no file of this name exists then.
+            FileExistsError: If the file exists; it is not changed.
+            OSError: If writing fails; no file of this name exists then.
         """
         ...
 
     def put(self, source: Path, path: str, *, overwrite: bool) -> None:
-        """Makes a file that holds what the local file `source` does, however large it is.
+        """Copies the local file `source`, which may be of any size, to `path`.
 
         Raises:
-            FileExistsError: If it exists and is not to be overwritten; it is untouched.
-            OSError: If that fails.
+            FileExistsError: If the file exists and `overwrite` is false; it is not changed.
+            OSError: If writing fails.
         """
         ...
 
     def copy(self, source: str, path: str) -> None:
-        """Makes a file that holds what the file `source` does, without writing that again.
+        """Copies the file `source` inside the storage, without sending its content again.
 
         Raises:
-            FileExistsError: If it exists; it is untouched.
-            OSError: If that fails, or the storage has nothing of the kind.
+            FileExistsError: If the file exists; it is not changed.
+            OSError: If copying fails, or the storage does not support it.
         """
         ...
 
     def read(self, path: str) -> bytes:
-        """The content of a file.
+        """Returns the content of a file.
 
         Raises:
-            FileNotFoundError: If there is none, here as in `read_into` and `size`.
+            FileNotFoundError: If it does not exist; `read_into` and `size` raise it, too.
         """
         ...
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
-        """Fills `buffer` with the file from `offset` on.
+        """Fills `buffer` with the file's bytes from `offset`.
 
         Returns:
-            The number of bytes read; less than `buffer` has if the file ends there.
+            The number of bytes read; less than the size of `buffer` only at the end of the file.
         """
         ...
 
     def size(self, path: str) -> int:
-        """The bytes of a file."""
+        """Returns the size of a file in bytes."""
         ...
 
     def names(self, folder: str = "") -> list[str]:
-        """What stands in `folder`, sorted; empty if there is no such folder."""
+        """Returns the sorted names of the files and folders in `folder`; empty if there is no such
+        folder."""
         ...
 
     def delete(self, path: str) -> None:
-        """Deletes a file, or a folder with all it holds. Does nothing if there is none."""
+        """Deletes a file, or a folder with its contents. Does nothing if it does not exist."""
         ...
 
     def delete_if_empty(self) -> None:
-        """Deletes the folder itself, if it holds nothing and the storage has folders."""
+        """Deletes the folder itself, if it is empty and the storage has folders."""
         ...
 
     def where(self, path: str = "") -> str:
-        """How to name `path` to a person; by its URL, unless it is a path of this machine."""
+        """Returns the name of `path` for messages: its URL, or its path on this machine."""
         ...
 
 
 @runtime_checkable
-class HasOwners(Protocol):
-    """Files whose owner can keep others from reading them."""
+class SupportsPrivateFiles(Protocol):
+    """Files of a storage that can restrict reading to their owner."""
 
     def create_private(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
-        """Does what `Files.create` does; only the owner can read the file."""
+        """Creates a file as `Files.create` does, readable only by its owner."""
         ...
 
 
 def create_private(files: Files, path: str, parts: Iterable[bytes | memoryview]) -> None:
-    """Creates a file that only its owner can read, where the store has owners."""
-    create = files.create_private if isinstance(files, HasOwners) else files.create
+    """Creates a file that only its owner can read, if the store supports owners."""
+    create = files.create_private if isinstance(files, SupportsPrivateFiles) else files.create
     create(path, parts)
 
 
 class ObjectFiles(Files, Protocol):
-    """`Files` of an object store, which does more with one request. Optional for a store."""
+    """`Files` of an object store, which can do more in one request. Optional for a store."""
 
     def names_below(self, folder: str) -> list[str]:
-        """The paths, from `folder`, of all files below it; empty if there is no such folder. Later
-        calls of `size` for these files need no request."""
+        """Returns the paths of all files below `folder`, relative to it; empty if there is no such
+        folder. Later calls of `size` for these files need no request."""
         ...
 
     def delete_file(self, path: str) -> None:
-        """As `delete`, of what is known to be a file."""
+        """Deletes a path that is known to be a file."""
         ...
 
 
 def is_object_store(files: Files) -> TypeGuard[ObjectFiles]:
-    """Whether `files` have the methods of `ObjectFiles`."""
-    # By the class: test doubles and wrappers may answer to any name.
+    """True if `files` has the methods of `ObjectFiles`."""
+    # Check the class: instances of test doubles and wrappers may have attributes of any name.
     kind = type(files)
     return all(callable(getattr(kind, name, None)) for name in ("names_below", "delete_file"))
 
@@ -151,25 +152,25 @@ def list_recursively(files: Files, folder: str) -> list[str] | None:
     """Returns the paths of all files below `folder`, or None if that takes more than one request.
 
     Raises:
-        CheckpointError: If it cannot be listed.
+        CheckpointError: If the folder cannot be listed.
     """
     if not is_object_store(files):
         return None
     try:
         return files.names_below(folder)
     except OSError as error:
-        raise unlistable(files, folder, error) from error
+        raise listing_error(files, folder, error) from error
 
 
-def unlistable(files: Files, folder: str, error: OSError) -> CheckpointError:
-    """The error of a folder that cannot be listed."""
+def listing_error(files: Files, folder: str, error: OSError) -> CheckpointError:
+    """Returns the error for a folder that cannot be listed."""
     return CheckpointError(f"{files.where(folder)} cannot be listed: {error}. {remedy(error)}")
 
 
 def remedy(error: OSError) -> str:
-    """What to do about a file or folder that cannot be read."""
+    """Returns the remedy for a file or folder that cannot be read."""
     if isinstance(error, LinkError):
-        return "Replace the link by what it leads to: links out of a run's folder are not followed."
+        return "Replace the link with its target: links out of a run's folder are not followed."
     return "Check the storage and its permissions, then start the script again."
 
 
@@ -177,8 +178,8 @@ Opener = Callable[[str, Mapping[str, Any]], Files]
 _METHODS = tuple(name for name in vars(Files) if not name.startswith("_"))
 
 
-def _on_demand(module: str, opener: str, package: str | None = None) -> Opener:
-    """Return an opener that loads `stores/<module>.py`, and what that imports, when it is used."""
+def _lazy_opener(module: str, opener: str, package: str | None = None) -> Opener:
+    """Returns an opener that imports `stores/<module>.py` and its dependencies on first use."""
 
     def open_store(url: str, storage_options: Mapping[str, Any]) -> Files:
         try:
@@ -196,22 +197,22 @@ def _on_demand(module: str, opener: str, package: str | None = None) -> Opener:
 
 _LOCAL = ("file", "local")
 _OURS: Mapping[str, Opener] = {
-    **dict.fromkeys(_LOCAL, _on_demand("local", "open_local")),
-    "memory": _on_demand("object_store", "open_memory"),
-    **dict.fromkeys(("s3", "s3a"), _on_demand("object_store", "open_s3", "s3fs")),
-    **dict.fromkeys(("gs", "gcs"), _on_demand("object_store", "open_gcs", "gcsfs")),
-    **dict.fromkeys(("az", "abfs", "abfss"), _on_demand("object_store", "open_azure", "adlfs")),
-    **dict.fromkeys(("sftp", "ssh"), _on_demand("sftp", "open_sftp", "paramiko")),
+    **dict.fromkeys(_LOCAL, _lazy_opener("local", "open_local")),
+    "memory": _lazy_opener("object_store", "open_memory"),
+    **dict.fromkeys(("s3", "s3a"), _lazy_opener("object_store", "open_s3", "s3fs")),
+    **dict.fromkeys(("gs", "gcs"), _lazy_opener("object_store", "open_gcs", "gcsfs")),
+    **dict.fromkeys(("az", "abfs", "abfss"), _lazy_opener("object_store", "open_azure", "adlfs")),
+    **dict.fromkeys(("sftp", "ssh"), _lazy_opener("sftp", "open_sftp", "paramiko")),
 }
 _OPENERS = dict(_OURS)
 
 
 def register_store(scheme: str, opener: Opener) -> None:
-    """Register a store for URLs of a scheme that `keras_distplug` does not know.
+    """Registers a store for URLs with a scheme that `keras_distplug` does not support.
 
-    Every argument that takes a directory then accepts `<scheme>://...`, in this process: call it
-    in the script of all workers, before `fit`. If a scheme is registered again, the last opener
-    counts, so that a cell of a notebook can run twice.
+    Every argument that takes a directory then accepts `<scheme>://...` in this process: call this
+    in the script of all workers, before `fit`. Registering a scheme again replaces its opener, so
+    that a notebook cell can run twice.
 
     Example:
 
@@ -228,14 +229,14 @@ def register_store(scheme: str, opener: Opener) -> None:
 
     Args:
         scheme: What the URLs start with, without `://`: `"lab"` for `lab://host/runs/mnist`.
-        opener: A function of the URL of a folder and of `storage_options` (a dict, which may be
-            empty) that returns an object with the methods of `keras_distplug.storage.Files` for
+        opener: A function that takes the URL of a folder and `storage_options` (a dict, which may
+            be empty), and returns an object with the methods of `keras_distplug.storage.Files` for
             that folder. The folder need not exist. `keras_distplug.storage.check_store` tests such
             an object.
 
     Raises:
-        ConfigurationError: If `scheme` is no scheme of a URL or is one that `keras_distplug`
-            handles, or if `opener` is not callable.
+        ConfigurationError: If `scheme` is not a valid URL scheme or is built into
+            `keras_distplug`, or if `opener` is not callable.
     """
     if not isinstance(scheme, str) or not _SCHEME.fullmatch(scheme):
         raise ConfigurationError(
@@ -245,12 +246,12 @@ def register_store(scheme: str, opener: Opener) -> None:
     if scheme in _OURS:
         raise ConfigurationError(
             f"Expected a scheme that keras_distplug does not handle itself ({', '.join(_OURS)}). "
-            f"Received: {scheme!r}. Choose another one for your store."
+            f"Received: {scheme!r}. Choose another scheme for your store."
         )
     if not callable(opener):
         raise ConfigurationError(
-            "Expected a function of a URL and `storage_options` that returns the files of that "
-            f"folder. Received: {opener!r}. Pass the function itself, or a class."
+            "Expected a function that takes a URL and `storage_options` and returns an object for "
+            f"that folder. Received: {opener!r}. Pass the function itself, or a class."
         )
     _OPENERS[scheme] = opener
 
@@ -258,16 +259,17 @@ def register_store(scheme: str, opener: Opener) -> None:
 def open_files(
     url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
 ) -> Files:
-    """The folder that `url` names. It need not exist.
+    """Opens the folder that `url` names. It need not exist.
 
     Args:
-        url: A path, or a URL: `file://`, `memory://`, `s3://`, `gs://`, `az://`, `sftp://`, or of a
-            scheme given to `register_store`.
-        storage_options: What the store's fsspec file system takes, such as `endpoint_url`; or what
-            a registered store takes.
+        url: A path, or a URL: `file://`, `memory://`, `s3://`, `gs://`, `az://`, `sftp://`, or one
+            with a scheme passed to `register_store`.
+        storage_options: Options of the store's fsspec file system, such as `endpoint_url`, or of a
+            registered store. Defaults to `None`: no options.
 
     Raises:
-        ConfigurationError: If it names no folder, or what its store needs is not installed.
+        ConfigurationError: If it does not name a folder, or if packages that its store needs are
+            not installed.
     """
     text = os.fspath(url)
     scheme, _, rest = text.partition("://")
@@ -275,13 +277,14 @@ def open_files(
         scheme = "file"
     if scheme not in _OPENERS:
         raise ConfigurationError(
-            "Expected a folder, or a URL that begins with one of "
+            "Expected a folder, or a URL that starts with one of "
             f"{', '.join(each for each in _OPENERS if each not in _LOCAL)}. Received: "
             f"{scheme}://{rest.rpartition('@')[2]}. Mount other stores as a folder that all "
-            "workers share, or give keras_distplug.register_store() a function that opens them."
+            "workers share, or pass a function that opens them to "
+            "keras_distplug.register_store()."
         )
     files = _OPENERS[scheme](text, storage_options or {})
-    # What a class inherits from `Files` itself does nothing.
+    # Methods inherited from the protocol `Files` itself do nothing.
     missing = [
         name
         for name in _METHODS
@@ -289,7 +292,7 @@ def open_files(
     ]
     if missing:
         raise ConfigurationError(
-            f"Expected what opens {scheme}:// to return an object with all methods of "
+            f"Expected the opener of {scheme}:// to return an object with all methods of "
             f"keras_distplug.storage.Files. Received: {type(files).__name__} without "
             f"{', '.join(missing)}. Define them; keras_distplug.storage.check_store() tests them."
         )
@@ -297,7 +300,7 @@ def open_files(
 
 
 def local_path(url: str) -> Path | None:
-    """The path that `url` names; None if it names a place in a store."""
+    """Returns the local path that `url` names, or None if it names a place in a store."""
     scheme, separator, rest = url.partition("://")
     if separator and scheme not in _LOCAL:
         return None

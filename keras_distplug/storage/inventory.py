@@ -1,4 +1,4 @@
-"""What the folders of a run's checkpoints hold, remembered by the process that writes the run."""
+"""A cache of the contents of a run's checkpoint folders, in the process that writes the run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _NOTHING: frozenset[str] = frozenset()
 
 
 class Inventory:
-    """Remembers the folders of checkpoints, so that a save does not list all of them.
+    """Caches the contents of checkpoint folders, so that a save does not list all of them.
 
-    Only committed and damaged checkpoints are remembered: these never change, but they may go, and
-    another process may write a DAMAGED.json. So before something is deleted, `forget_all` has all
-    looked at again where that is cheap.
+    Only committed and damaged checkpoints are cached: these never change, but they may be deleted,
+    or another process may add a DAMAGED.json. So `forget_all` is called before something is
+    deleted, to list all of them again if that is cheap.
 
     Args:
         files: The folder that holds the run's folder.
@@ -30,10 +30,10 @@ class Inventory:
         self._places: list[Place] = []
         self._is_current = False
         self._inside: dict[str, frozenset[str]] = {}
-        self.verified: dict[str, tuple[Shard, ...]] = {}  # checkpoints that were, with their files
+        self.verified: dict[str, tuple[Shard, ...]] = {}  # by name: their files
 
     def refresh(self) -> list[Place]:
-        """Lists the run's folder: one request. What has gone is forgotten."""
+        """Lists the run's folder, in one request, and forgets checkpoints that were deleted."""
         self._is_current = False
         self._places = layout.places(self._files, self._run)
         for name in self._inside.keys() - {place.name for place in self._places}:
@@ -41,19 +41,19 @@ class Inventory:
         return self._places
 
     def distrust(self) -> None:
-        """Makes `inside` look at all intact checkpoints again, which after a failed save may hold
+        """Makes `inside` list all intact checkpoints again: after a failed save they may contain
         leftovers of other attempts."""
         self._inside = {k: names for k, names in self._inside.items() if not is_whole(names)}
 
     def current(self) -> list[Place]:
-        """Returns the listing of the save that was just committed, or else lists again."""
+        """Returns the listing made for the save just committed, or lists the folder again."""
         places = self._places if self._is_current else self.refresh()
         self._is_current = False
         return places
 
     def inside(self, names: Iterable[str]) -> Mapping[str, frozenset[str]]:
-        """Returns what the folders hold. Those that are not remembered are looked at, in an object
-        store by one recursive listing of the run if there are several."""
+        """Returns the contents of folders. Those not in the cache are listed; in an object store,
+        several of them with one recursive listing of the run."""
         names = list(names)
         unknown = [name for name in names if name not in self._inside]
         below = list_recursively(self._files, self._run) if len(unknown) > 1 else None
@@ -63,42 +63,42 @@ class Inventory:
         }
         return {name: found.get(name, self._inside.get(name, _NOTHING)) for name in names}
 
-    def look_again(self, name: str) -> frozenset[str]:
-        """Returns what a folder holds now: one request, which in an object store also gives the
-        sizes of its files."""
+    def relist(self, name: str) -> frozenset[str]:
+        """Lists a folder in one request, which in an object store also returns the sizes of its
+        files."""
         below = list_recursively(self._files, f"{self._run}/{name}")
         return self._note(name, self._listed(name) if below is None else map(_first, below))
 
     def forget_all(self) -> None:
-        """Forgets all folders if looking at them again takes at most one request.
+        """Forgets all folders, if at most one remote request lists all of them again.
 
-        A server that is asked folder by folder keeps its entries, so that a save does not take
-        longer the more checkpoints there are.
+        On a server that must be asked for every folder, the cache is kept, so that the time of a
+        save does not grow with the number of checkpoints.
         """
         if self._files.traits.is_near or is_object_store(self._files):
             self._inside.clear()
 
-    def remembers(self, name: str) -> bool:
-        """Whether the folder is that of a committed or damaged checkpoint."""
+    def is_cached(self, name: str) -> bool:
+        """True if the folder is cached as a committed or damaged checkpoint."""
         return name in self._inside
 
-    def note_committed(self, name: str, inside: Iterable[str] | None) -> None:
-        """Notes that a checkpoint was committed now.
+    def record_committed(self, name: str, inside: Iterable[str] | None) -> None:
+        """Records that a checkpoint was just committed.
 
         Args:
             name: Its name.
-            inside: What its folder holds, if that is known.
+            inside: The contents of its folder, or `None` if they are not known.
         """
         self.forget(name)
         if inside is not None:
             self._note(name, inside)
-        place = layout.place_of(name)
+        place = layout.parse_place(name)
         assert place is not None, name
         self._places = sorted({*self._places, place})
         self._is_current = True
 
-    def note_damaged(self, name: str) -> None:
-        """Notes a damaged checkpoint, even if no DAMAGED.json could be written."""
+    def record_damaged(self, name: str) -> None:
+        """Records a damaged checkpoint, even if DAMAGED.json could not be written."""
         self._inside[name] = self._inside.get(name, _NOTHING) | {layout.DAMAGED}
         self.verified.pop(name, None)
 
@@ -120,7 +120,7 @@ class Inventory:
 
 
 def is_whole(inside: frozenset[str]) -> bool:
-    """Whether a folder holds a committed checkpoint that is not known to be damaged."""
+    """True if a folder holds a committed checkpoint that is not known to be damaged."""
     return layout.MANIFEST in inside and layout.DAMAGED not in inside
 
 

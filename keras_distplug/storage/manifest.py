@@ -1,4 +1,4 @@
-"""What a checkpoint's MANIFEST.json says. The checkpoint exists when its manifest exists."""
+"""The content of a checkpoint's MANIFEST.json. The checkpoint exists when its manifest exists."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST = 2**63
 _DTYPE = re.compile(r"[a-z]\w*(\[\w+\])?")
 
 _FILE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*/)*[A-Za-z0-9][A-Za-z0-9._-]*")
-# `adam_2/sequential_1_dense_3_kernel_momentum`: optimizers put the whole path into one name.
+# `adam_2/sequential_1_dense_3_kernel_momentum`: optimizers join the whole path to one name.
 _COUNT = re.compile(r"[_#]\d+(?=[_/#]|$)")
 
 
@@ -26,9 +26,9 @@ class VariableSpec:
     """A variable without its value.
 
     Args:
-        key: `"model/conv2d/kernel"`.
+        key: Its path, such as `"model/conv2d/kernel"`.
         shape: Its shape.
-        dtype: NumPy's name, or `"bfloat16"` and its like.
+        dtype: The name of its type: one of NumPy's, or `"bfloat16"` and similar.
     """
 
     key: str
@@ -37,7 +37,7 @@ class VariableSpec:
 
     def __post_init__(self) -> None:
         if not _DTYPE.fullmatch(self.dtype):  # NumPy parses others, and may raise a SyntaxError
-            raise ValueError(f"Expected the name of a type. Received: {self.dtype!r}")
+            raise ValueError(f"Expected the name of a dtype. Received: {self.dtype!r}")
         if not all(0 <= size < _MOST for size in self.shape):
             raise ValueError(f"Expected sizes of at least 0 and below 2**63. Received: {self}")
 
@@ -50,8 +50,8 @@ class Shard:
     """One file of a checkpoint.
 
     Args:
-        file: Its path, from the folder of the manifest.
-        bytes: Its size.
+        file: Its path, relative to the manifest's folder.
+        bytes: Its size in bytes.
         xxh3_128: XXH3 of its content, 128 bits in hexadecimal.
     """
 
@@ -71,23 +71,23 @@ class Manifest:
     """A checkpoint without its arrays.
 
     Args:
-        cursor: Where the run stood.
+        cursor: The position of the run.
         variables: All variables, in the model's order.
         shards: The files that hold their values.
         history: Keras' `History.history`.
         history_epochs: Keras' `History.epoch`.
-        metrics: Those of the logs at that point that were numbers.
+        metrics: The numbers in the logs at that point.
         other_logs: The rest of the logs.
-        data: Position of the input pipeline.
-        stop_training: True if a callback had asked for the end of training.
-        completion: Set if the run had reached its end.
-        how_built: What makes the model's variables without data.
-        callbacks: What other callbacks knew.
-        random: The random generators of each worker's process.
-        world_size: Workers that trained.
+        data: The position of the input pipeline.
+        stop_training: True if a callback had requested the end of training.
+        completion: Set if the run had finished.
+        how_built: The information to create the model's variables without data.
+        callbacks: The states of other callbacks.
+        random: The states of the random generators in every worker's process.
+        world_size: The number of workers.
         nonce: Different for every attempt to save.
-        created_utc: ISO 8601.
-        versions: Packages that wrote it.
+        created_utc: The time in ISO 8601.
+        versions: The versions of the packages that wrote it, by name.
     """
 
     cursor: Cursor
@@ -109,28 +109,28 @@ class Manifest:
     random: tuple[Mapping[str, Any], ...] = ()
 
     def to_json(self) -> str:
-        """The text of MANIFEST.json, which carries a SHA-256 of itself."""
+        """Returns the text of MANIFEST.json, which includes a SHA-256 of itself."""
         return seal({"schema_version": SCHEMA_VERSION, **asdict(self)})
 
     @classmethod
     def from_json(cls, text: str, source: str) -> Manifest:
-        """The inverse of `to_json`.
+        """Parses the text of MANIFEST.json, the inverse of `to_json`.
 
         Args:
-            text: What was read.
-            source: Where it was read, for errors.
+            text: The text of the file.
+            source: The name of the file, for errors.
 
         Raises:
-            CorruptCheckpointError: If `text` is not what `to_json` gave.
-            CheckpointError: If it is what the `to_json` of another release gave.
+            CorruptCheckpointError: If `text` is not what `to_json` returned.
+            CheckpointError: If another release wrote it.
         """
         try:
             body = unseal(text)
         except ChangedError as error:
             raise CorruptCheckpointError(f"{source} was changed after it was written.") from error
         except ValueError as error:
-            raise CorruptCheckpointError(f"{source} is no complete manifest: {error}") from error
-        # Another release's manifest is whole: it must not be taken for a damaged one.
+            raise CorruptCheckpointError(f"{source} is not a complete manifest: {error}") from error
+        # Another release's manifest is intact, and must not be reported as damaged.
         if (schema_version := body.pop("schema_version", None)) != SCHEMA_VERSION:
             raise CheckpointError(
                 f"{source} has schema version {schema_version!r}, this release reads "
@@ -139,25 +139,25 @@ class Manifest:
         try:
             return _from_body(body)
         except (ValueError, KeyError, TypeError) as error:
-            raise CorruptCheckpointError(f"{source} is no manifest: {error!r}") from error
+            raise CorruptCheckpointError(f"{source} is not a manifest: {error!r}") from error
 
 
 def first_difference(
     stored: Sequence[VariableSpec], current: Sequence[VariableSpec], *, by_path: bool = True
 ) -> str | None:
-    """Where two models differ first, in words; None if a checkpoint of one fits the other.
+    """Describes the first difference between two models; None if a checkpoint of one fits the
+    other.
 
-    Variables are compared in their order. Names that Keras counts up within a process
-    (`dense_1`, `dense_2`) count as the same, the model's own name does not count, and of an
-    optimizer's variable its own name counts: the path before it depends on where the optimizer was
-    built.
+    Variables are compared in order. Numbers that Keras adds to names within a process (`dense_1`,
+    `dense_2`) are ignored, and so is the name of the model itself. For an optimizer's variable,
+    only the last name is compared: the path before it depends on where the optimizer was built.
 
     Args:
         stored: The variables of a checkpoint.
-        current: Those of the model.
-        by_path: `False` for a model that was made from what Keras told of the one of the
-            checkpoint: it has the same variables in the same order, but the paths depend on how
-            each was built.
+        current: The variables of the model.
+        by_path: `False` for a model that was created from the stored architecture: it has the same
+            variables in the same order, but their paths depend on how the model was built.
+            Defaults to `True`.
     """
     for position, (old, new) in enumerate(zip(stored, current, strict=False), start=1):
         is_group_other = old.key.partition("/")[0] != new.key.partition("/")[0]
@@ -167,14 +167,14 @@ def first_difference(
             or not _are_same(*names)
             or (old.shape, old.dtype) != (new.shape, new.dtype)
         ):
-            return f"variable {position} is `{old}` there and `{new}` here"
+            return f"variable {position} is `{old}` in the checkpoint and `{new}` in the model"
     if len(stored) == len(current):
         return None
     place = min(len(stored), len(current))
-    where, extra = ("there", stored) if len(stored) > place else ("here", current)
+    where, extra = ("checkpoint", stored) if len(stored) > place else ("model", current)
     return (
-        f"{len(stored)} variables there and {len(current)} here; the first one too many is "
-        f"`{extra[place]}` {where}"
+        f"{len(stored)} variables in the checkpoint and {len(current)} in the model; the first "
+        f"extra one is `{extra[place]}` in the {where}"
     )
 
 
@@ -201,14 +201,14 @@ def _from_body(body: dict[str, Any]) -> Manifest:
 
 
 def _are_same(one: str, other: str) -> bool:
-    """Whether names are the same, but for the model's own: in one that Keras has loaded from a file
-    `sequential/dense/kernel` is `dense/kernel`."""
+    """True if names are the same apart from the model's own: in a model that Keras loaded from a
+    file, `sequential/dense/kernel` is named `dense/kernel`."""
     short, long = sorted((one, other), key=len)
     return short == long or (bool(short) and long.endswith((f"/{short}", f"_{short}")))
 
 
 def uncounted(key: str) -> str:
-    """A key without the numbers that Keras counts up within a process."""
+    """Returns a key without the numbers that Keras adds to names within a process."""
     return _COUNT.sub("", key)
 
 
@@ -216,5 +216,5 @@ def _uncounted(key: str, by_path: bool) -> str:
     group, _, path = key.partition("/")
     if by_path and group == "model":
         return _COUNT.sub("", path)
-    # What optimizers make of a path in one name cannot be told from the variable's own.
+    # Optimizers join a path to one name, which cannot be split from the variable's own.
     return _COUNT.sub("", path.rpartition("/")[2]) if by_path or group == "model" else group

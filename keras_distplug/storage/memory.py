@@ -1,4 +1,4 @@
-"""Memory that variables are read into."""
+"""Memory for variables that are being read."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from keras_distplug.storage.manifest import VariableSpec
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of one variable.
+    """The memory for one variable.
 
     Args:
-        value: What the reader gets: anything `numpy.asarray` takes.
+        value: The variable's value for the reader: anything that `numpy.asarray` accepts.
         data: Its bytes in row-major order, to write to.
     """
 
@@ -22,5 +22,5 @@ class Memory:
     data: memoryview
 
 
-# None for a variable that may be read into a NumPy array.
+# Returns None for a variable that may be read into a NumPy array.
 Allocate = Callable[[VariableSpec], Memory | None]

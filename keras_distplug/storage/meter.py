@@ -1,4 +1,4 @@
-"""How far something is that takes long, for those who wait."""
+"""Progress of a long operation, for messages of whatever waits for it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import threading
 
 
 class Meter:
-    """Counts the bytes of what is under way, from any thread.
+    """Counts the bytes that an operation has processed, from any thread.
 
     Args:
-        total: How many there are. Defaults to 0, for not known yet.
+        total: The expected number of bytes. Defaults to 0: not known yet.
     """
 
     def __init__(self, total: int = 0) -> None:
@@ -19,11 +19,11 @@ class Meter:
 
     @property
     def done(self) -> int:
-        """How many are through. What was tried twice counts once."""
+        """The number of bytes processed, at most `total` even if some were retried."""
         return min(self._done, self.total)
 
     def begin(self, total: int) -> None:
-        """Counts from 0 again."""
+        """Restarts the count at 0."""
         with self._lock:
             self.total, self._done = total, 0
 
@@ -32,7 +32,7 @@ class Meter:
             self._done += count
 
     def __str__(self) -> str:
-        """For people: `"312 of 1,024 MB"`."""
+        """Formats the progress for messages: `"312 of 1,024 MB"`."""
         if not self.total:
             return "0 MB"
         return f"{self.done / 2**20:,.0f} of {self.total / 2**20:,.0f} MB"

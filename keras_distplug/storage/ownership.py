@@ -1,17 +1,17 @@
-"""Who writes in a directory: one process at a time, its owner.
+"""Ownership of a directory: only one process at a time, its owner, writes there.
 
     <directory>/.owner/
       0003.json           a claim: the process that made it
-      0003.7d1f....beat   its heartbeat: a number that counts up
+      0003.7d1f....beat   its heartbeat: an increasing number
       0003.released       its training has ended
 
-Claims are numbered, and created exclusively. The process with the highest number is the owner; a
-process that finds a higher number than its own has lost the directory, and saves nothing more. Old
-claims are deleted by the owner; a claim without its heartbeat file has lost, too, so that numbers
-may start again in a folder that was deleted.
+Claims are numbered and created exclusively. The process with the highest number is the owner; a
+process that finds a higher number than its own has lost the directory and saves nothing more. The
+owner deletes old claims. A claim without its heartbeat file has lost, too, so that numbers may
+start again in a folder that was deleted.
 
-Whether another owner is alive is looked up among the processes of this machine. Elsewhere its
-heartbeat is watched, by the clock of the process that watches.
+An owner on this machine is alive if its process exists. An owner elsewhere is alive if its
+heartbeat changes, as measured by the clock of the process that checks.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ from keras_distplug.storage import layout
 from keras_distplug.storage.files import Files, remedy
 
 FOLDER = ".owner"
-_DIRECTORY = "directory"  # in a claim: where its owner has it
+_DIRECTORY = "directory"  # in a claim: the directory's name for its owner
 _LAST_SECS = 5.0
 _CLAIM = re.compile(r"(\d{4,})\.json")
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How long it takes to notice that an owner has gone.
+    """The intervals by which a dead owner is detected.
 
     Args:
-        beat_secs: Between two heartbeats.
-        stale_secs: Without a heartbeat, an owner that cannot be seen from here counts as dead.
-        look_secs: Between two looks at its heartbeat.
+        beat_secs: Seconds between two heartbeats. Defaults to 10.
+        stale_secs: Seconds without a heartbeat after which an owner on another machine counts as
+            dead. Defaults to 60.
+        look_secs: Seconds between two checks of its heartbeat. Defaults to 0.5.
     """
 
     beat_secs: float = 10.0
@@ -63,13 +64,13 @@ TIMING = Timing()
 
 
 class Ownership:
-    """A claim of this process. Made by `claim`.
+    """A claim of this process, created by `claim`.
 
     Args:
         files: The directory.
-        number: Of the claim.
+        number: The number of the claim.
         here: This process.
-        timing: How long it takes to notice that an owner has gone.
+        timing: The intervals by which a dead owner is detected.
     """
 
     def __init__(self, files: Files, number: int, here: Process, timing: Timing) -> None:
@@ -80,69 +81,73 @@ class Ownership:
         self._text = json.dumps(claim, indent=1).encode()
         self._timing = timing
         self._beats = 0
-        self.is_training: Callable[[], bool] = lambda: False  # whether a `fit` here uses it
-        self.is_idle: Callable[[], bool] = lambda: False  # whether that has ended, saves included
-        self.uses = 1  # how often this process has claimed it
+        self.is_training: Callable[[], bool] = lambda: False  # true while a `fit` here uses it
+        self.is_idle: Callable[[], bool] = lambda: False  # true once it and its saves have ended
+        self.uses = 1  # the number of times this process has claimed it
         self._changing = threading.RLock()
         self._confirmed_s = unsuspended_s()
         self._released = threading.Event()
 
     def start_beating(self) -> None:
-        thread = threading.Thread(target=self._beat_on, name="keras_distplug-owner", daemon=True)
+        thread = threading.Thread(
+            target=self._keep_beating, name="keras_distplug-owner", daemon=True
+        )
         thread.start()
 
-    def require(self, known_for_secs: float = 0.0) -> None:
+    def require(self, max_age_secs: float = 0.0) -> None:
         """Checks that this process still owns the directory.
 
         Args:
-            known_for_secs: Do not look if it did at most this long ago.
+            max_age_secs: Skip the check if one succeeded at most this many seconds ago. Defaults
+                to 0: always check.
 
         Raises:
             FencedError: If another process owns it.
-            CheckpointError: If the storage does not say.
+            CheckpointError: If the storage cannot be read.
         """
-        looked_s = unsuspended_s()
-        if looked_s - self._confirmed_s <= known_for_secs:
+        checked_s = unsuspended_s()
+        if checked_s - self._confirmed_s <= max_age_secs:
             return
         if not self._is_owner(layout.names(self._files, FOLDER)):
             self._end()
             raise FencedError(
                 f"{self._files.where()} was taken over by {self._successor()}, because this "
-                f"process, {os.getpid()}, showed no sign of life. It saves and deletes nothing "
-                "more. Do not start it again: the other process continues the run."
+                f"process, {os.getpid()}, showed no sign of life. It will not save or delete "
+                "anything more. Do not restart it: the other process continues the run."
             )
-        self._confirmed_s = looked_s
+        self._confirmed_s = checked_s
 
     def require_recent(self) -> None:
-        """Checks that this process still owns the directory, unless it did very recently."""
+        """Checks that this process still owns the directory, unless that was checked recently."""
         self.require(self._timing.stale_secs / 3)
 
     def use_again(self) -> bool:
-        """Returns whether the directory is still this process's, which then uses it again."""
+        """Claims the directory for another use by this process. False if it was released."""
         with self._changing:
             self.uses += 1
             self.is_training = self.is_idle = lambda: False
             return not self.is_released
 
     def release(self, after_uses: int | None = None) -> None:
-        """Lets other processes take the directory immediately.
+        """Releases the directory, so that other processes can claim it immediately.
 
         Args:
-            after_uses: Not if this process has claimed it more often by then.
+            after_uses: Release it only if the number of uses is still this. Defaults to `None`:
+                release it in any case.
         """
         with self._changing:
             if self.is_released or after_uses not in (None, self.uses):
                 return
             self._end()
-            with contextlib.suppress(OSError):  # they will find it dead, or its heartbeat stale
+            with contextlib.suppress(OSError):  # others will find it dead, or its heartbeat stale
                 self._files.create(f"{FOLDER}/{self._number:04d}.released", [b""])
 
     def remove(self) -> None:
-        """Deletes all claims, with the folder of the directory if nothing else is in it.
+        """Deletes all claims, and the directory itself if it contains nothing else.
 
         Raises:
             FencedError: If another process owns it.
-            CheckpointError: If that fails.
+            CheckpointError: If deleting fails.
         """
         with self._changing:
             self.require()
@@ -157,14 +162,14 @@ class Ownership:
 
     def _end(self) -> None:
         self._released.set()
-        self.is_training = self.is_idle = lambda: False  # which know of a model
+        self.is_training = self.is_idle = lambda: False  # drop references to a model
 
     @property
     def is_released(self) -> bool:
         return self._released.is_set()
 
     def make(self) -> bool:
-        """Makes the claim; False if another process was faster.
+        """Creates the claim. Returns False if another process was faster.
 
         Raises:
             OSError: If the storage fails.
@@ -173,13 +178,13 @@ class Ownership:
             self._files.create(self._claim_file, [self._text])
         except FileExistsError:
             with contextlib.suppress(FileNotFoundError):
-                # Ours, if only the storage's answer was lost.
+                # It is ours if only the storage's answer was lost.
                 if self._files.read(self._claim_file) == self._text:
                     self.beat()
                     return self._is_owner(layout.names(self._files, FOLDER))
             return False
         self.beat()
-        # The others may have come to higher numbers, and deleted this one before it was made.
+        # Others may have reached higher numbers, and deleted this claim before it was created.
         if self._is_owner(layout.names(self._files, FOLDER)):
             return True
         self._end()
@@ -199,11 +204,11 @@ class Ownership:
             self._beats += 1
             with tempfile.TemporaryDirectory(prefix="keras_distplug-") as folder:
                 path = Path(folder) / "beat"
-                # Always of the same size: that of a file in a store is looked up once.
+                # The size must not change: that of a file in a store is only requested once.
                 path.write_text(f"{self._beats:012d}")
                 self._files.put(path, f"{FOLDER}/{self._beat_file}", overwrite=True)
 
-    def _beat_on(self) -> None:
+    def _keep_beating(self) -> None:
         while not self._released.wait(self._timing.beat_secs):
             uses = self.uses
             if self.is_idle():
@@ -212,7 +217,7 @@ class Ownership:
             try:
                 self.beat()
             except OSError:
-                continue  # a save will say so
+                continue  # a save will report it
 
     def _is_owner(self, names: list[str]) -> bool:
         newest = _newest(names)
@@ -233,7 +238,7 @@ class Ownership:
         others = [n for n in names if n.startswith(mine) and n.endswith(".beat")]
         if others == [self._beat_file]:
             return True
-        # Numbers start again in a folder that was deleted: whose claim is it?
+        # In a folder that was deleted, numbers start again: compare the claim's token.
         _, token = _owner(self._files, newest)
         return token == self._token
 
@@ -262,14 +267,14 @@ def claim(
 
     Args:
         files: The directory.
-        report: Called with a line if it has to wait.
+        report: Called with a message if it must wait.
         here: The process. Defaults to this one.
-        timing: How long it takes to notice that an owner has gone. Defaults to `TIMING`.
+        timing: The intervals by which a dead owner is detected. Defaults to `TIMING`.
 
     Raises:
-        InUseError: If it has another owner, which is alive.
-        SaveError: If it cannot be written.
-        CheckpointError: If it cannot be read.
+        InUseError: If another process owns it and is alive.
+        SaveError: If the directory cannot be written.
+        CheckpointError: If the directory cannot be read.
     """
     here = here or this_process()
     key = (os.getpid(), files.where())
@@ -277,7 +282,7 @@ def claim(
     if held is not None and not held.is_released and held.is_training():
         raise _in_use(files, here)
     if held is not None and held.use_again():
-        return held  # that of a `fit` which was not started, or has failed
+        return held  # left by a `fit` that was not started or has failed
     _release_at_exit()
     _held[key] = ownership = _win(files, report, here, timing or TIMING)
     return ownership
@@ -292,7 +297,7 @@ def _release_at_exit() -> None:
 
 
 def _release_all() -> None:
-    """When this process ends; saves in progress have ended by then."""
+    """Releases all directories at exit, after saves in progress have ended."""
     for (pid, _), owned in list(_held.items()):
         if pid == os.getpid() and not owned.is_released:
             with contextlib.suppress(TimeoutError, RuntimeError):
@@ -300,20 +305,20 @@ def _release_all() -> None:
 
 
 def _win(files: Files, report: Callable[[str], None], here: Process, timing: Timing) -> Ownership:
-    has_told = False
+    has_reported = False
     while True:
         names = layout.names(files, FOLDER)
         newest = _newest(names)
         if newest and f"{newest:04d}.released" not in names:
             owner, token = _owner(files, newest)
-            # What this process itself has claimed before, it has released, if only here.
+            # This process's own earlier claims are released, even if the file says otherwise.
             alive = None if owner is None else owner != here and is_alive(owner, here)
-            if alive and _was_copied(files, newest):
+            if alive and _is_copy(files, newest):
                 alive = None
             if alive is None:
-                if not has_told:
-                    report(_waits(files, owner, timing))
-                    has_told = True
+                if not has_reported:
+                    report(_wait_message(files, owner, timing))
+                    has_reported = True
                 alive = _watch(files, newest, token, timing)
                 if alive is None:
                     continue
@@ -324,32 +329,32 @@ def _win(files: Files, report: Callable[[str], None], here: Process, timing: Tim
             is_made = ownership.make()
         except OSError as error:
             raise SaveError(
-                f"Nothing can be saved in {files.where()}: {error}. Give a folder that can be "
-                "written."
+                f"Nothing can be saved in {files.where()}: {error}. Choose a folder that is "
+                "writable."
             ) from error
         if is_made:
-            _delete_claims_before(files, newest + 1)
+            _delete_older_claims(files, newest + 1)
             ownership.start_beating()
             return ownership
 
 
 def _watch(files: Files, number: int, token: str, timing: Timing) -> bool | None:
-    """Watches a heartbeat. Returns whether it moves, or None if another claim has taken the place
-    of this one meanwhile, or its owner has released it."""
+    """Watches a heartbeat. Returns True once it changes, False if it is stale, or None if the claim
+    was replaced by another one or released by its owner."""
     first: bytes | None = None
     started_s = unsuspended_s()
     while True:
-        looked_s = unsuspended_s()
+        checked_s = unsuspended_s()
         names = layout.names(files, FOLDER)
         is_replaced = _newest(names) != number or _owner(files, number)[1] != token
         if is_replaced or f"{number:04d}.released" in names:
             return None
-        beat = _beat_in(files, _beat_file(number, token), names)
+        beat = _read_beat(files, _beat_file(number, token), names)
         if first is None:
-            first, started_s = beat, looked_s
+            first, started_s = beat, checked_s
         if beat != first:
             return True
-        if looked_s - started_s >= timing.stale_secs:
+        if checked_s - started_s >= timing.stale_secs:
             return False
         time.sleep(timing.look_secs)
 
@@ -358,7 +363,7 @@ def _beat_file(number: int, token: str) -> str:
     return f"{number:04d}.{token}.beat"
 
 
-def _beat_in(files: Files, name: str, names: list[str]) -> bytes:
+def _read_beat(files: Files, name: str, names: list[str]) -> bytes:
     if name not in names:
         return b""
     try:
@@ -371,14 +376,14 @@ def _beat_in(files: Files, name: str, names: list[str]) -> bytes:
         ) from error
 
 
-def _delete_claims_before(files: Files, number: int) -> None:
+def _delete_older_claims(files: Files, number: int) -> None:
     for name in layout.names(files, FOLDER):
         of = name.partition(".")[0]
         if of.isdecimal() and int(of) < number:
             try:
                 files.delete(f"{FOLDER}/{name}")
             except OSError:
-                continue  # it does no harm
+                continue  # an old claim does no harm
 
 
 def _newest(names: list[str]) -> int:
@@ -386,7 +391,8 @@ def _newest(names: list[str]) -> int:
 
 
 def _owner(files: Files, number: int) -> tuple[Process | None, str]:
-    """The process that made a claim, and the claim's token; None and "" if it does not say."""
+    """Returns the process that made a claim, and the claim's token; None and "" if the claim cannot
+    be read."""
     try:
         found = json.loads(files.read(f"{FOLDER}/{number:04d}.json"))
         token = str(found.pop("token"))
@@ -398,8 +404,8 @@ def _owner(files: Files, number: int) -> tuple[Process | None, str]:
     return owner, token
 
 
-def _was_copied(files: Files, number: int) -> bool:
-    """Whether the owner has the directory elsewhere, or under another name."""
+def _is_copy(files: Files, number: int) -> bool:
+    """True if the claim was made for a directory of another name: this one is a copy of it."""
     try:
         where = json.loads(files.read(f"{FOLDER}/{number:04d}.json")).get(_DIRECTORY)
     except (OSError, ValueError, AttributeError, RecursionError):
@@ -412,14 +418,14 @@ def _in_use(files: Files, owner: Process | None) -> InUseError:
     in_parallel = " Fits can share a folder if they run one after another (`n_jobs=1`)."
     return InUseError(
         f"Expected a folder that no other training uses. Received: {files.where()}, in which "
-        f"{owner or 'another process'} is training. Wait until it has finished or end it, or give "
-        f"this training another folder. Nothing was changed.{in_parallel if is_of_pool else ''}"
+        f"{owner or 'another process'} is training. Wait until it has finished, stop it, or choose "
+        f"another folder for this training. Nothing was changed.{in_parallel if is_of_pool else ''}"
     )
 
 
-def _waits(files: Files, owner: Process | None, timing: Timing) -> str:
+def _wait_message(files: Files, owner: Process | None, timing: Timing) -> str:
     return (
-        f"{files.where()} was last used by {owner or 'another process'}, which hasn't released "
-        "it, and may still be running somewhere else: waiting up to "
+        f"{files.where()} was last used by {owner or 'another process'}, which has not released "
+        "it and may still be running on another machine: waiting up to "
         f"{timing.stale_secs:.0f} s for a sign of life"
     )

@@ -1,4 +1,4 @@
-"""Deleting checkpoints by hand, also beside a training that writes."""
+"""Manual deletion of checkpoints, which is safe even while a training writes to the run."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Literal
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError
 from keras_distplug.storage import layout
 from keras_distplug.storage.files import Files
-from keras_distplug.storage.retention import Kept, Retention
+from keras_distplug.storage.retention import Retention, RetentionEntry
 from keras_distplug.storage.store import CheckpointStore
 from keras_distplug.storage.survey import KINDS, Seen, SeenRun, State
 
 
 @dataclass(frozen=True)
 class Outdated:
-    """Something that may go.
+    """A checkpoint, or the leftovers of one, that may be deleted.
 
     Args:
-        seen: What.
-        why: A checkpoint that no rule keeps, what is left of a save, or a damaged checkpoint.
-        newest: The committed checkpoint that stays, and that has to be whole before this goes.
+        seen: The checkpoint.
+        why: The reason: no rule keeps it, its save was interrupted, or it is damaged.
+        newest: The committed checkpoint that is kept, and must be intact before this is deleted.
     """
 
     seen: Seen
@@ -30,13 +30,14 @@ class Outdated:
 
 
 def outdated(run: SeenRun, retention: Retention, *, damaged: bool = False) -> list[Outdated]:
-    """What may go of a run: nothing that is newer than the newest whole checkpoint of its kind,
-    for a training may be writing that, and never this one itself.
+    """Returns the checkpoints of a run that may be deleted: only ones older than the newest intact
+    checkpoint of their kind, because a training may still be writing newer ones.
 
     Args:
         run: The run, from `checked`.
-        retention: What stays of each kind.
-        damaged: Whether damaged checkpoints may go. Unreadable ones never do.
+        retention: The checkpoints to keep, applied to every kind separately.
+        damaged: If `True`, damaged checkpoints may be deleted, too. Unreadable ones are always
+            kept. Defaults to `False`.
     """
     found: list[Outdated] = []
     for kind in KINDS:
@@ -58,17 +59,16 @@ def outdated(run: SeenRun, retention: Retention, *, damaged: bool = False) -> li
 
 
 def checked(files: Files, run: SeenRun, retention: Retention) -> SeenRun:
-    """Returns the run after a closer look at what stays in place of what goes: where reading is
-    cheap, all bytes of the checkpoint before the newest are verified if `retention` keeps it as one
-    of the last. One that is damaged, or cannot be read, is returned as such, so that an older one
-    stays instead.
+    """Returns the run with the second newest checkpoint of every kind verified, if reading is cheap
+    and `retention` keeps it as one of the last ones. If it is damaged or cannot be read, its state
+    says so, so that an older one is kept instead.
 
-    `prune` verifies the newest itself. Further ones that stay are not verified.
+    `prune` verifies the newest itself. Other checkpoints that are kept are not verified.
 
     Args:
         files: The directory.
-        run: The run, whose files' sizes were looked at.
-        retention: What stays of each kind.
+        run: The run, with its files' sizes checked.
+        retention: The checkpoints to keep, applied to every kind separately.
     """
     if not files.traits.is_near or retention.keep_last < 2:
         return run
@@ -79,7 +79,7 @@ def checked(files: Files, run: SeenRun, retention: Retention) -> SeenRun:
             try:
                 store.verify(before_newest.name)
                 break
-            except CheckpointError as error:  # of this one, which hides no others
+            except CheckpointError as error:  # it concerns this checkpoint only
                 state: State = (
                     "damaged" if isinstance(error, CorruptCheckpointError) else "unreadable"
                 )
@@ -95,17 +95,17 @@ def checked(files: Files, run: SeenRun, retention: Retention) -> SeenRun:
 
 def _expired(committed: Sequence[Seen], retention: Retention) -> tuple[str, ...]:
     return retention.expired(
-        [Kept(each.name, each.place.step, each.whole.metrics) for each in committed]
+        [RetentionEntry(each.name, each.place.step, each.whole.metrics) for each in committed]
     )
 
 
 def prune(files: Files, run: str, going: Sequence[Outdated]) -> None:
-    """Deletes `going`, once what stays in its stead has been verified.
+    """Deletes the checkpoints in `going`, after verifying the newest ones that are kept.
 
-    From a distant store only the manifest is read for that, and the sizes of the files.
+    In a remote store, only the manifest and the sizes of the files are verified.
 
     Raises:
-        CorruptCheckpointError: If what stays is damaged; nothing is deleted.
+        CorruptCheckpointError: If a checkpoint that is kept is damaged; nothing is deleted.
         CheckpointError: If something cannot be read or deleted.
     """
     store = CheckpointStore(files, run)
@@ -114,10 +114,10 @@ def prune(files: Files, run: str, going: Sequence[Outdated]) -> None:
             store.verify(newest, deep=files.traits.is_near)
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(
-                f"Nothing was deleted of {files.where(run)}, because its newest checkpoint "
-                f"{newest} is not whole: {error} If a training replaced it just now, try again."
+                f"Nothing was deleted from {files.where(run)}, because its newest checkpoint "
+                f"{newest} is not intact: {error} If a training has just replaced it, try again."
             ) from error
     for each in going:
-        # Without its manifest the rest does not count, should this be cut off.
+        # Delete the manifest first: if this is interrupted, the rest counts as no checkpoint.
         store.delete(each.seen.name, layout.MANIFEST)
         store.delete(each.seen.name)

@@ -1,4 +1,4 @@
-"""What a request to an object store sends, without a copy of it."""
+"""The body of a request to an object store, without a copy of the data."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _CHUNK_BYTES = 2**18
 class RequestBody:
     """Parts of memory that are sent as one file.
 
-    As `bytes` they would be copied into new memory, and what the socket does not take at once would
-    be copied again: for a processor, that is most of what sending takes. botocore reads and seeks,
-    as in a file, for checksums and before it tries again; aiohttp iterates, from the begin each
+    As `bytes`, they would be copied into new memory, and every remainder that the socket does not
+    accept immediately would be copied again: most of the CPU time of sending. botocore reads and
+    seeks as in a file, for checksums and before retries; aiohttp iterates, from the start every
     time.
     """
 

@@ -1,4 +1,4 @@
-"""Which checkpoints may go."""
+"""Rules for which checkpoints to keep."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Mode = Literal["min", "max"]
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A committed checkpoint, as far as retention goes.
+class RetentionEntry:
+    """The properties of a committed checkpoint that retention depends on.
 
     Args:
         name: Its name.
-        step: The step at which it was made.
+        step: The step at which it was saved.
         metrics: The logs at that point.
     """
 
@@ -30,7 +30,7 @@ class Kept:
 
 @dataclass(frozen=True, repr=False)
 class Retention(Shown):
-    """Which checkpoints to keep: everything that one of three rules keeps.
+    """Rules for which checkpoints to keep: every checkpoint that at least one of them keeps.
 
     Example:
 
@@ -39,15 +39,16 @@ class Retention(Shown):
     ```
 
     Args:
-        keep_last: This many of the newest, at least 1. Defaults to 2.
-        keep_every_steps: The first checkpoint after every multiple of this many steps, forever.
-            Defaults to `None`.
-        keep_best: A metric of the logs, `"min"` or `"max"`, and how many of the best by it, such as
-            `("val_loss", "min", 3)`. Of equal ones, the newer counts as better; one whose metric is
-            missing or NaN never counts. Defaults to `None`.
+        keep_last: The number of newest checkpoints to keep, at least 1. Defaults to 2.
+        keep_every_steps: An interval in steps: the first checkpoint after every multiple of it is
+            kept forever. Defaults to `None`.
+        keep_best: A metric of the logs, `"min"` or `"max"`, and the number of best checkpoints to
+            keep by it, such as `("val_loss", "min", 3)`. Of equal ones, the newer counts as better;
+            a checkpoint whose metric is missing or NaN is never kept by this rule. Defaults to
+            `None`.
 
     Raises:
-        ConfigurationError: For an argument that is not usable.
+        ConfigurationError: If an argument is invalid.
     """
 
     keep_last: int = 2
@@ -68,11 +69,11 @@ class Retention(Shown):
             f'("val_loss", "min", 3). Received: {self.keep_best!r}'
         )
 
-    def expired(self, oldest_first: Sequence[Kept]) -> tuple[str, ...]:
-        """Names of those that may go."""
+    def expired(self, oldest_first: Sequence[RetentionEntry]) -> tuple[str, ...]:
+        """Returns the names of the checkpoints that no rule keeps."""
         stay = {each.name for each in oldest_first[-self.keep_last :]}
         if self.keep_every_steps is not None:
-            # The first one of each stretch: it comes last here.
+            # The list is reversed, so that the first checkpoint of an interval overwrites others.
             stretches = {each.step // self.keep_every_steps: each for each in oldest_first[::-1]}
             stay |= {each.name for stretch, each in stretches.items() if stretch}
         if self.keep_best is not None:
@@ -81,8 +82,9 @@ class Retention(Shown):
         return tuple(each.name for each in oldest_first if each.name not in stay)
 
 
-def rated(oldest_first: Sequence[Kept], metric: str, mode: Mode) -> list[str]:
-    """Names of those that have `metric`, the best by it last. Of equal ones the newer is better."""
+def rated(oldest_first: Sequence[RetentionEntry], metric: str, mode: Mode) -> list[str]:
+    """Returns the names of the checkpoints that have `metric`, from worst to best by it. Of equal
+    ones, the newer is better."""
     sign = -1 if mode == "min" else 1
     found = [
         (sign * value, place, each.name)

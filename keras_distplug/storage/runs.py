@@ -1,4 +1,4 @@
-"""Runs: the folders in which checkpoints lie."""
+"""Runs: the folders that contain checkpoints."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from keras_distplug.storage.sealed import seal, unseal
 
 @dataclass(frozen=True)
 class Identity:
-    """What a `fit` trains, as hashes; empty for what is not known.
+    """Hashes that identify what a `fit` trains; empty if not known.
 
     Args:
-        model: Of the classes of the model's layers and optimizers.
-        shapes: Of its weights.
-        data: Of its training data.
+        model: A hash of the classes of the model's layers and optimizers.
+        shapes: A hash of the shapes of its weights.
+        data: A hash of its training data.
     """
 
     model: str = ""
@@ -27,14 +27,14 @@ class Identity:
     data: str = ""
 
     def may_be(self, other: Identity) -> bool:
-        """Whether nothing that is known of both differs."""
+        """True if no hash that is known of both differs."""
         return not any(
             one and another and one != another
             for one, another in zip(astuple(self), astuple(other), strict=True)
         )
 
     def is_surely(self, other: Identity) -> bool:
-        """Whether all is known of both, and is the same."""
+        """True if all hashes are known of both and are the same."""
         return bool(self.model and self.data and other.data) and self.may_be(other)
 
 
@@ -43,19 +43,19 @@ UNKNOWN = Identity()
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What is known when a run begins.
+    """The record that is written when a run starts.
 
     Args:
-        run_id: Different for every run.
-        job: The supervised job that began it, if one did.
-        seed: From which the order of its data is drawn.
-        created_utc: ISO 8601.
+        run_id: A unique identifier.
+        job: The supervised job that started it, if any.
+        seed: The seed of the order of its data.
+        created_utc: The time of its start, in ISO 8601.
         place: 1 for the run of a script's first `fit` in the directory, 2 for that of its second,
             and so on.
         first: The `run_id` of the run with place 1, unless it is this one.
-        model: As in `Identity`.
-        shapes: As in `Identity`.
-        data: As in `Identity`.
+        model: The hash of the model, as in `Identity`.
+        shapes: The hash of the shapes, as in `Identity`.
+        data: The hash of the data, as in `Identity`.
     """
 
     run_id: str
@@ -74,7 +74,7 @@ class RunRecord:
 
     @property
     def sequence(self) -> str:
-        """The same for the runs of all `fit`s of a script."""
+        """An identifier shared by the runs of all `fit`s of a script."""
         return self.first or self.run_id
 
 
@@ -87,7 +87,7 @@ class Run:
 
     @property
     def number(self) -> int:
-        """That of its folder."""
+        """The number of its folder."""
         return int(self.name.partition("-")[2])
 
 
@@ -99,22 +99,22 @@ def begin_run(
     after: Run | None = None,
     identity: Identity = UNKNOWN,
 ) -> Run:
-    """Begins a run in a new folder.
+    """Starts a run in a new folder.
 
     Args:
         files: The directory.
-        job: As in `RunRecord`, here and below.
-        seed: From which the order of its data is drawn.
-        after: The run of the `fit` before, if it is not the script's first.
-        identity: What it trains.
+        job: The supervised job that starts it, if any.
+        seed: The seed of the order of its data.
+        after: The run of the previous `fit` of the script. Defaults to `None`: this is the first.
+        identity: Hashes of its model and data. Defaults to `UNKNOWN`.
 
     Raises:
-        SaveError: If that cannot be written.
+        SaveError: If the record cannot be written.
         CheckpointError: If the folder cannot be listed.
     """
     place, first = (after.record.place + 1, after.record.sequence) if after else (1, "")
     record = RunRecord(uuid.uuid4().hex, job, seed, layout.now(), place, first, *astuple(identity))
-    # A folder without a record is what is left of a run that was deleted.
+    # A folder without a record also counts: it may be left of a run that was deleted.
     number = max((number for number, _ in layout.runs(files)), default=0)
     text = seal(asdict(record))
     while True:
@@ -126,16 +126,16 @@ def begin_run(
             continue
         except OSError as error:
             raise SaveError(
-                f"A new run could not be begun in {files.where()}: {error}. Give a folder that "
-                "can be written."
+                f"A new run could not be started in {files.where()}: {error}. Choose a folder that "
+                "is writable."
             ) from error
         return Run(name, record)
 
 
 def newest_run(files: Files) -> Run | None:
-    """The newest run that holds a checkpoint, or else the newest one, or None.
+    """Returns the newest run that has a checkpoint, or else the newest run, or None.
 
-    A run that was begun and ended in an error before its first checkpoint hides no other.
+    So a run that failed before its first checkpoint does not hide an earlier one.
 
     Raises:
         CheckpointError: If it cannot be read.
@@ -146,7 +146,7 @@ def newest_run(files: Files) -> Run | None:
 
 
 def newest_name(files: Files) -> str | None:
-    """The name of `newest_run`, whatever its record says.
+    """Returns the name of `newest_run`, without reading its record.
 
     Raises:
         CheckpointError: If the folder cannot be listed.
@@ -166,9 +166,9 @@ def _holds_checkpoint(files: Files, run: str) -> bool:
 
 
 def sequence_of(files: Files, run: Run) -> dict[int, Run]:
-    """Returns the runs of all `fit`s of the script that made `run` by their places, in order.
+    """Returns the runs of all `fit`s of the script that made `run`, by place, in order.
 
-    A run that restarts a place replaces the earlier run there and all runs after that.
+    A run that restarts a place replaces the earlier run at that place and all runs after it.
 
     Raises:
         CheckpointError: If one cannot be read.
@@ -178,7 +178,7 @@ def sequence_of(files: Files, run: Run) -> dict[int, Run]:
     for _, name in layout.runs(files):
         if layout.RECORD not in layout.names(files, name):
             continue
-        other = read_run(files, name)  # another one than `run`, if that was deleted
+        other = read_run(files, name)  # not `run` itself, if its folder was reused
         if other.record.sequence == run.record.sequence:
             place = other.record.place
             found = {each: found[each] for each in found if each < place} | {place: other}
@@ -186,7 +186,7 @@ def sequence_of(files: Files, run: Run) -> dict[int, Run]:
 
 
 def read_run(files: Files, name: str) -> Run:
-    """The run in the folder `name`.
+    """Returns the run in the folder `name`.
 
     Raises:
         CheckpointError: If it cannot be read.
@@ -198,7 +198,7 @@ def read_run(files: Files, name: str) -> Run:
     except OSError as error:
         raise CheckpointError(
             f"{files.where(path)} cannot be read: {error}. All workers must see the same folder; "
-            "if it is there, check its permissions."
+            "if the file exists, check its permissions."
         ) from error
     try:
         record = RunRecord(**unseal(text))
@@ -206,6 +206,6 @@ def read_run(files: Files, name: str) -> Run:
         return Run(name, record)
     except (ValueError, TypeError) as error:
         raise CorruptCheckpointError(
-            f"{files.where(path)} is damaged: {error!r}. Give resume=False to start a new run "
-            "beside it, or put the file back from a copy."
+            f"{files.where(path)} is damaged: {error!r}. Pass resume=False to start a new run "
+            "alongside it, or restore the file from a copy."
         ) from error

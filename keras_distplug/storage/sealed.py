@@ -1,4 +1,4 @@
-"""JSON objects that carry a SHA-256 of themselves."""
+"""JSON objects that include a SHA-256 of themselves."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ _SEAL = "sha256"
 
 
 class ChangedError(ValueError):
-    """It is a whole object, but not the one that was sealed."""
+    """It is a complete object, but not the one that was sealed."""
 
 
 def seal(body: Mapping[str, Any]) -> str:
-    # JSON changes some values, such as keys that are numbers. The digest is of what is read.
+    # JSON changes some values, such as numeric keys. The digest is of the values as read back.
     read = json.loads(json.dumps(body))
     return json.dumps({**read, _SEAL: digest_of(read)}, indent=1) + "\n"
 
 
 def unseal(text: str | bytes) -> dict[str, Any]:
-    """The inverse of `seal`.
+    """Parses and verifies a sealed object, the inverse of `seal`.
 
     Raises:
-        ChangedError: If the digest is another one.
-        ValueError: If it is no such object.
+        ChangedError: If the digest does not match.
+        ValueError: If it is not a sealed object.
     """
     try:
         body = json.loads(text)
         if not isinstance(body, dict) or _SEAL not in body:
-            raise ValueError("it is no object with a digest")
+            raise ValueError("it is not an object with a digest")
         digest = body.pop(_SEAL)
         if digest != digest_of(body):
             raise ChangedError("it was changed after it was written")
@@ -41,13 +41,14 @@ def unseal(text: str | bytes) -> dict[str, Any]:
 
 
 def digest_of(body: Mapping[str, Any]) -> str:
-    """SHA-256 of what JSON says, however it is laid out."""
+    """Returns a SHA-256 of a JSON object's values, independent of its formatting."""
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def unwritable(value: Any, path: str = "") -> str | None:
-    """Names the first value that JSON cannot hold: `callbacks/0/state`; None if there is none."""
+def find_unserializable(value: Any, path: str = "") -> str | None:
+    """Returns the path of the first value that JSON cannot hold, such as `callbacks/0/state`, or
+    None."""
     if isinstance(value, Mapping):
         parts = value.items()
     elif isinstance(value, list | tuple):
@@ -58,5 +59,7 @@ def unwritable(value: Any, path: str = "") -> str | None:
         except (TypeError, ValueError, RecursionError):
             return f"`{path}`"
         return None
-    found = (unwritable(each, f"{path}/{name}" if path else str(name)) for name, each in parts)
+    found = (
+        find_unserializable(each, f"{path}/{name}" if path else str(name)) for name, each in parts
+    )
     return next((each for each in found if each is not None), None)

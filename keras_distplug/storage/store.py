@@ -1,4 +1,4 @@
-"""The checkpoints of a run: reading, verifying, cleaning. `layout.py` says where they stand."""
+"""The checkpoints of a run: reading, verifying and cleaning up. See `layout.py` for their paths."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from keras_distplug.storage.layout import Kind, Place
 from keras_distplug.storage.manifest import Manifest, Shard
 from keras_distplug.storage.memory import Allocate
 from keras_distplug.storage.meter import Meter
-from keras_distplug.storage.retention import Kept, Retention
+from keras_distplug.storage.retention import Retention, RetentionEntry
 
 _READERS = min(4, os.cpu_count() or 1)
 
@@ -34,13 +34,13 @@ class Stored:
 
     Args:
         name: The name of its folder.
-        manifest: All but the values.
-        values: Reads key and value of one variable after the other, into the memory that an
-            `Allocate` makes, by default NumPy's, and counts what was read with a `Meter`, if it is
-            given one. What came out counts once it has ended, for it verifies while it reads, and
-            raises as `CheckpointStore.verify` does.
-        require_files: Raises so, without reading them, unless the files have the sizes that the
-            manifest gives, and room for its variables.
+        manifest: Everything except the values of variables.
+        values: Yields the key and value of one variable at a time, read into memory from an
+            optional `Allocate` (NumPy's by default), and counts the bytes read in an optional
+            `Meter`. It verifies while it reads, raising the errors of `CheckpointStore.verify`: its
+            values must not be used until it has finished.
+        require_files: Raises the same errors, without reading the files, unless they have the sizes
+            in the manifest and can hold its variables.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Stored:
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
-        """All values at once, by key, in the model's order."""
+        """All values by key, in the model's order."""
         found = dict(self.values())
         return {variable.key: found[variable.key] for variable in self.manifest.variables}
 
@@ -61,7 +61,7 @@ class CheckpointStore:
     Args:
         files: The folder that holds the run's folder.
         run_name: The name of the run's folder.
-        retention: Which checkpoints of each kind stay. Defaults to the two newest.
+        retention: The checkpoints of every kind to keep. Defaults to the two newest.
     """
 
     def __init__(self, files: Files, run_name: str, retention: Retention | None = None) -> None:
@@ -69,28 +69,30 @@ class CheckpointStore:
         self._run = run_name
         self._retention = retention or Retention()
         self._metrics: dict[str, Mapping[str, float]] = {}  # of manifests that were read
-        self._aside: set[str] = set()
+        self._quarantined: set[str] = set()
         self._inventory = Inventory(files, run_name)
         self._reused: set[str] = set()  # folders in which earlier attempts may have left something
 
     # Reading
 
     def newest(self, kind: Kind) -> Stored | None:
-        """The newest checkpoint of `kind` that is not set aside; None if there never was one.
+        """Returns the newest checkpoint of `kind` that is not quarantined; None if there never was
+        one.
 
-        One whose manifest does not verify is set aside. The values are verified as they are read:
-        who finds them damaged calls `set_aside` and asks once more.
+        A checkpoint whose manifest fails verification is quarantined. Values are verified only as
+        they are read: a caller that finds them damaged calls `set_aside`, then this again.
 
         Args:
-            kind: Of a run under way, or of its end.
+            kind: `"step"` for a run in progress, `"final"` for one that has finished.
 
         Raises:
-            CorruptCheckpointError: If there are checkpoints of `kind` and all are damaged.
-            CheckpointError: If one cannot be read; that may pass, so it is not set aside.
+            CorruptCheckpointError: If there are checkpoints of `kind`, but all are damaged.
+            CheckpointError: If one cannot be read. It is not quarantined, since the failure may be
+                temporary.
         """
         damaged = []
         for name in reversed(self._names(kind)):
-            if name in self._aside or self.has(name, layout.DAMAGED):
+            if name in self._quarantined or self.has(name, layout.DAMAGED):
                 self._warn_of_link(name)
                 damaged.append(name)
                 continue
@@ -104,8 +106,8 @@ class CheckpointStore:
         if damaged:
             raise CorruptCheckpointError(
                 f"All {kind} checkpoints in {self.where()} are damaged: {', '.join(damaged)}. "
-                f"{layout.DAMAGED} in each says how. Give resume=False to start a new run beside "
-                f"them, or put one back from a copy and delete its {layout.DAMAGED}."
+                f"Their {layout.DAMAGED} files give the reasons. Pass resume=False to start a new "
+                f"run alongside them, or restore one from a copy and delete its {layout.DAMAGED}."
             )
         return None
 
@@ -116,11 +118,11 @@ class CheckpointStore:
             warnings.warn(f"A checkpoint is ignored. {error}", stacklevel=4)
 
     def read(self, name: str) -> Stored:
-        """The checkpoint in the folder `name`, whose values are verified as they are read.
+        """Returns the checkpoint in the folder `name`, whose values are verified as they are read.
 
         Raises:
             CorruptCheckpointError: If its manifest is not the one that was committed.
-            CheckpointError: If that cannot be read.
+            CheckpointError: If the manifest cannot be read.
         """
         manifest = self._manifest(name)
         return Stored(
@@ -131,13 +133,13 @@ class CheckpointStore:
         )
 
     def verify(self, name: str, deep: bool = True) -> None:
-        """Reads the checkpoint in the folder `name`, and nothing more.
+        """Verifies the checkpoint in the folder `name` by reading it.
 
-        It starts no thread: a process that waits for a save at its end cannot.
+        This starts no thread: a process that waits for a save at exit cannot start one.
 
         Args:
-            name: The folder.
-            deep: `False` looks at the sizes of its files only.
+            name: The name of the folder.
+            deep: If `False`, only the sizes of its files are checked. Defaults to `True`.
 
         Raises:
             CorruptCheckpointError: If its bytes are not those that were committed.
@@ -153,24 +155,25 @@ class CheckpointStore:
             self._inventory.verified[name] = shards
 
     def set_aside(self, name: str, error: CorruptCheckpointError) -> None:
-        """Leaves the checkpoint in the folder `name` as it is, marks it and warns of it."""
-        self._aside.add(name)
-        self._inventory.note_damaged(name)
+        """Quarantines the checkpoint in the folder `name`: marks it and warns, without changing its
+        files."""
+        self._quarantined.add(name)
+        self._inventory.record_damaged(name)
         report(Quarantined(self.where(name), str(error)))
-        warnings.warn(f"The checkpoint {self.where(name)} is set aside: {error}", stacklevel=3)
+        warnings.warn(f"The checkpoint {self.where(name)} is quarantined: {error}", stacklevel=3)
         note = {"reason": str(error), "found_utc": layout.now()}
         path = self.path(name, layout.DAMAGED)
         try:
             self._files.create(path, [json.dumps(note, indent=1).encode()])
         except FileExistsError:
-            pass  # another process found the same
+            pass  # another process found the same damage
         except OSError as failure:
             warnings.warn(
                 f"{self.where(name, layout.DAMAGED)} could not be written: {failure}", stacklevel=3
             )
 
     def committed(self, kind: Kind) -> list[str]:
-        """Names of the checkpoints of `kind` that are not set aside, the oldest first."""
+        """Returns the names of the checkpoints of `kind` that are not quarantined, oldest first."""
         names = [name for name in self._names(kind) if not self.has(name, layout.DAMAGED)]
         return [name for name in names if self.has(name, layout.MANIFEST)]
 
@@ -179,64 +182,64 @@ class CheckpointStore:
 
     # Deleting
 
-    def note_committed(self, name: str, manifest: Manifest) -> None:
-        """Notes a checkpoint that this process has just committed, so that `clean` need not look at
+    def record_committed(self, name: str, manifest: Manifest) -> None:
+        """Records a checkpoint that this process has just committed, so that `clean` need not list
         it."""
         inside = None if name in self._reused else {manifest.nonce, layout.MANIFEST}
-        self._inventory.note_committed(name, inside)
+        self._inventory.record_committed(name, inside)
         self._metrics[name] = manifest.metrics
 
     def clean(self, kind: Kind) -> None:
-        """Deletes checkpoints of `kind` that need not stay, and what cut-off saves have left.
+        """Deletes outdated checkpoints of `kind` and the leftovers of interrupted saves.
 
-        Nothing is deleted before those that stay have been looked at: whether each is there and not
-        marked as damaged (on SFTP servers, only the two newest), whether the newest can be read,
-        and, if `keep_last` is more than 1, once per process whether the one before it can. From a
-        distant store only their manifests are read back for that, and the sizes of their files.
-        Further ones that stay are not verified, so that a save costs the same however many there
-        are. If one is damaged or gone, an older one stays instead.
+        Nothing is deleted before the checkpoints to keep have been checked: all of them must exist
+        and not be marked as damaged (on SFTP servers, this is checked of the two newest only), and
+        the newest must be readable. If `keep_last` is more than 1, the second newest is verified,
+        too, once per process. In remote stores, only manifests and the sizes of files are read for
+        this. Other checkpoints are not verified, so that the cost of a save does not grow with
+        their number. If one is damaged or missing, an older one is kept instead.
 
         Raises:
-            CorruptCheckpointError: If the newest is damaged; it is set aside, and nothing is
+            CorruptCheckpointError: If the newest is damaged; it is quarantined, and nothing is
                 deleted.
             CheckpointError: If something cannot be read or deleted.
         """
         places = [place for place in self._inventory.current() if place.kind == kind]
-        verified, is_afresh = None, False
+        verified, is_relisted = None, False
         while True:
             inside = self._inventory.inside(place.name for place in places)
             whole = [place for place in places if is_whole(inside[place.name])]
-            old = self._old(whole)
+            old = self._outdated(whole)
             if old is None:
                 continue
             cut_off = [
                 place.name
                 for place in places
-                if whole and place < whole[-1] and not self._inventory.remembers(place.name)
+                if whole and place < whole[-1] and not self._inventory.is_cached(place.name)
             ]
             if not old and not cut_off:
                 return
-            if not is_afresh:
+            if not is_relisted:
                 self._inventory.forget_all()
-                is_afresh = True
+                is_relisted = True
                 continue
             newest, guard = whole[-1].name, whole[-self._retention.keep_last :][-2:][0].name
             if newest != verified:
                 self._verify_newest(newest)
                 verified = newest
-            if self._still_stands(guard):
+            if self._is_still_intact(guard):
                 break
             places = [place for place in places if place.name != guard]
         for name in (*old, *cut_off):
-            self._delete_outdated(name, is_cut_off=name in cut_off)
+            self._delete_outdated(name, is_interrupted=name in cut_off)
 
-    def _old(self, whole: Sequence[Place]) -> Sequence[str] | None:
-        """Returns the names of those that may go; None if one was found damaged, so that this must
-        be asked again."""
+    def _outdated(self, whole: Sequence[Place]) -> Sequence[str] | None:
+        """Returns the names of the checkpoints that may be deleted; None if one was found damaged,
+        so that the caller must start over."""
         kept = []
         for place in whole:
             try:
-                kept.append(self._kept(place))
+                kept.append(self._retention_entry(place))
             except CorruptCheckpointError as error:
                 self.set_aside(place.name, error)
                 return None
@@ -249,10 +252,10 @@ class CheckpointStore:
             self.set_aside(name, error)
             raise
 
-    def _still_stands(self, name: str) -> bool:
-        """Whether a checkpoint that stays is intact, as far as `clean` says; a damaged one is set
-        aside. Its folder is looked at each time: another process may have marked or deleted it."""
-        if not is_whole(self._inventory.look_again(name)):
+    def _is_still_intact(self, name: str) -> bool:
+        """True if a checkpoint to keep is intact by the checks of `clean`; quarantines a damaged
+        one. Its folder is listed every time: another process may have marked or deleted it."""
+        if not is_whole(self._inventory.relist(name)):
             return False
         try:
             if (shards := self._inventory.verified.get(name)) is None:
@@ -264,33 +267,33 @@ class CheckpointStore:
             return False
         return True
 
-    def _delete_outdated(self, name: str, *, is_cut_off: bool) -> None:
-        """Deletes a checkpoint, or what is left of one, unless it is not what it was taken for."""
-        inside = self._inventory.look_again(name)
-        if layout.DAMAGED in inside or (is_cut_off and layout.MANIFEST in inside):
+    def _delete_outdated(self, name: str, *, is_interrupted: bool) -> None:
+        """Deletes a checkpoint or the leftovers of one, unless its folder has changed since."""
+        inside = self._inventory.relist(name)
+        if layout.DAMAGED in inside or (is_interrupted and layout.MANIFEST in inside):
             return
         if layout.MANIFEST in inside:
-            # Without its manifest the rest does not count, should this be cut off.
+            # Delete the manifest first: if this is interrupted, the rest counts as no checkpoint.
             self.delete(name, layout.MANIFEST)
         self.delete(name)
 
     def clear_other_attempts(self, name: str, attempt: str) -> None:
-        """Deletes what other attempts to write the committed checkpoint `name` have left."""
+        """Deletes leftovers of other attempts to write the committed checkpoint `name`."""
         if name in self._reused:
             self._reused.discard(name)
-            self._clear_but(name, attempt, layout.names(self._files, self.path(name)))
+            self._clear_except(name, attempt, layout.names(self._files, self.path(name)))
 
-    def _clear_but(self, name: str, attempt: str, inside: Iterable[str]) -> None:
+    def _clear_except(self, name: str, attempt: str, inside: Iterable[str]) -> None:
         for file in inside:
             if file not in (attempt, layout.MANIFEST, layout.DAMAGED):
                 self.delete(name, file)
 
-    def clear_cut_off(self, kind: Kind) -> None:
-        """Deletes what saves of `kind` have left that did not come to their end, be it of writing
-        or of cleaning.
+    def clear_interrupted(self, kind: Kind) -> None:
+        """Deletes the leftovers of saves of `kind` that were interrupted, whether while writing or
+        while cleaning up.
 
         Raises:
-            CheckpointError: As `clean` does.
+            CheckpointError: If something cannot be read or deleted, as in `clean`.
         """
         names = [place.name for place in self._inventory.refresh() if place.kind == kind]
         self._inventory.distrust()
@@ -298,15 +301,14 @@ class CheckpointStore:
         for name, inside in self._inventory.inside(names).items():
             if layout.DAMAGED in inside:
                 continue
-            # A manifest that is there all the same may be that of the save that is thought to have
-            # failed.
+            # The save that is thought to have failed may have written its manifest nevertheless.
             if layout.MANIFEST in inside:
                 if len(inside) > 2:
-                    self._clear_but(name, self._manifest(name).nonce, inside)
+                    self._clear_except(name, self._manifest(name).nonce, inside)
                 is_committed = True
             else:
-                self._delete_outdated(name, is_cut_off=True)
-                self._reused.add(name)  # a request that was given up may still arrive
+                self._delete_outdated(name, is_interrupted=True)
+                self._reused.add(name)  # an abandoned request may still arrive
         if is_committed:
             self.clean(kind)
 
@@ -326,14 +328,14 @@ class CheckpointStore:
 
     def delete_run(self) -> None:
         """Deletes the run with its checkpoints."""
-        # Without its record the rest does not count, should this be cut off.
+        # Delete the record first: if this is interrupted, the rest counts as no run.
         self.delete(layout.RECORD)
         self.delete("")
 
     # Names
 
-    def new_place(self, kind: Kind, step: int) -> Place:
-        """Where a checkpoint that is newer than all of its step goes."""
+    def next_place(self, kind: Kind, step: int) -> Place:
+        """Returns the place for a new checkpoint of a step, newer than all existing ones of it."""
         places = self._inventory.refresh()
         same = [place for place in places if (place.kind, place.step) == (kind, step)]
         if not same:
@@ -348,7 +350,7 @@ class CheckpointStore:
         return "/".join(filter(None, (self._run, name, file)))
 
     def where(self, name: str = "", file: str = "") -> str:
-        """How to name it to a person."""
+        """Returns the name of a checkpoint or file for messages."""
         return self._files.where(self.path(name, file))
 
     def _places(self, kind: Kind) -> list[Place]:
@@ -357,14 +359,14 @@ class CheckpointStore:
     def _names(self, kind: Kind) -> list[str]:
         return [place.name for place in self._places(kind)]
 
-    # How
+    # Internals
 
-    def _kept(self, place: Place) -> Kept:
+    def _retention_entry(self, place: Place) -> RetentionEntry:
         if self._retention.keep_best is None:
-            return Kept(place.name, place.step)
+            return RetentionEntry(place.name, place.step)
         if place.name not in self._metrics:
             self._manifest(place.name)
-        return Kept(place.name, place.step, self._metrics[place.name])
+        return RetentionEntry(place.name, place.step, self._metrics[place.name])
 
     def _manifest(self, name: str) -> Manifest:
         with self._reading(name, layout.MANIFEST):
@@ -373,7 +375,7 @@ class CheckpointStore:
             manifest = Manifest.from_json(text.decode(), self.where(name, layout.MANIFEST))
         except UnicodeDecodeError as error:
             raise CorruptCheckpointError(
-                f"{self.where(name, layout.MANIFEST)} is no text: {error}"
+                f"{self.where(name, layout.MANIFEST)} is not a text file: {error}"
             ) from error
         self._metrics[name] = manifest.metrics
         return manifest
@@ -385,32 +387,32 @@ class CheckpointStore:
         allocate: Allocate | None = None,
         meter: Meter | None = None,
     ) -> Iterator[tuple[str, Any]]:
-        # One after the other, so that the memory of a value that is no longer needed serves for the
-        # next: that is faster than new memory, and one copy of a model's state is enough.
-        room = codec.Room(manifest.variables, allocate, self.where(name))
-        # Memory is made by what the manifest says, so it has to be true before.
+        # One variable at a time, so that the memory of a value that was already used is recycled:
+        # that is faster than new memory, and one copy of a model's state is enough.
+        buffers = codec.Buffers(manifest.variables, allocate, self.where(name))
+        # Memory is allocated by the manifest, so check the manifest against the files first.
         self._require_files(name, manifest)
         meter = meter or Meter()
         meter.begin(sum(shard.bytes for shard in manifest.shards))
         for shard in manifest.shards:
             read_into = functools.partial(self._read_into, name, shard.file)
             where = self.where(name, shard.file)
-            read = codec.read(read_into, shard.bytes, room, where, _READERS)
+            read = codec.read(read_into, shard.bytes, buffers, where, _READERS)
             for part in self._checked(name, shard, read):
                 meter.add(part.nbytes)
-                yield from room.take()
-            yield from room.take()
-        room.require_all_taken()
+                yield from buffers.take()
+            yield from buffers.take()
+        buffers.require_all_taken()
 
     def _checked(self, name: str, shard: Shard, read: Iterable[memoryview]) -> Iterator[memoryview]:
-        """What is read of a shard, and at its end an error if it is not what was committed."""
+        """Yields the parts read from a shard, then raises if it differs from the committed one."""
         parts = codec.Hashed(read)
         yield from parts
         self._require_size(name, shard, parts.bytes)
         if parts.xxh3_128 != shard.xxh3_128:
             raise CorruptCheckpointError(
-                f"{self.where(name, shard.file)} has changed since it was written: XXH3 is "
-                f"{parts.xxh3_128}, {shard.xxh3_128} was committed."
+                f"{self.where(name, shard.file)} has changed since it was written: expected XXH3 "
+                f"{shard.xxh3_128}, received {parts.xxh3_128}."
             )
 
     def _require_files(self, name: str, manifest: Manifest) -> None:
@@ -419,21 +421,20 @@ class CheckpointStore:
         there = sum(shard.bytes for shard in manifest.shards)
         if wanted > there:
             raise CorruptCheckpointError(
-                f"{self.where(name)} is said to hold variables of {wanted} bytes, in files of "
-                f"{there} bytes."
+                f"The manifest of {self.where(name)} declares variables of {wanted} bytes, but its "
+                f"files have {there} bytes."
             )
 
     def _require_sizes(self, name: str, shards: Iterable[Shard]) -> None:
         shards = list(shards)
         if len(shards) > 1 and not self._files.traits.is_near:
-            # One listing tells the sizes of a thousand files, which are not asked for one by one
-            # then.
+            # One listing returns the sizes of up to a thousand files, which then need no requests.
             for folder in sorted({shard.file.rpartition("/")[0] for shard in shards}):
                 layout.names(self._files, self.path(name, folder))
         self._require_known_sizes(name, shards)
 
     def _require_known_sizes(self, name: str, shards: Iterable[Shard]) -> None:
-        """As `_require_sizes`, without a request for those that a store has listed."""
+        """Checks sizes as `_require_sizes` does, without listing: known sizes need no request."""
         for shard in shards:
             with self._reading(name, shard.file):
                 size = self._files.size(self.path(name, shard.file))
@@ -448,7 +449,7 @@ class CheckpointStore:
 
     def _parts(self, name: str, shard: Shard) -> Iterator[memoryview]:
         buffer = memoryview(bytearray(codec.PART_BYTES))
-        # To its end, and so much as a byte beyond.
+        # Read to the end and one byte beyond, to detect a file that is too long.
         for offset in range(0, shard.bytes + 1, len(buffer)):
             yield buffer[: self._read_into(name, shard.file, offset, buffer)]
 

@@ -1,6 +1,7 @@
-"""What a directory holds, told without changing anything in it.
+"""Read-only inspection of a directory's runs and checkpoints.
 
-A training may write to the directory meanwhile: what goes while this looks is left out.
+A training may write to the directory meanwhile: a checkpoint that is deleted during the inspection
+is skipped.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from keras_distplug.storage import layout, runs
 from keras_distplug.storage.files import Files, remedy
 from keras_distplug.storage.layout import Kind, Place
 from keras_distplug.storage.manifest import Manifest
-from keras_distplug.storage.retention import Kept, Mode, rated
+from keras_distplug.storage.retention import Mode, RetentionEntry, rated
 from keras_distplug.storage.runs import RunRecord
 from keras_distplug.storage.store import CheckpointStore
 
 State = Literal["committed", "damaged", "unreadable", "cut off", "unfinished"]
 KINDS: tuple[Kind, ...] = ("step", "final")
-_LOOKED_AT = 3  # of the newest checkpoints, by who asks again and again
+_CHECKED = 3  # the number of newest checkpoints that `looked_at` checks, since it is polled
 
 
 @dataclass(frozen=True)
 class Looked:
-    """What was seen of a checkpoint.
+    """The status of a checkpoint.
 
     Args:
-        state: A `State`; `"replaced"` if it is there no more.
-        has_sizes: Whether its files were looked at, and have the sizes that were committed.
+        state: A `State`, or `"replaced"` if it no longer exists.
+        has_sizes: True if its files were checked and have the sizes that were committed.
     """
 
     state: str
@@ -44,7 +45,7 @@ class Looked:
 
 
 class Depth(IntEnum):
-    """How far checkpoints are looked into."""
+    """The depth to which checkpoints are checked."""
 
     MANIFESTS = 0
     SIZES = 1
@@ -53,17 +54,18 @@ class Depth(IntEnum):
 
 @dataclass(frozen=True)
 class Seen:
-    """A checkpoint, or what is there of one.
+    """A checkpoint, complete or not.
 
     Args:
-        place: Where it stands.
-        state: `"committed"`; `"damaged"`; `"unreadable"` for one that another release wrote, or
-            that the storage does not give; `"cut off"` for a save that never came to its end; or
-            `"unfinished"` if no newer one is committed, so that it may be under way.
-        bytes: Of its arrays' files.
-        manifest: What it says of itself, if that could be read.
-        reason: What is wrong with it.
-        is_set_aside: Whether a training has found it damaged, so that none takes it any more.
+        place: Its place in the run.
+        state: `"committed"`; `"damaged"`; `"unreadable"` if another release wrote it or the storage
+            cannot read it; `"cut off"` if its save was interrupted; or `"unfinished"` if no newer
+            one is committed, so that its save may still be in progress.
+        bytes: The total size of its arrays' files, in bytes.
+        manifest: Its manifest, if that could be read.
+        reason: The reason why it is damaged or unreadable.
+        is_set_aside: True if a training found it damaged and quarantined it, so that no training
+            restores it any more.
     """
 
     place: Place
@@ -79,7 +81,7 @@ class Seen:
 
     @property
     def whole(self) -> Manifest:
-        """The manifest of one that is committed."""
+        """The manifest of a committed checkpoint."""
         if self.manifest is None:
             raise ValueError(f"{self.name} is {self.state}")
         return self.manifest
@@ -87,13 +89,13 @@ class Seen:
 
 @dataclass(frozen=True)
 class SeenRun:
-    """A run.
+    """A run and its checkpoints.
 
     Args:
         name: The name of its folder.
-        record: What is known since it began, if that could be read.
-        reason: Why that could not be read; no training goes on with the run then.
-        checkpoints: All that is there, the oldest first.
+        record: Its record, if that could be read.
+        reason: The reason why the record could not be read; no training resumes the run then.
+        checkpoints: All checkpoints, complete or not, oldest first.
     """
 
     name: str
@@ -110,46 +112,46 @@ class SeenRun:
 
 
 def run_names(files: Files, only: str | None = None) -> list[str]:
-    """The names of all runs, the oldest first.
+    """Returns the names of the runs, oldest first.
 
     Args:
         files: The directory.
-        only: The one that is asked for, if not all are.
+        only: The name of a single run to return. Defaults to `None`: all runs.
 
     Raises:
-        NoCheckpointError: If there is none.
+        NoCheckpointError: If there is no such run.
         CheckpointError: If the directory cannot be listed.
     """
     names = [name for _, name in layout.runs(files)]
     if not names:
         raise NoCheckpointError(
-            f"{files.where()} holds no run. Give the directory that training was given, whose "
-            "folders are run-0001 and so on."
+            f"{files.where()} contains no runs. Pass the directory that was passed to training, "
+            "which contains run-0001 and so on."
         )
     if only is None:
         return names
     if only not in names:
         raise NoCheckpointError(
-            f"{files.where()} holds no run {only!r}. Its runs: {', '.join(names)}."
+            f"{files.where()} contains no run {only!r}. Its runs: {', '.join(names)}."
         )
     return [only]
 
 
 def looked_at(files: Files, run: str) -> dict[int, Looked] | None:
-    """What became of the checkpoints of a run, by step; of several of one step, the best.
+    """Returns the status of the run's checkpoints by step; of several of one step, the best.
 
-    The newest few are looked at, their files too. Of the others no more than names is read, so
-    that this may be asked again and again while somebody trains.
+    The newest few are checked, including their files. For the others, only names are read, so that
+    this can be polled during training.
 
     Args:
-        files: A folder that holds the run's folder, some levels down perhaps, or is that.
-        run: The run's folder from there, or `""`.
+        files: A folder that contains the run's folder at any depth, or is the run's folder.
+        run: The path of the run's folder, relative to `files`, or `""`.
 
     Returns:
-        None of a folder that is no run's, such as one of a log by itself.
+        A dict by step, or None if the folder is not a run's, such as that of a separate log.
 
     Raises:
-        CheckpointError: If it cannot be listed.
+        CheckpointError: If the folder cannot be listed.
     """
     if layout.RECORD not in layout.names(files, run):
         return None
@@ -166,7 +168,7 @@ def looked_at(files: Files, run: str) -> dict[int, Looked] | None:
             seen = Looked("damaged", False)
         elif layout.MANIFEST in names:
             seen = Looked("committed", False)
-            if committed < _LOOKED_AT:
+            if committed < _CHECKED:
                 closer = _committed(files, store, place, names, Depth.SIZES)
                 if closer is None:
                     continue
@@ -178,10 +180,10 @@ def looked_at(files: Files, run: str) -> dict[int, Looked] | None:
 
 
 def the_run(files: Files, name: str | None = None) -> SeenRun:
-    """The run `name`, or the one that a training goes on with.
+    """Returns the run `name`, or by default the run that training would resume.
 
     Raises:
-        NoCheckpointError: If there is none.
+        NoCheckpointError: If there is no such run.
         CheckpointError: If the directory cannot be listed.
     """
     names = run_names(files, name)
@@ -189,10 +191,10 @@ def the_run(files: Files, name: str | None = None) -> SeenRun:
 
 
 def look_at(files: Files, run: str, depth: Depth = Depth.MANIFESTS) -> SeenRun:
-    """What the run's folder holds.
+    """Returns the run with its checkpoints.
 
     Raises:
-        CheckpointError: If it cannot be listed.
+        CheckpointError: If its folder cannot be listed.
     """
     record, reason = None, None
     try:
@@ -205,13 +207,13 @@ def look_at(files: Files, run: str, depth: Depth = Depth.MANIFESTS) -> SeenRun:
 def checkpoints_of(
     files: Files, run: str, depth: Depth = Depth.MANIFESTS, step: int | str | None = None
 ) -> Iterator[Seen]:
-    """The checkpoints of a run, the oldest first, each looked at when it is asked for.
+    """Yields the checkpoints of a run, oldest first, checking one at a time.
 
     Args:
         files: The directory.
-        run: The run's folder.
-        depth: How far each is looked into.
-        step: The step or the name of those to look at. Defaults to all.
+        run: The name of the run's folder.
+        depth: The depth to which they are checked. Defaults to their manifests.
+        step: The step, or the name, of the checkpoints to yield. Defaults to `None`: all.
 
     Raises:
         CheckpointError: If the run cannot be listed.
@@ -222,7 +224,7 @@ def checkpoints_of(
     for place in places:
         try:
             inside[place] = layout.names(files, f"{run}/{place.name}")
-        except CheckpointError as error:  # which hides no others
+        except CheckpointError as error:  # it concerns this checkpoint only
             inside[place], unreadable[place] = [], str(error)
     newest: dict[str, Place] = {}
     for place, names in inside.items():
@@ -247,7 +249,7 @@ def checkpoints_of(
 def _committed(
     files: Files, store: CheckpointStore, place: Place, names: Sequence[str], depth: Depth
 ) -> Seen | None:
-    """One that is, or was, committed; None if it went while this looked."""
+    """Returns a checkpoint that is or was committed; None if it has just been deleted."""
     manifest, damage = None, None
     state: State = "committed"
     try:
@@ -261,7 +263,7 @@ def _committed(
         state = "damaged" if isinstance(error, CorruptCheckpointError) else "unreadable"
         damage = str(error)
     if layout.DAMAGED in names:
-        state, damage = "damaged", _told_damage(files, store.path(place.name, layout.DAMAGED))
+        state, damage = "damaged", _recorded_damage(files, store.path(place.name, layout.DAMAGED))
     if manifest is None:
         size = _size(files, store.path(place.name), names)
     else:
@@ -269,15 +271,15 @@ def _committed(
     return Seen(place, state, size, manifest, damage, layout.DAMAGED in names)
 
 
-def _told_damage(files: Files, path: str) -> str:
+def _recorded_damage(files: Files, path: str) -> str:
     try:
         return str(json.loads(files.read(path))["reason"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        return f"{files.where(path)} says that it is, but not why: {error!r}"
+        return f"{files.where(path)} marks it as damaged, but the reason is unreadable: {error!r}"
 
 
 def _size(files: Files, path: str, names: Sequence[str]) -> int:
-    """The bytes below a checkpoint's folder, in which each attempt has a folder."""
+    """Returns the bytes below a checkpoint's folder, which contains a folder per attempt."""
     attempts = [f"{path}/{name}" for name in names if "." not in name]
     shards = [f"{attempt}/{name}" for attempt in attempts for name in layout.names(files, attempt)]
     return sum(_file_size(files, shard) for shard in shards)
@@ -295,7 +297,7 @@ def _file_size(files: Files, path: str) -> int:
 
 
 def taken_by(run: SeenRun) -> Mapping[str, str]:
-    """Which checkpoint of the run a `fit` takes up, by name, and with which `epochs`."""
+    """Returns the names of the checkpoints that a `fit` would restore, and for which `epochs`."""
     if run.record is None:
         return {}
     newest: dict[str, Seen] = {}
@@ -304,7 +306,7 @@ def taken_by(run: SeenRun) -> Mapping[str, str]:
         if committed := run.committed(kind):
             newest[kind] = committed[-1]
         elif any(each.state in ("damaged", "unreadable") for each in there):
-            return {}  # an error, for whoever is asked to go on
+            return {}  # resuming would raise an error
     step, final = newest.get("step"), newest.get("final")
     if final is None or final.whole.completion is None:
         return {step.name: "any epochs"} if step else {}
@@ -315,15 +317,15 @@ def taken_by(run: SeenRun) -> Mapping[str, str]:
 
 
 def choose(files: Files, run: SeenRun, step: int | str | None = None) -> Seen:
-    """The committed checkpoint that is asked for.
+    """Returns the requested committed checkpoint.
 
     Args:
         files: The directory, for errors.
         run: The run.
-        step: A step, or a name. Defaults to the newest.
+        step: A step, or the name of a checkpoint. Defaults to the newest checkpoint.
 
     Raises:
-        NoCheckpointError: If there is none.
+        NoCheckpointError: If there is no such checkpoint.
         CorruptCheckpointError: If it is damaged.
         CheckpointError: If it cannot be read.
     """
@@ -332,36 +334,41 @@ def choose(files: Files, run: SeenRun, step: int | str | None = None) -> Seen:
     if committed and step is None:
         return committed[-1]
     if committed:
-        # At the same step, the one under way: callbacks may change the model for its end.
+        # At the same step, prefer kind "step": callbacks may change the model when training ends.
         return max(committed, key=lambda each: (each.place.kind == "step", each.place.number))
     if asked and (bad := asked[-1]).reason is not None:
         error = CorruptCheckpointError if bad.state == "damaged" else CheckpointError
         raise error(f"{files.where(run.name)}/{bad.name} is {bad.state}: {bad.reason}")
     there = ", ".join(each.name for each in run.committed()) or "none"
     what = "no checkpoint" if step is None else f"no checkpoint {step!r}"
-    raise NoCheckpointError(f"{files.where(run.name)} holds {what}. Those committed: {there}.")
+    raise NoCheckpointError(
+        f"{files.where(run.name)} contains {what}. Committed checkpoints: {there}."
+    )
 
 
 def choose_best(files: Files, run: SeenRun, metric: str, mode: Mode) -> Seen:
-    """The committed checkpoint that is best by a metric of its logs; of equal ones the newest.
+    """Returns the best committed checkpoint by a metric of the logs; of equal ones, the newest.
 
     Raises:
-        ConfigurationError: If none has the metric.
-        NoCheckpointError: If none is committed.
+        ConfigurationError: If no checkpoint has the metric.
+        NoCheckpointError: If no checkpoint is committed.
     """
     committed = {each.name: each for each in run.committed()}
     if not committed:
-        raise NoCheckpointError(f"{files.where(run.name)} holds no checkpoint.")
-    kept = [Kept(name, each.place.step, each.whole.metrics) for name, each in committed.items()]
+        raise NoCheckpointError(f"{files.where(run.name)} contains no checkpoint.")
+    kept = [
+        RetentionEntry(name, each.place.step, each.whole.metrics)
+        for name, each in committed.items()
+    ]
     if best := rated(kept, metric, mode)[-1:]:
         return committed[best[0]]
     known = sorted({name for each in committed.values() for name in each.whole.metrics})
     raise ConfigurationError(
-        f"No checkpoint in {files.where(run.name)} has the metric {metric!r}. Metrics there: "
+        f"No checkpoint in {files.where(run.name)} has the metric {metric!r}. Available metrics: "
         f"{', '.join(known) or 'none'}."
     )
 
 
 def _age(place: Place) -> tuple[int, bool, int]:
-    """The end of a run is written behind the last step."""
+    """Returns a sort key by age: a final checkpoint is newer than one of the same step."""
     return place.step, place.kind == "final", place.number

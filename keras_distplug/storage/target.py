@@ -1,4 +1,4 @@
-"""A file that somebody else writes, and that gets its name once it is complete."""
+"""An output file that gets its name only once it is complete."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from keras_distplug.storage.stores.local import publish, sync_folder
 def written(
     out: str, ending: str, storage_options: Mapping[str, Any] | None = None, *, overwrite: bool
 ) -> Iterator[Path]:
-    """A path to write to, whose file becomes `out` at the end.
+    """Yields a temporary path to write to, whose file becomes `out` at the end.
 
     Args:
         out: A path, or a URL of a store.
-        ending: How the path to write to ends.
-        storage_options: What the store's fsspec file system takes.
-        overwrite: Whether a file of this name may be replaced.
+        ending: The extension of the temporary path.
+        storage_options: Options of the store's fsspec file system. Defaults to `None`: no options.
+        overwrite: If `True`, an existing file of this name is replaced.
 
     Raises:
-        ConfigurationError: At the beginning, if `out` cannot be.
-        CheckpointError: If it cannot be written. A file that was there is untouched then.
+        ConfigurationError: On entry, if `out` is not usable.
+        CheckpointError: If it cannot be written. An existing file is not changed then.
     """
     path = local_path(out)
     place = _in_store(out, ending, storage_options, overwrite) if path is None else None
@@ -40,20 +40,20 @@ def written(
 @contextmanager
 def _in_folder(target: Path, ending: str, overwrite: bool) -> Iterator[Path]:
     if target.is_dir() or not target.parent.is_dir():
-        raise ConfigurationError(f"Expected a file in a folder that is there. Received: {target}")
+        raise ConfigurationError(f"Expected a file in a folder that exists. Received: {target}")
     if os.path.lexists(target) and not overwrite:
-        raise _exists(str(target))
+        raise _exists_error(str(target))
     temporary = target.with_name(f".{target.stem}-{uuid.uuid4().hex}{ending}")
     try:
         yield temporary
-        with open(temporary, "r+b") as file:  # Windows flushes only what can be written
+        with open(temporary, "r+b") as file:  # Windows only flushes files opened for writing
             os.fsync(file.fileno())
         publish(temporary, target, overwrite=overwrite)
         sync_folder(target.parent)
     except FileExistsError as error:
-        raise _exists(str(target)) from error
+        raise _exists_error(str(target)) from error
     except OSError as error:
-        raise _not_written(str(target), error) from error
+        raise _write_error(str(target), error) from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -69,25 +69,25 @@ def _in_store(
     where = files.where(name)
     try:
         if name in files.names() and not overwrite:
-            raise _exists(where)
+            raise _exists_error(where)
         with tempfile.TemporaryDirectory(prefix="keras_distplug-") as scratch:
             temporary = Path(scratch) / f"export{ending}"
             yield temporary
             files.put(temporary, name, overwrite=overwrite)
     except FileExistsError as error:
-        raise _exists(where) from error
+        raise _exists_error(where) from error
     except OSError as error:
-        raise _not_written(where, error) from error
+        raise _write_error(where, error) from error
 
 
-def _exists(where: str) -> ConfigurationError:
+def _exists_error(where: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{where} exists, and stays as it is. Give another name, or --overwrite (overwrite=True in "
-        "a script)."
+        f"{where} already exists and was not changed. Choose another name, or pass --overwrite "
+        "(overwrite=True in a script)."
     )
 
 
-def _not_written(where: str, error: OSError) -> CheckpointError:
+def _write_error(where: str, error: OSError) -> CheckpointError:
     return CheckpointError(
-        f"{where} could not be written: {error}. Free disk space, or give another path."
+        f"{where} could not be written: {error}. Free disk space, or choose another path."
     )

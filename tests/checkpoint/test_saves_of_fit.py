@@ -317,7 +317,7 @@ def test_damage(pattern: str, harm: str, undisturbed: list[bytes], tmp_path: Pat
     if path.name == "MANIFEST.json" and harm == "gone":
         found = fit(tmp_path)
     else:
-        with pytest.warns(UserWarning, match=f"step-00000008 is set aside: .*{path.name}"):
+        with pytest.warns(UserWarning, match=f"step-00000008 is quarantined: .*{path.name}"):
             found = fit(tmp_path)
     assert small.state(found) == undisturbed
 
@@ -335,7 +335,7 @@ def test_all_damaged(tmp_path: Path) -> None:
     before = small.state(model)
     backup = kd.BackupAndRestore(tmp_path)
     with (
-        pytest.warns(UserWarning, match="is set aside"),
+        pytest.warns(UserWarning, match="is quarantined"),
         pytest.raises(CorruptCheckpointError, match=r"All step checkpoints.*resume=False"),
     ):
         model.fit(
@@ -362,7 +362,7 @@ def test_damage_that_another_worker_finds(
         return complaints.pop(0)
 
     monkeypatch.setattr(Channel, "first_complaint", first_complaint)
-    with pytest.warns(UserWarning, match="step-00000008 is set aside: worker-1: a.safetensors"):
+    with pytest.warns(UserWarning, match="step-00000008 is quarantined: worker-1: a.safetensors"):
         found = fit(tmp_path)
     assert asked == [None, None]
     assert small.state(found) == undisturbed

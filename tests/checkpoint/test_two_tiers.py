@@ -167,7 +167,7 @@ def test_shared_ones_are_damaged(harm: str, folder: Path, undisturbed: list[byte
     shutil.copytree(folder, folder / "copy")
     shutil.rmtree(folder / "copy" / "local")
     with (
-        pytest.warns(UserWarning, match="step-00000004 is set aside"),
+        pytest.warns(UserWarning, match="step-00000004 is quarantined"),
         pytest.raises(CorruptCheckpointError, match="All step checkpoints"),
     ):
         fit(folder / "copy")

@@ -113,6 +113,6 @@ HARM: dict[str, tuple[Callable[[Path], None], str, bool]] = {
     "grown": (_grow, "more bytes", True),
     "missing": (lambda checkpoint: _shard(checkpoint).unlink(), "is missing", True),
     "manifest": (_change_manifest, "was changed after it was written", True),
-    "half a manifest": (_cut_manifest, "is no complete manifest", True),
+    "half a manifest": (_cut_manifest, "is not a complete manifest", True),
     "set aside": (_set_aside, "a bit fell over", True),
 }

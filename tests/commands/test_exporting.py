@@ -124,8 +124,8 @@ def test_which_is_exported(asked: tuple[str, ...], expected: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("asked", "code", "message"),
     [
-        (("--step", "5"), 3, "holds no checkpoint 5"),
-        (("--step", "best", "--metric", "x", "--mode", "min"), 2, "Metrics there: loss, val_loss"),
+        (("--step", "5"), 3, "contains no checkpoint 5"),
+        (("--step", "best", "--metric", "x", "--mode", "min"), 2, "metrics: loss, val_loss"),
         (("--format", "keras"), 3, "has no MODEL.json"),
     ],
 )
@@ -178,7 +178,7 @@ def test_overwrite(out: str, tmp_path: Path, say: Say) -> None:
     first = files.read("w.safetensors")
     code, printed = say("export", tmp_path / "runs", out)
     assert code == 2
-    assert "exists, and stays as it is" in printed
+    assert "already exists and was not changed" in printed
     assert files.read("w.safetensors") == first
     assert say("export", tmp_path / "runs", out, "--overwrite")[0] == 0
     found = loaded(open_files(out.rpartition("/")[0]).read("w.safetensors"))

@@ -518,7 +518,7 @@ def test_nothing_to_export(tmp_path: Path) -> None:
     failed = []
 
     def early() -> None:
-        with pytest.raises(NoCheckpointError, match="holds no checkpoint"):
+        with pytest.raises(NoCheckpointError, match="contains no checkpoint"):
             backup.export(tmp_path / "a.keras")
         failed.append(True)
 
@@ -533,9 +533,9 @@ def test_nothing_to_export(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("a.txt",), "ends with .keras"),
-        (("a.keras", "best"), "needs to know by what"),
+        (("a.keras", "best"), "requires a metric"),
         (("a.keras", None, "h5"), "Expected `format`"),
-        (("none/a.keras",), "in a folder that is there"),
+        (("none/a.keras",), "in a folder that exists"),
     ],
 )
 def test_bad_arguments(

@@ -230,7 +230,7 @@ def test_training_beside_a_link_out_of_the_run(step: int, what: str, tmp_path: P
     assert found is not None
     assert found.name == f"step-{12 - step:08d}"
     if step == 8:
-        assert any("Replace the link by what it leads to" in str(each.message) for each in warned)
+        assert any("Replace the link with its target" in str(each.message) for each in warned)
     for later in (12, 16, 20, 24):
         saving.save(made.state(later))
     left = sorted(each.name for each in (directory / RUN).glob("step-*"))

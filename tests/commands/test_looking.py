@@ -265,8 +265,8 @@ def test_show_end(tmp_path: Path, ask: Ask, say: Say) -> None:
 @pytest.mark.parametrize(
     ("asked", "code", "message"),
     [
-        (("--step", "5"), 3, r"holds no checkpoint 5\. Those committed: step-00000004"),
-        (("--run", "run-0007"), 3, "holds no run 'run-0007'. Its runs: run-0001"),
+        (("--step", "5"), 3, r"contains no checkpoint 5\. Committed checkpoints: step-00000004"),
+        (("--run", "run-0007"), 3, "contains no run 'run-0007'. Its runs: run-0001"),
         (("step-00000008",), 1, "step-00000008 is damaged: a bit fell over"),
         (("step-00000004", "--step", "4"), 2, "Give a name or a step"),
     ],
@@ -384,7 +384,7 @@ def test_nothing_there(command: tuple[str, ...], kind: str, tmp_path: Path, say:
     directory = "memory://nothing-is-here" if kind == "store" else place
     code, printed = say(command[0], directory, *command[1:])
     assert code == 3
-    assert f"error: {open_files(directory).where()} holds no run" in printed
+    assert f"error: {open_files(directory).where()} contains no runs" in printed
     assert place.exists() == (kind != "missing")
 
 
@@ -405,7 +405,7 @@ def test_no_checkpoint(command: str, directory: str, say: Say, tmp_path: Path) -
         (("ls", "a", "--storage-options", "[1]"), "expected a JSON object. Received: a list"),
         (("ls", "a", "--storage-options", "{"), "expected a JSON object, or @FILE"),
         (("ls", "a", "--storage-options", "@none"), "No such file"),
-        (("ls", "a", "--storage-options", '{"a": 1}'), "is for URLs of a store"),
+        (("ls", "a", "--storage-options", '{"a": 1}'), "a URL of a store with `storage_options`"),
         (("ls", "nothing://a"), "Expected a folder, or a URL"),
         (("ls", __file__), "is a file"),
         (("ls", "a", "--", "b"), "takes no command after `--`"),
@@ -414,7 +414,7 @@ def test_no_checkpoint(command: str, directory: str, say: Say, tmp_path: Path) -
         (("prune", "a", "--keep-best", "loss", "best", "1"), "Expected `keep_best`"),
         (("prune", "a", "--keep-best", "loss", "min", "x"), "Expected `keep_best`"),
         (("export", "a", "b.txt"), "ends with .keras, .weights.h5, .safetensors"),
-        (("export", "a", "b.keras", "--step", "best"), "needs to know by what"),
+        (("export", "a", "b.keras", "--step", "best"), "requires a metric"),
         (("export", "a", "b.keras", "--step", "best", "--metric", "loss"), "go together"),
         (("export", "a", "b.keras", "--metric", "loss", "--mode", "min"), "go together"),
     ],
@@ -504,6 +504,6 @@ def test_store_is_left_alone(tmp_path: Path) -> None:
     made.HARM["manifest"][0](tmp_path / RUN / "step-00000008")
     main(["ls", str(tmp_path)])
     assert not list(tmp_path.rglob("DAMAGED.json"))
-    with pytest.warns(UserWarning, match="set aside"):
+    with pytest.warns(UserWarning, match="quarantined"):
         CheckpointStore(open_files(tmp_path), RUN).newest("step")
     assert len(list(tmp_path.rglob("DAMAGED.json"))) == 1

@@ -64,7 +64,7 @@ def test_not_finite(directory: Path, ask: Ask, say: Say) -> None:
     assert code == 1
     assert (told["run"], told["checkpoint"]) == ("run-0001", "step-00000006")
     assert (told["incident"]["epoch"], told["incident"]["batch"]) == BAD
-    origin = "the batch: 1 of 32 values in `x` are not finite, first in sample 6 of 8"
+    origin = "the batch (1 of 32 values in `x` are not finite, first in sample 6 of 8)"
     assert (told["is_finite"], told["loss"], told["origin"]) == (False, "nan", origin)
     assert len(told["variables"]) == 4
     code, text = say("replay", directory)
@@ -103,11 +103,11 @@ def test_checkpoint(
 def test_nothing_there(tmp_path: Path, directory: Path, say: Say) -> None:
     code, text = say("replay", tmp_path)
     assert code == 3
-    assert "holds no incident" in text
+    assert "contains no incident" in text
     code, text = say("replay", directory, "it")
     assert code == 3
     assert "no incident 'it'" in text
     another(tmp_path, (small.X, small.Y))
     code, text = say("replay", tmp_path)
     assert code == 3
-    assert "holds no run" in text
+    assert "contains no runs" in text

@@ -1,4 +1,4 @@
-"""No example is forgotten: a test runs it, and the documentation names it."""
+"""Every example is run by a test and named in the documentation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ NAMES = [str(path.relative_to(EXAMPLES)) for path in FILES]
 
 
 def texts_in(source: str) -> set[str]:
-    """What stands between quotation marks in Python, each as a whole: no comment, no docstring."""
+    """Returns the string literals of Python code, each as a whole, without comments and
+    docstrings."""
     nodes = ast.walk(ast.parse(source))
     return {
         node.value
@@ -37,7 +38,7 @@ def run_by_readme() -> Iterator[str]:
 
 @cache
 def named_by_tests() -> frozenset[str]:
-    """All that tests name, among it the examples that they run."""
+    """Returns all strings in tests, including the names of the examples that they run."""
     files = set((ROOT / "tests").rglob("test_*.py")) - {Path(__file__)}
     return frozenset(run_by_readme()).union(*(texts_in(path.read_text()) for path in files))
 
@@ -47,19 +48,19 @@ def forgotten(names: Iterable[str], known: frozenset[str]) -> list[str]:
 
 
 def test_each_is_run() -> None:
-    """A test, or CI itself, runs each file of examples/."""
+    """A test, or CI itself, runs every file of examples/."""
     assert len(NAMES) >= 10
     assert forgotten(NAMES, named_by_tests()) == [], "no test names them: see tests/examples"
 
 
 def test_control() -> None:
-    """One that nobody runs would be found, though a comment or a docstring names it."""
+    """An example that is never run is detected, even if a comment or a docstring names it."""
     known = frozenset(texts_in('"""Of new.py."""\n# new.py\nrun("old.py", "new.py.txt")'))
     assert forgotten(["slurm/old.py", "new.py"], known) == ["new.py"]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_is_in_the_documentation(name: str) -> None:
-    """The page of examples names it, and how it is started."""
+    """The page of examples names it, with its command."""
     page = (ROOT / "docs" / "examples.md").read_text()
     assert f"`examples/{name}`" in page

@@ -1,4 +1,4 @@
-"""Examples run as a user starts them, and what they promise is so."""
+"""Examples run as a user would start them, and do what they promise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.cluster import ROOT, environment, run_job, run_workers
 
 EXAMPLES = ROOT / "examples"
 TIMEOUT_S = 450.0
-# Says who writes what, in every Python process that can import it.
+# Records which worker writes which file, in every Python process that can import it.
 WHO_WRITES = """
 import json, os, sys
 
@@ -38,17 +38,18 @@ def run(
     by: tuple[str, ...] = (),
     env: Mapping[str, str] | None = None,
 ) -> str:
-    """What the example has printed, which ended well.
+    """Runs an example and returns its output, if it succeeds.
 
     Args:
-        folder: The working folder.
-        name: Of the example.
-        arguments: Its own.
-        by: How many workers `keras-distplug run` starts, and its options; nothing for one process.
-        env: More of its environment.
+        folder: The working directory.
+        name: The name of the example.
+        arguments: Its arguments.
+        by: The number of workers for `keras-distplug run`, and its options; empty for one process.
+        env: Additional environment variables.
+
     """
     command = [str(EXAMPLES / name), *arguments]
-    # No pictures of this machine's user: those of scikit-learn are few.
+    # Not MNIST that the user of this machine may have: scikit-learn's data set is smaller.
     env = {"KERAS_HOME": str(folder / "keras"), **(env or {})}
     given = {"env": env, "cwd": folder, "timeout_s": TIMEOUT_S}
     if by:
@@ -64,7 +65,7 @@ def accuracies(printed: str) -> list[float]:
 
 
 def epochs(printed: str) -> list[str]:
-    """Those that were trained, as Keras tells it, each once."""
+    """Returns the epochs that Keras reports as trained, without duplicates."""
     return sorted(set(re.findall(r"Epoch (\d+/\d+)", printed)))
 
 
@@ -82,15 +83,15 @@ def test_mirrored(tmp_path: Path) -> None:
 @cluster
 @limited
 def test_continued(tmp_path: Path) -> None:
-    """The second time it goes on behind what the first has trained, the third time there is nothing
-    to do, and the end is, to the bit, that of a training at once."""
+    """The second start continues after the epochs of the first, the third has nothing to do, and
+    the result is bit for bit that of an uninterrupted training."""
     last = []
     for epochs_asked, trained in (("2", ["1/2", "2/2"]), ("4", ["3/4", "4/4"]), ("4", [])):
         printed = run(tmp_path, "continued.py", "--epochs", epochs_asked)
         assert epochs(printed) == trained, printed
         last.append(printed.splitlines()[-5:])
     assert "this run is finished (4 epochs)" in printed
-    at_once = run(tmp_path, "continued.py", "--epochs", "4", "--directory", "runs/at-once")
+    at_once = run(tmp_path, "continued.py", "--epochs", "4", "--directory", "runs/uninterrupted")
     assert epochs(at_once) == ["1/4", "2/4", "3/4", "4/4"]
     assert last[1] == last[2] == at_once.splitlines()[-5:]
     assert last[0][-1] != last[1][-1]
@@ -101,7 +102,8 @@ def test_continued(tmp_path: Path) -> None:
 @cluster
 @limited
 def test_chief_only(tmp_path: Path) -> None:
-    """Two workers go on from the chief's file of the epoch before. No other worker writes one."""
+    """Two workers continue from the chief's file of the previous epoch. No other worker writes
+    one."""
     (tmp_path / "sitecustomize.py").write_text(WHO_WRITES)
     env = environment()
     env = {
@@ -111,7 +113,7 @@ def test_chief_only(tmp_path: Path) -> None:
     files: dict[str, int] = {}
     for asked, begin in (("2", 0), ("4", 2)):
         printed = run(tmp_path, "chief_only.py", "--epochs", asked, by=("2",), env=env)
-        assert f"begins behind epoch {begin}:" in printed
+        assert f"starting after epoch {begin}:" in printed
         assert epochs(printed) == [f"{n}/{asked}" for n in range(begin + 1, int(asked) + 1)]
         folder = tmp_path / "runs" / "chief_only"
         found = {path.name: path.stat().st_mtime_ns for path in folder.rglob("*")}
@@ -121,18 +123,18 @@ def test_chief_only(tmp_path: Path) -> None:
     assert accuracies(printed)[0] > 0.85
     written = [line.split() for line in (tmp_path / "written").read_text().splitlines()]
     assert {index for index, path in written if folder in Path(path).parents} == {"0"}
-    assert {index for index, _ in written} == {"0", "1"}  # the other one's are in its scratch
+    assert {index for index, _ in written} == {"0", "1"}  # the other one writes to scratch
 
 
 @cluster
 @limited
 def test_exact_resume(tmp_path: Path) -> None:
-    """A kill within an epoch makes no difference."""
+    """A kill mid-epoch makes no difference."""
     printed = run(tmp_path, "exact_resume.py", "--kills", "1")
-    assert "killed: killed, 1 of 1" in printed
-    told = re.search(r"same bits: (\d+) of (\d+)\. History and callbacks: the same", printed)
-    assert told is not None, printed
-    assert told[1] == told[2] != "0"
+    assert "killed: kill 1 of 1" in printed
+    same = re.search(r"identical arrays: (\d+) of (\d+)\. History and callbacks: the same", printed)
+    assert same is not None, printed
+    assert same[1] == same[2] != "0"
 
 
 @cluster
@@ -147,7 +149,7 @@ def test_exact_resume(tmp_path: Path) -> None:
     ],
 )
 def test_residual(tmp_path: Path, strategy: str, by: tuple[str, ...]) -> None:
-    """The residual network learns under each strategy."""
+    """The residual network learns under every strategy."""
     arguments = ("--strategy", strategy, "--samples", "960")
     printed = run(tmp_path, "residual.py", *arguments, by=by)
     assert f"strategy {strategy} " in printed
@@ -169,7 +171,7 @@ def digits() -> ModuleType:
 
 
 def home(path: Path, pixels: int) -> Path:
-    """A folder of Keras with an MNIST of five pictures, three of them to train with."""
+    """A Keras folder with an MNIST of five pictures, three of them for training."""
     (path / "datasets").mkdir(parents=True)
     x = np.zeros((5, pixels, pixels), "uint8")
     x[:, 0, 0] = 255
@@ -182,7 +184,7 @@ def home(path: Path, pixels: int) -> Path:
 
 @pytest.mark.parametrize("is_there", [True, False])
 def test_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool) -> None:
-    """MNIST where Keras keeps it, and else what scikit-learn brings: of one kind."""
+    """MNIST is loaded if Keras has it, otherwise scikit-learn's digits, with the same types."""
     monkeypatch.setenv("KERAS_HOME", str(home(tmp_path, 28) if is_there else tmp_path))
     (x_train, y_train), (x_test, y_test) = digits().load()
     shapes = [each.shape for each in (x_train, y_train, x_test, y_test)]
@@ -198,7 +200,7 @@ def test_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool)
 
 
 def test_where_keras_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `keras.datasets.mnist` does, also where the folder of Keras is the user's own one."""
+    """The location is that of `keras.datasets.mnist`, also in the user's home folder."""
     monkeypatch.delenv("KERAS_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     home(tmp_path / ".keras", 28)

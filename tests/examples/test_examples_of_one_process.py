@@ -1,4 +1,4 @@
-"""Each example runs as its reader would run it, and shows what it says."""
+"""Every example runs as its reader would run it, and shows what it promises."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from keras_distplug.cli import main
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
-TIMEOUT_S = 180  # far more than each takes
-GOOD = 0.85  # of the digits that nobody has trained with
+TIMEOUT_S = 180  # far more than any of them takes
+GOOD = 0.85  # on the test digits
 
 
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
-    """Without a data set that somebody may have put there."""
+    """Excludes a data set that the user may have downloaded."""
     return environment({"KERAS_HOME": str(tmp_path)})
 
 
@@ -38,7 +38,7 @@ def command(example: str, *arguments: str) -> list[str]:
 
 
 def run(env: dict[str, str], folder: Path, example: str, *arguments: str) -> str:
-    """What it prints, without an error."""
+    """Runs an example and returns its output, if it succeeds."""
     done = subprocess.run(
         command(example, *arguments),
         cwd=folder,
@@ -62,7 +62,7 @@ def accuracy(printed: str) -> float:
 
 @pytest.fixture
 def watched(env: dict[str, str], tmp_path: Path) -> Iterator[list[Watched]]:
-    """Processes, which end with the test."""
+    """Processes that end with the test."""
     started: list[Watched] = []
     yield started
     for each in started:
@@ -70,7 +70,7 @@ def watched(env: dict[str, str], tmp_path: Path) -> Iterator[list[Watched]]:
 
 
 def test_plain_fit(env: dict[str, str], tmp_path: Path, watched: list[Watched]) -> None:
-    """Killed, it goes on behind the epochs that it had, and learns; finished, it says so."""
+    """After a kill, it continues after its last epoch and learns; when finished, it says so."""
     killed = Watched(command("plain_fit.py", "--epochs", "100000"), env, tmp_path)
     watched.append(killed)
     killed.wait_for("Epoch 5/100000", TIMEOUT_S)
@@ -83,7 +83,7 @@ def test_plain_fit(env: dict[str, str], tmp_path: Path, watched: list[Watched]) 
     assert at is not None, printed
     assert 1 < int(at[1]) <= begun + 1
     assert epochs_in(printed) == list(range(int(at[1]), begun + 6))
-    assert f"behind {begun + 5} epochs" in printed
+    assert f"after {begun + 5} epochs" in printed
     assert accuracy(printed) > GOOD
 
     again = run(env, tmp_path, "plain_fit.py", *more)
@@ -93,7 +93,8 @@ def test_plain_fit(env: dict[str, str], tmp_path: Path, watched: list[Watched]) 
 
 
 def test_two_devices(env: dict[str, str], tmp_path: Path, watched: list[Watched]) -> None:
-    """Killed, a model on two devices ends with the same accuracy, and each part on its device."""
+    """After a kill, a model on two devices reaches the same accuracy, with every part on its
+    device."""
     whole = run(env, tmp_path, "two_devices.py", "--directory", "whole")
     killed = Watched(command("two_devices.py"), env, tmp_path)
     watched.append(killed)
@@ -107,7 +108,7 @@ def test_two_devices(env: dict[str, str], tmp_path: Path, watched: list[Watched]
 
 
 def test_custom_step(env: dict[str, str], tmp_path: Path) -> None:
-    """Two replicas learn what one does, and it is the penalty that they keep small."""
+    """Two replicas learn the same as one, and keep the penalty small."""
     printed = run(env, tmp_path, "custom_step.py")
     line = r"(\d) replica\(s\), validation accuracy ([\d.]+), penalty ([\d.]+)"
     one, two = [tuple(map(float, each)) for each in re.findall(line, printed)]
@@ -121,7 +122,8 @@ def test_custom_step(env: dict[str, str], tmp_path: Path) -> None:
 
 
 def test_gradient_norms(env: dict[str, str], tmp_path: Path) -> None:
-    """Norms of both replicas after every epoch, which differ, as their parts of a batch do."""
+    """Norms of both replicas are printed after every epoch, and differ, as their parts of a batch
+    do."""
     printed = run(env, tmp_path, "gradient_norms.py", "--epochs", "3")
     lines = re.findall(r"epoch (\d), replica (\d): largest gradient norm ([\d.]+)", printed)
     assert [each[:2] for each in lines] == [(e, r) for e in "123" for r in "01"]
@@ -131,21 +133,21 @@ def test_gradient_norms(env: dict[str, str], tmp_path: Path) -> None:
 
 
 def test_mixed_precision(env: dict[str, str], tmp_path: Path) -> None:
-    """What is left out for the scale is not told as a fault, a damaged picture is."""
+    """An update skipped because of the scale is not reported as a fault; a damaged picture is."""
     printed = run(env, tmp_path, "mixed_precision.py")
     counts = re.search(r"(\d+) batches, (\d+) updates, (\d+) faults", printed)
     assert counts is not None, printed
     batches, updates, faults = map(int, counts.groups())
-    assert faults == 6  # one an epoch
+    assert faults == 6  # one per epoch
     assert updates < batches - faults
-    assert printed.count("an update is left out") == faults
+    assert printed.count("an update was skipped") == faults
     assert "layers compute in float16, weights are float32" in printed
     assert accuracy(printed) > GOOD
 
 
 @pytest.mark.stores
 def test_checkpoints_in_s3(env: dict[str, str], tmp_path: Path) -> None:
-    """They are in the bucket, and a new model goes on with them."""
+    """The checkpoints are in the bucket, and a new model resumes from them."""
     with moto(tmp_path) as place:
         key, secret = str(place.options["key"]), str(place.options["secret"])
         keys = {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret}
@@ -157,7 +159,7 @@ def test_checkpoints_in_s3(env: dict[str, str], tmp_path: Path) -> None:
     assert f"new run {url}/run-0001" in printed
     assert "checkpoint step-00000072: resuming at epoch 4/6, step 72" in printed
     assert epochs_in(printed) == [1, 2, 3, 4, 5, 6]
-    assert "behind 6 epochs" in printed
+    assert "after 6 epochs" in printed
     assert accuracy(printed) > GOOD
     assert secret not in printed
     listed = re.findall(r"^((?:step|final)-\d+) ", printed, re.MULTILINE)
@@ -172,7 +174,7 @@ def s3_of(place: Place) -> Any:
 
 
 @pytest.mark.stores
-def test_s3_of_its_own(env: dict[str, str], tmp_path: Path) -> None:
+def test_local_s3(env: dict[str, str], tmp_path: Path) -> None:
     """Without a store, it starts one."""
     if not all(map(importlib.util.find_spec, ("moto", "flask", "s3fs"))):
         missing("s3fs, or moto's server,", HOW)
@@ -182,7 +184,7 @@ def test_s3_of_its_own(env: dict[str, str], tmp_path: Path) -> None:
 
 
 def test_s3_without_moto(env: dict[str, str], tmp_path: Path) -> None:
-    """What is not installed is said, and how it comes there."""
+    """A missing package is reported, with the command that installs it."""
     (tmp_path / "moto.py").write_text("raise ImportError('No module named moto')\n")
     script = command("checkpoints_in_s3.py")
     env = env | {"PYTHONPATH": os.pathsep.join([str(tmp_path), env["PYTHONPATH"]])}
@@ -196,7 +198,7 @@ def test_s3_without_moto(env: dict[str, str], tmp_path: Path) -> None:
 def test_tab_walkthrough(
     env: dict[str, str], tmp_path: Path, watched: list[Watched], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All that goes wrong is in the figures, and in the report; and TensorBoard has it."""
+    """All faults appear in the figures and in the report, and TensorBoard shows the run."""
     printed = run(env, tmp_path, "tab_walkthrough.py")
     directory = tmp_path / "runs" / "tab_walkthrough"
     assert (directory / "killed").exists()
@@ -222,7 +224,7 @@ def test_tab_walkthrough(
     serving.wait_for("at http://localhost:", TIMEOUT_S)
     address = re.search(r"at (http://localhost:\d+/)", serving.output)
     assert address is not None
-    assert epochs_in(serving.output) == []  # the run was there
+    assert epochs_in(serving.output) == []  # the run already exists
     with urllib.request.urlopen(f"{address[1]}data/plugin/distplug/runs", timeout=60) as answer:
         [seen] = json.load(answer)
     assert (seen["name"], seen["attempted"]) == (f"tab_walkthrough/{told['name']}", 2)

@@ -1,4 +1,4 @@
-"""The manifests for Kubernetes, against the schemas of the resources, and against what we read."""
+"""The manifests for Kubernetes match the schemas of their resources, and our environment."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from support.schemas import schema_of
 from keras_distplug.cluster.roles import from_environment
 from keras_distplug.core.exit_codes import ExitCode
 
-pytestmark = [pytest.mark.ci, pytest.mark.timeout(60)]  # needs packages that `[test]` has not
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(60)]  # needs additional packages
 
 FOLDER = ROOT / "examples" / "kubernetes"
 Resource = dict[str, Any]
 
 
 def resources() -> dict[str, Resource]:
-    """By their kinds."""
+    """Returns the objects by kind."""
     for package in ("yaml", "jsonschema"):
         if importlib.util.find_spec(package) is None:
             missing(package, "Run pip install '.[test-schedulers]'.")
@@ -38,7 +38,7 @@ KINDS = ("ClusterTrainingRuntime", "JobSet", "TFJob", "TrainJob")
 
 
 def complaints(resource: Resource) -> list[str]:
-    """What the schema has against it."""
+    """Returns the schema's complaints about it."""
     validator = importlib.import_module("jsonschema").Draft202012Validator
     schema = schema_of(resource["kind"], resource["apiVersion"].partition("/")[2])
     return [
@@ -81,7 +81,7 @@ def leave_out(found: dict[str, Resource]) -> Resource:
 
 @pytest.mark.parametrize("harm", [misspell, give_a_text, rename_a_field, leave_out])
 def test_invalid(harm: Callable[[dict[str, Resource]], Resource]) -> None:
-    """A mistake in a manifest is found."""
+    """A mistake in a manifest is detected."""
     assert complaints(harm(copy.deepcopy(resources())))
 
 
@@ -114,7 +114,7 @@ def test_trainjob() -> None:
     [replicated] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     pods = replicated["template"]["spec"]
     [container] = pods["template"]["spec"]["containers"]
-    assert replicated["name"] == container["name"] == "node"  # the names that Trainer looks for
+    assert replicated["name"] == container["name"] == "node"  # the names that Trainer expects
     environ = {each["name"]: each.get("value", "digits") for each in container["env"]}
     address = environ.pop("KERAS_DISTPLUG_ADDRESS").replace("$(JOBSET)", environ["JOBSET"])
     nodes = str(job["spec"]["trainer"]["numNodes"])
@@ -126,7 +126,7 @@ def test_trainjob() -> None:
 
 
 def require_codes(job: Resource, container: str) -> None:
-    """What would come again ends the job, and preemption costs no retry."""
+    """A permanent failure ends the job, and preemption does not use up retries."""
     by_code = {
         code: rule["action"]
         for rule in job["podFailurePolicy"]["rules"]

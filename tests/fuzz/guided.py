@@ -3,9 +3,10 @@
     pip install atheris
     python tests/fuzz/guided.py KIND [--secs 600]
 
-KIND is one of manifest, record, model, shard, log, incident. The right digest is written into each
-mutated file that has one, so that later checks are reached as well. Any error but ours ends it
-with a traceback; so does an input that takes more than 10 seconds or 1 GB.
+KIND is one of manifest, record, model, shard, log, incident. A correct digest is written into every
+mutated file that has one, so that later checks are reached as well. Any error other than ours stops
+it with a traceback; so does an input that takes more than 10 seconds or 1 GB.
+
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ SHARD = test_forged_checkpoints.SHARD
 
 
 def sealed(data: bytes) -> bytes:
-    """The file with a right digest, if it is a JSON object."""
+    """Returns the file with a correct digest, if it is a JSON object."""
     try:
         body = json.loads(data)
     except (ValueError, RecursionError):
@@ -122,7 +123,7 @@ VALUES: tuple[Any, ...] = (
 
 
 def mutate(data: bytes, max_size: int, seed: int) -> bytes:
-    """Changes a value in one of the JSON objects of a file, or else any bytes."""
+    """Changes a value in one of the JSON objects of a file, otherwise any bytes."""
     chance = random.Random(seed)
     lines = data.split(b"\n")
     number = chance.randrange(len(lines))
@@ -152,7 +153,7 @@ def mutate(data: bytes, max_size: int, seed: int) -> bytes:
 
 
 def _json_in(line: bytes) -> tuple[bytes, bytes, bytes]:
-    """Splits a line into the length that a safetensors file starts with, the JSON, and the rest."""
+    """Splits a line into the length at the start of a safetensors file, the JSON, and the rest."""
     end = 8 + int.from_bytes(line[:8], "little")
     if line[8:9] == b"{" and end <= len(line):
         return line[:8], line[8:end], line[end:]
@@ -160,7 +161,7 @@ def _json_in(line: bytes) -> tuple[bytes, bytes, bytes]:
 
 
 def seeds(kind: str) -> list[bytes]:
-    """Files that are right."""
+    """Returns valid files."""
     if kind == "shard":
         return [SHARD]
     if kind == "log":

@@ -1,4 +1,4 @@
-"""JSON that was written by somebody else."""
+"""JSON from an untrusted source."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def places_in(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ..
 
 @st.composite
 def mutated(draw: st.DrawFn, value: Any, most: int = 3) -> Any:
-    """`value` with up to `most` of its parts replaced, left out, or there twice."""
+    """Returns `value` with up to `most` of its parts replaced, removed or duplicated."""
     holder = {"it": copy.deepcopy(value)}
     for _ in range(draw(st.integers(1, most))):
         place = draw(st.sampled_from(list(places_in(holder))[1:]))

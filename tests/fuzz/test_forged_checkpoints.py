@@ -1,8 +1,9 @@
-"""Checkpoints that somebody else has written, with checksums that are right.
+"""Forged checkpoints with correct checksums.
 
-Checksums find what has broken, not what was made so on purpose. Whatever a manifest or a header
-says, reading it gives arrays or an error of ours, takes no more memory than the files are large,
-and reads no file outside of the checkpoint.
+Checksums detect damage, but not intent. Whatever a manifest or a header contains, reading it
+returns arrays or raises an error of ours, uses no more memory than the files are large, and reads
+no file outside of the checkpoint.
+
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from keras_distplug.storage.store import CheckpointStore
 
 LIMITS = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 MOST_BYTES = 64 * 2**20
-"""Of memory, for files of some thousand bytes: far less than what a forged size asks for."""
+"""The memory limit, for files of some thousand bytes: far less than forged sizes request."""
 
 
 def fresh() -> Files:
@@ -40,7 +41,7 @@ def fresh() -> Files:
 
 
 def _body() -> tuple[dict[str, Any], bytes]:
-    """What is in the manifest of a checkpoint, and its shard."""
+    """Returns the manifest of a checkpoint, and its shard."""
     files = fresh()
     arrays = {
         "model/dense/kernel": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -67,7 +68,7 @@ def text_of(body: Any) -> str:
 
 
 class Recorded:
-    """Files that remember which were read."""
+    """Files that record which ones were read."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
@@ -84,7 +85,7 @@ class Recorded:
 
 
 def read_all(body: Any, shard: bytes = SHARD) -> None:
-    """Reads it in all ways, as far as there is something to read."""
+    """Reads a checkpoint in all ways, as far as possible."""
     stored = fresh()
     name = "step-00000042"
     stored.create(f"{RUN}/{name}/{layout.MANIFEST}", [text_of(body).encode()])
@@ -107,7 +108,7 @@ def read_all(body: Any, shard: bytes = SHARD) -> None:
 
 
 def test_right() -> None:
-    """What is mutated below can be read as it is."""
+    """The original of the mutations below is readable."""
     Manifest.from_json(text_of(BODY), "here")
     read_all(BODY)
 
@@ -144,7 +145,7 @@ def test_manifests(body: Any) -> None:
 )
 @pytest.mark.parametrize("number", [0, 1])
 def test_sizes(shape: Any, number: int) -> None:
-    """Those that cannot be, or that no file could hold."""
+    """Sizes that are impossible, or too large for any file."""
     body = json.loads(json.dumps(BODY))
     body["variables"][number]["shape"] = shape
     read_all(body)
@@ -185,7 +186,7 @@ def shards() -> Iterator[st.SearchStrategy[bytes]]:
 @LIMITS
 @given(st.one_of(*shards()))
 def test_shards(shard: bytes) -> None:
-    """Their size and checksum are those of the manifest."""
+    """Their sizes and checksums match the manifest."""
     body = json.loads(json.dumps(BODY))
     body["shards"][0] |= {"bytes": len(shard), "xxh3_128": xxhash.xxh3_128(shard).hexdigest()}
     read_all(body, shard)

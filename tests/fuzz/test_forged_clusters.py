@@ -1,4 +1,4 @@
-"""Environments that somebody else has made."""
+"""Forged environments."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ VERTEX = {
 
 
 def role_from(**environ: str) -> None:
-    """It is a role, whose every part can be asked for, or an error of ours."""
+    """Creates a role with usable properties, or gets an error of ours."""
     with contextlib.suppress(ClusterError):
         role = roles.from_environment(environ)
-        # Beside parameter servers, the chief alone trains.
+        # With parameter servers, only the chief trains.
         assert role.name in role.workers or role.task_type == "evaluator" or "ps" in role.cluster
         assert role.rank >= 0
         assert role.world_size == len(role.workers)

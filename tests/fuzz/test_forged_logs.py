@@ -1,4 +1,4 @@
-"""Logs of runs that somebody else has written, or that were damaged."""
+"""Logs of runs that were forged or damaged."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_any_line(line: bytes) -> None:
     ],
 )
 def test_of_a_later_release(field: str, value: Any) -> None:
-    """What it has added is passed over, and the rest is there."""
+    """Additions of a later release are ignored, and the rest is read."""
     [line] = said(OF_WORKER[2:3], "worker-0")
     entry = from_line(json.dumps(line | {field: value}).encode())
     assert entry is not None
@@ -71,7 +71,7 @@ def test_of_a_later_release(field: str, value: Any) -> None:
 @LIMITS
 @given(mutated(said(OF_WORKER, "worker-0"), most=6), mutated(said(OF_SUPERVISOR, "supervisor")))
 def test_pages(of_worker: Any, of_supervisor: Any) -> None:
-    """What can be read is shown; what cannot is passed over."""
+    """Readable lines are shown; others are skipped."""
     url = f"memory://{uuid.uuid4().hex}"
     files = open_files(url)
     for name, lines in (("a-worker-0", of_worker), ("supervisor-a", of_supervisor)):
@@ -81,7 +81,7 @@ def test_pages(of_worker: Any, of_supervisor: Any) -> None:
     fits, supervised = Reader(files, "run-0001").read()
     shown = summary("run-0001", fits, supervised, 2000.0)
     json.dumps(shown, allow_nan=False)
-    # Of a run without a window there is no more than when something was told.
+    # A run without windows only has the times of its events.
     if shown["area"]["shares"]:
         length_s = shown["end"] - shown["begin"]
         most = max(1.0, abs(shown["begin"]), abs(shown["end"]))
@@ -92,7 +92,7 @@ def test_pages(of_worker: Any, of_supervisor: Any) -> None:
 
 
 def test_right() -> None:
-    """What is mutated above is read whole."""
+    """The original of the mutations above is read completely."""
     for kinds, source in ((OF_WORKER, "worker-0"), (OF_SUPERVISOR, "supervisor")):
         found = [from_line(json.dumps(line).encode()) for line in said(kinds, source)]
         assert [entry.event for entry in found if entry is not None] == kinds

@@ -1,4 +1,4 @@
-"""A watched training in one process, which is told to stay when it hangs."""
+"""A watched training in one process, with `exit=False`."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ LIMIT_S = 1.0
 
 @pytest.fixture(autouse=True)
 def hang(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Waits until the watchdog has said that training hangs here: on a busy machine, it may say so
-    of what is slow, too."""
+    """Waits until the watchdog has reported this hang: on a busy machine, it may also report slow
+    code."""
     said = threading.Event()
     write = hang_watchdog._write
 
@@ -51,7 +51,7 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 class Act(keras.callbacks.Callback):
-    """Does something, once, at a hook."""
+    """Calls a function, once, at a hook."""
 
     def __init__(self, hook: str, act: Callable[[], Any]) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Act(keras.callbacks.Callback):
 
 
 class Slow(keras.utils.PyDataset):
-    """Its last batch comes late, in the second epoch."""
+    """A dataset whose last batch is late in the second epoch."""
 
     def __init__(self, act: Callable[[], Any]) -> None:
         super().__init__()
@@ -87,27 +87,28 @@ def watchdog(**limits: Any) -> kd.HangWatchdog:
 
 
 def test_input(hang: Callable[[], None], capfd: pytest.CaptureFixture[str]) -> None:
-    """An input that does not come is told, with the stacks, once."""
+    """A blocked input is reported, with the stacks, once."""
     fit(watchdog(step_secs=LIMIT_S), Slow(hang))
     printed = capfd.readouterr().err
-    assert printed.count("training hangs: worker-0 is in batch 4 of epoch 2, whose input") == 1
-    assert "made by test_hang_watchdog.py:" in printed
+    assert printed.count("training hangs: worker-0 is in batch 4 of epoch 2, with its input") == 1
+    assert "produced at test_hang_watchdog.py:" in printed
     assert "Thread 'MainThread'" in printed
 
 
 @pytest.mark.parametrize(
     ("hook", "told"),
     [
-        ("on_train_batch_end", "behind batch 1 of epoch 1"),
+        ("on_train_batch_end", "after batch 1 of epoch 1"),
         ("on_epoch_end", "at the end of epoch 1"),
         ("on_test_begin", "before the validation of epoch 1"),
-        ("on_test_batch_end", "behind batch 1 of the validation of epoch 1"),
+        ("on_test_batch_end", "after batch 1 of the validation of epoch 1"),
     ],
 )
 def test_callback(
     hook: str, told: str, hang: Callable[[], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A callback that does not end is told, by its line; its time does not count as a batch's."""
+    """A callback that does not return is reported with its line; its time does not count as that of
+    a batch."""
     fit(watchdog(save_secs=LIMIT_S), small.dataset(), Act(hook, hang), validation_data=Slow(int))
     printed = capfd.readouterr().err
     assert f"training hangs: worker-0 runs test_hang_watchdog.py:{line_of_wait()} in" in printed
@@ -117,19 +118,20 @@ def test_callback(
 def test_before_the_first_batch(
     hang: Callable[[], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """What others do when `fit` begins, such as restoring, is watched wherever they stand."""
+    """The work of other callbacks when `fit` starts, such as restoring, is watched at any
+    position."""
     fit(watchdog(first_step_secs=LIMIT_S), small.dataset(), Act("on_train_begin", hang))
     assert f":{line_of_wait()} in hang, before the first batch, for " in capfd.readouterr().err
 
 
 def line_of_wait() -> int:
-    """Of what waits in `hang`."""
+    """Returns the line that waits in `hang`."""
     lines = Path(__file__).read_text().splitlines()
     return 1 + next(n for n, line in enumerate(lines) if "said.wait(60)" in line)
 
 
-def test_kept(tmp_path: Path, hang: Callable[[], None]) -> None:
-    """The stacks are kept beside the run, and do not disturb it."""
+def test_stacks_are_saved(tmp_path: Path, hang: Callable[[], None]) -> None:
+    """The stacks are saved alongside the run, and do not disturb it."""
     backup = kd.BackupAndRestore(tmp_path / "run", delete_checkpoint=False)
     fit(watchdog(save_secs=LIMIT_S), small.dataset(), Act("on_epoch_end", hang), backup)
     [kept] = (tmp_path / "run" / "hangs").iterdir()
@@ -140,7 +142,7 @@ def test_kept(tmp_path: Path, hang: Callable[[], None]) -> None:
 
 
 def test_in_time(capfd: pytest.CaptureFixture[str]) -> None:
-    """What does not take longer than it may is not told, and nothing stays."""
+    """Training within its limits is not reported, and no threads or processes remain."""
     before = set(threading.enumerate())
     watched = watchdog()
     fit(watched, Slow(int), validation_data=small.dataset())
@@ -149,16 +151,16 @@ def test_in_time(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_debugger(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who stands in a debugger is not taken for one that hangs: that time does not count."""
+    """Time in a debugger does not count as a hang."""
     looked = threading.Semaphore(0)
     is_debugged = hang_watchdog.is_debugged
     watched = watchdog(save_secs=LIMIT_S)
-    stood_s: list[float] = []  # as each look finds it whose last one has found a debugger, too
+    stood_s: list[float] = []  # every check must find it after one that found a debugger
 
     def look(thread: int) -> bool:
         found = is_debugged(thread)
         if found and look.found:
-            stood_s.append(watched._stood[1])
+            stood_s.append(watched._stall[1])
             looked.release()
         look.found = found
         return found
@@ -171,8 +173,8 @@ def test_debugger(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stand(looked: threading.Semaphore) -> None:
-    """At a prompt of `pdb`, until the watchdog has looked there for longer than its limit. What is
-    changed there stays changed."""
+    """Stops at a `pdb` prompt until the watchdog has checked for longer than its limit. Variables
+    changed at the prompt stay changed."""
     value, said = 1, iter(["value = 2\n", "continue\n"])
 
     class Prompt(io.StringIO):
@@ -187,7 +189,7 @@ def stand(looked: threading.Semaphore) -> None:
 
 @pytest.mark.parametrize("is_there", [True, False])
 def test_debugger_of_an_editor(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is one, which stops all threads at once, the sentinel is told to be patient."""
+    """Under a debugger that stops all threads, the sentinel gets an infinite limit."""
     told: list[float] = []
 
     class Told:
@@ -205,8 +207,8 @@ def test_debugger_of_an_editor(is_there: bool, monkeypatch: pytest.MonkeyPatch) 
     assert {math.isinf(each) for each in told} == {is_there}
 
 
-def test_gets_on() -> None:
-    """Who has just got on has not stood still, whatever the watch has seen before."""
+def test_report_after_progress() -> None:
+    """A report right after progress does not include earlier waiting time."""
     watched, reported = watchdog(), []
 
     def wait() -> None:
@@ -223,7 +225,7 @@ def test_gets_on() -> None:
 
 
 def test_evaluate() -> None:
-    """`evaluate` takes the callbacks of a `fit` that has not been."""
+    """`evaluate` accepts the callbacks of a `fit` that has not been called."""
     small.model().evaluate(small.dataset(), callbacks=[watchdog()], verbose=0)
 
 
@@ -243,8 +245,8 @@ small.model().fit(small.dataset(), callbacks=[Talks(), watchdog], verbose=0)
 """
 
 
-def test_nobody_reads() -> None:
-    """A process whose output nobody reads any more hangs, and is ended, too."""
+def test_output_is_not_read() -> None:
+    """A process whose output is not read hangs, and is ended, too."""
     process = subprocess.Popen(
         [sys.executable, "-c", NOBODY_READS], env=environment(), stderr=subprocess.PIPE
     )
@@ -256,7 +258,7 @@ def test_nobody_reads() -> None:
 
 
 def test_error_in_fit() -> None:
-    """A `fit` that an error has ended is watched no longer."""
+    """A `fit` that was ended by an error is no longer watched."""
     watched = watchdog()
     with pytest.raises(small.Interrupted):
         fit(watched, small.dataset(), small.Stop(1, 2))
@@ -267,7 +269,7 @@ def test_error_in_fit() -> None:
 
 
 def test_again(hang: Callable[[], None], capfd: pytest.CaptureFixture[str]) -> None:
-    """One that is told to stay tells what hangs later, too."""
+    """With `exit=False`, later hangs are reported, too."""
     acts = Act("on_epoch_end", hang), Act("on_test_begin", hang)
     fit(watchdog(save_secs=LIMIT_S), small.dataset(), *acts, validation_data=small.dataset())
     told = capfd.readouterr().err
@@ -287,7 +289,7 @@ def test_again(hang: Callable[[], None], capfd: pytest.CaptureFixture[str]) -> N
     ],
 )
 def test_unusable(unusable: dict[str, Any]) -> None:
-    """Refused at once, by name."""
+    """Invalid arguments are refused immediately, by name."""
     [name] = unusable
     with pytest.raises(ConfigurationError, match=f"Expected `{name}` to be a number of seconds"):
         kd.HangWatchdog(**unusable)

@@ -1,4 +1,4 @@
-"""Who is waited for, by what the workers say of themselves."""
+"""Finding the worker that the others wait for, from the reports of all workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cluster.key_values import Memory  # noqa: E402
 from keras_distplug.cluster.channel import Channel  # noqa: E402
 from keras_distplug.cluster.roles import Role  # noqa: E402
 from keras_distplug.hang import verdict as hangs  # noqa: E402
-from keras_distplug.hang.verdict import Inquiry, InquiryTogether, Report, judge  # noqa: E402
+from keras_distplug.hang.verdict import ClusterInquiry, Inquiry, Report, judge  # noqa: E402
 
 LATE = Report(7, "is in batch 3", awaits=None, for_s=30.0, limit_s=30.0, silence_s=30.0)
 IN_TIME = replace(LATE, for_s=20.0)
@@ -31,13 +31,13 @@ IN_TIME = replace(LATE, for_s=20.0)
         ([replace(LATE, moments=8), LATE], "b is in batch 3"),
         ([LATE, replace(LATE, awaits="input")], "b is in batch 3"),
         ([replace(LATE, awaits="others"), LATE], "b is in batch 3"),
-        # Who is behind is waited for, whatever it waits for itself.
+        # The worker that is behind is the one waited for, whatever it waits for itself.
         ([replace(LATE, moments=8, awaits="input"), LATE], "b is in batch 3"),
         ([LATE], "a is in batch 3, for 30.0 s"),
     ],
 )
 def test_named(reports: list[Report | None], named: str) -> None:
-    """The one that the others wait for is named, and no other."""
+    """The worker that the others wait for is named, and no other."""
     verdict = judge(dict(zip("abc", reports, strict=False)))
     assert verdict.hang is not None
     assert verdict.hang.startswith(named)
@@ -46,8 +46,8 @@ def test_named(reports: list[Report | None], named: str) -> None:
 
 
 def test_named_of_the_silent() -> None:
-    """Who has not answered for longer than the others stand still for it, and no other."""
-    verdict = judge({"a": LATE, "b": None, "c": None}, unheard_s={"b": 29.0, "c": 30.0})
+    """A worker that has not answered for longer than the silence limit is named, and no other."""
+    verdict = judge({"a": LATE, "b": None, "c": None}, silent_for_s={"b": 29.0, "c": 30.0})
     assert verdict.hang is not None
     assert verdict.hang.startswith("c did not answer")
 
@@ -62,14 +62,14 @@ def test_named_of_the_silent() -> None:
     ],
 )
 def test_still_has_time(reports: list[Report | None], look_again_s: float) -> None:
-    """Who has not taken longer than it may is waited for; who says nothing may be anywhere."""
+    """Workers within their limits are waited for; the stage of a silent one is unknown."""
     verdict = judge(dict(zip("ab", reports, strict=False)))
     assert verdict.hang is None
     assert verdict.look_again_s == look_again_s
 
 
-def test_nobody_is_behind() -> None:
-    """All of them are told then."""
+def test_no_worker_is_behind() -> None:
+    """If no worker is behind, all of them are named."""
     verdict = judge({"a": LATE, "b": replace(LATE, doing="runs train.py:3")})
     assert verdict.hang is not None
     assert "a is in batch 3" in verdict.hang
@@ -78,7 +78,7 @@ def test_nobody_is_behind() -> None:
 
 
 def test_alone() -> None:
-    """One process is late by itself."""
+    """A single process is overdue by its own limit."""
     assert Inquiry("a", lambda: LATE).ask().hang == "a is in batch 3, for 30.0 s"
     assert Inquiry("a", lambda: IN_TIME).ask().hang is None
 
@@ -87,7 +87,8 @@ class Cluster:
     """Workers that can be asked.
 
     Attributes:
-        reports: What each would say. Who has none is frozen: it has no mailbox.
+        reports: The reports by worker. A worker without one is frozen: it has no mailbox.
+
     """
 
     def __init__(self, reports: list[Report | None], memory: Memory | None = None) -> None:
@@ -101,13 +102,13 @@ class Cluster:
             if report is not None
         }
 
-    def _inquiry(self, role: Role, report: Report) -> InquiryTogether:
+    def _inquiry(self, role: Role, report: Report) -> ClusterInquiry:
         def hear(hang: str) -> None:
             self.heard[role.rank] = hang
             self.all_heard.release()
 
         channel = Channel(role, self.memory, "session/")
-        return InquiryTogether(channel, lambda: report, hear)
+        return ClusterInquiry(channel, lambda: report, hear)
 
 
 @pytest.fixture
@@ -121,8 +122,8 @@ def clusters(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Cluster]]:
 
 
 @pytest.mark.parametrize("asks", [0, 1])
-def test_all_hear_of_it(asks: int, clusters: list[Cluster]) -> None:
-    """Whoever asks, all hear what has come of it."""
+def test_all_workers_are_notified(asks: int, clusters: list[Cluster]) -> None:
+    """Whichever worker asks, all of them receive the result."""
     cluster = Cluster([LATE, replace(LATE, moments=8), replace(LATE, moments=8)])
     clusters.append(cluster)
     verdict = cluster.inquiries[asks].ask()
@@ -134,7 +135,7 @@ def test_all_hear_of_it(asks: int, clusters: list[Cluster]) -> None:
 
 
 def test_asks_again(clusters: list[Cluster]) -> None:
-    """Any number of times, also several at once."""
+    """Inquiries can be repeated, and run concurrently."""
     cluster = Cluster([replace(LATE, moments=8), IN_TIME])
     clusters.append(cluster)
     verdicts = []
@@ -150,7 +151,7 @@ def test_asks_again(clusters: list[Cluster]) -> None:
 
 
 def test_frozen_worker(clusters: list[Cluster]) -> None:
-    """Who does not answer is named, and not waited for at the end."""
+    """A worker that does not answer is named, and not waited for at the end."""
     cluster = Cluster([LATE, None])
     clusters.append(cluster)
     verdict = cluster.inquiries[0].ask()
@@ -162,7 +163,7 @@ def test_frozen_worker(clusters: list[Cluster]) -> None:
 
 
 def test_answered_before(clusters: list[Cluster]) -> None:
-    """Who has answered lately is not taken for frozen because of one question."""
+    """A worker that answered recently is not considered frozen after one missing answer."""
     cluster = Cluster([replace(LATE, moments=8), IN_TIME])
     clusters.append(cluster)
     assert cluster.inquiries[0].ask().look_again_s == 10
@@ -172,9 +173,9 @@ def test_answered_before(clusters: list[Cluster]) -> None:
     assert verdict.look_again_s == 10
 
 
-def test_nobody_answers(clusters: list[Cluster]) -> None:
-    """Where no answer comes in time, not even by way of this worker's own letters, the others are
-    the silent ones."""
+def test_no_answers(clusters: list[Cluster]) -> None:
+    """If no answer arrives in time, not even to this worker's own messages, the others are the
+    silent ones."""
     cluster = Cluster([LATE, None])
     clusters.append(cluster)
     cluster.inquiries[0].close()
@@ -184,7 +185,7 @@ def test_nobody_answers(clusters: list[Cluster]) -> None:
 
 
 class Counted(Memory):
-    """Counts what is tried to be told, by key."""
+    """Counts the attempts to send messages, by key."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,9 +196,8 @@ class Counted(Memory):
         return super().put_first(key, value)
 
 
-def test_asks_at_the_same_price(clusters: list[Cluster]) -> None:
-    """However often it has been asked before, no letter is tried to be sent in the place of one
-    of this worker's own."""
+def test_no_extra_messages(clusters: list[Cluster]) -> None:
+    """Regardless of earlier inquiries, no message is sent under the key of another message."""
     memory = Counted()
     cluster = Cluster([replace(LATE, moments=8), IN_TIME], memory)
     clusters.append(cluster)
@@ -208,7 +208,7 @@ def test_asks_at_the_same_price(clusters: list[Cluster]) -> None:
 
 
 class Frozen(Memory):
-    """Of a chief that has been stopped: nothing can be told, and nothing is."""
+    """The messages of a frozen chief: sending blocks."""
 
     def put_first(self, key: str, value: str) -> bool:
         threading.Event().wait(20)
@@ -216,7 +216,7 @@ class Frozen(Memory):
 
 
 def test_frozen_chief(clusters: list[Cluster]) -> None:
-    """The chief keeps the words: who cannot have one has found out."""
+    """The chief stores the messages: a worker that cannot get one has detected the loss."""
     cluster = Cluster([None, LATE], Frozen())
     verdict = cluster.inquiries[1].ask()
     assert verdict.hang is not None
@@ -225,8 +225,8 @@ def test_frozen_chief(clusters: list[Cluster]) -> None:
     cluster.inquiries[1].leave()
 
 
-def test_lost_words(clusters: list[Cluster]) -> None:
-    """Where nobody can be asked any more, each says what it is doing itself."""
+def test_lost_messages(clusters: list[Cluster]) -> None:
+    """If other workers can no longer be asked, every worker reports its own state."""
     cluster = Cluster([LATE, IN_TIME])
     clusters.append(cluster)
     cluster.memory.breaks_at = "keras_distplug/told/session/letter/0/0"
@@ -236,8 +236,8 @@ def test_lost_words(clusters: list[Cluster]) -> None:
     assert in_time.hang is None
 
 
-def test_last_of_all(clusters: list[Cluster]) -> None:
-    """The chief leaves when the others have."""
+def test_chief_exits_last(clusters: list[Cluster]) -> None:
+    """The chief exits after the others."""
     cluster = Cluster([LATE, LATE])
     clusters.append(cluster)
     chief = threading.Thread(target=cluster.inquiries[0].leave)

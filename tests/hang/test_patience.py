@@ -1,4 +1,4 @@
-"""How long a part of training may take."""
+"""Time limits of the stages of training."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from keras_distplug.hang.patience import Patience, Stage
 
 
 def test_floors() -> None:
-    """Before anything has been seen, and behind what took no time, there is time enough."""
+    """Before anything was measured, and after fast stages, the limits are generous."""
     patience = Patience({})
     patience.took(Stage.STEP, 0.01)
     assert patience.limit_s(Stage.FIRST_STEP) == 3600
@@ -15,7 +15,7 @@ def test_floors() -> None:
 
 
 def test_five_times_the_longest() -> None:
-    """What has taken long may take five times as long."""
+    """A stage may take five times as long as its longest so far."""
     patience = Patience({})
     patience.took(Stage.STEP, 90)
     patience.took(Stage.STEP, 70)
@@ -24,7 +24,7 @@ def test_five_times_the_longest() -> None:
 
 
 def test_a_step_may_take_as_long_as_the_first_one() -> None:
-    """It may be traced again."""
+    """A later step may be traced again."""
     patience = Patience({})
     patience.took(Stage.FIRST_STEP, 100)
     patience.took(Stage.FIRST_VALIDATION_STEP, 200)
@@ -33,7 +33,7 @@ def test_a_step_may_take_as_long_as_the_first_one() -> None:
 
 
 def test_given() -> None:
-    """What the user says, holds."""
+    """Limits set by the user apply."""
     patience = Patience({Stage.STEP: 7.0})
     patience.took(Stage.FIRST_STEP, 100)
     assert patience.limit_s(Stage.STEP) == 7

@@ -1,4 +1,4 @@
-"""Real processes whose Python stands still."""
+"""Real processes whose Python is blocked."""
 
 from __future__ import annotations
 
@@ -47,30 +47,30 @@ def run(act: str) -> subprocess.Popen[str]:
 
 
 def test_locked() -> None:
-    """Code in C that keeps the interpreter's lock: the stacks are printed, and the process dies by
-    a signal."""
+    """C code holds the interpreter's lock: the stacks are printed, and the process dies by a
+    signal."""
     process = run("ctypes.PyDLL(None).sleep(1000)")
     _, err = process.communicate("go\n", timeout=40)
     assert process.returncode == -signal.SIGABRT
-    assert "worker-1 has run no Python for 1." in err
+    assert "worker-1 has not run Python for 1." in err
     assert 'File "<string>", line' in err
 
 
 def test_runs() -> None:
-    """While Python runs, nothing happens, however long; at the end the sentinel goes, too."""
+    """While Python runs, nothing happens, however long; at the end, the sentinel ends, too."""
     process = run("time.sleep(3); over.set(); sentinel.close(); sentinel.close()")
     _, err = process.communicate("go\n", timeout=40)
     assert (process.returncode, err) == (0, "")
 
 
 def test_stopped() -> None:
-    """Who is stopped by somebody is waited for."""
+    """A suspended process is waited for."""
     process = run("time.sleep(0.5); print('goes on')")
     assert process.stdin is not None
     assert process.stdout is not None
     sentinel = os.pidfd_open(int(process.stdout.readline()))
     process.send_signal(signal.SIGSTOP)
-    # Until it has looked a few times.
+    # Wait until it has checked a few times.
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(4)
     process.send_signal(signal.SIGCONT)
@@ -85,7 +85,7 @@ def test_killed() -> None:
     assert process.stdout is not None
     process.stdout.readline()
     process.kill()
-    # The pipes close when all who have them are gone.
+    # The pipes close when all processes that hold them have ended.
     process.communicate(timeout=20)
     assert process.returncode == -signal.SIGKILL
 
@@ -99,13 +99,13 @@ def refuse(*_: Any) -> int:
     [
         (os, "pidfd_open", refuse),  # Linux before 5.3, or a sandbox
         (os, "memfd_create", refuse),
-        (sys, "executable", ""),  # Python within another program
-        (sys, "frozen", True),  # that is this program, which would begin anew
+        (sys, "executable", ""),  # Python embedded in another program
+        (sys, "frozen", True),  # a frozen program, which would start again
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
 def test_none(what: Any, name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there can be no sentinel, there is none, and nothing else changes."""
+    """On systems without support, there is no sentinel, and nothing else changes."""
     monkeypatch.setattr(what, name, value, raising=False)
     sentinel = Sentinel("worker-1", 3600.0)
     sentinel.say(3600.0)
@@ -114,7 +114,7 @@ def test_none(what: Any, name: str, value: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that cannot be started is told, and nothing else changes."""
+    """If the sentinel cannot be started, there is a warning, and nothing else changes."""
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.warns(UserWarning, match="nowhere"):
         sentinel = Sentinel("worker-1", 3600.0)

@@ -1,4 +1,4 @@
-"""A batch computed once more: what is not finite first is named, and the model stays as it is."""
+"""Recomputing a batch names the first non-finite value and does not change the model."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ DEVICES = ["CPU:0", "CPU:1"]
 
 
 class Root(keras.layers.Layer):
-    """Finite, with a gradient that is not: that of a root at 0."""
+    """Finite, but with a non-finite gradient: that of a square root at 0."""
 
     def call(self, inputs):
         return inputs + keras.ops.sqrt(keras.ops.relu(-keras.ops.abs(inputs)))
 
 
 class Grows(keras.layers.Layer):
-    """Adds a loss that overflows with `x`, and has a state."""
+    """Adds a loss that overflows with `x`, and has state."""
 
     def build(self, shape):
         self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
@@ -84,17 +84,17 @@ def all_state(made: keras.Model) -> list[bytes]:
         ((X, Y), None),
         (
             (changed(X, (3, 1), math.nan), Y),
-            "the batch: 1 of 32 values in `x` are not finite, first in sample 4 of 8",
+            "the batch (1 of 32 values in `x` are not finite, first in sample 4 of 8)",
         ),
         (
             (X, changed(Y, 2, -math.inf)),
-            "the batch: 1 of 8 values in `y` are not finite, first in sample 3 of 8",
+            "the batch (1 of 8 values in `y` are not finite, first in sample 3 of 8)",
         ),
         (
             (X, Y, changed(np.ones(8, "float32"), 0, math.nan)),
-            "the batch: 1 of 8 values in `sample_weight` are not finite, first in sample 1 of 8",
+            "the batch (1 of 8 values in `sample_weight` are not finite, first in sample 1 of 8)",
         ),
-        ((X, Y * 1e37), "the loss, of outputs that are finite"),
+        ((X, Y * 1e37), "the loss, although the outputs are finite"),
     ],
     ids=["sound", "x", "y", "sample_weight", "loss"],
 )
@@ -110,7 +110,7 @@ def test_origin(batch: Any, origin: str | None) -> None:
 
 
 def test_variable() -> None:
-    """One that is not finite itself comes before what is computed with it."""
+    """A non-finite variable is reported before values that are computed with it."""
     made = model()
     kernel = made.get_layer("last").kernel
     kernel.assign(changed(np.asarray(kernel.value), (0, 0), math.nan))
@@ -121,12 +121,12 @@ def test_gradient_only() -> None:
     made = model(Root(name="root"))
     found = diagnose(made, (X, Y))
     assert math.isfinite(found.loss)
-    assert found.origin == "the gradient of `m/first/kernel`, of a loss that is finite"
+    assert found.origin == "the gradient of `m/first/kernel`, although the loss is finite"
     assert found.variables == ("m/first/kernel", "m/first/bias", "m/norm/gamma", "m/norm/beta")
 
 
 def test_added_loss() -> None:
-    """A loss that a layer adds counts, once; nothing is left of it, nor of the layer's state."""
+    """A loss that a layer adds counts once; neither the loss nor the layer's state remains."""
     made = model(Grows())
     made.fit(X, Y, batch_size=8, verbose=0)
     before = all_state(made)
@@ -134,22 +134,22 @@ def test_added_loss() -> None:
     batch = (X, Y)
     made.get_layer("norm").gamma.assign([1e3] * 6)
     found = diagnose(made, batch)
-    assert found.origin == "the loss, of outputs that are finite"
+    assert found.origin == "the loss, although the outputs are finite"
     made.get_layer("norm").gamma.assign(np.frombuffer(before[2], "float32"))
     assert all_state(made) == before
 
 
 def test_between_layers() -> None:
-    """What no layer makes is found by who gets it."""
+    """A non-finite value between layers is found at the layer that receives it."""
     inputs = keras.Input((4,))
     hidden = keras.layers.Dense(3, name="first")(inputs)
     outputs = keras.layers.Dense(1, name="last")(keras.ops.log(hidden - 1e6))
     made = keras.Model(inputs, outputs)
     made.compile("sgd", "mse")
     assert diagnose(made, (X, Y)).origin in (
-        "what layer `last` (Dense) is given, behind layers whose outputs are finite",
-        # Newer releases of Keras count operations among layers.
-        "what layer `log` (Log) makes of finite inputs",
+        "the input of layer `last` (Dense), although the outputs of earlier layers are finite",
+        # Newer releases of Keras treat operations as layers.
+        "the output of layer `log` (Log), although its inputs are finite",
     )
 
 
@@ -158,7 +158,8 @@ def test_nested() -> None:
     inner = keras.Sequential([keras.layers.Rescaling(1e38, name="large"), keras.layers.Dense(2)])
     made = model(inner)
     made.get_layer("norm").gamma.assign([1e3] * 6)
-    assert diagnose(made, (X, Y)).origin == "what layer `large` (Rescaling) makes of finite inputs"
+    origin = diagnose(made, (X, Y)).origin
+    assert origin == "the output of layer `large` (Rescaling), although its inputs are finite"
 
 
 def test_dictionaries() -> None:
@@ -168,12 +169,12 @@ def test_dictionaries() -> None:
     made.compile("sgd", "mse")
     batch = ({"a": X, "b": changed(X, 5, math.inf)}, Y)
     assert diagnose(made, batch).origin == (
-        "the batch: 4 of 32 values in `x/b` are not finite, first in sample 6 of 8"
+        "the batch (4 of 32 values in `x/b` are not finite, first in sample 6 of 8)"
     )
 
 
 class Own(keras.Model):
-    """A step of its own, with a function in it and an optimizer called by hand."""
+    """A custom step, with a function in it and an optimizer that is called explicitly."""
 
     def __init__(self) -> None:
         super().__init__(name="own")
@@ -196,22 +197,22 @@ class Own(keras.Model):
         return {"loss": loss}
 
 
-def test_step_of_its_own() -> None:
+def test_custom_step() -> None:
     made = Own()
     made.compile("adam", "mse")
     made.fit(X, Y, verbose=0)
     before = all_state(made)
     assert diagnose(made, (X, Y)).is_finite
-    assert diagnose(made, (X, Y * 1e37)).origin == "the loss, of outputs that are finite"
+    assert diagnose(made, (X, Y * 1e37)).origin == "the loss, although the outputs are finite"
     found = diagnose(made, (X, changed(Y, 0, math.nan)))
-    assert found.origin.startswith("the batch: 1 of 8 values in `y`")
+    assert found.origin.startswith("the batch (1 of 8 values in `y`")
     assert found.variables == ("own/dense/kernel", "own/dense/bias")
     assert all_state(made) == before
     assert not tf.config.functions_run_eagerly()
 
 
 def test_loss_scale() -> None:
-    """Gradients that overflow for their scale are none of the batch's fault."""
+    """Gradients that overflow because of their scale are not a fault of the batch."""
     made = model(
         optimizer=keras.optimizers.LossScaleOptimizer(
             keras.optimizers.Adam(), initial_scale=2.0**127
@@ -223,7 +224,7 @@ def test_loss_scale() -> None:
 
 
 def test_error_in_a_step() -> None:
-    """Whatever happens, the model is as it was."""
+    """The model is unchanged after any error."""
     made = model()
     made.fit(X, Y, batch_size=8, verbose=0)
     before, calls = all_state(made), [vars(layer).get("call") for layer in made.layers]
@@ -243,12 +244,12 @@ def test_error_in_a_step() -> None:
     ids=["mirrored", "central"],
 )
 def test_several_replicas(strategy: Callable[[], tf.distribute.Strategy]) -> None:
-    """By itself: without the others, and with nothing left in any of their variables."""
+    """A diagnosis does not involve the other replicas, and leaves nothing in their variables."""
     with strategy().scope():
         made = model(Grows())
     kd.adapt(made)
     made.fit(tf.data.Dataset.from_tensor_slices((X, Y)).batch(8), verbose=0)
     before = all_state(made)
     assert diagnose(made, (X, Y)).is_finite
-    assert diagnose(made, (changed(X, 0, math.nan), Y)).origin.startswith("the batch: 4 of 32")
+    assert diagnose(made, (changed(X, 0, math.nan), Y)).origin.startswith("the batch (4 of 32")
     assert all_state(made) == before

@@ -1,4 +1,4 @@
-"""Files of batches whose update was left out."""
+"""Files of batches whose update was skipped."""
 
 from __future__ import annotations
 
@@ -71,15 +71,15 @@ def bits(batch: Any) -> Any:
     ids=["usual", "nested", "other types", "not contiguous"],
 )
 def test_there_and_back(files: Files, batch: Any) -> None:
-    """What is read is what was written, to the bit."""
+    """Reading returns exactly what was written, bit for bit."""
     made = kept(files, batch)
     read, again = incident_files.read(files)
     assert read == made
     assert bits(again) == bits(batch)
 
 
-def test_for_others(tmp_path: Path) -> None:
-    """It is a file that the library of safetensors reads."""
+def test_readable_by_safetensors(tmp_path: Path) -> None:
+    """It is a file that the safetensors library can read."""
     x = RNG.normal(size=(2, 3))
     made = kept(open_files(tmp_path), (x, np.arange(2)))
     loaded = safetensors.numpy.load_file(tmp_path / made.path)
@@ -90,7 +90,7 @@ def test_for_others(tmp_path: Path) -> None:
 
 
 def test_names(files: Files) -> None:
-    """The newest is taken, if none is asked for; what is something else is no incident."""
+    """The newest one is read by default; other files are not incidents."""
     older = kept(files, replica=9)
     newer = kept(files, created_utc="2026-11-22T10:11:13+00:00")
     assert older.name == "20261122T101112Z-epoch-1-batch-4-replica-9.safetensors"
@@ -101,10 +101,10 @@ def test_names(files: Files) -> None:
 
 
 def test_nothing_there(files: Files) -> None:
-    with pytest.raises(NoCheckpointError, match="holds no incident\\. Those there: none"):
+    with pytest.raises(NoCheckpointError, match="contains no incident\\. Existing ones: none"):
         incident_files.read(files)
     made = kept(files)
-    with pytest.raises(NoCheckpointError, match=f"no incident 'it'. Those there: {made.name}"):
+    with pytest.raises(NoCheckpointError, match=f"no incident 'it'. Existing ones: {made.name}"):
         incident_files.read(files, "it")
 
 
@@ -113,24 +113,24 @@ def test_damaged(files: Files, length: int) -> None:
     made = incident()
     whole = b"".join(incident_files.encode(made, np.arange(4)))
     files.create(made.path, [whole[:length]])
-    what = "was changed" if length < 0 else "is no file of an incident"
+    what = "was changed" if length < 0 else "is not the file of an incident"
     with pytest.raises(CorruptCheckpointError, match=f"{made.name} {what}"):
         incident_files.read(files)
 
 
 @pytest.mark.parametrize("place", [300, -1])
 def test_changed(files: Files, place: int) -> None:
-    """A changed bit of the description or of the batch is noticed."""
+    """A changed bit of the description or of the batch is detected."""
     made = incident()
     whole = bytearray(b"".join(incident_files.encode(made, np.arange(4))))
     whole[place] ^= 1
     files.create(made.path, [whole])
-    with pytest.raises(CorruptCheckpointError, match=f"{made.name} (was changed|is no file)"):
+    with pytest.raises(CorruptCheckpointError, match=f"{made.name} (was changed|is not the file)"):
         incident_files.read(files)
 
 
 def test_without_a_digest(files: Files) -> None:
-    """Files of earlier releases, which have none, are read."""
+    """Files of earlier releases, which have no digest, are read."""
     made = incident()
     [head, *data] = incident_files.encode(made, BATCH)
     header = json.loads(bytes(head[8:]))
@@ -147,7 +147,7 @@ NASTY = (math.nan, 10**400, -1, None, True, "", "\ud800", [], {}, [[]], {"a": 1}
 
 @pytest.mark.parametrize("part", ["incident", "structure", "arrays"])
 def test_forged(files: Files, part: str) -> None:
-    """A file with a right digest that says impossible things is refused, or read as it is."""
+    """A file with a correct digest but impossible contents is rejected, or read as it is."""
     made = incident()
     [head, *data] = incident_files.encode(made, (BATCH, np.arange(2)))
     metadata = json.loads(bytes(head[8:]))["__metadata__"]

@@ -1,4 +1,4 @@
-"""NaN on the way through a training, in one process."""
+"""NaN during training, in one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support import small  # noqa: E402
 import keras_distplug as kd  # noqa: E402
 from keras_distplug.core.errors import ConfigurationError, NonFiniteError  # noqa: E402
 from keras_distplug.nonfinite import incident_files  # noqa: E402
-from keras_distplug.nonfinite.skipped_updates import LeftOut, OfReplica, culprits_of  # noqa: E402
+from keras_distplug.nonfinite.skipped_updates import LeftOut, OfReplica, find_culprits  # noqa: E402
 from keras_distplug.storage.files import open_files  # noqa: E402
 
 BATCHES = 10
@@ -50,7 +50,8 @@ def model(**compiled: Any) -> keras.Model:
 
 
 class Waits(keras.callbacks.Callback):
-    """Has each save ended before the next batch: which ones there are does not hang on luck."""
+    """Waits for every save before the next batch, so that the set of checkpoints is
+    deterministic."""
 
     def __init__(self, backup: kd.BackupAndRestore) -> None:
         super().__init__()
@@ -69,7 +70,7 @@ def trained(
     epochs: int = 1,
     **compiled: Any,
 ) -> tuple[list[bytes], dict[str, list[float]]]:
-    """Bits and History."""
+    """Returns the bits of the state, and the History."""
     made = model(**compiled)
     if folder is not None:
         backup = kd.BackupAndRestore(folder, save_freq=save_freq, delete_checkpoint=False)
@@ -88,9 +89,9 @@ class Heard(list[LeftOut]):
 
 
 @pytest.mark.parametrize("steps", [1, 4])
-def test_told(steps: int) -> None:
-    """Each update that is left out is told with its batch, and how many there were in a row, in
-    executions of several steps, too."""
+def test_skips_are_reported(steps: int) -> None:
+    """Every skipped update is reported with its batch and the number of consecutive skips, also in
+    executions of several steps."""
     heard = Heard()
     bad = [1, 3, 4, 7, 8]
     found = trained(data(nan_in=bad), heard.watchdog(), epochs=2, steps_per_execution=steps)
@@ -101,7 +102,7 @@ def test_told(steps: int) -> None:
 
 
 class Twice(keras.Model):
-    """Applies updates of one optimizer twice in a step, as WGAN-GP does."""
+    """Applies updates of one optimizer twice per step, as WGAN-GP does."""
 
     def __init__(self, spoils: int | None = None) -> None:
         super().__init__()
@@ -127,7 +128,7 @@ class Twice(keras.Model):
 @pytest.mark.parametrize("spoils", [None, 0, 1])
 @pytest.mark.parametrize("steps", [1, 4])
 def test_several_updates_in_a_step(steps: int, spoils: int | None) -> None:
-    """A step in which any update is left out is told once, with its batch."""
+    """A step in which any update is skipped is reported once, with its batch."""
     heard = Heard()
     made = Twice(spoils)
     made.compile("sgd", "mse", steps_per_execution=steps)
@@ -139,7 +140,7 @@ def test_several_updates_in_a_step(steps: int, spoils: int | None) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["mirrored", "central"])
-def test_told_in_executions_of_two_replicas(strategy: str) -> None:
+def test_skips_in_executions_of_two_replicas(strategy: str) -> None:
     devices = ["CPU:0", "CPU:1"]
     if strategy == "mirrored":
         scope = tf.distribute.MirroredStrategy(devices).scope()
@@ -154,7 +155,7 @@ def test_told_in_executions_of_two_replicas(strategy: str) -> None:
 
 
 def test_logs() -> None:
-    """What other callbacks see behind a batch that is left out are the metrics without it."""
+    """After a skipped batch, other callbacks see the metrics without it."""
     seen: list[float] = []
 
     class Sees(keras.callbacks.Callback):
@@ -167,7 +168,7 @@ def test_logs() -> None:
 
 
 def test_nothing_but_faults(tmp_path: Path) -> None:
-    """An epoch without any update has no loss, instead of one of 0, and no checkpoint."""
+    """An epoch without any update has a loss of NaN instead of 0, and no checkpoint."""
     heard = Heard()
     _, history = trained(data(nan_in=range(BATCHES)), heard.watchdog(max_skips=99), folder=tmp_path)
     assert math.isnan(history["loss"][0])
@@ -175,9 +176,9 @@ def test_nothing_but_faults(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("step-*"))
 
 
-def test_back_in_the_epoch(tmp_path: Path) -> None:
-    """Too many in a row: the training is that without what came since the checkpoint, metrics
-    included."""
+def test_rollback_within_the_epoch(tmp_path: Path) -> None:
+    """After too many consecutive skips, the result is that of a training without the batches since
+    the checkpoint, including metrics."""
     heard = Heard()
     found = trained(
         data(nan_in=[5, 6]), heard.watchdog(max_skips=1), folder=tmp_path, save_freq=4, epochs=1
@@ -186,8 +187,8 @@ def test_back_in_the_epoch(tmp_path: Path) -> None:
     assert found == trained(data(absent=[4, 5, 6]))
 
 
-def test_back_before_the_epoch(tmp_path: Path) -> None:
-    """As before, from a checkpoint of the end of another epoch."""
+def test_rollback_to_an_earlier_epoch(tmp_path: Path) -> None:
+    """The same holds for a checkpoint at the end of an earlier epoch."""
     both = data().concatenate(data(nan_in=[2, 3]))
     made = model()
     backup = kd.BackupAndRestore(tmp_path, delete_checkpoint=False)
@@ -205,26 +206,26 @@ def test_back_before_the_epoch(tmp_path: Path) -> None:
 
 
 def test_ends(tmp_path: Path) -> None:
-    """There is an end, which says why: nothing to go back with, no checkpoint, NaN again."""
+    """Training ends with the reason: no BackupAndRestore, no checkpoint, or NaN again."""
     bad = data(nan_in=range(3, BATCHES))
-    with pytest.raises(NonFiniteError, match=r"there is no keras_distplug\.Backup"):
+    with pytest.raises(NonFiniteError, match=r"without a keras_distplug\.Backup"):
         trained(bad, kd.NaNWatchdog(max_skips=1))
     with pytest.raises(NonFiniteError, match="there is no checkpoint yet"):
         trained(bad, kd.NaNWatchdog(max_skips=1), folder=tmp_path / "a")
     heard = Heard()
-    with pytest.raises(NonFiniteError, match=r"2 updates in a row .* after 1 times of going back"):
+    with pytest.raises(NonFiniteError, match=r"2 consecutive updates .* even after 1 rollback\."):
         trained(bad, heard.watchdog(max_skips=1), folder=tmp_path / "b", save_freq=2)
     assert heard.places == [(0, 3, 1), (0, 4, 2), (0, 5, 1), (0, 6, 2)]
     heard = Heard()
-    with pytest.raises(NonFiniteError, match="1 updates in a row"):
+    with pytest.raises(NonFiniteError, match="1 consecutive update skipped"):
         trained(bad, heard.watchdog(max_skips=0, max_rollbacks=0), folder=tmp_path / "c")
     assert heard.places == [(0, 3, 1)]
 
 
 @pytest.mark.parametrize("at", [(0, 2), (0, 3), (0, 6), (1, 0)])
-def test_goes_on(at: tuple[int, int], tmp_path: Path) -> None:
-    """A training that is interrupted around what is left out ends as one that is not: bits,
-    History, and how many there were in a row."""
+def test_resumed(at: tuple[int, int], tmp_path: Path) -> None:
+    """A training that is interrupted around skipped batches has the result of an uninterrupted one:
+    bits, History, and the number of consecutive skips."""
 
     def fit(folder: Path, stop: small.Stop, heard: Heard) -> Any:
         return trained(
@@ -241,23 +242,23 @@ def test_goes_on(at: tuple[int, int], tmp_path: Path) -> None:
     with pytest.raises(small.Interrupted):
         fit(tmp_path / "two", small.Stop(*at), first)
     assert fit(tmp_path / "two", small.Stop(), second) == expected
-    # The batch behind which it was interrupted was not saved, and comes again.
+    # The last batch before the interruption was not saved, and is trained again.
     again = [place for place in first.places if place[:2] != at]
     assert again + second.places == whole.places
 
 
 def test_one_is_enough(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """The user's own takes the place of that of `defaults()`."""
+    """The user's own instance replaces the one from `defaults()`."""
     heard = Heard()
     callbacks = [*kd.defaults(tmp_path), heard.watchdog()]
     trained(data(nan_in=[3]), *callbacks)
     assert heard.places == [(0, 3, 1)]
-    assert len({each for each in caplog.messages if "an update is left out" in each}) == 1
+    assert len({each for each in caplog.messages if "an update was skipped" in each}) == 1
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_own_comes_first_or_last(is_first: bool, tmp_path: Path) -> None:
-    """What the user's own was told holds, wherever it stands."""
+def test_own_instance_first_or_last(is_first: bool, tmp_path: Path) -> None:
+    """The arguments of the user's own instance apply, wherever it is in the list."""
     own, ours = kd.NaNWatchdog(max_score=1e-9), kd.defaults(tmp_path)
     made = model()
     many = data().repeat(5)
@@ -267,7 +268,7 @@ def test_own_comes_first_or_last(is_first: bool, tmp_path: Path) -> None:
 
 
 def test_evaluate() -> None:
-    """`evaluate` with it leaves nothing behind for a `fit` without it."""
+    """`evaluate` with it has no effect on a later `fit` without it."""
     made = model()
     made.evaluate(data(), verbose=0, callbacks=[kd.NaNWatchdog()])
     made.predict(data(), verbose=0, callbacks=[kd.NaNWatchdog()])
@@ -275,8 +276,8 @@ def test_evaluate() -> None:
     assert np.isnan(made.get_weights()[0]).all()
 
 
-def test_says_what_it_does_not_see() -> None:
-    """A step that goes past the optimizers is warned of."""
+def test_unobservable_step() -> None:
+    """A step that bypasses the optimizers causes a warning."""
 
     class Past(keras.Model):
         def call(self, x):
@@ -287,7 +288,7 @@ def test_says_what_it_does_not_see() -> None:
 
     made = Past()
     made.compile("sgd")
-    with pytest.warns(UserWarning, match="NaNWatchdog sees no update"):
+    with pytest.warns(UserWarning, match="NaNWatchdog cannot observe this model's updates"):
         made.fit(data(), verbose=0, callbacks=[kd.NaNWatchdog()])
 
 
@@ -296,15 +297,15 @@ def kept_in(folder: Path) -> list[tuple[incident_files.Incident, Any]]:
     return [incident_files.read(files, name) for name in incident_files.names(files)]
 
 
-def test_looked_into(tmp_path: Path) -> None:
-    """A batch that is left out is computed once more, told with what is not finite first, and kept
-    as it was; the training is none the wiser."""
+def test_diagnosed(tmp_path: Path) -> None:
+    """A skipped batch is recomputed, reported with its first non-finite value, and saved unchanged;
+    the training is not affected."""
     heard = Heard()
     found = trained(data(nan_in=[3, 7]), heard.watchdog(), folder=tmp_path)
     assert found == trained(data(absent=[3, 7]))
-    origin = "the batch: 4 of 32 values in `x` are not finite, first in sample 4 of 8"
+    origin = "the batch (4 of 32 values in `x` are not finite, first in sample 4 of 8)"
     assert [each.culprits[0].origin for each in heard] == [origin] * 2
-    assert str(heard[0]).endswith(f"; it begins with {origin}")
+    assert str(heard[0]).endswith(f"; NaN or Inf first appears in {origin}")
     kept = kept_in(tmp_path)
     assert [(each.epoch, each.batch, each.replica) for each, _ in kept] == [(0, 3, 0), (0, 7, 0)]
     assert [each.told for each, _ in kept] == [str(each.culprits[0]) for each in heard]
@@ -316,7 +317,7 @@ def test_looked_into(tmp_path: Path) -> None:
 
 
 class OnceInTheGraph(keras.layers.Layer):
-    """What a broken chip does: NaN in one step of the graph, and never again."""
+    """Simulates a broken chip: NaN in one step of the graph, and never again."""
 
     def build(self, shape):
         self.calls = tf.Variable(0, trainable=False)
@@ -329,7 +330,7 @@ class OnceInTheGraph(keras.layers.Layer):
 
 
 def test_transient(tmp_path: Path) -> None:
-    """What is finite when it is computed once more is told from what stays."""
+    """A fault that disappears when the batch is recomputed is reported as transient."""
     heard = Heard()
     made = model()
     made = keras.Sequential([keras.Input((4,)), OnceInTheGraph(), *made.layers])
@@ -337,13 +338,13 @@ def test_transient(tmp_path: Path) -> None:
     made.fit(data(), verbose=0, callbacks=[kd.BackupAndRestore(tmp_path), heard.watchdog()])
     assert heard.places == [(0, 3, 1)]
     assert heard[0].culprits[0].is_transient
-    assert str(heard[0]).endswith("computed once more, by itself, all is finite")
+    assert str(heard[0]).endswith("when recomputed, all values are finite")
     assert len(kept_in(tmp_path)) == 1
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(0, 0), (2, 2)])
 def test_limit(limit: int, kept: int, tmp_path: Path) -> None:
-    """So many are looked into, the first ones."""
+    """Only the first `max_incidents` batches are diagnosed."""
     heard = Heard()
     trained(data(nan_in=[1, 3, 5]), heard.watchdog(max_incidents=limit), folder=tmp_path)
     assert [each.culprits[0].origin is not None for each in heard] == [
@@ -352,15 +353,15 @@ def test_limit(limit: int, kept: int, tmp_path: Path) -> None:
     assert len(kept_in(tmp_path)) == kept
 
 
-def test_nowhere_to_keep_it() -> None:
-    """Without a BackupAndRestore, what there is to say is said."""
+def test_without_backup() -> None:
+    """Without a BackupAndRestore, the diagnosis is still reported."""
     heard = Heard()
     trained(data(nan_in=[1]), heard.watchdog())
     assert heard[0].culprits[0].origin is not None
 
 
-def test_spike_is_kept(tmp_path: Path) -> None:
-    """A batch whose gradients are far from others, but finite, is kept, too."""
+def test_outlier_is_saved(tmp_path: Path) -> None:
+    """A batch whose gradients are finite outliers is saved, too."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(50 * 8, 4)).astype("float32")
     y = x[:, :1] * 2
@@ -379,16 +380,16 @@ def test_spike_is_kept(tmp_path: Path) -> None:
 
 
 def test_storage_that_fails(tmp_path: Path) -> None:
-    """Training goes on, with a warning that names the batch."""
+    """Training continues, with a warning that names the batch."""
     (tmp_path / "incidents").write_text("in the way")
     heard = Heard()
-    with pytest.warns(UserWarning, match="epoch-1-batch-4-replica-0.* could not be kept"):
+    with pytest.warns(UserWarning, match="epoch-1-batch-4-replica-0.* could not be saved"):
         found = trained(data(nan_in=[3]), heard.watchdog(), folder=tmp_path)
     assert found == trained(data(absent=[3]))
 
 
 class Refuses(keras.layers.Layer):
-    """Cannot be called outside of a graph."""
+    """A step that cannot be called outside of a graph."""
 
     def call(self, inputs):
         if tf.executing_eagerly():
@@ -396,12 +397,12 @@ class Refuses(keras.layers.Layer):
         return inputs
 
 
-def test_step_that_cannot_be_computed_again() -> None:
-    """That is told, and training goes on."""
+def test_batch_that_cannot_be_recomputed() -> None:
+    """The failure is reported, and training continues."""
     heard = Heard()
     made = keras.Sequential([keras.Input((4,)), Refuses(), keras.layers.Dense(1)])
     made.compile("sgd", "mse")
-    with pytest.warns(UserWarning, match="could not be computed once more: ValueError"):
+    with pytest.warns(UserWarning, match="could not be recomputed: ValueError"):
         made.fit(data(nan_in=[3]), verbose=0, callbacks=[heard.watchdog()])
     assert heard.places == [(0, 3, 1)]
     assert heard[0].culprits[0].origin is None
@@ -438,7 +439,7 @@ def of(replica: int, norm: float, *variables: str, loss: float = 1.0) -> OfRepli
         ([of(0, 90.0)], [0]),
     ],
 )
-def test_who(replicas: list[OfReplica], blamed: list[int]) -> None:
-    """Whose gradients or loss are not finite, or else who is far from the others; all, if they met
-    the same."""
-    assert [each.replica for each in culprits_of(replicas)] == blamed
+def test_culprits(replicas: list[OfReplica], blamed: list[int]) -> None:
+    """The culprits are replicas with non-finite gradients or loss, otherwise outliers, or all
+    replicas if all are affected."""
+    assert [each.replica for each in find_culprits(replicas)] == blamed

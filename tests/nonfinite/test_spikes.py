@@ -1,4 +1,4 @@
-"""How far a norm, or a loss, is from those before it."""
+"""Scores of a norm or a loss, compared with previous ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def learned(values: list[float], *, by_logarithm: bool = True) -> Window:
 
 
 def test_score() -> None:
-    """It is the distance of logarithms from their median, in robust standard deviations."""
+    """The score is the distance of logarithms from their median, in robust standard deviations."""
     draws = np.exp(np.random.default_rng(0).normal(1.0, 0.5, 101)).astype("float32").tolist()
     logs = np.log(draws)
     spread = 1.4826 * np.median(np.abs(logs - np.median(logs)))
@@ -32,7 +32,8 @@ def test_score() -> None:
 
 
 def test_score_of_a_loss() -> None:
-    """It is that of the values, which may be below 0; less than others is not far."""
+    """The score uses the values, which may be negative; a value below the others is not an
+    outlier."""
     draws = np.random.default_rng(0).normal(-5.0, 2.0, 101).astype("float32")
     spread = 1.4826 * np.median(np.abs(draws - np.median(draws)))
     known = learned(draws.tolist(), by_logarithm=False)
@@ -45,24 +46,25 @@ def test_score_of_a_loss() -> None:
     ("losses", "loss"), [([0.0] * 50, 0.5), ([7.0] * 50, 7.5), ([-7.0] * 50, 0.0)]
 )
 def test_small_differences_of_losses(losses: list[float], loss: float) -> None:
-    """Where all are the same, a little more is not far, and nothing is where all are 0."""
+    """If all values are the same, a slightly larger one is not an outlier; if all are 0, none
+    is."""
     found = float(learned(losses, by_logarithm=False).score(tf.constant(loss)))
     assert found < (1 if loss else 11)
 
 
-def test_not_enough() -> None:
-    """Of the first 32 nothing is said."""
+def test_too_few_values() -> None:
+    """The score is 0 for the first 32 values."""
     assert float(learned([1.0] * 31).score(tf.constant(1e9))) == 0.0
     assert float(learned([1.0] * 32).score(tf.constant(1e9))) > 100
 
 
 def test_small_differences() -> None:
-    """Where all are the same, a little more is not far."""
+    """If all values are the same, a slightly larger one is not an outlier."""
     assert float(learned([1.0] * 50).score(tf.constant(1.1))) < 1
 
 
-def test_what_is_not_finite() -> None:
-    """NaN and infinity have a score that no limit lets through, and are not learned."""
+def test_nonfinite_values() -> None:
+    """NaN and infinity have a score above any limit, and are not learned."""
     known = learned([1.0] * 40)
     for norm in (math.nan, math.inf):
         score = known.score(tf.constant(norm))
@@ -73,7 +75,7 @@ def test_what_is_not_finite() -> None:
 
 @pytest.mark.parametrize("many", [3, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 7])
 def test_state(many: int) -> None:
-    """What is known goes on from its state as it would have without."""
+    """A window continues from its state as if it had not been interrupted."""
     norms = [float(number) for number in range(1, many + 1)]
     known, other = learned(norms), Window(by_logarithm=True)
     assert known.state() == pytest.approx([math.log(norm) for norm in norms][-WINDOW:], rel=1e-6)

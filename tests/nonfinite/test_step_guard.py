@@ -24,7 +24,8 @@ Optimizer = Callable[[], keras.optimizers.Optimizer]
 
 
 class Guarded(keras.callbacks.Callback):
-    """Has a gate in the step, and keeps its faults with the batches after which they came."""
+    """Adds a gate to the step, and records its faults with the batches after which they
+    occurred."""
 
     def __init__(self, max_score: float | None = None) -> None:
         super().__init__()
@@ -75,7 +76,7 @@ def model_under(
 def data(
     spoil: Callable[[np.ndarray, np.ndarray], None] = lambda x, y: None, absent: bool = False
 ) -> tf.data.Dataset:
-    """Batches, of which one may be spoiled, or not there."""
+    """Yields batches, one of which may be spoiled or missing."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(BATCHES, BATCH, 5)).astype("float32")
     y = x[..., :1] * 3
@@ -120,9 +121,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("strategy", "optimizer", "compiled"), CASES)
-def test_left_out(strategy: str, optimizer: str, compiled: dict[str, Any]) -> None:
-    """Without a fault, not a bit changes. With one, the training is that without the batch: its
-    weights, the statistics of BatchNormalization, the optimizer's state, the metrics."""
+def test_skipped(strategy: str, optimizer: str, compiled: dict[str, Any]) -> None:
+    """Without a fault, not a single bit changes. With one, the result is that of a training without
+    the batch: weights, statistics of BatchNormalization, the optimizer's state, metrics."""
 
     def model() -> keras.Model:
         return model_under(strategy, OPTIMIZERS[optimizer], **compiled)
@@ -142,7 +143,8 @@ def test_left_out(strategy: str, optimizer: str, compiled: dict[str, Any]) -> No
 
 
 def test_compiled_by_xla() -> None:
-    """XLA's step is told of, too, and left out. (Its last bits are others than without a guard.)"""
+    """A fault in a step compiled by XLA is reported and skipped, too. (Its last bits differ from
+    those without a gate.)"""
     model, guarded = model_under(jit_compile=True), Guarded()
     found = trained(model, data(nan_in_x), guarded)
     assert model.jit_compile
@@ -152,7 +154,7 @@ def test_compiled_by_xla() -> None:
 
 
 class SpoilsGradients(keras.layers.Layer):
-    """Finite itself, but not its gradient where the input is large."""
+    """Finite, but with a non-finite gradient for large inputs."""
 
     def call(self, x):
         @tf.custom_gradient
@@ -180,7 +182,7 @@ def inf_in_y(x: np.ndarray, y: np.ndarray) -> None:
 @pytest.mark.parametrize("strategy", ["one", "mirrored"])
 @pytest.mark.parametrize("spoil", [nan_in_y, inf_in_y])
 def test_labels(strategy: str, spoil: Any) -> None:
-    """A label that is not finite makes a loss that is not, which is told."""
+    """A label that is not finite makes the loss non-finite, which is reported."""
     guarded = Guarded()
     found = trained(model_under(strategy), data(spoil), guarded)
     assert found == trained(model_under(strategy), data(absent=True))
@@ -189,8 +191,7 @@ def test_labels(strategy: str, spoil: Any) -> None:
 
 @pytest.mark.parametrize("strategy", ["one", "mirrored"])
 def test_gradient_only(strategy: str) -> None:
-    """Where the loss is finite and a gradient is not, the variables below are named, and no
-    other one."""
+    """If the loss is finite and a gradient is not, exactly the variables below it are named."""
     guarded = Guarded()
     model = large_model(strategy)
     trained(model, data(large_x), guarded)
@@ -217,7 +218,7 @@ def large_model(strategy: str) -> keras.Model:
 
 
 def test_loss_only() -> None:
-    """A loss that is not finite though all gradients are is left out, too, on all replicas."""
+    """A loss that is not finite is skipped on all replicas, even if all gradients are finite."""
 
     class Overflows(keras.losses.Loss):
         def call(self, y_true, y_pred):
@@ -242,7 +243,7 @@ def test_loss_only() -> None:
 
 
 def test_data_that_may_be_nan() -> None:
-    """NaN in the data is no fault where loss and gradients are finite."""
+    """NaN in the data is not a fault if loss and gradients are finite."""
 
     class Masked(keras.losses.Loss):
         def call(self, y_true, y_pred):
@@ -261,7 +262,7 @@ def test_data_that_may_be_nan() -> None:
 
 
 def test_ragged_data() -> None:
-    """Batches that are not of plain tensors are not kept; all else is as it is."""
+    """Batches that do not consist of plain tensors are not recorded; everything else works."""
     keras.utils.set_random_seed(1)
 
     class Sums(keras.Model):
@@ -291,8 +292,8 @@ def test_ragged_data() -> None:
 
 
 class TwoOptimizers(keras.Model):
-    """A step of its own, without `compute_loss`, with an optimizer for each of two layers, one of
-    which is not built before."""
+    """A custom step without `compute_loss`, with an optimizer for each of two layers, one of which
+    is not built before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -313,7 +314,7 @@ class TwoOptimizers(keras.Model):
 
 
 def test_own_step() -> None:
-    """A `train_step` of the user's, with several optimizers."""
+    """A custom `train_step` with several optimizers."""
 
     def model() -> keras.Model:
         keras.utils.set_random_seed(1)
@@ -333,7 +334,7 @@ def test_own_step() -> None:
 
 @pytest.mark.parametrize("traced", ["step", "update"])
 def test_functions_in_a_step(traced: str) -> None:
-    """A step, or a part of it, that is a `tf.function` of its own has the gate, too."""
+    """A step, or a part of it, that is a separate `tf.function` has the gate, too."""
 
     class Traced(keras.Model):
         def __init__(self) -> None:
@@ -371,8 +372,8 @@ def test_functions_in_a_step(traced: str) -> None:
     assert [fault.is_finite for _, fault in guarded.faults] == [False]
 
 
-def test_nothing_to_see() -> None:
-    """A step that goes past all optimizers is known to be one."""
+def test_step_without_optimizers() -> None:
+    """A step that bypasses all optimizers is recognized."""
 
     class Past(keras.Model):
         def __init__(self) -> None:
@@ -393,8 +394,8 @@ def test_nothing_to_see() -> None:
 
 
 def test_for_one_fit() -> None:
-    """A `fit` without a callback that wants it has no guard, though one before had; a second one
-    that wants it traces nothing anew."""
+    """A `fit` without a callback that uses the gate has no gate, even after one that had it; a
+    second one that uses it does not retrace."""
     model = model_under()
     model.fit(data(), verbose=0, callbacks=[Guarded()])
     traced = model.train_function
@@ -406,7 +407,8 @@ def test_for_one_fit() -> None:
 
 @pytest.mark.parametrize("is_guarded", [True, False])
 def test_step_given_between_fits(is_guarded: bool) -> None:
-    """A step that the script gives the model after a guarded `fit` is the one that is trained."""
+    """A step that the script assigns to the model after a `fit` with the gate is the one that is
+    trained."""
     model = model_under()
     model.fit(data(), verbose=0, callbacks=[Guarded()])
     stock = type(model).train_step
@@ -415,7 +417,7 @@ def test_step_given_between_fits(is_guarded: bool) -> None:
         return {**stock(self, given), "own": tf.constant(3.0)}
 
     model.train_step = types.MethodType(train_step, model)
-    model.make_train_function(force=True)  # without which Keras keeps the old one
+    model.make_train_function(force=True)  # otherwise Keras keeps the old one
     guarded = Guarded()
     logs = model.fit(data(nan_in_x), verbose=0, callbacks=[guarded] if is_guarded else [])
     assert logs.history["own"] == [3.0]
@@ -424,7 +426,7 @@ def test_step_given_between_fits(is_guarded: bool) -> None:
 
 
 def test_draws_are_used_up() -> None:
-    """What random layers have drawn for a batch that is left out is not drawn again."""
+    """Random numbers that layers drew for a skipped batch are not drawn again."""
     made = [model_under(layers=(keras.layers.Dropout(0.5, seed=3),)) for _ in range(2)]
     trained(made[0], data(nan_in_x), Guarded())
     trained(made[1], data(), Guarded())
@@ -433,7 +435,7 @@ def test_draws_are_used_up() -> None:
 
 
 def samples(factor: float = 1, absent: bool = False, batch: int = BATCH) -> tf.data.Dataset:
-    """Many batches, of which one has labels so many times as large, or is not there."""
+    """Returns many batches, one of which has labels multiplied by this factor, or is missing."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(60, BATCH, 5)).astype("float32")
     y = x[..., :1] * 3 + rng.normal(size=(60, BATCH, 1)).astype("float32")
@@ -442,12 +444,12 @@ def samples(factor: float = 1, absent: bool = False, batch: int = BATCH) -> tf.d
         x, y = (np.delete(each, 50, axis=0) for each in (x, y))
     x, y = (each.reshape(-1, each.shape[-1]) for each in (x, y))
     options = tf.data.Options()
-    options.autotune.enabled = False  # plain Keras waits for its end as long as it took, at times
+    options.autotune.enabled = False  # its thread delays the end of plain Keras' fit
     return tf.data.Dataset.from_tensor_slices((x, y)).batch(batch).with_options(options)
 
 
-def test_far_from_others() -> None:
-    """An update whose norm is far from those before is left out where that is asked for."""
+def test_outlier_norm() -> None:
+    """With `max_score`, an update whose norm is an outlier is skipped."""
     for strategy in ("one", "mirrored"):
         well, guarded = Guarded(10.0), Guarded(10.0)
         bare = model_under(strategy).fit(samples(1), verbose=0).model
@@ -469,8 +471,8 @@ def test_far_from_others() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["one", "mirrored"])
-def test_loss_far_from_others(strategy: str) -> None:
-    """So is one whose loss is, though its gradients are like others."""
+def test_outlier_loss(strategy: str) -> None:
+    """The same holds for an update whose loss is an outlier, although its gradients are not."""
 
     def model() -> keras.Model:
         return model_under(strategy, loss="mae")
@@ -484,12 +486,12 @@ def test_loss_far_from_others(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["mirrored", "central"])
 def test_loss_of_all(strategy: str) -> None:
-    """What is compared is the mean of all samples' losses, however they are split."""
+    """The mean of all samples' losses is compared, regardless of how the batch is split."""
     windows = []
     for each in ("one", strategy):
         guarded = Guarded(1e9)
         model = model_under(each, lambda: keras.optimizers.SGD(0.01))
-        model.layers[1].trainable = False  # else it takes the statistics of each replica's part
+        model.layers[1].trainable = False  # otherwise statistics depend on the replica
         model.fit(samples(batch=7), verbose=0, callbacks=[guarded])
         windows.append(guarded.gate.windows())
     for what, values in windows[0].items():

@@ -406,7 +406,7 @@ def test_damaged(tmp_path: Path) -> None:
     saver.wait_for_all()
     for shard in tmp_path.glob("run-0001/step-00000008/*/*.safetensors"):
         shard.write_bytes(shard.read_bytes()[:-9])
-    with pytest.warns(UserWarning, match="set aside"):
+    with pytest.warns(UserWarning, match="quarantined"):
         fit(kd.defaults(tmp_path, save_freq="epoch"))
     _, second = logged(tmp_path)
     [quarantined] = of_kind(second, events.Quarantined)
@@ -533,7 +533,7 @@ def test_no_way_on(tmp_path: Path) -> None:
     assert isinstance(found.entries[-1].event, events.Raised)
     [attempt] = goodput_totals.attempts([found])
     assert attempt.end is not None
-    assert attempt.end.startswith("NonFiniteError: 2 updates in a row were not finite")
+    assert attempt.end.startswith("NonFiniteError: 2 consecutive updates skipped (non-finite")
 
 
 _FAILS = """

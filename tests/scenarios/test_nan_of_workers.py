@@ -59,8 +59,8 @@ def test_left_out(found: list[dict[str, Any]]) -> None:
 def test_looked_into(found: list[dict[str, Any]], shared: Path) -> None:
     """The worker that had the batch computes it once more, alone, and keeps its part."""
     told = found[0]["skip"]["told"][0]
-    origin = "the batch: 1 of 36 values in `x` are not finite, first in sample 6 of 6"
-    assert told.endswith(f"; it begins with {origin}")
+    origin = "the batch (1 of 36 values in `x` are not finite, first in sample 6 of 6)"
+    assert told.endswith(f"; NaN or Inf first appears in {origin}")
     files = open_files(shared / "skip")
     [name] = incident_files.names(files)
     incident, (x, _) = incident_files.read(files, name)
@@ -81,6 +81,6 @@ def test_no_end_of_it(found: list[dict[str, Any]]) -> None:
     """Where that does not help, all workers end training."""
     ended = found[0]["no more"]
     assert ended["error"].startswith(
-        "2 updates in a row were not finite, or far from others, and there is no che"
+        "2 consecutive updates skipped (non-finite values or outliers), and there is no che"
     )
     assert len(ended["told"]) == 2

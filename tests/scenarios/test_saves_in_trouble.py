@@ -48,10 +48,10 @@ def test_killed_while_it_writes(tmp_path: Path) -> None:
         [ended] = run(tmp_path / "b", 1, *kills)
         assert ended.returncode == -signal.SIGKILL, ended.output
         assert came(tmp_path / "b") == [(index, "worker-0") for index in range(count)]
-        assert "set aside" not in ended.output
+        assert "quarantined" not in ended.output
     [ended] = run(tmp_path / "b", 1, *kills)
     assert ended.returncode == 0, ended.output
-    assert "set aside" not in ended.output
+    assert "quarantined" not in ended.output
     assert "resuming at epoch" in ended.output
     assert outcome(tmp_path / "b") == outcome(tmp_path / "a")
 

@@ -1,4 +1,4 @@
-"""Saving and reading checkpoints as one process that trains alone does it."""
+"""Saves and reads checkpoints in the way of a single-process training."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from keras_distplug.storage.stores.local import LocalFiles
 RUN = "run-0001"
 
 
-class Nobody:
-    """There is no other worker."""
+class NoExchange:
+    """An exchange without other workers."""
 
     def tell(self, topic: str, text: str) -> None:
         return
@@ -31,8 +31,9 @@ class Checkpoints(CheckpointStore):
     """A run's checkpoints, which can be added to.
 
     Args:
-        files: The folder of the run's folder, or its path.
-        owned: The right to write there.
+        files: The folder that contains the run's folder, or its path.
+        owned: The ownership of the directory.
+
     """
 
     def __init__(
@@ -45,10 +46,10 @@ class Checkpoints(CheckpointStore):
     ) -> None:
         files = LocalFiles(files) if isinstance(files, Path) else files
         super().__init__(files, run, Retention(keep_last, **rules))  # type: ignore[arg-type]
-        self._writer = Writer(files, self, Team(rank=0, size=1, exchange=Nobody()), owned)
+        self._writer = Writer(files, self, Team(rank=0, size=1, exchange=NoExchange()), owned)
 
     def newest(self, kind: Kind) -> Stored | None:
-        """The newest that is whole; what is damaged is set aside."""
+        """Returns the newest intact checkpoint; damaged ones are quarantined."""
         while (stored := super().newest(kind)) is not None:
             try:
                 self.verify(stored.name)

@@ -1,4 +1,4 @@
-"""Real processes that run a function of a test, and that die in the middle of it."""
+"""Real processes that run a function of a test and may die in the middle of it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from typing import Any
 
 
 def ending(action: Callable[[], object]) -> int:
-    """Runs `action` in a process of its own. How that ended: 0, or 1 for an exception, or -9."""
+    """Runs `action` in a separate process. Returns 0, 1 for an exception, or -9 if it was
+    killed."""
     return together([action])[0]
 
 
 def together(actions: list[Callable[[], object]]) -> list[int]:
-    """Runs each of `actions` in a process of its own, all at once; see `ending`."""
+    """Runs all `actions` concurrently, in separate processes; returns their results as in
+    `ending`."""
     gate, opener = os.pipe()
 
     def behind_gate(action: Callable[[], object]) -> Callable[[], object]:
@@ -36,7 +38,7 @@ def together(actions: list[Callable[[], object]]) -> list[int]:
 
 
 def kill_before(number: int, *, uncounted: Collection[str] = ()) -> None:
-    """Makes this process kill itself before its `number`-th call into the system from now on."""
+    """Makes this process kill itself just before its `number`-th system call from now."""
     numbers = itertools.count(1)
 
     def count(name: str) -> None:
@@ -47,7 +49,7 @@ def kill_before(number: int, *, uncounted: Collection[str] = ()) -> None:
 
 
 def system_calls(action: Callable[[], object]) -> list[str]:
-    """The calls into the system that `action` makes, such as `link` and `write`."""
+    """Returns the names of the system calls that `action` makes, such as `link` and `write`."""
     names: list[str] = []
     _watch(names.append)
     try:
@@ -58,15 +60,15 @@ def system_calls(action: Callable[[], object]) -> list[str]:
 
 
 def start(action: Callable[[], object]) -> int:
-    """Runs `action` in a process of its own. Gives its number at once."""
+    """Starts `action` in a separate process and returns the process's ID immediately."""
     if child := os.fork():
         return child
-    signal.alarm(60)  # a child outlives no test by more than this
+    signal.alarm(60)  # no child outlives a test by more than this
     code = 1
     try:
         action()
         code = 0
-    except BaseException:  # noqa: BLE001  (told to the parent by the code)
+    except BaseException:  # noqa: BLE001  (the exit code reports it)
         traceback.print_exc()
     finally:
         os._exit(code)

@@ -1,4 +1,4 @@
-"""Nothing intact is deleted because something next to it is damaged, gone or unreadable."""
+"""Nothing intact is deleted because something next to it is damaged, missing or unreadable."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ def no_retries() -> Iterator[None]:
 
 @pytest.fixture(params=["disk", "store"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A folder on a disk, and one in an object store."""
+    """A local folder, and one in an object store."""
     return str(tmp_path / "root") if request.param == "disk" else f"memory://{uuid.uuid4().hex}"
 
 
 def there(url: str) -> list[int]:
-    """The steps of all checkpoints."""
+    """Returns the steps of all checkpoints."""
     return [int(each.rpartition("-")[2]) for each in open_files(url).names(RUN)]
 
 
 def intact(url: str) -> list[int]:
-    """The steps of those that can be read, by a process that knows nothing."""
+    """Returns the steps of the checkpoints that a process without prior knowledge can read."""
     found = []
     for step in there(url):
         try:
@@ -102,8 +102,8 @@ DAMAGES = {"flipped": flip, "cut": cut, "lost": lose, "manifest": change_manifes
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 @pytest.mark.parametrize("restarted", [False, True])
 def test_damaged_before_the_newest(url: str, damage: Damage, restarted: bool) -> None:
-    """If the checkpoint before the newest is found to be damaged, it is set aside, and an intact
-    older one stays in its place; over a network, its bytes are not read for that."""
+    """If the second newest checkpoint turns out to be damaged, it is quarantined, and an intact
+    older one is kept instead; over a network, its bytes are not read for this."""
     saving = Checkpoints(open_files(url))
     for step in (1, 2):
         saving.save(state(step))
@@ -114,7 +114,7 @@ def test_damaged_before_the_newest(url: str, damage: Damage, restarted: bool) ->
         saving.save(state(3))
         assert there(url) == [2, 3]
         return
-    with pytest.warns(UserWarning, match=rf"{name(2)} is set aside") as warned:
+    with pytest.warns(UserWarning, match=rf"{name(2)} is quarantined") as warned:
         saving.save(state(3))
     assert len(warned) == 1
     assert "DAMAGED.json" in open_files(url).names(f"{RUN}/{name(2)}")
@@ -125,33 +125,34 @@ def test_damaged_before_the_newest(url: str, damage: Damage, restarted: bool) ->
 
 @pytest.mark.parametrize("damage", [cut, lose])
 def test_damaged_after_it_was_verified(url: str, damage: Damage) -> None:
-    """A checkpoint that was the newest, and verified, is looked at again before others go."""
+    """A checkpoint that was verified as the newest one is checked again before others are
+    deleted."""
     saving = Checkpoints(open_files(url))
     for step in (1, 2, 3):
         saving.save(state(step))
     assert there(url) == [2, 3]
     damage(open_files(url), name(3))
-    with pytest.warns(UserWarning, match=rf"{name(3)} is set aside"):
+    with pytest.warns(UserWarning, match=rf"{name(3)} is quarantined"):
         saving.save(state(4))
     assert intact(url) == [2, 4]
 
 
 @pytest.mark.parametrize("keep_last", [2, 5])
 def test_several_damaged(url: str, keep_last: int) -> None:
-    """One damaged checkpoint after the other is set aside, until the two newest are intact."""
+    """Damaged checkpoints are quarantined one by one, until the two newest are intact."""
     saving = Checkpoints(open_files(url), keep_last=keep_last)
     for step in range(1, keep_last + 1):
         saving.save(state(step))
     for step in (keep_last, keep_last - 1):
         lose(open_files(url), name(step))
-    with pytest.warns(UserWarning, match="is set aside"):
+    with pytest.warns(UserWarning, match="is quarantined"):
         saving.save(state(9))
     assert intact(url)[-1] == 9
     assert intact(url) == [*range(1, keep_last - 1), 9]
 
 
 def test_marked_by_another_process(url: str) -> None:
-    """A checkpoint that another process has found damaged does not count among those that stay."""
+    """A checkpoint that another process marked as damaged does not count as one that is kept."""
     saving = Checkpoints(open_files(url))
     for step in (1, 2, 3):
         saving.save(state(step))
@@ -163,7 +164,7 @@ def test_marked_by_another_process(url: str) -> None:
 
 
 def test_old_one_marked_by_another_process(url: str) -> None:
-    """Nor is it deleted when it gets old."""
+    """A marked checkpoint is not deleted when it becomes outdated, either."""
     saving = Checkpoints(open_files(url), keep_last=1)
     saving.save(state(1))
     open_files(url).create(f"{RUN}/{name(1)}/DAMAGED.json", [b"{}"])
@@ -172,7 +173,7 @@ def test_old_one_marked_by_another_process(url: str) -> None:
     assert there(url) == [1, 3]
 
 
-# What is kept, which step is harmed, which ones are saved then, and which stay.
+# The retention, the damaged step, the steps saved afterwards, and those that are kept.
 RULES: dict[str, tuple[dict[str, Any], int, tuple[int, ...], list[int]]] = {
     "last": ({"keep_last": 4}, 3, (5,), [1, 2, 4, 5]),
     "best": ({"keep_last": 1, "keep_best": ("loss", "min", 1)}, 2, (5,), [4, 5]),
@@ -182,8 +183,9 @@ RULES: dict[str, tuple[dict[str, Any], int, tuple[int, ...], list[int]]] = {
 
 @pytest.mark.parametrize("file", ["DAMAGED.json", "MANIFEST.json"])
 @pytest.mark.parametrize("rule", RULES)
-def test_any_that_stays_is_harmed_by_another_process(url: str, rule: str, file: str) -> None:
-    """Whatever rule it stays by, it does not count any more, and an older or worse one stays."""
+def test_kept_checkpoint_damaged_by_another_process(url: str, rule: str, file: str) -> None:
+    """Whichever rule keeps it, a damaged checkpoint does not count, and an older or worse one is
+    kept."""
     rules, harmed, later, stay = RULES[rule]
     saving = Checkpoints(open_files(url), **rules)
     for step, loss in ((1, 0.5), (2, 0.1), (3, 0.3), (4, 0.4)):
@@ -200,7 +202,7 @@ def test_any_that_stays_is_harmed_by_another_process(url: str, rule: str, file: 
 
 @pytest.mark.parametrize("keep_last", [2, 3])
 def test_deleted_by_another_process(url: str, keep_last: int) -> None:
-    """A checkpoint that was deleted by hand does not count among those that stay."""
+    """A checkpoint that was deleted manually does not count as one that is kept."""
     saving = Checkpoints(open_files(url), keep_last=keep_last)
     for step in range(1, 5):
         saving.save(state(step))
@@ -210,7 +212,7 @@ def test_deleted_by_another_process(url: str, keep_last: int) -> None:
 
 
 def test_deleted_during_a_save(url: str) -> None:
-    """Nor does one that is deleted while the next one is written."""
+    """Neither does one that is deleted while the next one is written."""
     files = open_files(url)
     saving = Checkpoints(files)
     for step in (1, 2, 3):
@@ -229,7 +231,7 @@ def test_deleted_during_a_save(url: str) -> None:
 
 
 def test_unreadable_before_the_newest(url: str) -> None:
-    """While the checkpoint before the newest cannot be read, nothing is deleted, or set aside."""
+    """While the second newest checkpoint cannot be read, nothing is deleted or quarantined."""
     for step in (1, 2):
         Checkpoints(open_files(url)).save(state(step))
     watched = WatchedFiles(open_files(url))
@@ -244,8 +246,8 @@ def test_unreadable_before_the_newest(url: str) -> None:
     assert intact(url) == [3, 4]
 
 
-def test_unreadable_list_of_the_one_before(url: str) -> None:
-    """The same if its folder cannot be listed."""
+def test_unlistable_before_the_newest(url: str) -> None:
+    """The same holds if its folder cannot be listed."""
     watched = WatchedFiles(open_files(url))
     saving = Checkpoints(watched)
     for step in (1, 2, 3):
@@ -257,20 +259,20 @@ def test_unreadable_list_of_the_one_before(url: str) -> None:
     assert intact(url) == [2, 3, 4]
 
 
-def test_damaged_manifest_of_a_best_one(url: str) -> None:
-    """A checkpoint whose metric can no longer be read is set aside; saves continue."""
+def test_damaged_manifest_of_a_best_checkpoint(url: str) -> None:
+    """A checkpoint whose metric can no longer be read is quarantined; saves continue."""
     rules = {"keep_best": ("loss", "min", 1)}
     saving = Checkpoints(open_files(url), keep_last=1, **rules)
     for step, loss in ((1, 0.1), (2, 0.5)):
         saving.save(state(step, metrics={"loss": loss}))
     change_manifest(open_files(url), name(1))
-    with pytest.warns(UserWarning, match=rf"{name(1)} is set aside"):
+    with pytest.warns(UserWarning, match=rf"{name(1)} is quarantined"):
         Checkpoints(open_files(url), keep_last=1, **rules).save(state(3, metrics={"loss": 0.7}))
     assert intact(url) == [2, 3]
 
 
 class Forgets(RemoteObjects):
-    """An object store whose listings of all files miss a checkpoint."""
+    """An object store whose recursive listings miss a checkpoint."""
 
     missed = 0
 
@@ -281,8 +283,8 @@ class Forgets(RemoteObjects):
 
 
 def test_listing_that_misses_a_checkpoint() -> None:
-    """What one listing lacks is not taken for what is left of a cut-off save: its folder is looked
-    at before it is deleted."""
+    """A checkpoint that a listing misses is not taken for leftovers of an interrupted save: its
+    folder is listed before it is deleted."""
     url = f"memory://{uuid.uuid4().hex}"
     for step in (1, 2):
         Checkpoints(open_files(url)).save(state(step))
@@ -293,7 +295,7 @@ def test_listing_that_misses_a_checkpoint() -> None:
 
 
 class Counted(LocalFiles):
-    """Counts how often each file is read."""
+    """Counts the reads of every file."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -305,8 +307,8 @@ class Counted(LocalFiles):
 
 
 def test_read_once(tmp_path: Path) -> None:
-    """A process reads the bytes of a checkpoint once, as the newest, or as the one before that of
-    another process; those further back are not read."""
+    """A process reads the bytes of a checkpoint once, as its newest or as the second newest of
+    another process; older ones are not read."""
     for step in (1, 2, 3):
         Checkpoints(tmp_path, keep_last=3).save(state(step))
     files = Counted(tmp_path)
@@ -317,13 +319,14 @@ def test_read_once(tmp_path: Path) -> None:
 
 
 def test_save_of_a_step_that_failed(url: str) -> None:
-    """A step whose save has failed is saved again, whole, and nothing of the failure is left."""
+    """A step whose save failed is saved again as a whole, and no leftovers of the failure
+    remain."""
     watched = WatchedFiles(open_files(url))
     saving = Checkpoints(watched)
     saving.save(state(1))
     watched.fail("create", "MANIFEST.json", OSError(errno.EIO, "broken"))
     watched.fail("delete", name(2), OSError(errno.EIO, "broken"))
-    with pytest.warns(UserWarning, match="is left of a checkpoint"), pytest.raises(SaveError):
+    with pytest.warns(UserWarning, match="save's leftovers"), pytest.raises(SaveError):
         saving.save(state(2))
     watched.mend()
     assert watched.fired == 2
@@ -337,8 +340,8 @@ def test_save_of_a_step_that_failed(url: str) -> None:
 
 
 def test_leftovers_in_a_known_checkpoint(url: str) -> None:
-    """After a failed save, checkpoints that the process knows are looked at again, too: what was
-    left in their folders may have kept the save out."""
+    """After a failed save, known checkpoints are listed again, too: leftovers in their folders may
+    have caused the failure."""
     watched = WatchedFiles(open_files(url))
     saving = Checkpoints(watched)
     for step in (1, 2):

@@ -1,4 +1,4 @@
-"""Arrays as bytes."""
+"""Encoding and decoding of arrays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keras_distplug.core.errors import CorruptCheckpointError
 from keras_distplug.storage import codec
 from keras_distplug.storage.manifest import VariableSpec
 
-# What `keras.Variable` takes, and what TensorFlow has besides.
+# The types of `keras.Variable`, and those that only TensorFlow has.
 PLAIN = [
     *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
     *("float16", "float32", "float64"),
@@ -23,20 +23,20 @@ OTHERS = ["bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128",
 
 
 def any_bits(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Every pattern of bits, NaNs with a payload among them; for bool, 0 and 1."""
+    """Returns arbitrary bit patterns, including NaNs with a payload; for bool, 0 and 1."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     data = np.random.default_rng(0).integers(0, 2 if dtype == "bool" else 256, size, np.uint8)
     return data.view(dtype).reshape(shape)
 
 
 def encoded(arrays: Mapping[str, np.ndarray], rank: int = 0, world_size: int = 1) -> bytes:
-    """The file of one of `world_size` workers."""
+    """Returns the file of one of `world_size` workers."""
     return b"".join(codec.encode(codec.share(codec.specs_of(arrays), rank, world_size), arrays))
 
 
 def read(files: Iterable[bytes], specs: Iterable[VariableSpec]) -> dict[str, np.ndarray]:
-    """What stands in the files of all workers, each of which is handed on as it is."""
-    room = codec.Room(specs, None, "the/checkpoint")
+    """Decodes the files of all workers, passing every part on unchanged."""
+    buffers = codec.Buffers(specs, None, "the/checkpoint")
     found = {}
     for data in files:
 
@@ -45,9 +45,9 @@ def read(files: Iterable[bytes], specs: Iterable[VariableSpec]) -> dict[str, np.
             buffer[: len(part)] = part
             return len(part)
 
-        assert b"".join(map(bytes, codec.read(read_into, len(data), room, "over/there"))) == data
-        found.update(room.take())
-    room.require_all_taken()
+        assert b"".join(map(bytes, codec.read(read_into, len(data), buffers, "over/there"))) == data
+        found.update(buffers.take())
+    buffers.require_all_taken()
     return found
 
 
@@ -65,7 +65,7 @@ def assert_same(actual: np.ndarray, expected: np.ndarray) -> None:
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1,), (17, 16), (2, 3, 4)], ids=str)
 @pytest.mark.parametrize("dtype", PLAIN + OTHERS)
 def test_round_trip(dtype: str, shape: tuple[int, ...]) -> None:
-    """An array of each type and shape comes back bit for bit."""
+    """An array of any type and shape is restored bit for bit."""
     array = any_bits(dtype, shape)
     back = there_and_back({"x": array})["x"]
     assert (back.dtype, back.shape) == (array.dtype, array.shape)
@@ -74,7 +74,7 @@ def test_round_trip(dtype: str, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("dtype", PLAIN + OTHERS)
 def test_non_contiguous(dtype: str) -> None:
-    """Transposed, strided and reversed arrays come back with their values."""
+    """Transposed, strided and reversed arrays are restored with their values."""
     array = any_bits(dtype, (6, 4))
     views = {"transposed": array.T, "strided": array[::2, 1::2], "reversed": array[::-1]}
     for key, back in there_and_back(views).items():
@@ -83,7 +83,7 @@ def test_non_contiguous(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", [">i2", ">u4", ">f2", ">f4", ">f8", ">c8", ">c16"])
 def test_big_endian(dtype: str) -> None:
-    """An array in the other order of bytes comes back with the same values."""
+    """An array in the other byte order is restored with the same values."""
     array = np.arange(6).reshape(2, 3).astype(dtype)
     back = there_and_back({"x": array})["x"]
     assert back.dtype == array.dtype.newbyteorder("=")
@@ -91,14 +91,14 @@ def test_big_endian(dtype: str) -> None:
 
 
 def test_read_only() -> None:
-    """An array that must not be written to is taken, and stays as it is."""
+    """A read-only array is accepted and not changed."""
     array = np.arange(4, dtype=np.complex64)
     array.flags.writeable = False
     assert_same(there_and_back({"x": array})["x"], array)
 
 
 def test_input_untouched() -> None:
-    """Encoding changes nothing in the array it was given."""
+    """Encoding does not change its input."""
     array = np.arange(4, dtype=">c8")
     encoded({"x": array})
     assert (array == [0, 1, 2, 3]).all()
@@ -106,7 +106,7 @@ def test_input_untouched() -> None:
 
 
 def test_order() -> None:
-    """Arrays come back in the order in which they were given."""
+    """Arrays are restored in their original order."""
     keys = ["z", "a/b", "m_10", "m_9", "é"]
     arrays = {key: np.array(i, "int8" if i % 2 else "float64") for i, key in enumerate(keys)}
     assert list(there_and_back(arrays)) == keys
@@ -114,25 +114,26 @@ def test_order() -> None:
 
 
 def test_nothing() -> None:
-    """No arrays at all can be written and read."""
+    """An empty set of arrays can be written and read."""
     assert there_and_back({}) == {}
 
 
 def test_specs() -> None:
-    """A spec names the shape and the type, whatever the order of the bytes."""
+    """A spec contains the shape and the type, regardless of byte order."""
     specs = codec.specs_of({"a": np.zeros((2, 3), ">f4"), "b": any_bits("bfloat16", ())})
     assert specs == (VariableSpec("a", (2, 3), "float32"), VariableSpec("b", (), "bfloat16"))
 
 
 @pytest.mark.parametrize("array", [np.array(["a"]), np.array([b"ab"]), np.array([{}])], ids=str)
-def test_no_numbers(array: np.ndarray) -> None:
-    """Text and objects are refused by name when they are written, not when they are read."""
+def test_not_numeric(array: np.ndarray) -> None:
+    """Strings and objects are rejected by name when they are written, not only when they are
+    read."""
     with pytest.raises(TypeError, match="`model/vocabulary`"):
         encoded({"model/vocabulary": array})
 
 
 def test_open_format() -> None:
-    """safetensors alone reads what was written."""
+    """safetensors alone can read the files."""
     arrays = {dtype: any_bits(dtype, (2, 3)) for dtype in PLAIN}
     loaded = safetensors.numpy.load(encoded(arrays))
     assert loaded.keys() == arrays.keys()
@@ -145,15 +146,15 @@ def test_open_format() -> None:
     [("bfloat16", "BF16"), ("float8_e4m3fn", "F8_E4M3"), ("float8_e5m2", "F8_E5M2")],
 )
 def test_open_format_of_small_floats(dtype: str, name: str) -> None:
-    """Types that safetensors knows and NumPy does not carry their name and shape in the file."""
-    # `safetensors.numpy.load` has no word for them; those for TensorFlow and PyTorch do.
+    """Types that safetensors has and NumPy does not are stored with their names and shapes."""
+    # `safetensors.numpy.load` does not support them; those for TensorFlow and PyTorch do.
     array = any_bits(dtype, (2, 3))
     [(_, entry)] = safetensors.deserialize(encoded({"x": array}))
     assert (entry["dtype"], entry["shape"], entry["data"]) == (name, [2, 3], array.tobytes())
 
 
 def test_open_format_of_other_types() -> None:
-    """A type that safetensors does not know is there as its bytes."""
+    """A type that safetensors does not have is stored as bytes."""
     array = any_bits("complex64", (2, 3))
     loaded = safetensors.numpy.load(encoded({"x": array}))["x"]
     assert loaded.dtype == np.uint8
@@ -161,14 +162,14 @@ def test_open_format_of_other_types() -> None:
 
 
 def test_truncation() -> None:
-    """Of a file that was cut off anywhere, no more is handed on than there is, and it is refused;
-    one that was cut in its header by its name."""
+    """Of a file that is truncated at any point, only existing bytes are passed on, and it is
+    rejected; by its name, if it is truncated in the header."""
     arrays = {"x": any_bits("float32", (4,)), "y": any_bits("int8", (3,))}
     data = encoded(arrays)
     header = 8 + int.from_bytes(data[:8], "little")
     for length in range(len(data)):
-        # Blanks at the end of a header are not missed.
-        match = "^over/there is no safetensors" if length < header - 63 else "."
+        # Missing blanks at the end of a header are not detected.
+        match = "^over/there is not a safetensors" if length < header - 63 else "."
         with pytest.raises(CorruptCheckpointError, match=match):
             read([data[:length]], codec.specs_of(arrays))
 
@@ -178,32 +179,32 @@ def test_truncation() -> None:
     [
         (
             VariableSpec("y", (2,), "float32"),
-            "over/there.*: x is none of the checkpoint's variables",
+            "over/there.*: x is not one of the checkpoint's variables",
         ),
         (
             VariableSpec("x", (3,), "float32"),
-            "over/there.*: x is said to be at 0 to 8, not.* 0 to 12",
+            "over/there.*: expected x at bytes 0 to 12, not 0 to 8",
         ),
         (
             VariableSpec("x", (2,), "float64"),
-            "over/there.*: x is said to be at 0 to 8, not.* 0 to 16",
+            "over/there.*: expected x at bytes 0 to 16, not 0 to 8",
         ),
         (
             VariableSpec("x", (5,), "bfloat16"),
-            "over/there.*: x is said to be at 0 to 8, not.* 0 to 10",
+            "over/there.*: expected x at bytes 0 to 10, not 0 to 8",
         ),
         (VariableSpec("x", (2,), "no_type"), "the/checkpoint: `x.*` cannot be read"),
     ],
     ids=str,
 )
-def test_unfit(spec: VariableSpec, match: str) -> None:
-    """Contents that do not fit their spec are refused; both are named."""
+def test_mismatched_spec(spec: VariableSpec, match: str) -> None:
+    """Contents that do not match their spec are rejected; the message names file and reason."""
     with pytest.raises(CorruptCheckpointError, match=match):
         read([encoded({"x": np.zeros(2, np.float32)})], [spec])
 
 
 def test_missing() -> None:
-    """A variable that no file holds, or not all of, is named."""
+    """A variable that is missing from the files, or incomplete, is named."""
     arrays = {"x": np.arange(8.0), "y": np.arange(3)}
     specs = [*codec.specs_of(arrays), VariableSpec("z", (2,), "int8")]
     with pytest.raises(
@@ -215,7 +216,7 @@ def test_missing() -> None:
 
 
 def test_many_sizes() -> None:
-    """Small and large variables in any order, on any number of workers, come back whole."""
+    """Small and large variables in any order, on any number of workers, are restored as a whole."""
     random_ = np.random.default_rng(0)
     sizes = random_.choice([0, 1, 7, 1000, 2**18, 3 * 2**20, 2**23 + 5], 40)
     arrays = {f"v{i}": random_.integers(0, 256, size, np.uint8) for i, size in enumerate(sizes)}
@@ -225,7 +226,7 @@ def test_many_sizes() -> None:
 
 
 def test_pattern_of_a_piece_in_a_name() -> None:
-    """A variable whose name looks like a piece of another one is itself."""
+    """A variable whose name looks like a piece of another one is not confused with it."""
     arrays = {"x": np.arange(6.0), "x[0:3]": np.arange(4.0)}
     for world_size in (1, 2, 3):
         back = there_and_back(arrays, world_size)
@@ -235,7 +236,7 @@ def test_pattern_of_a_piece_in_a_name() -> None:
 
 
 def test_hashed() -> None:
-    """Parts are handed on as they are; the checksum is XXH3 with 128 bits, in hexadecimal."""
+    """Parts are passed on unchanged; the checksum is XXH3 with 128 bits, in hexadecimal."""
     nothing = codec.Hashed([])
     assert list(nothing) == []
     assert (nothing.bytes, nothing.xxh3_128) == (0, "99aa06d3014798d86001c324468d497f")
@@ -247,7 +248,7 @@ def test_hashed() -> None:
 
 
 def test_hashed_through_one_buffer() -> None:
-    """A part may be overwritten once the next one is asked for."""
+    """A part may be overwritten once the next one is requested."""
     data = np.random.default_rng(0).integers(0, 256, 5 * 2**20, np.uint8)
     buffer = bytearray(2**20)
 
@@ -270,7 +271,7 @@ KINDS = ["float32", "int8", "float64", "bfloat16", "complex64", "bool", "float32
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 64, 3000])
 def test_shares(world_size: int) -> None:
-    """All shares together are everything, bit for bit; none is more than 16 bytes off."""
+    """All shares together are complete, bit for bit; their sizes differ by at most 16 bytes."""
     arrays = {
         f"model/{place}": any_bits(dtype, shape)
         for place, (dtype, shape) in enumerate(zip(KINDS, SHAPES, strict=True))
@@ -286,7 +287,7 @@ def test_shares(world_size: int) -> None:
 
 
 def test_what_a_share_splits() -> None:
-    """Only variables at the borders of shares are split, and say so in their names."""
+    """Only variables at the borders of shares are split, and their names say so."""
     arrays = {name: np.zeros((4, 2), np.float32) for name in "abc"}
     specs = codec.specs_of(arrays)
     assert [[p.name for p in codec.share(specs, rank, 2)] for rank in range(2)] == [
@@ -298,7 +299,7 @@ def test_what_a_share_splits() -> None:
 
 
 def test_value_that_changed_its_shape() -> None:
-    """A value that is not what its spec says is refused by name."""
+    """A value that does not match its spec is rejected by name."""
     pieces = codec.share(codec.specs_of({"x": np.zeros(3)}), 0, 1)
     with pytest.raises(ValueError, match=r"Expected `x \[3\] float64`. Received: `x \[4\]"):
         list(codec.encode(pieces, {"x": np.zeros(4)}))

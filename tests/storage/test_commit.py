@@ -33,7 +33,7 @@ from keras_distplug.storage.stores.local import LocalFiles
 
 
 class Board:
-    """What the workers have told each other."""
+    """The messages between the workers."""
 
     def __init__(self) -> None:
         self._said: dict[str, str] = {}
@@ -64,8 +64,9 @@ class Workers:
     """Threads that save together.
 
     Args:
-        files_of: The files that a worker sees.
-        count: How many workers there are.
+        files_of: Returns the files as seen by a worker.
+        count: The number of workers.
+
     """
 
     def __init__(self, files_of: Files, count: int, timeout_s: float = 30.0) -> None:
@@ -86,7 +87,7 @@ class Workers:
         absent: int | None = None,
         differing: Mapping[int, TrainState] = MappingProxyType({}),
     ) -> Mapping[int, Exception | None]:
-        """What became of the save on each worker that is not `absent`."""
+        """Saves on all workers that are not `absent`, and returns their errors."""
 
         def one(rank: int) -> Exception | None:
             try:
@@ -133,7 +134,7 @@ def two_attempts() -> Iterator[None]:
 def failing(
     root: Path, which: int, method: str, part: str, error: OSError
 ) -> tuple[Files, WatchedFiles]:
-    """Files of which those of worker `which` fail."""
+    """Returns files that fail on worker `which`."""
     watched = WatchedFiles(LocalFiles(root))
     watched.fail(method, part, error)
     return lambda rank: watched if rank == which else LocalFiles(root), watched
@@ -141,7 +142,7 @@ def failing(
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 16])
 def test_together(count: int, root: Path) -> None:
-    """Each worker writes a file of its own, and any number of workers reads them."""
+    """Every worker writes a separate file, and any number of workers can read them."""
     workers = Workers(lambda rank: LocalFiles(root), count)
     for step in (1, 2, 3):
         assert set(workers.save(state(step), f"a-{step}").values()) == {None}
@@ -160,7 +161,7 @@ def test_together(count: int, root: Path) -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_large_shares(count: int, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large share goes into several files of equal size; one that fails is written again."""
+    """A large share is split into several files of equal size; one that fails is written again."""
     monkeypatch.setattr(LocalFiles, "traits", Traits(100, at_once=1, is_near=True))
     arrays = sum(np.asarray(value).nbytes for value in state(1).arrays.values())
     files, watched = failing(root, 0, "create", "rank-0-3", OSError(errno.EIO, "no"))
@@ -200,8 +201,9 @@ class Case(NamedTuple):
         Case(error=FileExistsError(errno.EEXIST, "the reply was lost"), is_done=True, copied=False),
     ],
 )
-def test_end_as_the_last_step_left_it(case: Case, root: Path) -> None:
-    """What the last save wrote is not written again, where it is the same and the storage can."""
+def test_final_state_equals_last_step(case: Case, root: Path) -> None:
+    """Bytes that the last save wrote are not written again if they are the same and the storage can
+    copy."""
     watched = [WatchedFiles(LocalFiles(root)) for _ in range(2)]
     for each in watched:
         if case.error is not None:
@@ -226,13 +228,14 @@ def test_end_as_the_last_step_left_it(case: Case, root: Path) -> None:
         there = root / RUN / stored.name / shard.file
         before = next((root / RUN / "step-00000003").rglob(f"rank-{rank}-*"))
         assert there.samefile(before) is case.copied
-    # The end stays when the last step goes.
+    # The final checkpoint stays when the last step's is deleted.
     CheckpointStore(LocalFiles(root), RUN).delete("step-00000003")
     CheckpointStore(LocalFiles(root), RUN).verify(stored.name)
 
 
-def test_nothing_is_copied_on_the_way(root: Path) -> None:
-    """Only the end shares its bytes: one damaged file must not take two checkpoints along."""
+def test_step_checkpoints_are_not_copied(root: Path) -> None:
+    """Only the final checkpoint shares bytes: one damaged file must not affect two step
+    checkpoints."""
     watched = WatchedFiles(LocalFiles(root))
     workers = Workers(lambda rank: watched, 1)
     for attempt in ("a-1", "a-2"):
@@ -243,8 +246,8 @@ def test_nothing_is_copied_on_the_way(root: Path) -> None:
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_failed_share(which: int, root: Path) -> None:
-    """If one worker cannot write, no checkpoint comes about, all are told why, and nothing of it
-    stays; the next save succeeds."""
+    """If one worker cannot write, no checkpoint is created, all workers get the reason, and no
+    leftovers remain; the next save succeeds."""
     error = OSError(errno.ENOSPC, "No space left on device")
     files, watched = failing(root, which, "create", f"rank-{which}", error)
     workers = Workers(files, 3)
@@ -276,7 +279,7 @@ def test_failed_share(which: int, root: Path) -> None:
 def test_remedies(
     error: Exception, remedy: str, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error says what helps against it."""
+    """An error names the remedy."""
     watched = WatchedFiles(LocalFiles(root))
     watched.fail("create", "MANIFEST.json", error)
     monkeypatch.setattr(watched, "read", lambda path: b"of another run")
@@ -285,8 +288,8 @@ def test_remedies(
     assert str(outcome).endswith(f"resumes from the newest one. {remedy}".rstrip())
 
 
-def test_failure_that_passes(root: Path) -> None:
-    """A storage that fails once is tried again."""
+def test_temporary_failure(root: Path) -> None:
+    """A storage failure that occurs once is retried."""
     error = OSError(errno.EIO, "no")
     files, watched = failing(root, 1, "create", "rank-1", error)
     watched.mend_after(1)
@@ -298,8 +301,9 @@ def test_failure_that_passes(root: Path) -> None:
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("part", ["rank-1", "rank-0", "MANIFEST.json"])
 def test_lost_reply(part: str, times: int, root: Path) -> None:
-    """A storage that does what it is asked, and reports a time-out: if it does so once, the save
-    succeeds; if it does always, it fails, or the checkpoint is there. Nothing is ever torn."""
+    """A storage that executes a request and then reports a timeout: if this happens once, the save
+    succeeds; if it happens always, the save fails, or the checkpoint exists. It is never
+    incomplete."""
     watched = WatchedFiles(LocalFiles(root))
     Workers(lambda rank: LocalFiles(root), 2).save(state(1), "a-1")
     watched.lose_reply("create", part, TimeoutError("no answer"))
@@ -314,8 +318,8 @@ def test_lost_reply(part: str, times: int, root: Path) -> None:
 
 
 def test_lost_replies_only(root: Path) -> None:
-    """A manifest of which nobody heard that it was written, and which cannot be looked at, leaves
-    the checkpoint whole."""
+    """If the reply to writing a manifest is lost, and the manifest cannot be read, the checkpoint
+    stays intact."""
     watched = WatchedFiles(LocalFiles(root))
     watched.lose_reply("create", "MANIFEST.json", TimeoutError("no answer"))
     watched.fail("read", "MANIFEST.json", TimeoutError("no answer"))
@@ -326,7 +330,7 @@ def test_lost_replies_only(root: Path) -> None:
 
 @pytest.mark.parametrize(("method", "part"), [("create", "MANIFEST.json"), ("names", RUN)])
 def test_failing_first_worker(method: str, part: str, root: Path) -> None:
-    """The workers that wait for the first one are told that it fails."""
+    """The workers that wait for the first one are notified of its failure."""
     files, watched = failing(root, 0, method, part, OSError(errno.EIO, "broken"))
     found = Workers(files, 3).save(state(1), "a-1")
     assert watched.fired
@@ -338,7 +342,7 @@ def test_failing_first_worker(method: str, part: str, root: Path) -> None:
 
 @pytest.mark.parametrize("absent", [0, 1, 2])
 def test_absent_worker(absent: int, root: Path) -> None:
-    """A worker that says nothing in time makes the save fail, and nothing of it counts."""
+    """A worker that does not answer in time makes the save fail, and none of it counts."""
     Workers(lambda rank: LocalFiles(root), 3).save(state(1), "a-1")
     found = Workers(lambda rank: LocalFiles(root), 3, timeout_s=0.3).save(state(2), "a-2", absent)
     assert len(found) == 2
@@ -348,7 +352,7 @@ def test_absent_worker(absent: int, root: Path) -> None:
 
 
 def test_state_that_cannot_be_written(root: Path) -> None:
-    """What is wrong with the state reaches all workers, too."""
+    """An invalid state is reported to all workers, too."""
     bad = TrainState(Cursor(0, 0, 1), {"x": np.zeros(9)}, data={"position": object()})
     found = Workers(lambda rank: LocalFiles(root), 2).save(bad, "a-1")
     for error in found.values():
@@ -356,8 +360,8 @@ def test_state_that_cannot_be_written(root: Path) -> None:
         assert "`data/position`: Object of type object is not JSON" in str(error)
 
 
-def test_what_an_earlier_attempt_has_left(root: Path) -> None:
-    """A save of a step at which an earlier one was cut off clears away what that wrote."""
+def test_leftovers_of_an_earlier_attempt(root: Path) -> None:
+    """A save at a step whose earlier save was interrupted deletes the leftovers of that one."""
     files = LocalFiles(root)
     files.create(f"{RUN}/step-00000001/cut-off/rank-0-1.safetensors", [b"half"])
     assert set(Workers(lambda rank: files, 2).save(state(1), "a-1").values()) == {None}
@@ -366,8 +370,8 @@ def test_what_an_earlier_attempt_has_left(root: Path) -> None:
 
 
 def test_two_groups(root: Path) -> None:
-    """Two groups that take each other for dead and save the same step leave one whole checkpoint,
-    or two."""
+    """Two groups that consider each other dead and save the same step leave one or two intact
+    checkpoints."""
     for round_ in range(10):
         groups = [Workers(lambda rank: LocalFiles(root), 2) for _ in range(2)]
         saves = [
@@ -385,7 +389,7 @@ def test_two_groups(root: Path) -> None:
     [{"callbacks/Own/x": np.zeros(9)}, {"model/c": np.zeros((2, 3, 5))}, {"model/c": None}],
 )
 def test_other_variables(root: Path, arrays: dict[str, Any]) -> None:
-    """Shares of workers that save different things are not put together to a checkpoint."""
+    """Shares of workers that save different variables are not combined to a checkpoint."""
     workers = Workers(lambda rank: LocalFiles(root), 2)
     changed = {**state(2).arrays, **arrays}
     other = replace(state(2), arrays={k: v for k, v in changed.items() if v is not None})

@@ -1,4 +1,4 @@
-"""Checks of a store pass for those that keep all promises, and name those that are broken."""
+"""The checks of a store pass if it keeps all promises, and name the broken ones otherwise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ METHODS = sorted(name for name in vars(Files) if not name.startswith("_"))
 
 @pytest.mark.parametrize("store", ["local", "memory"])
 def test_stores_that_keep_promises(store: str, tmp_path: Path) -> None:
-    """The disk and the memory keep every promise, and the checks leave nothing behind."""
+    """The disk and the memory keep every promise, and the checks leave no files behind."""
     url = str(tmp_path / "root") if store == "local" else f"memory://{uuid.uuid4().hex}"
     check_store(lambda: open_files(url))
     assert open_files(url).names() == []
@@ -162,14 +162,14 @@ FAULTS: Mapping[str, type[LocalFiles]] = {
 
 @pytest.mark.parametrize("promise", [check.__name__ for check in PROMISES])
 def test_broken_promise(promise: str, tmp_path: Path) -> None:
-    """A store that breaks a promise is reported with that promise, and what it did."""
+    """A broken promise is reported with its name and the received result."""
     others = {check.__name__ for check in PROMISES} - {promise}
     with pytest.raises(AssertionError, match=rf"(?m)^{promise}: `?\w.*(Received|Error)"):
         check_store(lambda: FAULTS[promise](tmp_path), skip=others)
 
 
 def test_broken_promises(tmp_path: Path) -> None:
-    """All broken promises are reported, and no other one."""
+    """All broken promises are reported, and no others."""
     with pytest.raises(AssertionError, match="Broken promises") as raised:
         check_store(lambda: WritesInPlace(tmp_path))
     [_, *lines] = str(raised.value).splitlines()
@@ -180,13 +180,13 @@ def test_broken_promises(tmp_path: Path) -> None:
 
 
 def test_skipped_promise(tmp_path: Path) -> None:
-    """A promise that a store cannot keep can be skipped; a name that is none is refused."""
+    """A promise that a store cannot keep can be skipped; an unknown name is refused."""
     check_store(lambda: HasBadTraits(tmp_path), skip=["traits_are_usable"])
     with pytest.raises(ValueError, match=r"traits_are_usable.*Received: \['traits'\]"):
         check_store(lambda: HasBadTraits(tmp_path), skip=["traits"])
 
 
-# Registering
+# Registration
 
 
 @pytest.fixture(autouse=True)
@@ -195,7 +195,7 @@ def only_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_registered_store(tmp_path: Path) -> None:
-    """URLs of the scheme are opened with their options; the last opener of a scheme counts."""
+    """URLs of the scheme are opened with their options; the last opener of a scheme is used."""
     opened: list[Any] = []
 
     def open_lab(url: str, storage_options: Mapping[str, Any]) -> Files:
@@ -213,19 +213,19 @@ def test_registered_store(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["lab://", "Lab", "", "2lab", "la b", "lab:", None, 3])
-def test_no_scheme(scheme: Any) -> None:
+def test_invalid_scheme(scheme: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"Expected a URL scheme.*Received: .*Pass 'lab'"):
         files.register_store(scheme, LocalFiles)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("scheme", ["file", "local", "memory", "s3", "abfss", "ssh"])
-def test_scheme_of_ours(scheme: str) -> None:
-    """What already has a meaning keeps it."""
+def test_built_in_scheme(scheme: str) -> None:
+    """A scheme with an existing meaning cannot be registered."""
     with pytest.raises(ConfigurationError, match=f"Received: '{scheme}'. Choose another"):
         files.register_store(scheme, LocalFiles)  # type: ignore[arg-type]
 
 
-def test_no_function() -> None:
+def test_not_callable() -> None:
     with pytest.raises(ConfigurationError, match=r"Expected a function.*Received: 'lab://x'"):
         files.register_store("lab", "lab://x")  # type: ignore[arg-type]
 
@@ -243,15 +243,15 @@ class Half(Files):  # type: ignore[misc]
     ids=["none", "inherited"],
 )
 def test_missing_methods(given: type[Files] | None, missing: list[str]) -> None:
-    """The methods that an opened store lacks are named, also those that do nothing."""
+    """The methods that an opened store lacks are named, including those that do nothing."""
     files.register_store("lab", lambda url, options: given() if given else None)  # type: ignore
-    with pytest.raises(ConfigurationError, match=r"opens lab:// .*Define them") as raised:
+    with pytest.raises(ConfigurationError, match=r"opener of lab:// .*Define them") as raised:
         open_files("lab://host/a")
     _, _, named = str(raised.value).partition(" without ")
     assert sorted(named.partition(". ")[0].split(", ")) == missing
 
 
 def test_unknown_scheme() -> None:
-    """An unknown scheme names register_store as one remedy."""
+    """The error for an unknown scheme names register_store as a remedy."""
     with pytest.raises(ConfigurationError, match=r"Received: lab://h/x\. .*register_store"):
         open_files("lab://me:pa55@h/x")

@@ -34,7 +34,7 @@ def files(tmp_path: Path) -> LocalFiles:
 
 
 def published(files: LocalFiles, folder: str = "") -> list[str]:
-    """What counts: names that start with a dot do not."""
+    """Returns the names that count: those that do not start with a dot."""
     return [name for name in files.names(folder) if not name.startswith(".")]
 
 
@@ -42,7 +42,8 @@ def published(files: LocalFiles, folder: str = "") -> list[str]:
 
 
 def test_one_process_wins(files: LocalFiles) -> None:
-    """Of many processes that create one file, one succeeds, and the file is that process's."""
+    """If many processes create the same file, one succeeds, and the file has that process's
+    content."""
     for round_ in range(10):
         path = f"round-{round_}/file"
         data = [bytes([index]) * 10_000 for index in range(6)]
@@ -65,8 +66,8 @@ def test_create_is_durable(files: LocalFiles) -> None:
 def test_large_files_are_flushed_while_they_are_written(
     files: LocalFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk does not wait for the last part; a failure in between is not lost, though the last
-    flush succeeds."""
+    """Flushing starts before the last part is written; a failed flush is reported even if the last
+    one succeeds."""
     monkeypatch.setattr("keras_distplug.storage.stores.local._FLUSH_BYTES", 10)
     begun, fsync = Event(), os.fsync
     failures: list[OSError] = []
@@ -95,7 +96,7 @@ def test_large_files_are_flushed_while_they_are_written(
 
 
 def test_large_file_at_the_end_of_a_process(tmp_path: Path) -> None:
-    """A process that has begun to end starts no thread; the file is written all the same."""
+    """A process that is exiting starts no thread; the file is written nevertheless."""
     script = f"""
 import atexit, os, threading
 from pathlib import Path
@@ -116,7 +117,7 @@ atexit.register(files.create, "after", [b"0123456789"] * 3)
 
 
 def test_new_folders_are_durable(files: LocalFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name of each new folder is on disk before a file in it has its name."""
+    """The name of a new folder is on disk before a file in it gets its name."""
     synced: list[str] = []
     fsync, link = os.fsync, os.link
 
@@ -141,7 +142,8 @@ def test_new_folders_are_durable(files: LocalFiles, monkeypatch: pytest.MonkeyPa
 
 
 def test_kill_at_every_call(tmp_path: Path) -> None:
-    """A process that is killed anywhere in `create` leaves the whole file, or none of its name."""
+    """A process that is killed at any system call of `create` leaves a complete file, or none of
+    that name."""
     kills, whole = 0, []
     for number in itertools.count(1):
         files = LocalFiles(tmp_path / str(number))
@@ -163,19 +165,19 @@ def test_kill_at_every_call(tmp_path: Path) -> None:
     calls = system_calls(lambda: LocalFiles(tmp_path / "once").create("a/b", [NEW]))
     assert kills == len(calls)
     assert {"mkdir", "open", "write", "flush", "fsync", "link", "unlink", "close"} <= set(calls)
-    # All kills up to the link left nothing, all from there on left all.
+    # All kills before the link left nothing; all later ones left the file.
     assert whole == [False] * (calls.index("link") + 1) + [True] * (kills - calls.index("link"))
 
 
-def test_copy_takes_no_room(files: LocalFiles) -> None:
-    """A copy is another name of the file."""
+def test_copy_uses_no_space(files: LocalFiles) -> None:
+    """A copy is another name of the same file."""
     files.create("a/b", [OLD])
     files.copy("a/b", "c/d")
     assert os.path.samefile(files.where("a/b"), files.where("c/d"))
 
 
 def test_death_in_the_middle_of_a_write(files: LocalFiles) -> None:
-    """A process that dies when half of the bytes are written leaves no file of that name."""
+    """A process that dies after half of the bytes leaves no file of that name."""
 
     def create() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
@@ -195,7 +197,7 @@ def test_death_in_the_middle_of_a_write(files: LocalFiles) -> None:
 
 
 def test_file_too_large(files: LocalFiles) -> None:
-    """A write that fails halfway raises OSError and leaves nothing."""
+    """A write that fails halfway raises OSError and leaves nothing behind."""
     files.create("a/b", [OLD])
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
@@ -234,22 +236,23 @@ print("full and well")
 @pytest.mark.skipif(
     not shutil.which("unshare")
     or subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode != 0,
-    reason="no right to mount a small disk; test_file_too_large is the like",
+    reason="no permission to mount a small disk; test_file_too_large is similar",
 )
 def test_disk_full(tmp_path: Path) -> None:
-    """A full disk raises OSError, leaves nothing, and has as much room as before."""
+    """A full disk raises OSError, nothing is left behind, and the space is freed."""
     mount = 'mount -t tmpfs -o size=256k tmpfs "$1" && exec "$2" -c "$3" "$1"'
     command = ["unshare", "-rm", "sh", "-c", mount, "sh", str(tmp_path), sys.executable, FULL]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "full and well\n", done.stderr
 
 
-# The folders that hold two new ones, the content, and the folder of its name are synced.
+# The parents of two new folders, the content, and the folder of the file are synced.
 @pytest.mark.parametrize(("call", "count"), [("fsync", 4), ("link", 1)])
 def test_failing_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, count: int
 ) -> None:
-    """If the disk fails at any sync or at the link, OSError is raised and there is no file."""
+    """If the disk fails at any sync or at the link, OSError is raised and the file does not
+    exist."""
     real = getattr(os, call)
     numbers: Iterator[int]
 
@@ -272,7 +275,7 @@ def test_failing_call(
 
 @pytest.mark.parametrize("code", ["EPERM", "ENOTSUP", "EOPNOTSUPP", "ENOSYS", "EMLINK"])
 def test_no_hard_links(files: LocalFiles, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    """A file system without hard links keeps files too, and does not overwrite them."""
+    """Without hard links, a file system keeps files too, and does not overwrite them."""
     refused = []
 
     def link(source: Any, target: Any) -> None:
@@ -289,7 +292,7 @@ def test_no_hard_links(files: LocalFiles, monkeypatch: pytest.MonkeyPatch, code:
 
 
 def test_lost_reply(files: LocalFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system that made the link and then calls it there already has made it."""
+    """A file system that creates the link, then reports that it already exists, has created it."""
     real = os.link
 
     def link_twice(source: Any, target: Any) -> None:
@@ -318,7 +321,7 @@ def test_delete_is_durable(files: LocalFiles) -> None:
 
 
 def test_open_creates_nothing(tmp_path: Path) -> None:
-    """Opening a folder that is not there creates nothing; the first file does."""
+    """Opening a folder that does not exist creates nothing; creating the first file does."""
     files = open_files(tmp_path / "a/b")
     assert files.names() == []
     assert list(tmp_path.iterdir()) == []
@@ -328,7 +331,7 @@ def test_open_creates_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("prefix", ["", "file://", "local://"])
 def test_urls(tmp_path: Path, prefix: str) -> None:
-    """A folder is a path, or a URL of one."""
+    """A folder is a path, or the URL of a path."""
     files = open_files(f"{prefix}{tmp_path}/with space/ä")
     files.create("c", [NEW])
     assert (tmp_path / "with space/ä/c").read_bytes() == NEW
@@ -336,7 +339,7 @@ def test_urls(tmp_path: Path, prefix: str) -> None:
 
 
 def test_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A relative path stays where it was when the working directory changes."""
+    """A relative path does not change its meaning with the working directory."""
     monkeypatch.chdir(tmp_path)
     files = open_files("runs/mnist")
     (tmp_path / "elsewhere").mkdir()
@@ -350,7 +353,7 @@ def test_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "url", ["https://host/x", "ftp://me:pa55@host/x", "simplecache::s3://b", "hdfs://n/x"]
 )
 def test_unknown_store(url: str) -> None:
-    """A URL of another kind is refused, and named, but for its password."""
+    """An unknown kind of URL is refused, and named without its password."""
     named = re.escape(url.replace("me:pa55@", ""))
     with pytest.raises(ConfigurationError, match=f"Received: {named}.* Mount") as raised:
         open_files(url)
@@ -358,13 +361,13 @@ def test_unknown_store(url: str) -> None:
 
 
 def test_options_of_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"`storage_options` is for URLs .*a folder"):
+    with pytest.raises(ConfigurationError, match=r"with `storage_options`.*a local folder"):
         open_files(tmp_path, {"key": "a"})
 
 
 @pytest.mark.parametrize("below", ["", "/run", "/a/b/c"])
-def test_no_folder(tmp_path: Path, below: str) -> None:
-    """A file, and what is below a file, is no folder; the message names the file."""
+def test_not_a_folder(tmp_path: Path, below: str) -> None:
+    """A file, or a path below a file, is not a folder; the message names the file."""
     (tmp_path / "taken").write_bytes(OLD)
     with pytest.raises(ConfigurationError, match=f"where {tmp_path}/taken is"):
         open_files(f"{tmp_path}/taken{below}")
@@ -373,14 +376,14 @@ def test_no_folder(tmp_path: Path, below: str) -> None:
 
 @pytest.mark.parametrize("below", ["", "/run"])
 def test_dangling_link(tmp_path: Path, below: str) -> None:
-    """A link to nothing is no folder."""
+    """A broken link is not a folder."""
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ConfigurationError, match="link to nothing"):
+    with pytest.raises(ConfigurationError, match="broken link"):
         open_files(f"{tmp_path}/link{below}")
 
 
 def test_link_to_a_folder(tmp_path: Path) -> None:
-    """A link to a folder is as good as the folder."""
+    """A link to a folder works like the folder."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "folder")
     open_files(tmp_path / "link").create("a/b", [NEW])
@@ -388,7 +391,7 @@ def test_link_to_a_folder(tmp_path: Path) -> None:
 
 
 def test_mounts_that_cannot_sync_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a folder cannot be synced (EINVAL), files are made all the same; EIO is an error."""
+    """If a folder cannot be synced (EINVAL), files are created nevertheless; EIO is an error."""
     fsync, refused = os.fsync, []
 
     def folders_refuse(descriptor: int) -> None:

@@ -1,4 +1,4 @@
-"""Workers that are killed at any moment while they save."""
+"""Workers that are killed at any point while they save."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KILLS = 200
 
 
 class Notes:
-    """What workers in several processes tell each other, through files of a folder."""
+    """Messages between workers in several processes, through files in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -66,7 +66,7 @@ def state(step: int) -> TrainState:
 
 
 def newest_step(root: Path) -> int:
-    """The step of the newest checkpoint, whose every bit is right."""
+    """Returns the step of the newest checkpoint, after verifying every bit of it."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         stored = Checkpoints(root).newest("step")
@@ -81,7 +81,7 @@ def newest_step(root: Path) -> int:
 def saving(
     root: Path, notes: Path, rank: int, size: int, first: int, acknowledged: int
 ) -> Callable[[], None]:
-    """Saves one step after the other; the first worker writes each committed one to a pipe."""
+    """Saves one step after another; the first worker writes every committed one to a pipe."""
 
     def save() -> None:
         stamina.set_active(False)
@@ -99,8 +99,9 @@ def saving(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_kill_at_every_call_of_two(victim: int, tmp_path: Path) -> None:
-    """One of two workers is killed anywhere in a save, and the other one for that, as a supervisor
-    does: the checkpoint before is there or the new one, whole, and both can go on."""
+    """One of two workers is killed at any system call of a save, and the other one because of that,
+    as a supervisor does: either the previous checkpoint or the new one is the newest and intact,
+    and both workers can continue."""
     template = tmp_path / "template"
     for step in (1, 2):
         save_together(template, tmp_path / "notes" / str(step), step)
@@ -124,7 +125,8 @@ def test_kill_at_every_call_of_two(victim: int, tmp_path: Path) -> None:
 def save_together(
     root: Path, notes: Path, step: int, victim: int = 0, before_call: int | None = None
 ) -> int:
-    """Two workers save. How the victim ended, which took the other one with it."""
+    """Saves with two workers. Returns the result of the victim, which took the other one with
+    it."""
 
     def save(rank: int) -> None:
         stamina.set_active(False)
@@ -132,7 +134,7 @@ def save_together(
         store = CheckpointStore(files, RUN, Retention(keep_last=2))
         writer = Writer(files, store, Team(rank, 2, exchange, timeout_s=20.0))
         if rank == victim and before_call is not None:
-            kill_before(before_call, uncounted=("stat",))  # which is how `Notes` wait
+            kill_before(before_call, uncounted=("stat",))  # the mechanism by which `Notes` wait
         writer.save(state(step), notes.name)
 
     children = [start(functools.partial(save, rank)) for rank in range(2)]
@@ -147,8 +149,8 @@ def save_together(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_random_kills(size: int, tmp_path: Path) -> None:
-    """Killed again and again at random moments, a run never loses what it has committed, never
-    reads anything else, and goes on from there."""
+    """A run that is killed again and again at random points never loses a committed checkpoint,
+    never reads wrong values, and continues from the last one."""
     root = tmp_path / "root"
     moments = random.Random(size)
     newest, fired, torn = 0, 0, 0
@@ -159,7 +161,7 @@ def test_random_kills(size: int, tmp_path: Path) -> None:
             start(saving(root, notes, rank, size, newest + 1, acknowledged)) for rank in range(size)
         ]
         os.close(acknowledged)
-        told = os.read(said, 8) if round_ % 2 else b""  # so that the run gets on
+        told = os.read(said, 8) if round_ % 2 else b""  # so that the run makes progress
         time.sleep(moments.uniform(0.0, 0.06))
         for child in moments.sample(children, len(children)):
             os.kill(child, signal.SIGKILL)
@@ -171,5 +173,5 @@ def test_random_kills(size: int, tmp_path: Path) -> None:
         assert newest >= committed >= before
         torn += any(not (path / "MANIFEST.json").exists() for path in (root / RUN).glob("step-*"))
     assert fired == KILLS
-    assert torn  # kills did hit saves under way
+    assert torn  # kills did hit saves in progress
     assert newest >= KILLS / size / 2

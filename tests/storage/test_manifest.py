@@ -43,7 +43,7 @@ def manifest(**changes: Any) -> Manifest:
 
 
 def sealed(text: str, **changes: Any) -> str:
-    """`text` with other entries and the digest that fits them."""
+    """Returns `text` with other entries and a matching digest."""
     body = {key: value for key, value in json.loads(text).items() if key != "sha256"} | changes
     return json.dumps({**body, "sha256": digest_of(body)})
 
@@ -74,20 +74,20 @@ def test_round_trip(changes: dict[str, Any]) -> None:
 
 
 def test_non_finite_history() -> None:
-    """NaN and infinities in a History survive."""
+    """NaN and infinities in a History are preserved."""
     before = manifest(history={"loss": [float("nan"), float("inf"), float("-inf")]})
     after = Manifest.from_json(before.to_json(), "here")
     assert str(after.history) == "{'loss': [nan, inf, -inf]}"
 
 
 def test_keys_that_json_changes() -> None:
-    """A manifest with keys that JSON turns into text can be read."""
+    """A manifest with keys that JSON converts to strings can be read."""
     after = Manifest.from_json(manifest(data={2: "b", 10: "a"}).to_json(), "here")
     assert after.data == {"2": "b", "10": "a"}
 
 
 def test_changed_character() -> None:
-    """A manifest in which a character was changed is refused, or means the same."""
+    """A manifest with a changed character is rejected, or has the same meaning."""
     text = manifest().to_json()
     refused = 0
     for position, old in enumerate(text):
@@ -103,7 +103,7 @@ def test_changed_character() -> None:
 
 
 def test_truncation() -> None:
-    """A manifest that was cut off anywhere is refused."""
+    """A manifest that is truncated at any point is rejected."""
     text = manifest().to_json().rstrip()
     for length in range(len(text)):
         with pytest.raises(CorruptCheckpointError):
@@ -112,7 +112,7 @@ def test_truncation() -> None:
 
 @pytest.mark.parametrize("text", ["[]", "1", '"sha256"', "null", "{}", '{"sha256": 1}', "\ufeff{}"])
 def test_other_json(text: str) -> None:
-    """JSON that is no manifest is refused."""
+    """JSON that is not a manifest is rejected."""
     with pytest.raises(CorruptCheckpointError):
         Manifest.from_json(text, "here")
 
@@ -130,13 +130,14 @@ def test_other_json(text: str) -> None:
     ids=lambda changes: next(iter(changes)),
 )
 def test_sealed_nonsense(changes: dict[str, Any]) -> None:
-    """A digest that fits does not make a manifest of something else."""
+    """A matching digest does not make other JSON a manifest."""
     with pytest.raises(CorruptCheckpointError):
         Manifest.from_json(sealed(manifest().to_json(), **changes), "here")
 
 
 def test_other_schema_version() -> None:
-    """A manifest of another release is not called damaged, and the message says what reads it."""
+    """A manifest of another release is not called damaged, and the message says what can read
+    it."""
     text = sealed(manifest().to_json(), schema_version=SCHEMA_VERSION + 1)
     with pytest.raises(CheckpointError, match="Read it with the release") as raised:
         Manifest.from_json(text, "here")
@@ -148,14 +149,14 @@ def test_other_schema_version() -> None:
     ["../x", "/x", "a//b", "", ".", "..", "a/../b", "a/", "a/./b", ".x", "a\\b", "a\n", "a b", "~"],
 )
 def test_shard_escapes(file: str) -> None:
-    """A shard lies below its manifest, under a plain name."""
+    """A shard is below its manifest, with a plain name."""
     with pytest.raises(ValueError, match="below the manifest"):
         Shard(file, 0, "")
 
 
 @pytest.mark.parametrize("file", ["x", "a/b/c.safetensors", "3f0c/rank-0-1.safetensors", "A_1..2"])
 def test_shard_names(file: str) -> None:
-    """Letters, digits, dots, dashes and underscores make a shard's path."""
+    """A shard's path consists of letters, digits, dots, dashes and underscores."""
     assert Shard(file, 0, "").file == file
 
 
@@ -178,7 +179,7 @@ def test_same_models() -> None:
     ],
 )
 def test_counted_names(there: str, here: str) -> None:
-    """Names that Keras counts up within a process are the same."""
+    """Names that differ only in Keras' numbers count as equal."""
     assert (
         first_difference([VariableSpec(there, (), "int8")], [VariableSpec(here, (), "int8")])
         is None
@@ -198,21 +199,27 @@ def test_counted_names(there: str, here: str) -> None:
     ids=str,
 )
 def test_other_variable(other: VariableSpec) -> None:
-    """Another shape, type or name is named with its position, what was there and what is here."""
+    """A different shape, type or name is reported with its position and both specs."""
     difference = first_difference([KERNEL, BIAS, COUNT], [KERNEL, other, COUNT])
-    assert difference == f"variable 2 is `{BIAS}` there and `{other}` here"
+    assert difference == f"variable 2 is `{BIAS}` in the checkpoint and `{other}` in the model"
 
 
 def test_other_number_of_variables() -> None:
-    """The first variable too many is named, with the side that has it."""
+    """The first extra variable is named, with the side that has it."""
     missing = first_difference([KERNEL, BIAS, COUNT], [KERNEL, BIAS])
     extra = first_difference([], [KERNEL])
-    assert missing == (f"3 variables there and 2 here; the first one too many is `{COUNT}` there")
-    assert extra == f"0 variables there and 1 here; the first one too many is `{KERNEL}` here"
+    assert missing == (
+        "3 variables in the checkpoint and 2 in the model; the first extra one is "
+        f"`{COUNT}` in the checkpoint"
+    )
+    assert extra == (
+        "0 variables in the checkpoint and 1 in the model; the first extra one is "
+        f"`{KERNEL}` in the model"
+    )
 
 
 def test_digest() -> None:
-    """The digest does not depend on the order of keys, and does on every value."""
+    """The digest depends on every value, but not on the order of keys."""
     assert digest_of({"a": 1, "b": [1, 2]}) == digest_of({"b": [1, 2], "a": 1})
     different = [{"a": 1}, {"a": 2}, {"a": "1"}, {"a": 1.0}, {"a": [1]}, {"b": 1}, {}]
     assert len({digest_of(body) for body in different}) == len(different)

@@ -1,4 +1,4 @@
-"""A store whose package is missing says which one to install, by its name."""
+"""A store whose package is missing says which package to install."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One process at a time writes in a directory; one that has lost it finds out."""
+"""Only one process at a time writes in a directory; one that has lost it notices."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def ask(process: subprocess.Popen[str]) -> str:
 
 @pytest.mark.timeout(60)
 def test_live_owner(tmp_path: Path) -> None:
-    """A second process is refused without a wait, with the name of the first one; once that is
-    dead, it takes over without one."""
+    """A second process is refused without waiting, with the name of the first one; once that one is
+    dead, it takes over without waiting."""
     files = open_files(tmp_path)
     with owner(tmp_path) as first:
         with pytest.raises(InUseError) as raised:
@@ -84,7 +84,7 @@ def test_live_owner(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(60)
 def test_stopped_owner(tmp_path: Path) -> None:
-    """A process that is stopped for longer than the limit loses the directory, and finds out."""
+    """A process that is suspended for longer than the limit loses the directory, and notices."""
     files, said = open_files(tmp_path), []
     with owner(tmp_path) as first:
         first.send_signal(signal.SIGSTOP)
@@ -115,11 +115,11 @@ def test_processes_of_a_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.timeout(60)
 def test_on_another_machine(tmp_path: Path) -> None:
-    """Where the owner cannot be seen, its heartbeat decides, by the watcher's own clock."""
+    """If the owner cannot be seen, its heartbeat decides, by the watcher's own clock."""
     files, said = open_files(tmp_path), []
     with owner(tmp_path), pytest.raises(InUseError):
         ownership.claim(files, said.append, here=ELSEWHERE, timing=PATIENT)
-    # It is dead now, which cannot be seen from there.
+    # It is dead now, which cannot be seen from here.
     ownership.claim(files, said.append, here=ELSEWHERE, timing=HASTY).release()
     assert len(said) == 2
     assert "waiting up to 60 s for a sign of life" in said[0]
@@ -127,8 +127,8 @@ def test_on_another_machine(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(60)
 def test_copied_folder(tmp_path: Path) -> None:
-    """A copy, made while its owner trains, can be used: the owner does not touch it. The folder
-    itself by another path is still the owner's."""
+    """A copy that is made while its owner trains can be used: the owner does not touch it. The
+    folder itself still belongs to the owner if it is opened by another path."""
     folder, alias = tmp_path / "a", tmp_path / "alias"
     with owner(folder) as first:
         shutil.copytree(folder, tmp_path / "copy")
@@ -142,7 +142,7 @@ def test_copied_folder(tmp_path: Path) -> None:
 
 
 def test_released(tmp_path: Path) -> None:
-    """After a training that has ended, the next process takes the directory without a wait."""
+    """After a training has ended, the next process takes the directory without waiting."""
     files = open_files(tmp_path)
     ownership.claim(files, silent).release()
     ownership.claim(files, silent, here=ELSEWHERE).release()
@@ -170,7 +170,7 @@ def test_signs_of_life(change: dict[str, object], seen: bool | None) -> None:
 
 
 def test_hidden_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that `/proc` does not show, as of another user, may be alive."""
+    """A process that `/proc` does not show, such as another user's, may be alive."""
     monkeypatch.setattr("keras_distplug.core.process._look_at", lambda pid: None)
     assert is_alive(HERE, HERE) is None
     assert is_alive(replace(HERE, pid=2**22 + 1), HERE) is False
@@ -193,15 +193,15 @@ def test_attempts() -> None:
 
 @pytest.mark.parametrize("url", ["disk", "memory://{}"])
 def test_races(url: str, tmp_path: Path) -> None:
-    """Of writers that claim at the same time, one wins, and the others are refused."""
+    """Of several writers that claim at the same time, one wins, and the others are refused."""
     for number in range(25):
         place = f"{tmp_path}/{number}" if url == "disk" else url.format(f"{tmp_path}/{number}")
         require_one_winner(open_files(place))
 
 
 def test_in_one_process(tmp_path: Path) -> None:
-    """A `fit` that has failed before it began leaves the directory to the next one of its process,
-    one that trains does not."""
+    """A `fit` that failed before it started leaves the directory to the next one in its process; a
+    `fit` that is training does not."""
     files = open_files(tmp_path)
     first = ownership.claim(files, silent)
     assert ownership.claim(open_files(tmp_path), silent) is first
@@ -213,7 +213,7 @@ def test_in_one_process(tmp_path: Path) -> None:
 
 
 def test_old_claims(tmp_path: Path) -> None:
-    """They do not pile up."""
+    """Old claims do not accumulate."""
     files = open_files(tmp_path)
     for _ in range(5):
         ownership.claim(files, silent).release()
@@ -222,8 +222,8 @@ def test_old_claims(tmp_path: Path) -> None:
 
 
 def test_deleted_folder(tmp_path: Path) -> None:
-    """A process whose directory was deleted, and used again, has lost it: numbers start again, but
-    the claim is another one, whatever the heartbeat of the first one does."""
+    """A process whose directory was deleted and claimed again has lost it: numbers start again, but
+    the claim is a different one, whatever the first process's heartbeat does."""
     files = open_files(tmp_path / "a")
     first = ownership.claim(files, silent)
     shutil.rmtree(tmp_path / "a")
@@ -240,7 +240,7 @@ def test_deleted_folder(tmp_path: Path) -> None:
 
 
 def test_purged_folder(tmp_path: Path) -> None:
-    """A process whose claim was deleted, and that nobody has replaced, still owns the directory."""
+    """A process whose claim was deleted and not replaced still owns the directory."""
     files = open_files(tmp_path)
     first = ownership.claim(files, silent)
     shutil.rmtree(tmp_path / FOLDER)
@@ -251,7 +251,7 @@ def test_purged_folder(tmp_path: Path) -> None:
 
 
 def test_late_claim(tmp_path: Path) -> None:
-    """A claim that comes so late that newer ones have been made and deleted since is withdrawn."""
+    """A claim is withdrawn if newer ones were made and deleted before it was written."""
     files = open_files(tmp_path)
     newer = ownership.Ownership(files, 7, HERE, PATIENT)
     assert newer.make()
@@ -261,7 +261,7 @@ def test_late_claim(tmp_path: Path) -> None:
 
 
 def test_folder_that_changes_owners(tmp_path: Path) -> None:
-    """A process that watches one owner looks again if another claim takes its place."""
+    """A process that watches an owner checks again if another claim replaces it."""
     files, said = open_files(tmp_path), []
     first = ownership.Ownership(files, 1, replace(HERE, boot="a"), PATIENT)
     assert first.make()
@@ -279,7 +279,7 @@ def test_folder_that_changes_owners(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}', '{"host": 1}'])
 @pytest.mark.timeout(60)
 def test_damaged_claim(text: str, tmp_path: Path) -> None:
-    """A claim that does not say whose it is counts by its heartbeat."""
+    """A claim that does not identify its owner counts by its heartbeat."""
     files, said = open_files(tmp_path), []
     files.create(f"{FOLDER}/0001.json", [text.encode()])
     ownership.claim(files, said.append, timing=HASTY).release()
@@ -287,9 +287,9 @@ def test_damaged_claim(text: str, tmp_path: Path) -> None:
 
 
 def test_unwritable(tmp_path: Path) -> None:
-    """It is noticed before anything is trained."""
+    """An unwritable directory is noticed before anything is trained."""
     (tmp_path / FOLDER).write_text("a file")
-    with pytest.raises(SaveError, match=r"Nothing can be saved in .*Give a folder that can be"):
+    with pytest.raises(SaveError, match=r"Nothing can be saved in .*Choose a folder that is"):
         ownership.claim(open_files(tmp_path), silent)
 
 
@@ -326,8 +326,8 @@ def test_fenced_save(tmp_path: Path) -> None:
 
 
 def test_lost_during_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that was stopped for long after it looked, and before its commit, looks again: it
-    withdraws what it committed, and deletes nothing else."""
+    """A process that was suspended between its check and its commit checks again: it withdraws the
+    commit and deletes nothing else."""
     files = open_files(tmp_path)
     first = ownership._win(files, silent, HERE, PATIENT)
     runs.begin_run(files, job=None, seed=0)
@@ -349,8 +349,8 @@ def test_lost_during_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_failed_save_of_a_zombie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left of saves is cleaned up after one that failed, but not by a process that has lost
-    the directory: it may be a save of the new owner's."""
+    """Leftovers are deleted after a failed save, but not by a process that has lost the directory:
+    they may belong to a save of the new owner."""
     files = open_files(tmp_path)
     first = ownership._win(files, silent, HERE, PATIENT)
     runs.begin_run(files, job=None, seed=0)
@@ -371,7 +371,7 @@ def test_failed_save_of_a_zombie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save asks once whether it may."""
+    """A save checks the ownership once."""
     files = open_files(tmp_path)
     owned = ownership._win(files, silent, HERE, replace(PATIENT, beat_secs=60.0))
     runs.begin_run(files, job=None, seed=0)
@@ -388,7 +388,7 @@ def test_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_storage_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who owns the directory is not known then: nothing is committed."""
+    """If the ownership cannot be determined, nothing is committed."""
     files = open_files(tmp_path)
     owned = ownership._win(files, silent, HERE, PATIENT)
     runs.begin_run(files, job=None, seed=0)
@@ -405,6 +405,6 @@ def test_storage_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monkey
     assert CheckpointStore(files, RUN).committed("step") == []
 
 
-def test_process_in_words() -> None:
+def test_process_description() -> None:
     process = Process("node-7", 123, "2026-11-26T10:00:00+00:00", "", "", -1, "", "", 0)
     assert str(process) == "process 123 on node-7 (started 2026-11-26T10:00:00+00:00)"

@@ -1,4 +1,4 @@
-"""What is sent in a request."""
+"""The body of a request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def iterated(body: RequestBody) -> list[bytes]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 22, 23, 24, 1000, -1, None])
 def test_read(size: int | None) -> None:
-    """As from a file, in whatever portions."""
+    """It can be read like a file, in portions of any size."""
     body, file = RequestBody(PARTS), io.BytesIO(DATA)
     portions = []
     while portion := body.read(size):
@@ -45,8 +45,9 @@ def test_seek(offset: int, whence: int) -> None:
     assert body.read() == file.read()
 
 
-def test_each_time_from_the_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that is sent again sends all of it, wherever the checksum has left it."""
+def test_every_iteration_starts_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that is sent again sends all of it, regardless of the position after the
+    checksum."""
     monkeypatch.setattr(request_body, "_CHUNK_BYTES", 4)
     body = RequestBody(PARTS)
     body.read(10)
@@ -64,16 +65,16 @@ def test_nothing(parts: list[bytes]) -> None:
 
 
 def test_not_copied() -> None:
-    """What is sent is the memory itself."""
+    """The memory itself is sent, not a copy."""
     memory = bytearray(b"before")
     body = RequestBody([memory])
     memory[:] = b"behind"
     assert bytes(body) == body.read() == b"".join(iterated(body)) == b"behind"
 
 
-@pytest.mark.ci  # needs a package that `[test]` does not bring
+@pytest.mark.ci  # needs a package that `[test]` does not include
 def test_checksum() -> None:
-    """botocore makes that of a file from it, and leaves it at its begin."""
+    """botocore computes the same checksum as for a file, and leaves the position at the start."""
     httpchecksum = pytest.importorskip("botocore.httpchecksum")
     body = RequestBody(PARTS)
     expected = base64.b64encode(zlib.crc32(DATA).to_bytes(4, "big")).decode()

@@ -1,4 +1,4 @@
-"""Which checkpoints may go."""
+"""Rules for which checkpoints to keep."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from keras_distplug.core.errors import ConfigurationError
-from keras_distplug.storage.retention import Kept, Retention
+from keras_distplug.storage.retention import Retention, RetentionEntry
 
 
 def gone(steps: list[int], losses: list[float] | None = None, **rules: Any) -> list[int]:
-    """The steps of those checkpoints that may go."""
+    """Returns the steps of the checkpoints that no rule keeps."""
     metrics = [{} if losses is None else {"loss": loss} for loss in losses or [0.0] * len(steps)]
-    made = [Kept(str(step), step, m) for step, m in zip(steps, metrics, strict=True)]
+    made = [RetentionEntry(str(step), step, m) for step, m in zip(steps, metrics, strict=True)]
     return [int(name) for name in Retention(**rules).expired(made)]
 
 
@@ -22,7 +22,7 @@ def gone(steps: list[int], losses: list[float] | None = None, **rules: Any) -> l
     ("keep_last", "expected"), [(1, [1, 2, 3]), (3, [1]), (4, []), (9, [])], ids=str
 )
 def test_newest(keep_last: int, expected: list[int]) -> None:
-    """All but the newest `keep_last` may go."""
+    """All but the newest `keep_last` are deleted."""
     assert gone([1, 2, 3, 4], keep_last=keep_last) == expected
 
 
@@ -31,7 +31,7 @@ def test_nothing_there() -> None:
 
 
 def test_every_steps() -> None:
-    """The first checkpoint behind each multiple stays for good, whatever steps there are."""
+    """The first checkpoint after every multiple is kept forever, regardless of the steps."""
     steps: list[int] = []
     for step in range(7, 400, 7):
         steps.append(step)
@@ -41,7 +41,7 @@ def test_every_steps() -> None:
 
 
 def test_best() -> None:
-    """The best by a metric stay, and those that do better take their place."""
+    """The best checkpoints by a metric are kept, and better ones replace them."""
     steps: list[int] = []
     losses = {1: 0.9, 2: 0.4, 3: 0.8, 4: 0.5, 5: math.nan, 6: 0.7, 7: 0.3, 8: 0.6}
     stood = []
@@ -59,9 +59,13 @@ def test_largest_is_best() -> None:
     assert gone([1, 2, 3, 4], [0.1, 0.9, 0.9, 0.2], **rules) == [1, 2]
 
 
-def test_metric_that_is_not_there() -> None:
-    """Checkpoints without the metric are none of the best."""
-    made = [Kept("a", 1, {"loss": 0.1}), Kept("b", 2), Kept("c", 3, {"loss": math.nan})]
+def test_missing_metric() -> None:
+    """Checkpoints without the metric never count as the best."""
+    made = [
+        RetentionEntry("a", 1, {"loss": 0.1}),
+        RetentionEntry("b", 2),
+        RetentionEntry("c", 3, {"loss": math.nan}),
+    ]
     rules = Retention(keep_last=1, keep_best=("loss", "min", 2))
     assert rules.expired(made) == ("b",)
 
@@ -78,7 +82,7 @@ def test_metric_that_is_not_there() -> None:
     ids=str,
 )
 def test_unusable(rules: Any) -> None:
-    """A rule that would keep nothing, or means nothing, is refused by name."""
+    """A rule that would keep nothing, or is meaningless, is refused by name."""
     [name] = rules
     with pytest.raises(ConfigurationError, match=f"`{name}`.*Received: "):
         Retention(**rules)

@@ -1,4 +1,4 @@
-"""Runs: the folders in which checkpoints lie."""
+"""Runs: the folders that contain checkpoints."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def state(step: int) -> TrainState:
 
 
 def test_no_run(root: Path, files: LocalFiles) -> None:
-    """A folder without a run has no newest one, and asking creates nothing."""
+    """A folder without runs has no newest one, and asking creates nothing."""
     assert newest_run(files) is None
     assert not root.exists()
 
 
 @pytest.mark.parametrize("job", [None, "job-1"])
-def test_begin_and_find(files: LocalFiles, job: str | None) -> None:
-    """A run that was begun is found and read, with its record."""
+def test_start_and_find(files: LocalFiles, job: str | None) -> None:
+    """A run that was started is found and read, with its record."""
     run = begin_run(files, job=job, seed=7)
     assert run.name == "run-0001"
     assert (run.record.job, run.record.seed) == (job, 7)
@@ -51,7 +51,7 @@ def test_begin_and_find(files: LocalFiles, job: str | None) -> None:
 
 
 def test_next_run(files: LocalFiles) -> None:
-    """Each run has a folder and an id of its own, and the one begun last is the newest."""
+    """Every run has a separate folder and a unique ID, and the last one started is the newest."""
     runs = [begin_run(files, job=None, seed=seed) for seed in range(3)]
     assert [run.name for run in runs] == ["run-0001", "run-0002", "run-0003"]
     assert len({run.record.run_id for run in runs}) == 3
@@ -60,7 +60,7 @@ def test_next_run(files: LocalFiles) -> None:
 
 
 def test_many_runs(root: Path, files: LocalFiles) -> None:
-    """Runs with more digits than a name is padded to are newer."""
+    """Runs with more digits than the padding of names are newer."""
     (root / "run-9999").mkdir(parents=True)
     runs = [begin_run(files, job=None, seed=0) for _ in range(2)]
     assert [run.name for run in runs] == ["run-10000", "run-10001"]
@@ -68,7 +68,7 @@ def test_many_runs(root: Path, files: LocalFiles) -> None:
 
 
 def test_foreign_files(root: Path, files: LocalFiles) -> None:
-    """What is no run's folder is passed over, and stays."""
+    """A folder that is not a run's is ignored, and not changed."""
     for name in ("run-1", "run-0007.bak", "notes", "my-run-0009"):
         (root / name).mkdir(parents=True)
         (root / name / "RUN.json").write_text("mine")
@@ -79,7 +79,8 @@ def test_foreign_files(root: Path, files: LocalFiles) -> None:
 
 
 def test_after_a_deleted_run(files: LocalFiles) -> None:
-    """When the newest run is deleted the one before is the newest, and a new one is not it."""
+    """If the newest run is deleted, the previous one is the newest, and a new run is a different
+    one."""
     first, second = (begin_run(files, job=None, seed=seed) for seed in range(2))
     Checkpoints(files, run=second.name).save(state(1))
     Checkpoints(files, run=second.name).delete_run()
@@ -92,7 +93,7 @@ def test_after_a_deleted_run(files: LocalFiles) -> None:
 
 
 def test_delete_twice(files: LocalFiles) -> None:
-    """Deleting a run that is gone is no error."""
+    """Deleting a run that does not exist is not an error."""
     run = begin_run(files, job=None, seed=0)
     Checkpoints(files, run=run.name).delete_run()
     Checkpoints(files, run=run.name).delete_run()
@@ -100,7 +101,8 @@ def test_delete_twice(files: LocalFiles) -> None:
 
 
 def test_killed_deletion(tmp_path: Path) -> None:
-    """A deletion killed anywhere leaves the run whole, or gone: it never comes back in part."""
+    """A deletion that is killed at any point leaves the run intact or deleted: it never reappears
+    in part."""
     template = LocalFiles(tmp_path / "template")
     old, deleted = (begin_run(template, job=None, seed=seed) for seed in range(2))
     for step in (1, 2):
@@ -134,8 +136,9 @@ def test_killed_deletion(tmp_path: Path) -> None:
     assert set(gone) == {False, True}
 
 
-def test_killed_begin(tmp_path: Path) -> None:
-    """A process killed anywhere while it begins a run leaves a whole run, or none."""
+def test_killed_start(tmp_path: Path) -> None:
+    """A process that is killed at any point while it starts a run leaves a complete run, or
+    none."""
     begun = []
     for number in itertools.count(1):
         files = LocalFiles(tmp_path / str(number))
@@ -160,7 +163,7 @@ def test_killed_begin(tmp_path: Path) -> None:
 
 
 def test_one_folder_each(files: LocalFiles) -> None:
-    """Processes that begin runs at the same moment get different folders."""
+    """Processes that start runs at the same time get different folders."""
     count = 6
     begin = [lambda i=i: begin_run(files, job=f"job-{i}", seed=i) for i in range(count)]
     assert together(begin) == [0] * count
@@ -170,8 +173,8 @@ def test_one_folder_each(files: LocalFiles) -> None:
 
 
 def test_damaged_record(root: Path, files: LocalFiles) -> None:
-    """A record in which a character was changed is refused, or means the same; the message says
-    what to do, and a new run can be begun beside it."""
+    """A record with a changed character is rejected, or has the same meaning; the message names the
+    remedy, and a new run can be started alongside it."""
     run = begin_run(files, job="job", seed=123)
     record = root / run.name / "RUN.json"
     text = record.read_text()
@@ -193,7 +196,8 @@ def test_damaged_record(root: Path, files: LocalFiles) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"1", b"null", b"{}", b"\xff\xfe\x00"])
 def test_no_record(root: Path, files: LocalFiles, content: bytes) -> None:
-    """A record that is something else is refused, by name; it is not taken for an empty folder."""
+    """A record with other contents is rejected by name; the folder is not taken for an empty
+    one."""
     run = begin_run(files, job=None, seed=0)
     (root / run.name / "RUN.json").write_bytes(content)
     with pytest.raises(CorruptCheckpointError, match=str(root / run.name / "RUN.json")):
@@ -201,7 +205,8 @@ def test_no_record(root: Path, files: LocalFiles, content: bytes) -> None:
 
 
 def test_missing_record(files: LocalFiles) -> None:
-    """A worker that does not see the run is told that all must see the same folder."""
+    """A worker that does not see the run gets the message that all workers must see the same
+    folder."""
     with pytest.raises(CheckpointError, match="All workers must see the same folder") as raised:
         read_run(files, "run-0001")
     assert not isinstance(raised.value, CorruptCheckpointError)
@@ -209,7 +214,7 @@ def test_missing_record(files: LocalFiles) -> None:
 
 @pytest.mark.parametrize(("method", "part"), [("read", "RUN.json"), ("names", "")])
 def test_unreadable(files: LocalFiles, method: str, part: str) -> None:
-    """A run that cannot be read is an error; it is not taken for none."""
+    """A run that cannot be read is an error; it does not count as missing."""
     run = begin_run(files, job=None, seed=0)
     watched = WatchedFiles(files)
     watched.fail(method, part, PermissionError(errno.EACCES, "no"))
@@ -222,8 +227,8 @@ def test_unreadable(files: LocalFiles, method: str, part: str) -> None:
 
 
 @pytest.mark.parametrize(("method", "error"), [("create", SaveError), ("names", CheckpointError)])
-def test_failed_begin(files: LocalFiles, method: str, error: type[CheckpointError]) -> None:
-    """A run that cannot be begun is an error that names the folder."""
+def test_failed_start(files: LocalFiles, method: str, error: type[CheckpointError]) -> None:
+    """If a run cannot be started, the error names the folder."""
     watched = WatchedFiles(files)
     watched.fail(method, "", OSError(errno.EROFS, "read-only"))
     with pytest.raises(error, match=f"{files.where()}.*read-only"):
@@ -232,7 +237,7 @@ def test_failed_begin(files: LocalFiles, method: str, error: type[CheckpointErro
 
 
 def test_failed_deletion(files: LocalFiles) -> None:
-    """A run that cannot be deleted is an error that names the folder."""
+    """If a run cannot be deleted, the error names the folder."""
     run = begin_run(files, job=None, seed=0)
     watched = WatchedFiles(files)
     watched.fail("delete", run.name, OSError(errno.EROFS, "read-only"))

@@ -41,7 +41,7 @@ from keras_distplug.storage.stores.local import LocalFiles
 
 
 def state(step: int, value: float | None = None, **changes: Any) -> TrainState:
-    """A state whose arrays are those of `value`, by default `step`."""
+    """Returns a state with arrays from `value`, by default `step`."""
     value = step if value is None else value
     arrays = {
         "model/z": np.full((3, 4), value, np.float32),
@@ -70,7 +70,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def holds(stored: Stored | None, expected: TrainState) -> bool:
-    """Is `stored` bit for bit what `expected` is?"""
+    """True if `stored` equals `expected` bit for bit."""
     if stored is None or stored.manifest.cursor != expected.cursor:
         return False
     return list(stored.arrays) == list(expected.arrays) and all(
@@ -101,8 +101,8 @@ def root(tmp_path: Path) -> Path:
 # Saving and reading
 
 
-def test_light() -> None:
-    """The storage room loads neither TensorFlow nor Keras."""
+def test_imports_are_light() -> None:
+    """The storage package imports neither TensorFlow nor Keras."""
     code = (
         "import sys, keras_distplug.storage.store\n"
         "print(sorted({'tensorflow', 'keras'} & set(sys.modules)), 'numpy' in sys.modules)"
@@ -127,9 +127,9 @@ UNREADABLE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("field", UNREADABLE)
-def test_what_could_not_be_read_again(root: Path, field: str) -> None:
-    """A checkpoint that its reader would refuse is not committed; the error names the value, and
-    the older checkpoint stays."""
+def test_unreadable_state_is_not_committed(root: Path, field: str) -> None:
+    """A checkpoint that its reader would reject is not committed; the error names the value, and
+    the older checkpoint is kept."""
     checkpoints = store(root, keep_last=1)
     checkpoints.save(state(4))
     saved = dataclasses.replace(state(5), **UNREADABLE[field])
@@ -141,7 +141,7 @@ def test_what_could_not_be_read_again(root: Path, field: str) -> None:
 
 
 def test_round_trip(root: Path) -> None:
-    """A state that was saved is read back whole."""
+    """A saved state is read back completely."""
     saved = state(
         7,
         history={"loss": [0.5, float("nan")]},
@@ -166,8 +166,8 @@ def test_round_trip(root: Path) -> None:
 
 
 def test_one_value_at_a_time(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading holds the memory of the value that is read, the one before and a little of what is
-    read ahead, not of all."""
+    """Reading needs memory for the current value, the previous one and a little that is read ahead,
+    not for all values."""
     monkeypatch.setattr(codec, "AHEAD_BYTES", 2**16)
     arrays = {f"v{number}": np.full(200_000, number, np.float64) for number in range(9)}
     store(root).save(TrainState(Cursor(0, 0, 1), arrays))
@@ -190,7 +190,7 @@ def test_one_value_at_a_time(root: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_read_once(root: Path) -> None:
-    """Each byte of the checkpoint that is taken is read once, of others none."""
+    """Every byte of the chosen checkpoint is read once; no bytes of others are."""
     for step in (1, 2):
         store(root).save(state(step))
     counted = Counted(root)
@@ -203,7 +203,7 @@ def test_read_once(root: Path) -> None:
 
 
 class Counted(LocalFiles):
-    """Counts the bytes that are read of each file."""
+    """Counts the bytes read per file."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -216,9 +216,9 @@ class Counted(LocalFiles):
 
 
 @pytest.mark.parametrize("read_only", [False, True])
-def test_set_aside(root: Path, monkeypatch: pytest.MonkeyPatch, read_only: bool) -> None:
-    """One whose values turn out to be damaged is not the newest any more, also where that cannot be
-    written down."""
+def test_quarantine(root: Path, monkeypatch: pytest.MonkeyPatch, read_only: bool) -> None:
+    """A checkpoint whose values turn out to be damaged is no longer the newest, even if that cannot
+    be recorded."""
     for step in (1, 2):
         store(root).save(state(step))
     files = LocalFiles(root)
@@ -230,7 +230,7 @@ def test_set_aside(root: Path, monkeypatch: pytest.MonkeyPatch, read_only: bool)
         list(stored.values())
     if read_only:
         monkeypatch.setattr(files, "create", refuse)
-    with pytest.warns(UserWarning, match="step-00000002 is set aside: .*has changed") as told:
+    with pytest.warns(UserWarning, match="step-00000002 is quarantined: .*has changed") as told:
         opened.set_aside(stored.name, raised.value)
     assert len(told) == 1 + read_only
     assert (root / RUN / stored.name / "DAMAGED.json").exists() is not read_only
@@ -242,7 +242,7 @@ def refuse(*_: object) -> None:
 
 
 def test_open_format(root: Path) -> None:
-    """A checkpoint can be read without this package: JSON that names safetensors files."""
+    """A checkpoint can be read without this package: it is JSON that names safetensors files."""
     saved = state(7)
     store(root).save(saved)
     folder = root / RUN / "step-00000007"
@@ -265,7 +265,7 @@ def test_empty_run(root: Path) -> None:
 
 
 def test_kinds(root: Path) -> None:
-    """Checkpoints of a run under way and of its end are kept apart."""
+    """Checkpoints of runs in progress and of finished runs are kept apart."""
     for saved in (state(1), state(2), final(2, value=5), state(3)):
         store(root, keep_last=1).save(saved)
     assert names(root) == ["final-00000002", "step-00000003"]
@@ -284,7 +284,7 @@ def test_read_by_name(root: Path) -> None:
 
 
 def test_foreign_files(root: Path) -> None:
-    """What is no checkpoint's folder is neither read nor deleted."""
+    """A folder that is not a checkpoint's is neither read nor deleted."""
     for name in ("notes", "step-5", "step-00000009.bak", "astep-00000009", ".step-00000009"):
         (root / RUN / name).mkdir(parents=True)
         (root / RUN / name / "MANIFEST.json").write_text("mine")
@@ -300,14 +300,14 @@ def test_foreign_files(root: Path) -> None:
 
 
 def test_newest_by_step(root: Path) -> None:
-    """The newest checkpoint is that of the highest step, in whatever order they were made."""
+    """The newest checkpoint is that of the highest step, in whatever order they were saved."""
     for step in (3, 10, 9):
         store(root, keep_last=5).save(state(step))
     assert holds(store(root).newest("step"), state(10))
 
 
 def test_many_steps(root: Path) -> None:
-    """Steps with more digits than a name is padded to are newer."""
+    """Steps with more digits than the padding of names are newer."""
     steps = (99_999_999, 100_000_000, 1_000_000_000_000)
     for step in steps:
         store(root, keep_last=2).save(state(step, value=step % 7))
@@ -316,7 +316,7 @@ def test_many_steps(root: Path) -> None:
 
 
 def test_keep_last(root: Path) -> None:
-    """As many as `keep_last` stay, the newest; the folders of others go."""
+    """The newest `keep_last` are kept; the folders of others are deleted."""
     for step in range(1, 6):
         store(root, keep_last=3).save(state(step))
         assert len(names(root)) == min(step, 3)
@@ -325,7 +325,7 @@ def test_keep_last(root: Path) -> None:
 
 @pytest.mark.parametrize("keep_last", [0, -1])
 def test_keep_none(root: Path, keep_last: int) -> None:
-    """A store that would keep nothing is refused before anything is written."""
+    """A retention that would keep nothing is refused before anything is written."""
     with pytest.raises(ValueError, match="keep_last"):
         store(root, keep_last)
 
@@ -336,7 +336,7 @@ def test_keep_none(root: Path, keep_last: int) -> None:
     ids=["arrays", "stop_training", "nothing"],
 )
 def test_other_content(root: Path, other: TrainState) -> None:
-    """Saving at a step that is there already makes a newer checkpoint beside it."""
+    """Saving at an existing step creates a newer checkpoint alongside it."""
     first = state(5, history={"loss": [0.5]})
     store(root).save(first)
     before = contents(root)
@@ -351,7 +351,8 @@ def test_other_content(root: Path, other: TrainState) -> None:
 
 
 def test_repeats_in_order(root: Path) -> None:
-    """Of twelve checkpoints of one step the last made is the newest, before and after expiry."""
+    """Of twelve checkpoints of one step, the last one saved is the newest, before and after
+    cleaning."""
     for value in range(12):
         store(root, keep_last=20).save(state(5, value=value))
     assert holds(store(root).newest("step"), state(5, value=11))
@@ -424,7 +425,8 @@ DAMAGES: dict[str, Damage] = {
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
 def test_damaged(root: Path, damage: Damage) -> None:
-    """A damaged checkpoint is named and set aside, for good, and the one before is taken."""
+    """A damaged checkpoint is reported and quarantined permanently, and the previous one is
+    used."""
     for step in (1, 2, 3):
         store(root, keep_last=3).save(state(step))
     folder = root / RUN / "step-00000003"
@@ -459,12 +461,12 @@ def test_damaged(root: Path, damage: Damage) -> None:
     }
 
 
-def test_save_beside_damaged(root: Path) -> None:
-    """Saving at the step of a damaged checkpoint makes another one; the damaged one stays."""
+def test_save_next_to_damaged(root: Path) -> None:
+    """Saving at the step of a damaged checkpoint creates another one; the damaged one is kept."""
     for step in (1, 2):
         store(root).save(state(step))
     flip(the_shard(root / RUN / "step-00000002"), -1)
-    with pytest.warns(UserWarning, match="step-00000002 is set aside"):
+    with pytest.warns(UserWarning, match="step-00000002 is quarantined"):
         store(root).newest("step")
     before = contents(root / RUN / "step-00000002")
     store(root).save(state(2))
@@ -473,8 +475,8 @@ def test_save_beside_damaged(root: Path) -> None:
     assert contents(root / RUN / "step-00000002") == before
 
 
-def test_save_beside_damage_not_yet_found(root: Path) -> None:
-    """Saving at a step whose checkpoint was damaged since does not take that one for the same."""
+def test_save_next_to_undetected_damage(root: Path) -> None:
+    """Saving at a step whose checkpoint was damaged since does not reuse that one."""
     store(root).save(state(2))
     flip(the_shard(root / RUN / "step-00000002"), -1)
     store(root).save(state(2))
@@ -482,8 +484,8 @@ def test_save_beside_damage_not_yet_found(root: Path) -> None:
     assert holds(store(root).newest("step"), state(2))
 
 
-def test_save_beside_mended(root: Path) -> None:
-    """A checkpoint that was set aside is not taken for a save, even if its bytes are right."""
+def test_save_next_to_repaired(root: Path) -> None:
+    """A quarantined checkpoint is not reused by a save, even if its bytes are correct."""
     store(root).save(state(1))
     folder = root / RUN / "step-00000001"
     LocalFiles(root).create(f"{RUN}/step-00000001/DAMAGED.json", [b"{}"])
@@ -493,8 +495,8 @@ def test_save_beside_mended(root: Path) -> None:
     assert contents(folder) == before
 
 
-def test_length_is_told(root: Path) -> None:
-    """A shard that was cut off is named with both lengths."""
+def test_length_is_reported(root: Path) -> None:
+    """A truncated shard is reported with both lengths."""
     store(root).save(state(1))
     shard = the_shard(root / RUN / "step-00000001")
     whole = shard.stat().st_size
@@ -506,12 +508,12 @@ def test_length_is_told(root: Path) -> None:
 
 
 def test_damaged_do_not_count(root: Path) -> None:
-    """As many as `keep_last` whole checkpoints stay, however many damaged ones there are."""
+    """`keep_last` intact checkpoints are kept, regardless of the number of damaged ones."""
     store(root).save(state(1))
     for step in (2, 3, 4):
         store(root).save(state(step))
         flip(the_shard(root / RUN / f"step-0000000{step}"), -1)
-        with pytest.warns(UserWarning, match="set aside"):
+        with pytest.warns(UserWarning, match="quarantined"):
             assert holds(store(root).newest("step"), state(1))
     store(root).save(state(5))
     assert names(root) == [f"step-0000000{step}" for step in (1, 2, 3, 4, 5)]
@@ -520,13 +522,13 @@ def test_damaged_do_not_count(root: Path) -> None:
 
 
 def test_all_damaged(root: Path) -> None:
-    """If all checkpoints are damaged that is an error, at each start, and training never begins
-    anew by itself; checkpoints saved later are taken."""
+    """If all checkpoints are damaged, every start is an error, and training never restarts
+    automatically; checkpoints saved later are used."""
     for step in (1, 2):
         store(root).save(state(step))
         flip(the_shard(root / RUN / f"step-0000000{step}"), -1)
     with (
-        pytest.warns(UserWarning, match="set aside"),
+        pytest.warns(UserWarning, match="quarantined"),
         pytest.raises(CorruptCheckpointError, match="step-00000002, step-00000001") as first,
     ):
         store(root).newest("step")
@@ -539,20 +541,20 @@ def test_all_damaged(root: Path) -> None:
     assert holds(store(root).newest("step"), state(3))
 
 
-def test_put_back(root: Path) -> None:
-    """A checkpoint that was put back from a copy counts once its DAMAGED.json is deleted."""
+def test_restored_from_a_copy(root: Path) -> None:
+    """A checkpoint that was restored from a copy counts once its DAMAGED.json is deleted."""
     store(root).save(state(1))
     folder = root / RUN / "step-00000001"
     flip(the_shard(folder), -1)
-    with pytest.warns(UserWarning, match="set aside"), pytest.raises(CorruptCheckpointError):
+    with pytest.warns(UserWarning, match="quarantined"), pytest.raises(CorruptCheckpointError):
         store(root).newest("step")
     flip(the_shard(folder), -1)
     (folder / "DAMAGED.json").unlink()
     assert holds(store(root).newest("step"), state(1))
 
 
-def test_damage_that_cannot_be_noted(root: Path) -> None:
-    """On a storage that cannot be written to, a damaged checkpoint is passed over all the same."""
+def test_damage_that_cannot_be_recorded(root: Path) -> None:
+    """On a read-only storage, a damaged checkpoint is skipped nevertheless."""
     for step in (1, 2):
         store(root).save(state(step))
     flip(the_shard(root / RUN / "step-00000002"), -1)
@@ -560,13 +562,13 @@ def test_damage_that_cannot_be_noted(root: Path) -> None:
     watched.fail("create", "DAMAGED.json", OSError(errno.EROFS, "read-only"))
     with pytest.warns(UserWarning, match=r"step-00000002") as warned:
         assert holds(Checkpoints(watched).newest("step"), state(1))
-    assert "is set aside" in str(warned[0].message)
+    assert "is quarantined" in str(warned[0].message)
     assert "DAMAGED.json could not be written: " in str(warned[1].message)
     assert watched.fired == 1
 
 
-def test_damage_that_another_process_noted(root: Path) -> None:
-    """Damage that two processes find at once is told by each of them once."""
+def test_damage_recorded_by_another_process(root: Path) -> None:
+    """Damage that two processes find at the same time is reported once by each of them."""
     for step in (1, 2):
         store(root).save(state(step))
     flip(the_shard(root / RUN / "step-00000002"), -1)
@@ -593,7 +595,7 @@ def test_other_release(root: Path) -> None:
     assert contents(root) == before
 
 
-# Storage that fails
+# Storage failures
 
 
 @pytest.mark.parametrize(
@@ -607,7 +609,7 @@ def test_other_release(root: Path) -> None:
 )
 @pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "no"), OSError(errno.EIO, "no")])
 def test_unreadable(root: Path, method: str, part: str, error: OSError) -> None:
-    """What cannot be read may be readable later: an error, and nothing is set aside."""
+    """An unreadable file may be readable later: this is an error, and nothing is quarantined."""
     for step in (1, 2):
         store(root).save(state(step))
     before = contents(root)
@@ -652,13 +654,13 @@ def test_failed_save(root: Path, method: str, part: str) -> None:
 
 
 def test_failed_save_that_cannot_be_removed(root: Path) -> None:
-    """What is left of a failed save is named; it does not count and goes later."""
+    """The leftovers of a failed save are reported, do not count and are deleted later."""
     store(root).save(state(1))
     watched = WatchedFiles(LocalFiles(root))
     saving = Checkpoints(watched)
     watched.fail("create", "MANIFEST.json", OSError(errno.EIO, "broken"))
     watched.fail("delete", "step-00000002", OSError(errno.EIO, "broken"))
-    with pytest.warns(UserWarning, match="is left of a checkpoint"), pytest.raises(SaveError):
+    with pytest.warns(UserWarning, match="save's leftovers"), pytest.raises(SaveError):
         saving.save(state(2))
     assert watched.fired == 2
     watched.mend()
@@ -669,9 +671,9 @@ def test_failed_save_that_cannot_be_removed(root: Path) -> None:
     assert names(root) == ["step-00000003", "step-00000004"]
 
 
-def test_what_is_cleaned(root: Path) -> None:
-    """What a cut-off save has left goes with later saves; what may be a later step's save under
-    way stays."""
+def test_cleaning_of_leftovers(root: Path) -> None:
+    """Leftovers of an interrupted save are deleted by later saves; those of a later step, whose
+    save may still be in progress, are kept."""
     for step in (2, 4, 7):
         LocalFiles(root).create(f"{RUN}/step-0000000{step}/attempt/rank-0-1.safetensors", [b"half"])
     with no_warnings():
@@ -682,14 +684,14 @@ def test_what_is_cleaned(root: Path) -> None:
 
 
 def test_state_that_json_cannot_hold(root: Path) -> None:
-    """Of a state that cannot be written nothing is left."""
+    """A state that cannot be written leaves nothing behind."""
     with pytest.raises(SaveError, match="`history/loss/0`"):
         store(root).save(state(1, history={"loss": [np.float32(1)]}))
     assert contents(root) == {}
 
 
 def test_failed_cleaning(root: Path) -> None:
-    """Old checkpoints that cannot be deleted are worth a warning; the new one is committed."""
+    """If old checkpoints cannot be deleted, there is a warning; the new one is committed."""
     for step in (1, 2):
         store(root).save(state(step))
     watched = WatchedFiles(LocalFiles(root))
@@ -703,7 +705,7 @@ def test_failed_cleaning(root: Path) -> None:
 
 
 def test_unreadable_successor(root: Path) -> None:
-    """Nothing is deleted while the newest checkpoint cannot be read; that is worth a warning."""
+    """Nothing is deleted while the newest checkpoint cannot be read; there is a warning."""
     for step in (1, 2):
         store(root).save(state(step))
     before = contents(root)
@@ -717,7 +719,7 @@ def test_unreadable_successor(root: Path) -> None:
 
 
 class Forgetful(LocalFiles):
-    """A disk that reports success and writes something else."""
+    """A disk that reports success but writes other bytes."""
 
     wrong = True
 
@@ -727,16 +729,16 @@ class Forgetful(LocalFiles):
         super().create(path, parts)
 
 
-def test_storage_that_lies(root: Path) -> None:
-    """A checkpoint that is to replace old ones and reads back wrong is a failed save: it is set
-    aside, the old ones stay, and the next save succeeds."""
+def test_storage_that_corrupts(root: Path) -> None:
+    """If a checkpoint that is about to replace old ones reads back wrong, the save fails: it is
+    quarantined, the old ones are kept, and the next save succeeds."""
     for step in (1, 2):
         store(root).save(state(step))
     before = contents(root)
     files = Forgetful(root)
     saving = Checkpoints(files)
     with (
-        pytest.warns(UserWarning, match="step-00000003 is set aside"),
+        pytest.warns(UserWarning, match="step-00000003 is quarantined"),
         pytest.raises(SaveError, match=r"rank-0-1\.safetensors has changed"),
     ):
         saving.save(state(3))
@@ -751,12 +753,12 @@ def test_storage_that_lies(root: Path) -> None:
 
 
 def test_kill_at_every_call_of_a_save(tmp_path: Path) -> None:
-    """A process killed anywhere in a save leaves the old checkpoint or the new one as the newest,
-    whole; saving goes on, and nothing of the kill remains."""
+    """A process that is killed at any system call of a save leaves the old or the new checkpoint as
+    the newest, intact; saves continue, and no leftovers remain."""
     template = tmp_path / "template"
     for step in (1, 2):
         store(template).save(state(step))
-    # What an earlier kill has left, which this save cleans up as well.
+    # Leftovers of an earlier kill, which this save also deletes.
     LocalFiles(template).create(f"{RUN}/step-00000001-2/cut-off/rank-0-1.safetensors", [b"half"])
 
     newest_after = []
@@ -794,8 +796,8 @@ def test_kill_at_every_call_of_a_save(tmp_path: Path) -> None:
 
 
 def test_many_kills_of_one_save(root: Path) -> None:
-    """A run that is killed again and again in the save of one step keeps its checkpoint, and one
-    undisturbed save makes up for all."""
+    """A run that is killed again and again while it saves a step keeps its checkpoint, and one
+    undisturbed save is enough to continue."""
     store(root).save(state(1))
     for number in itertools.count(1):
 
@@ -814,8 +816,9 @@ def test_many_kills_of_one_save(root: Path) -> None:
     assert names(root) == ["step-00000003", "step-00000004"]
 
 
-def test_kill_while_setting_aside(tmp_path: Path) -> None:
-    """A process killed anywhere while it finds damage leaves the one before to be found."""
+def test_kill_during_quarantine(tmp_path: Path) -> None:
+    """A process that is killed at any point while it finds damage leaves the previous checkpoint to
+    be found."""
     template = tmp_path / "template"
     for step in (1, 2):
         store(template).save(state(step))

@@ -1,4 +1,4 @@
-"""Files that write down what is asked of them, and fail when told to."""
+"""Files that record their calls, and fail on request."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from keras_distplug.storage.files import Files
 
 
 class WatchedFiles:
-    """`files`, watched.
+    """Wraps `files`, recording calls.
 
     Attributes:
-        calls: Every method that was called, with its path.
-        fired: How often `fail` has made one fail.
+        calls: The methods called, with their paths.
+        fired: The number of failures caused by `fail`.
+
     """
 
     def __init__(self, files: Files) -> None:
@@ -25,18 +26,18 @@ class WatchedFiles:
         self._left: int | None = None
 
     def fail(self, method: str, part: str, error: OSError) -> None:
-        """From now on `method` raises `error` if its path holds `part`."""
+        """Makes `method` raise `error` from now on if its path contains `part`."""
         self._faults.append((method, part, error, False))
 
     def lose_reply(self, method: str, part: str, error: OSError) -> None:
-        """As `fail`, but `method` does what it is asked before."""
+        """Makes `method` fail as `fail` does, but only after it was executed."""
         self._faults.append((method, part, error, True))
 
     def mend(self) -> None:
         self._faults.clear()
 
     def mend_after(self, times: int) -> None:
-        """Lets what `fail` said happen so often, and then no more."""
+        """Limits the failure set by `fail` to this many calls."""
         self._left = times
 
     def __getattr__(self, method: str) -> Callable[..., Any]:

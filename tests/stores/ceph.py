@@ -1,6 +1,7 @@
-"""A real Ceph on this machine: a monitor, a disk in memory, and the gateway that speaks S3.
+"""A real Ceph on this machine: a monitor, a disk in memory, and the gateway with S3's API.
 
-cd tests && python -m stores.ceph    # says where it is, until Ctrl-C
+cd tests && python -m stores.ceph    # prints its address, runs until Ctrl-C
+
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ PROGRAMS = ("ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-ad
 HOW = "Run apt-get install --no-install-recommends ceph-mon ceph-osd radosgw."
 COMMAND_TIMEOUT_S = 60
 KEYS = {"key": "test-key", "secret": "test-secret-of-s3"}
-# Those of a user who has little room, and a bucket of her own.
+# The keys of a user with a small quota and her bucket.
 FULL_KEYS = {"key": "full-key", "secret": "full-secret-of-s3"}
 FULL_BUCKET, FULL_BYTES = "full", 2 * 2**20
 
@@ -82,7 +83,7 @@ caps osd = "allow *"
 
 @contextmanager
 def ceph(folder: Path) -> Iterator[Place]:
-    """S3, as Ceph has it."""
+    """Yields S3, as provided by Ceph."""
     if not importlib.util.find_spec("s3fs"):
         missing("s3fs", servers.HOW)
     for program in PROGRAMS:
@@ -94,7 +95,7 @@ def ceph(folder: Path) -> Iterator[Place]:
     config.write_text(
         CONFIG.format(fsid=cluster, folder=folder, monitor_port=monitor_port, port=port)
     )
-    # A key, as Ceph has it: of AES, made at the beginning of time, and 16 bytes long.
+    # Returns a key in Ceph's format: an AES key of 16 bytes, created at time 0.
     key = base64.b64encode(struct.pack("<hIIH", 1, 0, 0, 16) + os.urandom(16)).decode()
     keyring = folder / "keyring"
     keyring.write_text(KEYRING.format(key=key))

@@ -11,7 +11,7 @@ from stores import servers
 from stores.ceph import ceph
 from stores.servers import Place
 
-# gcsfs, when it is imported, decides to ask what kind of bucket it has, which no emulator says.
+# On import, gcsfs decides to ask for the kind of a bucket, which no emulator supports.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
 
@@ -37,7 +37,7 @@ STORES = {
 
 
 class Started:
-    """The stores that tests have asked for, each started once."""
+    """The stores that tests have requested, started once each."""
 
     def __init__(self, stack: ExitStack, paths: pytest.TempPathFactory) -> None:
         self._stack = stack
@@ -59,5 +59,5 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
 
 @pytest.fixture(params=STORES)
 def place(request: pytest.FixtureRequest, stores: Started) -> Place:
-    """A new folder in each store."""
+    """Yields a new folder in every store."""
     return stores[request.param]

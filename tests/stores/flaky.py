@@ -1,4 +1,4 @@
-"""A proxy in front of an HTTP store that does it harm."""
+"""A proxy in front of an HTTP store that injects faults."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Harm = Literal["status", "reset_request", "reset_reply", "stall", "lost_reply"]
-_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: what is left is thrown away, and the peer is told
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: discards unsent data and resets the connection
 
 
 @dataclass
 class Rule:
-    """What happens to requests.
+    """A fault that hits requests.
 
     Args:
-        harm: `"status"` answers with `code`. `"reset_request"` and `"reset_reply"` break the
-            connection after `after_bytes` of what is sent or received. `"stall"` takes them and
-            does not answer until all is mended. `"lost_reply"` breaks it once the store has done
-            what it was asked.
-        method: Of the requests.
-        path: A pattern in their path.
-        times: How many are harmed.
-        code: Of the answer.
-        after_bytes: As said.
-        rate: The share of such requests that are harmed, by chance.
+        harm: `"status"` answers with `code`. `"reset_request"` and `"reset_reply"` reset the
+            connection after `after_bytes` of the data sent or received. `"stall"` accepts requests
+            and does not answer until all rules are removed. `"lost_reply"` resets it once the store
+            has executed the request.
+        method: The method of the requests.
+        path: A pattern that their path contains.
+        times: The number of requests to hit.
+        code: The status of the answer.
+        after_bytes: The number of bytes before a reset.
+        rate: The probability with which such a request is hit.
+
     """
 
     harm: Harm
@@ -44,13 +45,14 @@ class Rule:
 
 
 class Proxy:
-    """Passes on what no rule harms.
+    """Passes on requests that no rule hits.
 
     Attributes:
-        port: Where it listens.
-        harmed: How many requests were harmed.
-        requests: Method and path of all requests.
-        stop: Ends it, once it serves.
+        port: The port it listens on.
+        harmed: The number of requests hit.
+        requests: The methods and paths of all requests.
+        stop: Stops it; set once it serves.
+
     """
 
     def __init__(self, upstream_port: int) -> None:
@@ -64,7 +66,7 @@ class Proxy:
         self._stopped: asyncio.Event
         self._mended: asyncio.Event
         self._loop: asyncio.AbstractEventLoop
-        self._serving: set[asyncio.Task[None] | None] = set()  # asyncio keeps none alive
+        self._serving: set[asyncio.Task[None] | None] = set()  # asyncio holds only weak references
 
     def harm(self, rule: Rule) -> None:
         self._rules.append(replace(rule))  # it counts down
@@ -98,7 +100,7 @@ class Proxy:
         return None
 
     async def _serve_one(self, client: asyncio.StreamReader, answer: asyncio.StreamWriter) -> None:
-        """One request: neither side may use its connection for another."""
+        """Handles one request: neither side may reuse its connection."""
         self._serving.add(asyncio.current_task())
         store_out: asyncio.StreamWriter | None = None
         try:
@@ -188,7 +190,7 @@ def _reset(*writers: asyncio.StreamWriter) -> None:
 
 @contextmanager
 def in_front_of(port: int) -> Iterator[Proxy]:
-    """A proxy, in a thread of its own."""
+    """Yields a proxy that runs in a separate thread."""
     proxy, ready = Proxy(port), threading.Event()
     thread = threading.Thread(target=lambda: asyncio.run(proxy.serve(ready)), daemon=True)
     thread.start()

@@ -1,4 +1,4 @@
-"""Stores that run on this machine for as long as the tests do."""
+"""Stores that run on this machine during the tests."""
 
 from __future__ import annotations
 
@@ -35,22 +35,23 @@ class Place:
     """An empty folder in a store.
 
     Args:
-        url: Where.
+        url: Its URL.
         options: Its `storage_options`.
+
     """
 
     url: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def folder(self) -> Place:
-        """A new one in it."""
+        """Returns a new folder in it."""
         return Place(f"{self.url}/{uuid.uuid4().hex}", self.options)
 
 
 @contextmanager
 def running(command: list[str], port: int | None, log: Path) -> Iterator[None]:
-    """A server, from the moment at which it listens; at once where it listens to nothing."""
-    # It ends with the tests, also if these are killed.
+    """Yields a server once it listens on its port; immediately if it has no port."""
+    # It ends with the tests, even if they are killed.
     command = ["setpriv", "--pdeathsig", "KILL", *command]
     with log.open("wb") as output:
         server = subprocess.Popen(
@@ -78,7 +79,7 @@ def listens(port: int) -> bool:
 
 @contextmanager
 def moto(folder: Path) -> Iterator[Place]:
-    """S3, as moto has it."""
+    """Yields S3, as provided by moto."""
     program = Path(sys.executable).with_name("moto_server")
     if not (importlib.util.find_spec("s3fs") and program.exists()):
         missing("s3fs, or moto's server,", HOW)
@@ -97,7 +98,7 @@ def moto(folder: Path) -> Iterator[Place]:
 
 @contextmanager
 def sftp(folder: Path) -> Iterator[Place]:
-    """OpenSSH's server."""
+    """Yields OpenSSH's server."""
     if not importlib.util.find_spec("paramiko"):
         missing("paramiko", HOW)
     program = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
@@ -115,7 +116,7 @@ def sftp(folder: Path) -> Iterator[Place]:
         "Subsystem sftp internal-sftp\n"
     )
     if os.geteuid() == 0:
-        Path("/run/sshd").mkdir(exist_ok=True)  # where it locks itself in before it knows whom for
+        Path("/run/sshd").mkdir(exist_ok=True)  # the folder for its privilege separation
     command = [program, "-D", "-e", "-f", str(folder / "config")]
     with running(command, port, folder / "sshd.log"):
         options = {"username": getpass.getuser(), "key_filename": str(folder / "user")}
@@ -124,7 +125,7 @@ def sftp(folder: Path) -> Iterator[Place]:
 
 @contextmanager
 def azurite(folder: Path) -> Iterator[Place]:
-    """Azure's Blob Storage, as Azurite has it."""
+    """Yields Azure Blob Storage, as provided by Azurite."""
     if not importlib.util.find_spec("adlfs"):
         missing("adlfs", HOW)
     program = shutil.which("azurite-blob")
@@ -135,7 +136,7 @@ def azurite(folder: Path) -> Iterator[Place]:
     where = ["--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", str(folder)]
     command = [program, *where, "--silent", "--skipApiVersionCheck", "--disableTelemetry"]
     with running(command, port, folder / "azurite.log"):
-        # Every Azurite knows this account, and that is its key.
+        # The well-known account and key of every Azurite.
         account = {
             "DefaultEndpointsProtocol": "http",
             "AccountName": "devstoreaccount1",
@@ -151,8 +152,9 @@ def azurite(folder: Path) -> Iterator[Place]:
 
 @contextmanager
 def gcs(folder: Path) -> Iterator[Place]:
-    """What gcp-storage-emulator has of Google's: it takes half an upload for a file, and overwrites
-    what should only be created. So it says nothing about what a kill leaves, or two writers."""
+    """Yields the subset of Google's store that gcp-storage-emulator provides: it takes a partial
+    upload for a file, and overwrites files that should only be created. So it cannot test kills or
+    concurrent writers."""
     if not (importlib.util.find_spec("gcsfs") and importlib.util.find_spec("gcp_storage_emulator")):
         missing("gcsfs, or gcp-storage-emulator,", HOW)
     [port] = free_ports(1)
@@ -168,7 +170,7 @@ def gcs(folder: Path) -> Iterator[Place]:
 
 @contextmanager
 def small_disk(folder: Path, size: int) -> Iterator[Place]:
-    """A disk of `size` bytes, in memory."""
+    """Yields a disk of `size` bytes, in memory."""
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     mounted = subprocess.run(mount, capture_output=True, text=True, timeout=60, check=False)
     if mounted.returncode:

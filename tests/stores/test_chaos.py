@@ -1,5 +1,5 @@
-"""Faults of all kinds at random, and their checkpoints in a real store: three minutes of it. An
-hour is `python benchmarks/chaos.py`."""
+"""Three minutes of random faults of all kinds, with checkpoints in a real store. For an hour, run
+`python benchmarks/chaos.py`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEED = 12
 
 
 def test_soak(stores: Started, tmp_path: Path) -> None:
-    """Three workers end in the bits of three that nobody disturbed; each fault is named."""
+    """Three workers end bit-identical with three undisturbed ones; every fault is named."""
     place = stores["ceph"]
     soaked = chaos.soak(
         tmp_path,

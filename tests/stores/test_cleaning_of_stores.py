@@ -1,4 +1,4 @@
-"""In every store, an intact checkpoint stays if the one that was to replace it is damaged."""
+"""In every store, an intact checkpoint is kept if its intended replacement is damaged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def state(step: int) -> TrainState:
 
 @pytest.mark.parametrize("restarted", [False, True])
 def test_damaged_before_the_newest(place: Place, restarted: bool) -> None:
-    """A checkpoint that lost its file is set aside, and the one before it is kept and intact."""
+    """A checkpoint that lost a file is quarantined, and the previous one is kept and intact."""
     other, saving = (open_files(place.url, place.options) for _ in range(2))
     checkpoints = Checkpoints(saving)
     for step in (1, 2):
@@ -28,7 +28,7 @@ def test_damaged_before_the_newest(place: Place, restarted: bool) -> None:
     other.delete(f"{RUN}/step-00000002/{attempt}")
     if restarted:
         checkpoints = Checkpoints(open_files(place.url, place.options))
-    with pytest.warns(UserWarning, match="step-00000002 is set aside"):
+    with pytest.warns(UserWarning, match="step-00000002 is quarantined"):
         checkpoints.save(state(3))
     assert other.names(f"{RUN}/step-00000002") == ["DAMAGED.json", "MANIFEST.json"]
     reader = Checkpoints(open_files(place.url, place.options))
@@ -37,8 +37,9 @@ def test_damaged_before_the_newest(place: Place, restarted: bool) -> None:
         reader.verify(name)
 
 
-def test_marked_or_gone_meanwhile(place: Place) -> None:
-    """What another process marks as damaged, or deletes, does not count among those that stay."""
+def test_marked_or_deleted_meanwhile(place: Place) -> None:
+    """A checkpoint that another process marks as damaged, or deletes, does not count as one that is
+    kept."""
     other = open_files(place.url, place.options)
     checkpoints = Checkpoints(open_files(place.url, place.options))
     for step in (1, 2, 3):

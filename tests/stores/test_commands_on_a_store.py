@@ -29,7 +29,7 @@ def place(request: pytest.FixtureRequest, stores: Started) -> Place:
 
 
 def test_commands(place: Place, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """They do in a store what they do in a folder."""
+    """Commands work in a store as in a folder."""
     options = ("--storage-options", json.dumps(dict(place.options)), "--json")
 
     def ask(command: str, *arguments: str) -> Any:
@@ -62,7 +62,7 @@ def test_commands(place: Place, capsys: pytest.CaptureFixture[str], tmp_path: Pa
 
 
 def test_options_of_the_store_of_the_file(stores: Started, tmp_path: Path) -> None:
-    """Out of a folder into a store, the options are those of the store."""
+    """When exporting from a folder to a store, the options apply to the store."""
     place = stores["moto"]
     made.run(tmp_path, made.state(4))
     out = f"{place.url}/w.safetensors"
@@ -73,7 +73,8 @@ def test_options_of_the_store_of_the_file(stores: Started, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("size", [0, 1000, 120 * 2**20], ids=str)
 def test_put(place: Place, size: int, tmp_path: Path) -> None:
-    """A large file is put whole, in as many requests as it takes, and exclusively if so asked."""
+    """A large file is put as a whole, with as many requests as necessary, and exclusively if
+    requested."""
     files = open_files(place.url, place.options)
     source, other = tmp_path / "source", tmp_path / "other"
     source.write_bytes(os.urandom(size))
@@ -90,7 +91,7 @@ def test_put(place: Place, size: int, tmp_path: Path) -> None:
 
 
 def test_time_for_a_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of three requests' size has the time of three."""
+    """A file with the size of three requests has three times the timeout."""
     given = []
     monkeypatch.setattr(MemoryStore, "put", lambda _, fs, *__: given.append(fs._timeout_s))
     source = tmp_path / "source"

@@ -1,4 +1,4 @@
-"""What every store has to do."""
+"""The requirements of every store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.stores, pytest.mark.timeout(300)]
 COPYING = ("local", "memory", "moto", "ceph", "gcs")
 OBJECT_STORES = ("memory", "moto", "ceph", "azurite", "gcs")
 CANNOT = {
-    # The emulator of Google's overwrites what should only be created.
+    # Google's emulator overwrites files that should only be created.
     "gcs": ("create_replaces_nothing", "one_writer_wins", "put_replaces_if_asked"),
 }
 OLD, NEW = b"old" * 1000, os.urandom(100_000)
@@ -31,13 +31,13 @@ def files(place: Place) -> Files:
 
 @pytest.mark.parametrize("store", STORES)
 def test_promises(store: str, stores: Started) -> None:
-    """Every store keeps what `Files` promise, except what it cannot."""
+    """Every store keeps the promises of `Files`, except documented ones."""
     place = stores[store]
     check_store(lambda: open_files(place.url, place.options), skip=CANNOT.get(store, ()))
 
 
 def test_listed_sizes(place: Place) -> None:
-    """Of a store, a listing tells sizes, too, which are not asked for one by one then."""
+    """A listing of a store includes sizes, so that these are not requested one by one."""
     files = open_files(place.url, place.options)
     files.create("a/one", [OLD])
     files.create("a/two", [NEW])
@@ -51,8 +51,8 @@ def test_listed_sizes(place: Place) -> None:
 
 @pytest.mark.parametrize("place", OBJECT_STORES, indirect=True)
 def test_below(files: Files, place: Place) -> None:
-    """Object stores list all files below a folder with their sizes, and no other ones, and see what
-    another process does."""
+    """Object stores list all files below a folder with their sizes, and no others, and see the
+    changes of other processes."""
     assert is_object_store(files)
     for path, content in (("a/one", OLD), ("a/b/c/two", NEW), ("ab/three", NEW), ("d", OLD)):
         files.create(path, [content])
@@ -70,7 +70,7 @@ def test_below(files: Files, place: Place) -> None:
 
 @pytest.mark.parametrize("place", OBJECT_STORES, indirect=True)
 def test_delete_file(files: Files) -> None:
-    """A file is deleted, no other one with it, and one that is not there is no error."""
+    """A file is deleted and no other; a file that does not exist is not an error."""
     assert is_object_store(files)
     for path in ("a/b", "a/bc", "a/c/b"):
         files.create(path, [OLD])
@@ -95,7 +95,7 @@ def test_copy(files: Files) -> None:
 
 @pytest.mark.parametrize("place", sorted(STORES.keys() - set(COPYING)), indirect=True)
 def test_no_copy(files: Files) -> None:
-    """The other stores say that they have none."""
+    """The other stores raise an error for it."""
     files.create("a/b", [NEW])
     with pytest.raises(OSError, match=os.strerror(errno.ENOTSUP)):
         files.copy("a/b", "c/d")
@@ -103,7 +103,7 @@ def test_no_copy(files: Files) -> None:
 
 
 def test_after_a_fork(files: Files) -> None:
-    """A process that was forked asks for itself."""
+    """A forked process makes its own requests."""
     files.create("a", [OLD])
     if child := os.fork():
         _, status = os.waitpid(child, 0)

@@ -1,4 +1,4 @@
-"""Training whose checkpoints are in a store."""
+"""Training with checkpoints in a store."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def fit(place: Place, *callbacks: object, epochs: int = 3) -> list[bytes]:
 
 
 def test_interrupted(place: Place, stores: Started) -> None:
-    """A run that was interrupted goes on from the store, and ends as one that was not."""
+    """An interrupted run resumes from the store, with the result of an uninterrupted one."""
     expected = fit(stores["memory"])
     with pytest.raises(small.Interrupted):
         fit(place, small.Stop(2, 1))
@@ -43,7 +43,8 @@ def test_interrupted(place: Place, stores: Started) -> None:
 
 
 def test_two_runs_of_one_folder(place: Place) -> None:
-    """`distributed_fit` takes the store, too; in another process, more epochs go on."""
+    """`distributed_fit` accepts the store, too; in another process, it continues with more
+    epochs."""
     model = small.model()
     arguments = {"directory": place.url, "storage_options": place.options, "verbose": 0}
     for epochs in (1, 2):
@@ -61,7 +62,7 @@ from keras_distplug.checkpoint.saver import Saver
 from keras_distplug.storage.store import CheckpointStore
 
 url, options = json.loads(sys.argv[1])
-class Nobody:
+class NoExchange:
     def tell(self, topic, text):
         pass
 
@@ -69,7 +70,7 @@ saver, is_over = Saver(), threading.Event()
 threading._register_atexit(is_over.set)
 opened = files.open_files(url, options)
 name = runs.begin_run(opened, job=None, seed=0).name
-writer = Writer(opened, CheckpointStore(opened, name), Team(0, 1, Nobody()))
+writer = Writer(opened, CheckpointStore(opened, name), Team(0, 1, NoExchange()))
 
 def save():
     is_over.wait()
@@ -84,7 +85,8 @@ raise ValueError
 
 @pytest.mark.parametrize("store", ["local", "moto", "sftp"])
 def test_end_of_the_process(store: str, stores: Started, tmp_path: Path) -> None:
-    """A process that ends by an exception waits for its save, which begins after that."""
+    """A process that ends with an exception waits for its save, which starts after the
+    exception."""
     place = stores[store]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps([place.url, dict(place.options)])],

@@ -1,4 +1,4 @@
-"""Stores that fail: what is promised holds, and the error is ours, in bounded time."""
+"""Stores that fail: promises hold, and the error is ours, in bounded time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stores.ceph import FULL_BUCKET, FULL_BYTES, FULL_KEYS
 from stores.conftest import Started
 from stores.flaky import Proxy, Rule, in_front_of
 from stores.servers import AZURITE_KEY, Place, small_disk
-from stores.writer import Nobody
+from stores.writer import NoExchange
 
 from keras_distplug.core.errors import CheckpointError, CorruptCheckpointError, SaveError
 from keras_distplug.core.state import Cursor, TrainState
@@ -47,14 +47,14 @@ def tried_again_at_once() -> Iterator[None]:
 
 @pytest.fixture(params=["moto", "azurite"])
 def flaky(request: pytest.FixtureRequest, stores: Started) -> Iterator[tuple[Place, Proxy]]:
-    """A store, and what stands in front of it."""
+    """A store, and the proxy in front of it."""
     place = stores[request.param]
     options = json.dumps(dict(place.options))
     [port] = re.findall(r"127\.0\.0\.1:(\d+)", options)
     with in_front_of(int(port)) as proxy:
         through = json.loads(options.replace(f"127.0.0.1:{port}", f"127.0.0.1:{proxy.port}"))
         if request.param == "moto":
-            # What botocore and s3fs try again by themselves is not what is tested.
+            # The retries of botocore and s3fs are not under test.
             through["config_kwargs"] = {"retries": {"max_attempts": 0}}
         yield Place(place.url, through), proxy
 
@@ -73,13 +73,14 @@ class Run:
             self.files = RemoteFiles(self.files._store, place.url, place.options, timeout_s)
         self.name = begun.name if begun else runs.begin_run(self.files, job=None, seed=0).name
         self.store = CheckpointStore(self.files, self.name)
-        self.writer = Writer(self.files, self.store, Team(0, 1, Nobody()))
+        self.writer = Writer(self.files, self.store, Team(0, 1, NoExchange()))
 
     def save(self, step: int) -> None:
         self.writer.save(state(step), Writer.new_attempt())
 
     def holds(self, step: int) -> bool:
-        """Is that the newest one, to the bit? Found and read by a process that knows nothing."""
+        """True if that is the newest checkpoint, bit for bit, as read by a process without prior
+        knowledge."""
         fresh = CheckpointStore(self.files, runs.newest_run(self.files).name)  # type: ignore[union-attr]
         stored = fresh.newest("step")
         assert stored is not None
@@ -101,8 +102,8 @@ class Run:
     ],
     ids=lambda rule: f"{rule.harm}-{rule.method}-{rule.path}-{rule.code}",
 )
-def test_harm_that_passes(flaky: tuple[Place, Proxy], rule: Rule) -> None:
-    """A save gets through what passes, and the checkpoint is whole."""
+def test_temporary_faults(flaky: tuple[Place, Proxy], rule: Rule) -> None:
+    """A save survives temporary faults, and the checkpoint is intact."""
     place, proxy = flaky
     run = Run(place)
     run.save(1)
@@ -123,8 +124,8 @@ def test_harm_that_passes(flaky: tuple[Place, Proxy], rule: Rule) -> None:
     ],
     ids=lambda rule: f"{rule.harm}-{rule.after_bytes}",
 )
-def test_harm_to_reading(flaky: tuple[Place, Proxy], rule: Rule) -> None:
-    """What breaks off in the middle is read again."""
+def test_faults_while_reading(flaky: tuple[Place, Proxy], rule: Rule) -> None:
+    """A read that is interrupted is repeated."""
     place, proxy = flaky
     run = Run(place)
     run.save(1)
@@ -144,9 +145,9 @@ def test_harm_to_reading(flaky: tuple[Place, Proxy], rule: Rule) -> None:
     ],
     ids=lambda rule: f"{rule.harm}-{rule.path}-{rule.code}",
 )
-def test_harm_that_stays(flaky: tuple[Place, Proxy], rule: Rule) -> None:
-    """A save that cannot succeed is one error of ours, which names the store; the checkpoint before
-    is untouched, and the next save works once the store does."""
+def test_permanent_faults(flaky: tuple[Place, Proxy], rule: Rule) -> None:
+    """A save that cannot succeed raises one error of ours, which names the store; the previous
+    checkpoint is untouched, and the next save succeeds once the store works."""
     place, proxy = flaky
     run = Run(place, timeout_s=5 if rule.harm == "stall" else 60)
     run.save(1)
@@ -162,7 +163,7 @@ def test_harm_that_stays(flaky: tuple[Place, Proxy], rule: Rule) -> None:
 
 
 def test_stall_of_reading(flaky: tuple[Place, Proxy]) -> None:
-    """A store that does not answer is an error, and no damage: nothing is set aside."""
+    """A store that does not answer is an error, not damage: nothing is quarantined."""
     place, proxy = flaky
     run = Run(place, timeout_s=5)
     run.save(1)
@@ -176,7 +177,7 @@ def test_stall_of_reading(flaky: tuple[Place, Proxy]) -> None:
 
 
 def test_late_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that was given up while it waited for its connection is not made later."""
+    """A request that was abandoned while waiting for its connection is not sent later."""
     files = RemoteFiles(MemoryStore(), f"memory://{uuid.uuid4().hex}", {}, timeout_s=0.1)
     connect, may_connect = ObjectStore.connect, threading.Event()
     threads = []
@@ -199,11 +200,11 @@ def test_late_connection(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("harm", ["bit", "cut", "gone"])
 @pytest.mark.parametrize("file", ["safetensors", "MANIFEST.json"])
 def test_damage(place: Place, harm: str, file: str) -> None:
-    """What is not what was written is told, in every store."""
+    """Changed bytes are reported, in every store."""
     files = open_files(place.url, place.options)
     name = runs.begin_run(files, job=None, seed=0).name
     store = CheckpointStore(files, name)
-    writer = Writer(files, store, Team(0, 1, Nobody()))
+    writer = Writer(files, store, Team(0, 1, NoExchange()))
     for step in (1, 2):
         writer.save(state(step), Writer.new_attempt())
     [shard] = store.read("step-00000002").manifest.shards
@@ -219,11 +220,11 @@ def test_damage(place: Place, harm: str, file: str) -> None:
         assert stored is not None
         with pytest.raises(CorruptCheckpointError, match=shard.file) as raised:
             list(stored.values())
-        with pytest.warns(UserWarning, match="step-00000002 is set aside"):
+        with pytest.warns(UserWarning, match="step-00000002 is quarantined"):
             fresh.set_aside("step-00000002", raised.value)
         assert "DAMAGED.json" in files.names(store.path("step-00000002"))
     elif harm != "gone":
-        with pytest.warns(UserWarning, match=r"step-00000002 is set aside: .*MANIFEST.json"):
+        with pytest.warns(UserWarning, match=r"step-00000002 is quarantined: .*MANIFEST.json"):
             fresh.newest("step")
     newest = fresh.newest("step")
     assert newest is not None
@@ -233,7 +234,7 @@ def test_damage(place: Place, harm: str, file: str) -> None:
 
 @pytest.mark.parametrize("store", ["moto", "ceph", "azurite"])
 def test_missing_bucket(store: str, stores: Started) -> None:
-    """A bucket that is not there is said when the run is begun."""
+    """A missing bucket is reported when the run is started."""
     scheme = stores[store].url.partition("://")[0]
     files = open_files(f"{scheme}://no-such-bucket/a", stores[store].options)
     with pytest.raises(SaveError, match=r"://no-such-bucket/a.*(no such bucket|does not exist)"):
@@ -255,7 +256,7 @@ OTHER_KEY = base64.b64encode(bytes(64)).decode()
 def test_wrong_credentials(
     store: str, right: str, wrong: str, stores: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever is refused is told so, and asks no second time."""
+    """A refused request is reported, and not retried."""
     place = stores[store]
     run = Run(place)
     run.save(1)
@@ -284,7 +285,7 @@ def test_wrong_credentials(
 
 
 def test_token_that_is_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A refusal that may pass is no end."""
+    """A temporary refusal is not final."""
     files = RemoteFiles(MemoryStore(), f"memory://{uuid.uuid4().hex}", {})
     files.create("a", [b"here"])
     refusals = [PermissionError("An error occurred (ExpiredToken): it has expired")] * 2
@@ -305,22 +306,22 @@ def refused_first(refusals: list[PermissionError], action: Callable[..., T]) -> 
 
 
 def as_nobody(action: Callable[[], None]) -> int:
-    """How a process of a user without rights ends that runs `action`: 0 if that returns."""
+    """Runs `action` in a process of an unprivileged user; returns 0 if it succeeds."""
     if child := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     try:
         os.setuid(65534)
         action()
         os._exit(0)
-    except BaseException:  # noqa: BLE001 (told, then it is over)
+    except BaseException:  # noqa: BLE001 (printed, then the process ends)
         traceback.print_exc()
     finally:
         os._exit(1)
 
 
 def require_room_made(run: Run, leftover: str, size: int) -> None:
-    """What a killed writer has left keeps out one save, and no second one; a checkpoint that is
-    there stays."""
+    """The leftovers of a killed writer cause at most one failed save; an existing checkpoint is
+    kept."""
     run.save(1)
     run.files.create(f"{run.name}/{leftover}/killed/rank-0-1.safetensors", [bytes(size)])
     where = re.escape(run.store.where())
@@ -338,7 +339,7 @@ LEFTOVERS = ["step-00000001", "step-00000002"]
 
 @pytest.mark.parametrize("leftover", LEFTOVERS)
 def test_quota(leftover: str, stores: Started) -> None:
-    """Who has no room left is told so, keeps what is there, and gets rid of what does not count."""
+    """A full store is reported; existing files are kept, and leftovers deleted."""
     place = stores["ceph"]
     own = Place(f"s3://{FULL_BUCKET}/{uuid.uuid4().hex}", {**place.options, **FULL_KEYS})
     run = Run(own)
@@ -348,15 +349,15 @@ def test_quota(leftover: str, stores: Started) -> None:
 
 @pytest.mark.parametrize("leftover", LEFTOVERS)
 def test_small_disk(leftover: str, tmp_path: Path) -> None:
-    """The same on a disk."""
+    """The same holds for a disk."""
     with small_disk(tmp_path, FULL_BYTES + 2**18) as place:
         require_room_made(Run(place), leftover, FULL_BYTES // 2)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else for a while")
-def test_no_right() -> None:
-    """Who may not write a folder is told so, and may read what is there."""
-    with tempfile.TemporaryDirectory() as folder:  # those of pytest are nobody else's
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can switch to another user")
+def test_no_permission() -> None:
+    """A user without permission to write to a folder gets an error, and can read it."""
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own are not accessible
         os.chmod(folder, 0o755)
         run = Run(Place(folder))
         run.save(1)
@@ -382,7 +383,7 @@ def test_no_right() -> None:
 def test_secrets(
     url: str, options: Mapping[str, Any], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No secret comes out, also if the store's library puts it into its error."""
+    """No secret appears in errors, even if the store's library puts it there."""
     files = open_files(url, options)
     secrets = ["pa55-word", "k3y-of-me", "s3cr3t", "t0k3n"]
 

@@ -1,4 +1,5 @@
-"""Workers whose checkpoints are in S3, one of them killed: the end is that of undisturbed ones."""
+"""Workers with checkpoints in S3, one of which is killed: the result is that of undisturbed
+ones."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ SCRIPT = Path(__file__).parents[1] / "workers" / "faulty.py"
 
 
 def train(stores: Started, folder: Path, *faults: Fault) -> list[dict[str, bytes]]:
-    """What each of two workers ends with; every fault happened, exactly once."""
+    """Returns the results of both workers; every fault occurred exactly once."""
     folder.mkdir()
     fault.write(folder, faults)
     place = stores["moto"]
@@ -39,7 +40,7 @@ def train(stores: Started, folder: Path, *faults: Fault) -> list[dict[str, bytes
 
 
 def test_killed(stores: Started, tmp_path: Path) -> None:
-    """Every worker writes its share to the store and reads all from it."""
+    """Every worker writes its share to the store and reads everything from it."""
     expected = train(stores, tmp_path / "undisturbed")
     assert train(stores, tmp_path / "killed", fault.kill(1, at_step=7)) == expected
     assert expected[0] == expected[1]

@@ -1,4 +1,4 @@
-"""Writers that are killed at random moments of an upload, in each kind of store."""
+"""Writers that are killed at random points of an upload, in every kind of store."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ pytestmark = [pytest.mark.stores, pytest.mark.timeout(600)]
 KILLS = [8, pytest.param(50, marks=pytest.mark.soak)]
 ANSWER_TIMEOUT_S = 60
 MB = 10**6
-# Bytes of a checkpoint: few enough that a save takes a few tenths of a second.
+# The size of a checkpoint in bytes: small enough for a save of a few tenths of a second.
 SIZES = {"ceph": 20 * MB, "azurite": 20 * MB, "sftp": 10 * MB, "small disk": 20 * MB}
-DISK_BYTES = 5 * SIZES["small disk"]  # the two that stay, the next one, and two that were cut off
-# One process loads what the stores need, and has all writers as its children.
+DISK_BYTES = 5 * SIZES["small disk"]  # two kept, the next one, and leftovers of two others
+# One process imports the packages of the stores, and is the parent of all writers.
 NURSERY = multiprocessing.get_context("forkserver")
 NURSERY.set_forkserver_preload(
     ["stores.writer", "keras_distplug.storage.stores.remote", "s3fs", "adlfs", "paramiko"]
@@ -37,12 +37,13 @@ NURSERY.set_forkserver_preload(
 
 
 class Child:
-    """A writer in a process of its own, and what is known of it.
+    """A writer in a separate process, and its state.
 
     Attributes:
-        saved: The steps that it said are committed.
-        sent_s: How long the values of each were on their way.
-        sending: How many files of values it has begun and not ended.
+        saved: The steps that it reported as committed.
+        sent_s: The upload times of their values, in seconds.
+        sending: The number of files of values being uploaded.
+
     """
 
     def __init__(self, place: Place, run: str, size: int, steps: Iterable[int]) -> None:
@@ -77,7 +78,7 @@ class Child:
                 return
 
     def end(self) -> int:
-        """How it ended, which had no choice."""
+        """Kills it and returns its exit code."""
         self._process.kill()
         self._process.join(ANSWER_TIMEOUT_S)
         assert self._process.exitcode is not None
@@ -85,12 +86,11 @@ class Child:
 
 
 def newest_step(files: Files, size: int) -> int:
-    """The step of the newest checkpoint, as one finds and reads it to its last bit who was not
-    there."""
+    """Returns the step of the newest checkpoint, as found and verified by a new process."""
     run = runs.newest_run(files)
     assert run is not None
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # nothing is set aside
+        warnings.simplefilter("error")  # nothing is quarantined
         stored = CheckpointStore(files, run.name).newest("step")
     assert stored is not None
     step = stored.manifest.cursor.step
@@ -100,7 +100,7 @@ def newest_step(files: Files, size: int) -> int:
 
 
 def tree(files: Files, folder: str) -> set[str]:
-    """All files below `folder`."""
+    """Returns all files below `folder`."""
     inside = {f"{folder}/{name}" for name in files.names(folder)}
     return set().union(*(tree(files, path) or {path} for path in inside))
 
@@ -109,7 +109,7 @@ def tree(files: Files, folder: str) -> set[str]:
 def kept(
     request: pytest.FixtureRequest, stores: Started, tmp_path: Path
 ) -> Iterator[tuple[Place, int]]:
-    """Where to save, and how much."""
+    """Yields the place and the size of saves."""
     size = SIZES[request.param]
     if request.param == "small disk":
         with small_disk(tmp_path, DISK_BYTES) as place:
@@ -121,8 +121,8 @@ def kept(
 @pytest.mark.parametrize("asked", KILLS)
 @pytest.mark.parametrize("kept", SIZES, indirect=True)
 def test_kill_in_an_upload(kept: tuple[Place, int], asked: int) -> None:
-    """Killed again and again in the middle of an upload, a run never loses what it has committed,
-    never reads anything else, goes on from there, and leaves nothing behind."""
+    """A run that is killed again and again during uploads never loses a committed checkpoint, never
+    reads wrong values, continues, and leaves no files behind."""
     place, size = kept
     moments = random.Random(0)
     files = open_files(place.url, place.options)
@@ -132,7 +132,7 @@ def test_kill_in_an_upload(kept: tuple[Place, int], asked: int) -> None:
     sent_s, newest, in_upload = child.sent_s, newest_step(files, size), 0
     assert (newest, child.end()) == (3, 0)
     kills = 0
-    # How many come in an upload depends on how busy the machine is.
+    # The number of kills that hit an upload depends on the load of the machine.
     while kills < asked or in_upload < asked / 4 or newest < asked / 5:
         kills += 1
         child = Child(place, run, size, range(newest + 1, 10**6))
@@ -140,7 +140,7 @@ def test_kill_in_an_upload(kept: tuple[Place, int], asked: int) -> None:
             saves = moments.choice((0, 0, 1))
             while len(child.saved) < saves or not child.sending:
                 child.hear()
-            # Beyond its end there are the manifest and the cleaning.
+            # After an upload, the manifest is written and old checkpoints are deleted.
             time.sleep(moments.uniform(0, 1.5 * statistics.median(sent_s)))
         finally:
             ended = child.end()
@@ -150,7 +150,7 @@ def test_kill_in_an_upload(kept: tuple[Place, int], asked: int) -> None:
         sent_s += child.sent_s
         before, newest = newest, newest_step(files, size)
         assert newest >= max([before, *child.saved])
-    # The first of them may find no room for what was cut off, and makes some.
+    # The first of them may find no space because of leftovers, and frees some.
     child = Child(place, run, size, range(newest + 1, newest + 4))
     child.hear_out()
     assert child.end() == 0

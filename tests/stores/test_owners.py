@@ -1,4 +1,4 @@
-"""Who owns a directory of a store."""
+"""Ownership of a directory in a store."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from keras_distplug.storage.files import open_files
 
 pytestmark = [pytest.mark.stores, pytest.mark.timeout(300)]
 
-CREATES_TWICE = {"gcs"}  # the emulator of Google's ignores preconditions
+CREATES_TWICE = {"gcs"}  # Google's emulator ignores preconditions
 
 
 @pytest.mark.parametrize("store", sorted(STORES.keys() - CREATES_TWICE))
 def test_races(store: str, stores: Started) -> None:
-    """Of jobs that claim a directory at the same time, one wins."""
+    """Of several jobs that claim a directory at the same time, one wins."""
     for _ in range(5):
         place = stores[store]
         require_one_winner(open_files(place.url, place.options))

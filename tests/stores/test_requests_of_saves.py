@@ -1,4 +1,4 @@
-"""What a save asks of a store does not grow with the number of checkpoints that are kept."""
+"""The number of a save's requests does not grow with the number of checkpoints that are kept."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from keras_distplug.storage.files import open_files
 
 pytestmark = [pytest.mark.stores, pytest.mark.timeout(300)]
 
-MANY = {"moto": 200, "memory": 200, "local": 200}  # of the others 30
+MANY = {"moto": 200, "memory": 200, "local": 200}  # 30 in other stores
 LISTS = {"local": "listdir", "memory": "ls", "sftp": "opendir"}
 Requests = Counter[str]
 
@@ -33,13 +33,14 @@ def state(step: int) -> TrainState:
 
 
 class Store:
-    """A store whose requests are counted, while they are not only made to prepare something.
+    """A store whose requests are counted, except those of preparations.
 
     Args:
-        name: Its kind.
+        name: The kind of store.
         place: A folder in it.
-        counted_place: The same folder, on a way that is counted.
-        count: The requests of what is done in it.
+        counted_place: The same folder, with counted requests.
+        count: Returns the requests made so far.
+
     """
 
     def __init__(
@@ -54,15 +55,15 @@ class Store:
         self.count = count
 
     def run(self, run: str, keep_last: int, *, is_counted: bool) -> Checkpoints:
-        """A process that saves; it has opened its connection."""
+        """Returns a process that saves; it has opened its connection."""
         place = self._counted_place if is_counted else self._place
         files = open_files(place.url, place.options)
         files.names("nothing")
         return Checkpoints(files, keep_last, run=run)
 
     def saves(self, kept: int) -> list[Requests]:
-        """The requests of the first four saves of a process that found `kept` checkpoints of
-        another one, and keeps as many."""
+        """Returns the requests of the first four saves of a process that found `kept` checkpoints
+        of another one, and keeps as many."""
         run = f"run-{kept:04d}"
         before = self.run(run, kept, is_counted=False)
         for step in range(1, kept + 1):
@@ -110,7 +111,7 @@ def _kind(method: str, path: str) -> str:
 
 
 def _calls_of_memory(action: Callable[[], object], patch: pytest.MonkeyPatch) -> Requests:
-    """Calls of fsspec's methods that come from outside of it."""
+    """Counts calls of fsspec's methods from outside of it."""
     kind, found, depth = fsspec.implementations.memory.MemoryFileSystem, Counter[str](), [0]
 
     def counted(name: str, stock: Any) -> Any:
@@ -148,13 +149,14 @@ def _requests_by_ssh(action: Callable[[], object], patch: pytest.MonkeyPatch) ->
 
 
 def test_same_number(store: Store) -> None:
-    """A save makes the same requests with 1 and with many checkpoints kept. The first save of a
-    process also looks at those that are there, with one request of an object store, and verifies
-    the one before the newest."""
+    """A save makes the same requests with 1 checkpoint and with many. The first save of a process
+    also lists the existing ones, in one request of an object store, and verifies the second
+    newest."""
     few, many = store.saves(1), store.saves(MANY.get(store.name, 30))
     print(store.name, few, many)
     if store.name == "local":
-        # A folder of a disk is listed in microseconds; each that stays is, before one is deleted.
+        # Listing a folder on disk takes microseconds, so all that are kept are listed before a
+        # deletion.
         for kept, found in ((1, few), (MANY["local"], many)):
             for requests in found:
                 assert requests.pop("listdir") <= 2 * kept + 6

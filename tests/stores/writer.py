@@ -1,4 +1,5 @@
-"""A process that saves one checkpoint after the other and says what it does, until it is killed."""
+"""A process that saves one checkpoint after another and reports its progress, until it is
+killed."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from keras_distplug.storage.files import Files, open_files
 from keras_distplug.storage.store import CheckpointStore
 
 
-class Nobody:
-    """Whom a writer tells that is alone."""
+class NoExchange:
+    """The exchange of a writer without other workers."""
 
     def tell(self, topic: str, text: str) -> None:
         return
@@ -27,16 +28,17 @@ class Nobody:
 
 
 def arrays(step: int, size: int) -> dict[str, np.ndarray]:
-    """What a checkpoint of `step` holds: so many bytes."""
+    """Returns the arrays of a checkpoint of `step`, of the given size."""
     return {"a": np.frombuffer(np.random.default_rng(step).bytes(size), np.uint8)}
 
 
 class Told:
-    """Files whose creations are told.
+    """Files that report their creation.
 
     Args:
-        files: The files.
-        said: Hears `"begin"` and `"end"` of every file.
+        files: The wrapped files.
+        said: Called with `"begin"` and `"end"` of every file.
+
     """
 
     def __init__(self, files: Files, said: Connection) -> None:
@@ -61,11 +63,11 @@ def save_on(
     steps: Iterable[int],
     said: Connection,
 ) -> None:
-    """Saves `steps`, of `size` bytes each; to `said` goes what begins, ends, is
-    committed and fails; then the next one is tried, as training does."""
+    """Saves `steps`, of `size` bytes each, and reports starts, ends, commits and failures to
+    `said`. After a failure, it tries the next step, as training does."""
     stamina.set_active(False)
     files: Any = Told(open_files(url, options), said)
-    writer = Writer(files, CheckpointStore(files, run), Team(0, 1, Nobody()))
+    writer = Writer(files, CheckpointStore(files, run), Team(0, 1, NoExchange()))
     for step in steps:
         state = TrainState(Cursor(0, 0, step), arrays(step, size))
         try:

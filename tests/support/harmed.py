@@ -204,7 +204,7 @@ def _result(
     elif file or _is_of_data(of):
         # What a process logs last may die with it; what it prints does not.
         of_batch = f"epoch {place[0] + 1}, batch {place[1] + 1}: .*"
-        of_file = f"is set aside: .*{re.escape(file)}.*"
+        of_file = f"is quarantined: .*{re.escape(file)}.*"
         word = re.search(of_file if file else of_batch, printed)
         cause = word and word[0]
     again = next((each for each in first_batches if at < each.at < until), None)
@@ -242,16 +242,16 @@ KINDS = {
     "error": Kind(_FAILED, "{who} exited with code 1"),
     "vanish": Kind(_FAILED, "{who} exited with code 9"),
     # A process may need longer to end than its peers wait for it.
-    "leave": Kind(_FAILED, "{who} left without completing training|{who} .* or without its `fit`"),
+    "leave": Kind(_FAILED, "{who} left without completing training|{who} .* or no longer in `fit`"),
     "lose": Kind(_FAILED, "{who} was killed by SIGKILL"),
     "stop": Kind(
-        _FAILED, _HUNG + r"{who} did not answer: stopped \(SIGSTOP\)|{who} .*no sign of life"
+        _FAILED, _HUNG + r"{who} did not answer: suspended \(SIGSTOP\)|{who} .*no sign of life"
     ),
     # Its own sentinel is first, mostly.
     "lock": Kind(_FAILED, "{who} was killed by SIGABRT|" + _HUNG + "{who} did not answer"),
     "starve": Kind(
         _FAILED,
-        _HUNG + r"{who} (waits for its input|is) in batch \d+ of epoch \d+, whose input is made",
+        _HUNG + r"{who} (waits for its input|is) in batch \d+ of epoch \d+, with its input",
     ),
     "stray": Kind(_FAILED, _HUNG + r"{who} runs harm\.py:\d+ in "),
     "tell": Kind((events.Preempted,), "{signal} to {who} on "),

@@ -1,1 +1,1 @@
-"""The kinds of stores, each loaded when one of its URLs is opened."""
+"""The supported kinds of stores. Their modules are imported when one of their URLs is opened."""

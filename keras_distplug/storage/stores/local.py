@@ -1,4 +1,4 @@
-"""Files on a disk of this machine, or one that is mounted like it."""
+"""Files on a local or mounted disk."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from keras_distplug.core.threads import in_daemon
 from keras_distplug.storage import layout
 from keras_distplug.storage.files import Files, LinkError, NoFileError, Traits, local_path
 
-_BUFFER_BYTES = 2**18  # for small parts; larger ones pass it by
+_BUFFER_BYTES = 2**18  # for small parts; larger ones bypass it
 _FLUSH_BYTES = 16 * 2**20
 _FLUSH_THREAD = "keras_distplug-flush"
-_MOST_BYTES = 2**30  # for files that are read as a whole
+_MOST_BYTES = 2**30  # the maximum for files that are read as a whole
 _NO_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class LocalFiles:
-    """Files on a disk of this machine, or one that is mounted like it.
+    """Files on a local or mounted disk.
 
     Args:
         root: The folder.
@@ -42,24 +42,27 @@ class LocalFiles:
         self._root = root
 
     def create(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
-        with self._named_afterwards(path) as file:
+        with self._renamed_when_complete(path) as file:
             _write(file, parts)
 
     def create_private(self, path: str, parts: Iterable[bytes | memoryview]) -> None:
-        with self._named_afterwards(path, mode=0o600) as file:
+        with self._renamed_when_complete(path, mode=0o600) as file:
             _write(file, parts)
 
     def put(self, source: Path, path: str, *, overwrite: bool) -> None:
-        with self._named_afterwards(path, overwrite=overwrite) as file, source.open("rb") as data:
+        with (
+            self._renamed_when_complete(path, overwrite=overwrite) as file,
+            source.open("rb") as data,
+        ):
             shutil.copyfileobj(data, file, _FLUSH_BYTES)
 
     @contextlib.contextmanager
-    def _named_afterwards(
+    def _renamed_when_complete(
         self, path: str, *, overwrite: bool = False, mode: int = 0o666
     ) -> Iterator[BinaryIO]:
         target = self.inside(path)
         _make_folder(target.parent)
-        # A name that starts with a dot is no checkpoint's: a crash may leave it behind.
+        # A crash may leave this file behind; readers ignore names that start with a dot.
         temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
         try:
             opener = functools.partial(os.open, mode=mode)
@@ -84,15 +87,15 @@ class LocalFiles:
         _make_folder(target.parent)
         if not hasattr(os, "link"):
             raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP), str(target))
-        os.link(self.inside(source), target)  # no file is ever changed
+        os.link(self.inside(source), target)  # safe: files never change
         sync_folder(target.parent)
 
     def read(self, path: str) -> bytes:
         with _open_regular(self.inside(path)) as file:
             count = os.fstat(file.fileno()).st_size
             if count > _MOST_BYTES:
-                told = f"it has {count} bytes, expected at most {_MOST_BYTES}"
-                raise NoFileError(errno.EFBIG, told, str(self._root / path))
+                message = f"expected at most {_MOST_BYTES} bytes, received {count}"
+                raise NoFileError(errno.EFBIG, message, str(self._root / path))
             return file.read()
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
@@ -110,8 +113,8 @@ class LocalFiles:
 
     def names(self, folder: str = "") -> list[str]:
         try:
-            # A folder with runs may be a link to anywhere.
-            is_in_run = layout.is_run(self._root.name) or layout.run_folder_of(folder) is not None
+            # A folder that contains runs may be a link to any place.
+            is_in_run = layout.is_run(self._root.name) or layout.find_run_folder(folder) is not None
             return sorted(os.listdir(self.inside(folder) if is_in_run else self._root / folder))
         except OSError as error:
             if error.errno in _NO_FOLDER:
@@ -120,11 +123,11 @@ class LocalFiles:
 
     def delete(self, path: str) -> None:
         target = self._root / path
-        place = self._top_of(path)
+        place = self._link_boundary(path)
         for part in target.relative_to(place).parts[:-1]:
             place /= part
             if place.is_symlink():
-                return  # only the link itself is deleted, never what it leads to
+                return  # a link may be deleted, but never anything inside its target
         if target.is_dir() and not target.is_symlink():
             _delete_folder(target)
         else:
@@ -143,52 +146,53 @@ class LocalFiles:
         """Returns the full path.
 
         Raises:
-            LinkError: If a link in it leads out of the run's folder; of a file beside runs, out of
-                the folder that holds them.
+            LinkError: If a link in it leads out of the run's folder or, for a file outside of runs,
+                out of the folder that contains them.
         """
         full = self._root / path
-        top = place = self._top_of(path)
+        top = place = self._link_boundary(path)
         for part in full.relative_to(top).parts:
             place /= part
             if place.is_symlink():
                 found, home = Path(os.path.realpath(full)), Path(os.path.realpath(top))
                 if not found.is_relative_to(home):
-                    told = f"it leads to {found}, outside of {top}"
-                    raise LinkError(errno.EINVAL, told, str(full))
+                    message = f"it is a link to {found}, outside of {top}"
+                    raise LinkError(errno.EINVAL, message, str(full))
                 break
         return full
 
-    def _top_of(self, path: str) -> Path:
-        """The folder that links in `path` must not lead out of. It may be a link itself."""
+    def _link_boundary(self, path: str) -> Path:
+        """Returns the folder that links in `path` must stay in. It may be a link itself."""
         if layout.is_run(self._root.name):
             return self._root
-        run = layout.run_folder_of(path)
+        run = layout.find_run_folder(path)
         return self._root / ("/".join(path.split("/")[:-2]) if run is None else run)
 
 
 def open_local(url: str, storage_options: Mapping[str, Any]) -> Files:
-    """The folder that a path, or a URL of one, names. It need not exist.
+    """Opens the folder that a path, or the URL of a path, names. It need not exist.
 
     Raises:
-        ConfigurationError: If it is none.
+        ConfigurationError: If it is not a folder.
     """
     root = local_path(url)
     assert root is not None, url
     if storage_options:
         raise ConfigurationError(
-            f"`storage_options` is for URLs of a store. Received: {url!r}, a folder."
+            f"Expected a URL of a store with `storage_options`. Received: {url!r}, a local folder. "
+            "Remove `storage_options`."
         )
     first = next((path for path in (root, *root.parents) if os.path.lexists(path)), root)
     if not first.is_dir():
         raise ConfigurationError(
-            f"Expected a folder. Received: {url!r}, where {first} is a "
-            "file, or a link to nothing. Give another folder."
+            f"Expected a folder. Received: {url!r}, where {first} is a file or a broken link. "
+            "Choose another folder."
         )
     return LocalFiles(root)
 
 
 def _open_regular(path: Path) -> io.FileIO:
-    """Opens a regular file for reading. FIFOs, which could block, and devices are refused."""
+    """Opens a regular file for reading. Rejects FIFOs, which could block, and devices."""
     _require_regular(path.stat().st_mode, path)
     file = io.FileIO(os.open(path, flags("O_RDONLY", "O_NONBLOCK", "O_CLOEXEC")))
     try:
@@ -212,7 +216,7 @@ def _kind(mode: int) -> str:
 
 
 def _write(file: BinaryIO, parts: Iterable[bytes | memoryview]) -> None:
-    """Writes `parts`, while a thread has the disk take what was written before."""
+    """Writes `parts`, while a thread flushes earlier ones to the disk."""
     flushed: Future[None] = Future()
     flushed.set_result(None)
     waiting_bytes = 0
@@ -226,21 +230,21 @@ def _write(file: BinaryIO, parts: Iterable[bytes | memoryview]) -> None:
                 waiting_bytes = 0
     finally:
         wait([flushed])
-    # A file tells of a failure once: the last flush would not.
+    # The system reports a failed flush only once: the final flush would not raise it again.
     flushed.result()
 
 
 def _flush_in_thread(descriptor: int) -> Future[None]:
     try:
         return in_daemon(lambda: os.fsync(descriptor), _FLUSH_THREAD)
-    except RuntimeError:  # a process that has begun to end starts none: the last flush does it all
+    except RuntimeError:  # no threads can start at exit: the final flush does everything
         flushed: Future[None] = Future()
         flushed.set_result(None)
         return flushed
 
 
 def publish(temporary: Path, target: Path, *, overwrite: bool = False) -> None:
-    """Gives the file its name, unless another one has it that is not to be overwritten."""
+    """Renames the file to its final name, which must be free unless `overwrite` is true."""
     if overwrite:
         os.replace(temporary, target)
         return
@@ -249,13 +253,13 @@ def publish(temporary: Path, target: Path, *, overwrite: bool = False) -> None:
             raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP), str(target))
         os.link(temporary, target)
     except FileExistsError:
-        # NFS may say so of our own link, when the first reply was lost and it asked again.
+        # NFS may report our own link, if the first reply was lost and it sent the request again.
         if not os.path.samefile(temporary, target):
             raise
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        # A file system without hard links: the one writer that a run has looks before it renames.
+        # No hard links: check, then rename. A run has only one writer, so there is no race.
         if target.exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from None
         os.rename(temporary, target)
@@ -263,7 +267,7 @@ def publish(temporary: Path, target: Path, *, overwrite: bool = False) -> None:
 
 def _delete_folder(folder: Path) -> None:
     while folder.exists():
-        # Another process that deletes it, too, may be ahead at any file.
+        # Another process may be deleting the same folder, and delete any of the files first.
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(folder)
 
@@ -276,14 +280,14 @@ def _make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes new and deleted names in `folder` last, where the system can do that."""
+    """Makes created and deleted names in `folder` durable, if the system can."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some mounts (FUSE, SMB) cannot do this for a folder; training on them beats refusing.
+        # Some mounts (FUSE, SMB) cannot sync a folder. Training on them is better than refusing.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:

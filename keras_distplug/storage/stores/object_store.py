@@ -1,4 +1,4 @@
-"""Object stores: a file is written by one request, which may be told to replace none."""
+"""Object stores. A file is written by one request, which can be made to fail if the file exists."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _MEMORY = threading.Lock()
 
 @dataclass(frozen=True)
 class ObjectStore:
-    """Amazon's S3 and its like.
+    """Amazon S3 and similar stores.
 
     Args:
-        defaults: Options of its file system, where the user gives no other.
-        copies: Whether its copies are there once it says so.
+        defaults: Default options of its file system. Defaults to none.
+        copies: True if a copy is complete when the request returns. Defaults to `True`.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -40,28 +40,28 @@ class ObjectStore:
 
     def connect(self, url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
         chosen = {**self.defaults, **options}
-        # An instance of its own: those of fsspec are shared, and useless after a fork. What
-        # listings it remembers would hide what other workers write.
+        # Use a new instance: fsspec's cached ones are shared, and useless after a fork. Cached
+        # listings would hide files that other workers write.
         fs, path = fsspec.core.url_to_fs(
             url, **chosen, use_listings_cache=False, skip_instance_cache=True
         )
         return fs, path.rstrip("/")
 
     def create(self, fs: Any, path: str, body: RequestBody) -> None:
-        with _refused_if_it_exists(fs, path):
-            fs.pipe_file(path, self._sent(body), mode="create")
+        with _file_exists_errors(fs, path):
+            fs.pipe_file(path, self._payload(body), mode="create")
 
     def create_private(self, fs: Any, path: str, body: RequestBody) -> None:
-        self.create(fs, path, body)  # who can read it is a setting of the bucket
+        self.create(fs, path, body)  # read access is a setting of the bucket
 
-    def _sent(self, body: RequestBody) -> Any:
+    def _payload(self, body: RequestBody) -> Any:
         return bytes(body)
 
     def put(self, fs: Any, source: str, path: str, overwrite: bool) -> None:
         if overwrite:
             fs.put_file(source, path, mode="overwrite")
             return
-        with _refused_if_it_exists(fs, path):
+        with _file_exists_errors(fs, path):
             fs.put_file(source, path, mode="create")
 
     def read(self, fs: Any, path: str, start: int, end: int) -> bytes:
@@ -80,11 +80,11 @@ class ObjectStore:
 
 
 @contextlib.contextmanager
-def _refused_if_it_exists(fs: Any, path: str) -> Iterator[None]:
+def _file_exists_errors(fs: Any, path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # What s3fs makes of Ceph's answer.
+        # s3fs translates Ceph's answer to EINVAL.
         if error.errno == errno.EINVAL and fs.exists(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from error
         raise
@@ -92,21 +92,21 @@ def _refused_if_it_exists(fs: Any, path: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class S3Store(ObjectStore):
-    """Amazon's S3, and what is like it."""
+    """Amazon S3 and compatible stores."""
 
-    def _sent(self, body: RequestBody) -> Any:
-        # What is larger is sent in several requests by s3fs, which slices it.
+    def _payload(self, body: RequestBody) -> Any:
+        # s3fs sends larger bodies in several requests and slices them, so it needs bytes.
         return body if len(body) <= 2 * self.traits.file_bytes else bytes(body)
 
 
 @dataclass(frozen=True)
 class AzureStore(ObjectStore):
-    """Azure's Blob Storage, and what is like it."""
+    """Azure Blob Storage and compatible stores."""
 
     def connect(self, url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
         fs, path = super().connect(url, options)
-        # The SDK asks again by itself, after 15 seconds and more, and no option of adlfs changes
-        # that: whoever asks here again does so sooner, and knows when to end.
+        # The SDK retries on its own, after 15 seconds and more, and adlfs has no option for that.
+        # `RemoteFiles` retries sooner, and with a time limit.
         client = getattr(fs.service_client, "_config", None)
         if policy := getattr(client, "retry_policy", None):
             policy.total_retries = 0
@@ -122,7 +122,7 @@ class RemoteObjects(RemoteFiles):
                 found = fs.find(full, detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 return {}
-            # Stores name a file with or without the bucket's slash in front.
+            # Some stores return paths with a leading slash before the bucket, others without.
             paths = ((path.lstrip("/"), info) for path, info in found.items())
             start = full.lstrip("/") + "/"
             return {
@@ -131,20 +131,20 @@ class RemoteObjects(RemoteFiles):
                 if path.startswith(start) and info["type"] == "file" and info["size"] is not None
             }
 
-        sizes = self._ask_again(folder, below)
+        sizes = self._retry_request(folder, below)
         self._forget_sizes(folder)
         self._sizes |= {posixpath.join(folder, path): size for path, size in sizes.items()}
         return sorted(sizes)
 
     def delete_file(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            self._ask_again(path, lambda fs, full: fs.rm_file(full))
+            self._retry_request(path, lambda fs, full: fs.rm_file(full))
         self._forget_sizes(path)
 
 
 class MemoryStore(ObjectStore):
-    """The memory of this process. fsspec looks for a file and makes it in two steps, and its
-    `put_file` shows one while it is written."""
+    """The memory of this process. Locked, because fsspec checks for a file and creates it in two
+    steps, and its `put_file` exposes a file while it is written."""
 
     def create(self, fs: Any, path: str, body: RequestBody) -> None:
         with _MEMORY:
@@ -159,7 +159,7 @@ class MemoryStore(ObjectStore):
 open_memory: Opener = functools.partial(RemoteObjects, MemoryStore())
 open_s3: Opener = functools.partial(
     RemoteObjects,
-    # The checksum of a request is there anyway; signing what it holds takes as long as sending it.
+    # Requests have a checksum anyway, and signing the payload takes as long as sending it.
     S3Store({"config_kwargs": {"s3": {"payload_signing_enabled": False}}}),
 )
 open_gcs: Opener = functools.partial(RemoteObjects, ObjectStore())

@@ -1,8 +1,8 @@
 """Files in an object store or on a server, through fsspec.
 
-Every file is written by one request: it is there as a whole or not at all, leaves nothing behind
-when the writer is killed, and object stores create it only if there is none of its name. On a
-server that shows files while they are written, they get their names afterwards.
+Every file is written by one request: it exists as a whole or not at all, a killed writer leaves
+nothing behind, and object stores create it only if the name is free. On a server that exposes
+files while they are written, they are written under a temporary name and renamed.
 """
 
 from __future__ import annotations
@@ -27,22 +27,24 @@ from keras_distplug.storage.files import Traits
 from keras_distplug.storage.request_body import RequestBody
 
 REQUEST_TIMEOUT_S = 120.0
-_ANSWERS = (FileNotFoundError, FileExistsError, NotADirectoryError)  # more tries change nothing
+# Retries would not change these.
+_PERMANENT_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError)
 _REFUSALS = (401, 403)
-# Refusals that may pass: of a token that is about to be renewed, and of a clock that is being set.
-_PASSING_REFUSALS = ("ExpiredToken", "RequestTimeTooSkewed")
+# Temporary refusals: a token that is about to be renewed, and a clock that is being set.
+_TEMPORARY_REFUSALS = ("ExpiredToken", "RequestTimeTooSkewed")
 _SECRET = ("key", "secret", "token", "password", "passphrase", "credential", "connection_string")
 T = TypeVar("T")
 
 
 class Store(Protocol):
-    """What differs between kinds of stores. Paths are those of the fsspec file system `fs`."""
+    """The operations that differ between kinds of stores. Paths are those of the fsspec file system
+    `fs`."""
 
     @property
     def traits(self) -> Traits: ...
 
     def connect(self, url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-        """The file system, and the path in it that `url` names."""
+        """Returns the file system, and the path in it that `url` names."""
         ...
 
     def create(self, fs: Any, path: str, body: RequestBody) -> None: ...
@@ -59,10 +61,10 @@ class Store(Protocol):
 
 
 class _Limited:
-    """A file system of fsspec whose requests are withdrawn when their time is over.
+    """An fsspec file system whose requests are cancelled after a timeout.
 
-    A thread that is left behind cannot be ended, and s3fs begins requests again by itself: without
-    this a file could appear minutes after its save was given up.
+    A thread cannot be killed, and s3fs retries requests on its own: without this, a file could
+    appear minutes after its save was abandoned.
     """
 
     def __init__(self, fs: Any, timeout_s: float) -> None:
@@ -70,7 +72,7 @@ class _Limited:
         self._timeout_s = timeout_s
 
     def within(self, timeout_s: float) -> _Limited:
-        """The same one, whose requests have this time."""
+        """Returns the same file system with another timeout."""
         return _Limited(self._fs, timeout_s)
 
     def __getattr__(self, name: str) -> Any:
@@ -85,10 +87,10 @@ class RemoteFiles:
     """Files below a URL.
 
     Args:
-        store: Of which kind.
-        url: The folder.
-        options: For the fsspec file system; the secrets in them appear in no error.
-        timeout_s: After how long a request counts as failed.
+        store: The kind of store.
+        url: The URL of the folder.
+        options: Options of the fsspec file system. Their secrets do not appear in errors.
+        timeout_s: The timeout of a request, in seconds. Defaults to 120.
     """
 
     def __init__(
@@ -98,19 +100,21 @@ class RemoteFiles:
         options: Mapping[str, Any],
         timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> None:
-        # What the store needs is missed now rather than when a request is made.
+        # Raises now, rather than at the first request, if the store's package is not installed.
         fsspec.get_filesystem_class(urlsplit(url).scheme)
         self._store = store
         self._url = url
         self._options = options
         self._timeout_s = timeout_s
-        self._secrets = sorted({*_secrets_in(options), *_password_in(url)}, key=len, reverse=True)
-        self._connections: dict[int, tuple[Any, str]] = {}  # by process: none survives a fork
+        self._secrets = sorted(
+            {*_find_secrets(options), *_find_password(url)}, key=len, reverse=True
+        )
+        self._connections: dict[int, tuple[Any, str]] = {}  # by process: they do not survive a fork
         self._sizes: dict[str, int] = {}
         self._connecting = threading.Lock()
-        # What can do one thing at once gets one to do.
+        # A connection that cannot handle concurrent requests gets one at a time.
         one = threading.Lock() if self.traits.at_once == 1 else contextlib.nullcontext()
-        self._asking: contextlib.AbstractContextManager[Any] = one
+        self._request_lock: contextlib.AbstractContextManager[Any] = one
 
     @property
     def traits(self) -> Traits:
@@ -132,7 +136,7 @@ class RemoteFiles:
         try:
             self._ask(path, lambda fs, full: create(fs, full, body))
         except FileNotFoundError as error:
-            text = f"{self.where()}: there is no such bucket or folder, or no right to make it"
+            text = f"{self.where()}: no such bucket or folder, or no permission to create it"
             raise FileNotFoundError(errno.ENOENT, text) from error
 
     def put(self, source: Path, path: str, *, overwrite: bool) -> None:
@@ -153,7 +157,7 @@ class RemoteFiles:
         self._ask(path, copy)
 
     def read(self, path: str) -> bytes:
-        data: bytes = self._ask_again(path, lambda fs, full: fs.cat_file(full))
+        data: bytes = self._retry_request(path, lambda fs, full: fs.cat_file(full))
         return data
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> int:
@@ -164,16 +168,18 @@ class RemoteFiles:
         def read(fs: Any, full: str) -> bytes:
             data = self._store.read(fs, full, offset, end)
             if len(data) != end - offset:
-                raise OSError(f"{len(data)} bytes came of {end - offset} from {offset} on")
+                raise OSError(
+                    f"expected {end - offset} bytes from offset {offset}, received {len(data)}"
+                )
             return data
 
-        buffer[: end - offset] = self._ask_again(path, read)
+        buffer[: end - offset] = self._retry_request(path, read)
         return end - offset
 
     def size(self, path: str) -> int:
         # Files never change.
         if path not in self._sizes:
-            self._sizes[path] = self._ask_again(path, lambda fs, full: int(fs.size(full)))
+            self._sizes[path] = self._retry_request(path, lambda fs, full: int(fs.size(full)))
         return self._sizes[path]
 
     def names(self, folder: str = "") -> list[str]:
@@ -194,11 +200,11 @@ class RemoteFiles:
             }
             return sorted(inside)
 
-        return self._ask_again(folder, names)
+        return self._retry_request(folder, names)
 
     def delete(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            self._ask_again(path, self._store.delete)
+            self._retry_request(path, self._store.delete)
         self._forget_sizes(path)
 
     def _forget_sizes(self, path: str) -> None:
@@ -214,8 +220,8 @@ class RemoteFiles:
         base = urlunsplit((parts.scheme, netloc, parts.path, "", "")).rstrip("/")
         return f"{base}/{path}" if path else base
 
-    def _ask_again(self, path: str, request: Callable[[Any, str], T]) -> T:
-        for attempt in stamina.retry_context(_may_pass, attempts=5, timeout=30.0):
+    def _retry_request(self, path: str, request: Callable[[Any, str], T]) -> T:
+        for attempt in stamina.retry_context(_is_transient, attempts=5, timeout=30.0):
             with attempt:
                 return self._ask(path, request)
         raise AssertionError("stamina raises the last error")
@@ -223,27 +229,29 @@ class RemoteFiles:
     def _ask(
         self, path: str, request: Callable[[Any, str], T], timeout_s: float | None = None
     ) -> T:
-        """What `request` gives for the file system and the path in it. Any error is an OSError."""
+        """Returns the result of `request`, called with the file system and the full path. All
+        errors are converted to OSError."""
 
         left_behind = threading.Event()
 
         def ask() -> T:
-            with self._asking:
+            with self._request_lock:
                 fs, root = self._connection()
-                # A file that comes long after its save was given up could meet those of another.
+                # A file that arrives long after its save was abandoned could mix with another
+                # save's.
                 if left_behind.is_set():
-                    raise TimeoutError("the connection came too late")
+                    raise TimeoutError("the connection was established too late")
                 return request(fs, f"{root}/{path}" if path else root)
 
         try:
             return within(timeout_s or self._timeout_s, ask, "keras_distplug-request")
-        except _ANSWERS:
+        except _PERMANENT_ERRORS:
             raise
-        except Exception as error:  # noqa: BLE001 (each store's library has its own)
+        except Exception as error:  # noqa: BLE001 (every store's library has its own errors)
             left_behind.set()
-            # What is left of a connection that has failed may never answer again.
+            # A connection that has failed may never answer again.
             self._connections.pop(os.getpid(), None)
-            raise self._told(error) from None
+            raise self._translate_error(error) from None
 
     def _connection(self) -> tuple[Any, str]:
         with self._connecting:
@@ -253,52 +261,54 @@ class RemoteFiles:
                 self._connections[process] = _Limited(fs, self._timeout_s), root
             return self._connections[process]
 
-    def _told(self, error: Exception) -> OSError:
+    def _translate_error(self, error: Exception) -> OSError:
         if isinstance(error, fsspec.exceptions.FSTimeoutError):
             return TimeoutError(f"no answer within {self._timeout_s:g} s")
-        # s3fs hands on the message that a store gave, and Ceph gives none: only the code.
+        # s3fs passes on the store's message only, but Ceph sends just a code, without a message.
         said = error.__cause__ if error.__cause__ and str(error) in ("", "None") else error
         text = f"{type(error).__name__}: {said}" if str(said) else type(error).__name__
         for secret in self._secrets:
             text = text.replace(secret, "***")
-        told = _kind_of(error)(text)
-        told.errno = error.errno if isinstance(error, OSError) else None
-        return told
+        translated = _error_type(error)(text)
+        translated.errno = error.errno if isinstance(error, OSError) else None
+        return translated
 
 
-def _may_pass(error: Exception) -> bool:
-    return isinstance(error, OSError) and not isinstance(error, (*_ANSWERS, PermissionError))
+def _is_transient(error: Exception) -> bool:
+    return isinstance(error, OSError) and not isinstance(
+        error, (*_PERMANENT_ERRORS, PermissionError)
+    )
 
 
-def _kind_of(error: Exception) -> type[OSError]:
+def _error_type(error: Exception) -> type[OSError]:
     if isinstance(error, TimeoutError):
         return TimeoutError
-    # Each store's library says it in its own way, often in the error that was the cause.
+    # Every store's library reports this differently, often in the cause of the error.
     causes = [error, error.__cause__] if error.__cause__ else [error]
-    if any(word in str(each) for each in causes for word in _PASSING_REFUSALS):
+    if any(word in str(each) for each in causes for word in _TEMPORARY_REFUSALS):
         return OSError
     is_refused = any(
-        isinstance(each, PermissionError) or _status_of(each) in _REFUSALS for each in causes
+        isinstance(each, PermissionError) or _http_status(each) in _REFUSALS for each in causes
     )
     return PermissionError if is_refused else OSError
 
 
-def _status_of(error: BaseException) -> object:
-    """The HTTP status that `error` is about, as adlfs or gcsfs tell it."""
+def _http_status(error: BaseException) -> object:
+    """Returns the HTTP status of `error`, in the attribute that adlfs or gcsfs uses."""
     return getattr(error, "status_code", None) or getattr(error, "code", None)
 
 
-def _secrets_in(options: Mapping[str, Any]) -> Iterator[str]:
+def _find_secrets(options: Mapping[str, Any]) -> Iterator[str]:
     for name, value in options.items():
         if isinstance(value, Mapping):
-            yield from _secrets_in(value)
+            yield from _find_secrets(value)
         elif isinstance(value, str) and value and any(word in name.lower() for word in _SECRET):
             yield value
-            # Those in Azure's connection strings.
+            # The secrets in Azure's connection strings.
             yield from re.findall(r"(?:AccountKey|SharedAccessSignature)=([^;]+)", value)
 
 
-def _password_in(url: str) -> Iterator[str]:
+def _find_password(url: str) -> Iterator[str]:
     with contextlib.suppress(ValueError):
         if password := urlsplit(url).password:
             yield password

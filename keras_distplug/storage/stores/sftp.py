@@ -1,4 +1,4 @@
-"""A server that is reached through SSH."""
+"""Files on a server, through SFTP."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# By name: the package sshfs takes the protocol over where it is installed.
+# Import the class directly: the package sshfs, if installed, replaces it for this protocol.
 from fsspec.implementations.sftp import SFTPFileSystem
 
 from keras_distplug.storage.files import Opener, Traits
@@ -20,7 +20,7 @@ from keras_distplug.storage.stores.remote import REQUEST_TIMEOUT_S, RemoteFiles
 
 
 class Sftp:
-    """A server that is reached through SSH."""
+    """An SFTP server."""
 
     @property
     def traits(self) -> Traits:
@@ -34,21 +34,21 @@ class Sftp:
         return fs, SFTPFileSystem._strip_protocol(url).rstrip("/")
 
     def create(self, fs: Any, path: str, body: RequestBody) -> None:
-        with self._named_afterwards(fs, path, overwrite=False) as temporary:
+        with self._renamed_when_complete(fs, path, overwrite=False) as temporary:
             fs.ftp.putfo(body, temporary, file_size=len(body), confirm=True)
 
     def create_private(self, fs: Any, path: str, body: RequestBody) -> None:
-        with self._named_afterwards(fs, path, overwrite=False) as temporary:
+        with self._renamed_when_complete(fs, path, overwrite=False) as temporary:
             fs.ftp.open(temporary, "wx").close()
             fs.ftp.chmod(temporary, 0o600)
             fs.ftp.putfo(body, temporary, file_size=len(body), confirm=True)
 
     def put(self, fs: Any, source: str, path: str, overwrite: bool) -> None:
-        with self._named_afterwards(fs, path, overwrite) as temporary:
+        with self._renamed_when_complete(fs, path, overwrite) as temporary:
             fs.ftp.put(source, temporary, confirm=True)
 
     @contextlib.contextmanager
-    def _named_afterwards(self, fs: Any, path: str, overwrite: bool) -> Iterator[str]:
+    def _renamed_when_complete(self, fs: Any, path: str, overwrite: bool) -> Iterator[str]:
         folder, name = posixpath.split(path)
         _make_folder(fs, folder)
         temporary = f"{folder}/.{name}.{uuid.uuid4().hex}.tmp"
@@ -65,8 +65,8 @@ class Sftp:
 
     def _rename_exclusively(self, fs: Any, temporary: str, path: str) -> None:
         try:
-            # Of SFTP's two ways to rename, this one fails if the name is taken. OpenSSH makes a
-            # link, so that of two writers one wins.
+            # Of SFTP's two rename operations, this one fails if the name is taken. OpenSSH
+            # implements it with a hard link, so only one of two writers succeeds.
             fs.ftp.rename(temporary, path)
         except OSError:  # without a reason
             if fs.exists(path):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keras_distplug.nonfinite.batches import put_together, taken_apart
+from keras_distplug.nonfinite.batches import join_batch, split_batch
 
 A, B, C = (np.array(value) for value in (1, 2, 3))
 
@@ -30,20 +30,20 @@ A, B, C = (np.array(value) for value in (1, 2, 3))
     ],
 )
 def test_there_and_back(batch: Any, names: list[str]) -> None:
-    """Arrays are called what Keras' steps call them, and the structure survives JSON."""
-    structure, arrays = taken_apart(batch)
+    """Arrays are named like the arguments of Keras' steps, and the structure survives JSON."""
+    structure, arrays = split_batch(batch)
     assert list(arrays) == names
-    assert put_together(json.loads(json.dumps(structure)), arrays) == batch
+    assert join_batch(json.loads(json.dumps(structure)), arrays) == batch
 
 
 @pytest.mark.parametrize(
     ("batch", "received"),
     [
-        (({1: A}, B), "keys of text in `x`. Received: 1"),
+        (({1: A}, B), "string keys in `x`. Received: 1"),
         ((A, "text"), "`y` to be an array.* Received: a str"),
         ((namedtuple("Pair", "a b")(A, B), C), "Received: a Pair"),
     ],
 )
 def test_other_structures(batch: Any, received: str) -> None:
     with pytest.raises(TypeError, match=received):
-        taken_apart(batch)
+        split_batch(batch)

@@ -1,4 +1,4 @@
-"""Jobs that run ahead."""
+"""Jobs that run ahead of the consumer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from keras_distplug.storage.ahead import in_order
+from keras_distplug.storage.parallel import bounded_parallel_map
 
 WAIT_S = 60
 
@@ -21,16 +21,16 @@ def jobs_of(taken: list[int], count: int) -> Iterator[Callable[[], int]]:
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("count", [0, 1, 3, 50])
 def test_order(threads: int, count: int) -> None:
-    """Results come in the order of the jobs, which are taken as they are needed."""
+    """Results have the order of the jobs, and jobs are consumed only as needed."""
     taken: list[int] = []
-    for number, result in enumerate(in_order(jobs_of(taken, count), threads)):
+    for number, result in enumerate(bounded_parallel_map(jobs_of(taken, count), threads)):
         assert result == number
         assert len(taken) <= number + (1 if threads == 1 else 2 * threads)
     assert taken == list(range(count))
 
 
 def test_several_at_once() -> None:
-    """As many jobs run at the same time as there are threads, whichever ends first."""
+    """As many jobs as threads run concurrently, whichever finishes first."""
     threads = 3
     all_here = threading.Barrier(threads)
     last_first = [threading.Event() for _ in range(threads)]
@@ -43,26 +43,26 @@ def test_several_at_once() -> None:
         return number
 
     jobs = (lambda number=number: job(number) for number in range(threads))
-    assert list(in_order(jobs, threads)) == [0, 1, 2]
+    assert list(bounded_parallel_map(jobs, threads)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_failure(threads: int) -> None:
-    """A failure comes in its turn, and nothing behind it is taken."""
+    """A failure is raised at its position, and no job after it is consumed."""
 
     def fail() -> int:
         raise OSError("no")
 
     jobs: list[Callable[[], int]] = [lambda: 0, lambda: 1, fail, lambda: 3]
-    results = in_order(jobs, threads)
+    results = bounded_parallel_map(jobs, threads)
     assert [next(results), next(results)] == [0, 1]
     with pytest.raises(OSError, match="no"):
         next(results)
     assert list(results) == []
 
 
-def test_nothing_runs_behind_its_end() -> None:
-    """Who stops early can free what the jobs write to."""
+def test_nothing_runs_after_the_end() -> None:
+    """A consumer that stops early can free the memory that the jobs write to."""
     go, running, ended = threading.Event(), threading.Event(), []
 
     def slow() -> int:
@@ -71,7 +71,7 @@ def test_nothing_runs_behind_its_end() -> None:
         ended.append("slow")
         return 1
 
-    results = in_order(iter([lambda: 0, slow, slow, slow]), 2)
+    results = bounded_parallel_map(iter([lambda: 0, slow, slow, slow]), 2)
     assert next(results) == 0
     assert running.wait(WAIT_S)
     threading.Timer(0.05, go.set).start()

@@ -1,4 +1,4 @@
-"""Jobs that run ahead of who needs their results."""
+"""Jobs that run in threads, ahead of the consumer of their results."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def in_order(jobs: Iterable[Callable[[], T]], threads: int) -> Iterator[T]:
-    """What each of `jobs` returns, in their order, run by several threads.
+def bounded_parallel_map(jobs: Iterable[Callable[[], T]], threads: int) -> Iterator[T]:
+    """Runs `jobs` in several threads and yields their results in order.
 
-    At most two jobs a thread are taken from `jobs` before their results are. Nothing runs any more
-    once this has ended, be it early.
+    At most two jobs per thread run ahead of the consumer. When this generator finishes or is
+    closed early, no job is running any more.
 
     Args:
-        jobs: What to run.
-        threads: How many; with 1 each job runs here when its result is asked for.
+        jobs: The functions to call.
+        threads: The number of threads. With 1, every job runs in the calling thread when its
+            result is requested.
     """
     if threads == 1:
         for job in jobs:
