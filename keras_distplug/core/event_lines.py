@@ -1,4 +1,4 @@
-"""Events as lines of JSON."""
+"""Writes and parses events as lines of JSON."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from keras_distplug.core.events import VERSION, Entry, Event, OfReplica, Window,
 from keras_distplug.core.hints import require_types
 
 _YEAR_9999, _MOST_MEASURED = 253_402_300_799, 1e15
-_MOST_TOLD = 200  # characters of what is wrong with a line
-_HUGE = re.compile(rb"\d{200}")  # which no float can hold the sum of some of
+_MOST_TOLD = 200  # longest error message, in characters
+_HUGE = re.compile(rb"\d{200}")  # a sum of such numbers may exceed the largest float
 
 
 def to_line(entry: Entry) -> bytes:
+    """Returns `entry` as a line of strict JSON."""
     said = {
         "v": VERSION,
         "at": entry.at,
@@ -32,10 +33,10 @@ def to_line(entry: Entry) -> bytes:
 
 
 def from_line(line: bytes) -> Entry | None:
-    """Parses a line of `to_line`. Returns None for an event that only other versions know.
+    """Parses a line that `to_line` wrote. Returns None for an event of another version.
 
     Raises:
-        ValueError: If no version writes such a line. The message says why.
+        ValueError: If no version writes such a line. The message gives the reason.
     """
     said: dict[str, Any] = {}
     try:
@@ -43,7 +44,7 @@ def from_line(line: bytes) -> Entry | None:
             raise ValueError("a number has 200 digits or more")
         said = json.loads(line, parse_constant=_refuse, parse_float=_number)
         if not isinstance(said, dict):
-            raise ValueError("it is no object")
+            raise ValueError("it is not a JSON object")
         return _entry(said)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(said, dict) and type(version := said.get("v")) is int and version > VERSION:
@@ -64,7 +65,7 @@ def _entry(said: Mapping[str, Any]) -> Entry | None:
     entry = Entry(said["at"], said["source"], event, said.get("job"), said.get("attempt"))
     require_types(entry)
     if not 0 <= entry.at <= _YEAR_9999:
-        raise ValueError(f"`at` is no time: {entry.at:g}")
+        raise ValueError(f"`at` is not a valid time: {entry.at:g}")
     if strange := [name for name, value in said.items() if not _is_likely((name, value))]:
         raise ValueError(f"`{strange[0]}` has an impossible value")
     return entry
@@ -78,17 +79,17 @@ class _Said:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, KeyError):
-        return f"there is no field {error}"
+        return f"field {error} is missing"
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
-        return "it is no JSON"
+        return "it is not JSON"
     told = str(error)
     return told if len(told) <= _MOST_TOLD else f"{told[:_MOST_TOLD]}..."
 
 
 def _refuse(constant: str) -> float:
-    raise ValueError(f"{constant} is no number of JSON's")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 def _number(text: str) -> float:
@@ -118,7 +119,7 @@ def _of_replica(said: Mapping[str, Any]) -> OfReplica:
 
 
 def _known(kind: type, said: Mapping[str, Any]) -> dict[str, Any]:
-    """What a class has of the fields of a line."""
+    """Returns those fields of a line that the class has."""
     names = _names_of_fields(kind)
     return {name: _frozen(value) for name, value in said.items() if name in names}
 
@@ -133,7 +134,7 @@ def _frozen(value: Any) -> Any:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
+    """Replaces NaN and infinity, which JSON does not have, by None."""
     if isinstance(value, Mapping):
         return {str(key): _finite(each) for key, each in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Values that come from a file, compared with the type hints of the class that takes them."""
+"""Checks values read from a file against the type hints of their dataclass."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ _LARGEST_FLOAT = int(sys.float_info.max)
 
 
 def require_types(instance: Any) -> None:
-    """Raises `TypeError`, which names the field, where a dataclass holds what its hints exclude.
+    """Checks that the fields of a dataclass match their type hints.
 
-    Known are `Any`, classes, unions, `Mapping[str, T]`, `list[T]` and `tuple[T, ...]`. Where a
-    `float` is expected an `int` will do, as JSON has it, if a float can hold it; a `bool` is
-    neither.
+    Supports `Any`, classes, unions, `Mapping[str, T]`, `list[T]` and `tuple[T, ...]`. As in JSON,
+    an `int` is a valid `float` if it is in a float's range. A `bool` is neither.
+
+    Raises:
+        TypeError: If a field does not match. The message names the field.
     """
     for name, hint, plain, check in _checks(instance.__class__):
         value = getattr(instance, name)
-        # Most are plain, and a log has a million of them.
+        # A fast path: a log has a million values, and most of them are of plain types.
         if value.__class__ not in plain and not check(value):
             shown = repr(value)
             shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
@@ -44,7 +46,7 @@ def _told(hint: Any) -> str:
 
 
 def _plain(hint: Any) -> frozenset[type]:
-    """Types whose values will do, whatever they are."""
+    """Returns the types of which all values match `hint`."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return frozenset[type]().union(*map(_plain, typing.get_args(hint)))
     return frozenset({hint} if hint in (int, str, bool, float, types.NoneType) else ())

@@ -15,7 +15,7 @@ from support.cluster import ROOT, environment
 pytestmark = pytest.mark.cluster
 
 LIMITS = {
-    "macOS": "a process that hangs in C code is not ended",
+    "macOS": "a process that hangs in C code is not killed",
     "Windows": "SIGUSR1 and SIGUSR2 do not exist",
 }
 
