@@ -118,7 +118,7 @@ def test_canceled(nodes: Slurm, jobs: Jobs, checksum: str) -> None:
     jobs.await_training()
     nodes.ask("scancel", job)
     nodes.await_state(job, "CANCELLED", 60)
-    assert f"job {job} was canceled, so it is not put into the queue" in jobs.printed()
+    assert f"job {job} was canceled, so it is not requeued" in jobs.printed()
     assert jobs.workers() == []
 
     jobs.release()

@@ -124,7 +124,7 @@ def test_told_to_tensorflow(told: Fault, tmp_path: Path) -> None:
     )
     assert [each.returncode for each in ended] == [143, 143], ended[0].output
     assert came(tmp_path) == [0]
-    said = "TensorFlow's notice of preemption to worker-1: training ends with the checkpoint of"
+    said = "TensorFlow's preemption notice to worker-1: training ends with the checkpoint of"
     assert ended[0].output.count(said) == 1
     assert not any("Fatal Python error" in each.output for each in ended)
 
