@@ -1,4 +1,4 @@
-"""Workers that give no sign of life: stopped, or kept from running Python."""
+"""Detects workers that give no sign of life because they are stopped or cannot run Python."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from keras_distplug.core.supervised import Supervised
 
-_STEPS = 10  # looks within a limit
+_STEPS = 10  # checks within the limit
 _LONGEST_LOOK_SECS = 5.0
 
 
@@ -23,14 +23,14 @@ class _Seen:
 class Pulses:
     """Watches the signs of life of an attempt's workers.
 
-    One that has given none yet, whose process is gone, or that stands in a debugger is not counted,
-    and neither is the time in which the supervisor was stopped itself.
+    A worker does not count as silent before its first sign of life, if its process is gone, or in a
+    debugger. Time during which the supervisor itself was stopped does not count either.
 
     Args:
-        contract: Where they are.
-        workers: Their names.
-        limit_secs: How long a worker may give none.
-        clock: In seconds.
+        contract: Contract that gives access to the signs of life.
+        workers: Names of the workers.
+        limit_secs: Seconds without a sign of life after which a worker is silent.
+        clock: Clock in seconds. Defaults to `time.monotonic`.
     """
 
     def __init__(
@@ -51,8 +51,10 @@ class Pulses:
         return min(self._limit_secs / _STEPS, _LONGEST_LOOK_SECS)
 
     def look(self) -> dict[str, str]:
-        """Who is silent, and what the kernel says of the process: "S (sleeping)". To be called
-        every `look_every_secs`, or sooner."""
+        """Returns the silent workers with their process states, such as "S (sleeping)".
+
+        Must be called at least every `look_every_secs`.
+        """
         now = self._clock()
         passed_secs = min(now - self._looked, 2 * self.look_every_secs)
         self._looked = now
@@ -74,7 +76,7 @@ class Pulses:
 
 
 def _state_of(pid: int) -> str | None:
-    """None of a process that is gone, or that somebody debugs."""
+    """Returns the state of a process, or None if it is gone or in a debugger."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:

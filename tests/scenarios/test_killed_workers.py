@@ -99,7 +99,7 @@ def test_two_workers(train: Train, way: str, what: Fault) -> None:
     assert_same(outcomes, expected)
     in_epoch = re.search(r"resuming at epoch 2/4, batch [23]", printed)
     assert bool(in_epoch) is (way == "in_epoch")
-    cause = "was killed by SIGKILL" if what.kind == "kill" else "left without completing training"
+    cause = "was killed by SIGKILL" if what.kind == "kill" else "exited without completing training"
     assert re.search(rf"{what.who} {cause}.*; stopping all workers", printed)
     assert "training again" in printed
     assert "1 restart\n" in printed
@@ -163,6 +163,6 @@ def test_crash_loop(tmp_path: Path) -> None:
     assert first_causes(events) == [("worker-0", "FAILED", 1)] * 4
     assert events[-1]["exit_code"] == 93
     assert "RuntimeError: so it was told" in printed
-    assert "3 attempts in a row made no newer checkpoint (--max-without-progress)" in printed
+    assert "3 consecutive attempts without a newer checkpoint (--max-without-progress)" in printed
     assert "first failure: worker-0 exited with code 1 at " in printed
     assert list((tmp_path / "runs").glob("run-0001/step-*/*MANIFEST*")), printed

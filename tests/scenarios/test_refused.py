@@ -35,10 +35,10 @@ def test_under_a_supervisor(workers: int, where: list[str], expected: str, tmp_p
     assert ended.returncode == 93, ended.output
     started = (tmp_path / "started").read_text().split()
     assert sorted(started) == [str(worker) for worker in range(workers)]
-    assert "not started again, for it would fail in the same way; exit code 93" in ended.output
+    assert "not restarted: it would fail in the same way; exit code 93" in ended.output
     first = ended.output.rpartition("first failure: worker-")[2].splitlines()[0]
     assert re.match(
-        rf"\d asked not to be started again \(exit code 93\): \w+Error: .*{expected}", first
+        rf"\d asked not to be restarted \(exit code 93\): \w+Error: .*{expected}", first
     )
 
 

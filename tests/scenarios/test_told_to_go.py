@@ -89,7 +89,7 @@ def test_told_to_go(train: Train, workers: int, faults: list[Fault], times: int)
     steps = [step for *_, step in ENDS.findall(printed)]
     assert len(steps) == times
     assert RESUMED.findall(printed) == steps
-    assert len(re.findall("was told to go, and has saved", printed)) >= len(steps)
+    assert len(re.findall("was preempted after saving a checkpoint", printed)) >= len(steps)
 
 
 def test_exit_codes(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
     assert ended.returncode == 130, ended.output
     assert came(tmp_path) == [0]
     assert ENDS.search(ended.output), ended.output
-    assert "not started again, for it was the user's ctrl-C; exit code 130" in ended.output
+    assert "not restarted: the user pressed ctrl-C; exit code 130" in ended.output
 
 
 def test_told_while_another_is_frozen(train: Train) -> None:

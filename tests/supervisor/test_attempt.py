@@ -22,9 +22,9 @@ def status(since: Mapping[Phase, float]) -> Status:
 DONE = status({Phase.JOINED: 1.0, Phase.COMPLETED: 2.0})
 JOINED = status({Phase.JOINED: 1.0})
 FITTING = status({Phase.JOINED: 1.0, Phase.FITTING: 1.5})
-LEFT_FOR_A_PEER = "w left because it lost another worker (exit code 201)"
+LEFT_FOR_A_PEER = "w exited because it lost another worker (exit code 201)"
 REFUSED = Status(Phase.REFUSED, {Phase.REFUSED: 2.0}, why="DataError: `x` holds no samples.")
-NOT_AGAIN = "w asked not to be started again (exit code 93)"
+NOT_AGAIN = "w asked not to be restarted (exit code 93)"
 TOLD = status({Phase.JOINED: 1.0, Phase.PREEMPTED: 2.0})
 
 
@@ -32,13 +32,13 @@ TOLD = status({Phase.JOINED: 1.0, Phase.PREEMPTED: 2.0})
     ("returncode", "report", "cause", "exit_code", "text"),
     [
         (0, DONE, Cause.COMPLETED, 0, "w completed training"),
-        (0, FITTING, Cause.LEFT, 1, "w left without completing training (exit code 0)"),
-        (0, JOINED, Cause.UNTRAINED, 0, "w ended with exit code 0 without training"),
-        (0, None, Cause.UNTRAINED, 0, "w ended with exit code 0 without training"),
+        (0, FITTING, Cause.LEFT, 1, "w exited without completing training (exit code 0)"),
+        (0, JOINED, Cause.UNTRAINED, 0, "w exited with code 0 without training"),
+        (0, None, Cause.UNTRAINED, 0, "w exited with code 0 without training"),
         (3, JOINED, Cause.FAILED, 3, "w exited with code 3"),
         (3, DONE, Cause.FAILED, 3, "w exited with code 3"),
-        (143, TOLD, Cause.PREEMPTED, 143, "w was told to go, and has saved"),
-        (-9, TOLD, Cause.PREEMPTED, 137, "w was told to go, and has saved"),
+        (143, TOLD, Cause.PREEMPTED, 143, "w was preempted after saving a checkpoint"),
+        (-9, TOLD, Cause.PREEMPTED, 137, "w was preempted after saving a checkpoint"),
         (1, TOLD, Cause.FAILED, 1, "w exited with code 1"),
         (143, JOINED, Cause.FAILED, 143, "w exited with code 143"),
         (201, JOINED, Cause.FAILED, 201, LEFT_FOR_A_PEER),
@@ -70,7 +70,7 @@ def test_silent_worker() -> None:
     """So has one that gives no sign of life, and the kernel's word stands beside it."""
     silent = Exit("w", Cause.SILENT, None, 5.0, limit_secs=300, why="T (stopped)")
     assert str(silent) == (
-        "w has given no sign of life for 300 s, its process: T (stopped) (--unresponsive-timeout)"
+        "w has given no sign of life for 300 s; process state T (stopped) (--unresponsive-timeout)"
     )
     assert silent.exit_code == 124
 
@@ -132,17 +132,17 @@ def test_closing_report_of_a_failure() -> None:
     assert lines[0] == "gave up after 1 restart; exit code 137"
     assert lines[1].startswith("first failure: worker-1 was killed by SIGKILL at ")
     assert lines[2:4] == [
-        "  then: worker-2 exited with code 1, 0.5 s after",
-        "  then: worker-0 was ended by the supervisor (SIGTERM), 1.0 s after",
+        "  then: worker-2 exited with code 1, 0.5 s later",
+        "  then: worker-0 was stopped by the supervisor (SIGTERM), 1.0 s later",
     ]
-    assert lines[4].startswith("  in attempt 0 before: worker-0 left without completing")
+    assert lines[4].startswith("  earlier, in attempt 0: worker-0 exited without completing")
 
 
 def test_closing_report_of_an_interruption() -> None:
     """After a signal to the supervisor the report says how every worker ended."""
     history = [Attempt((0,), Outcome((PEER,), signal.SIGINT, 101.0), {})]
     end = decide(history, Budgets())
-    assert end == End(130, "ended by SIGINT to the supervisor")
+    assert end == End(130, "stopped by SIGINT to the supervisor")
     assert closing_report(history, end, 1.0) == [
-        "ended by SIGINT to the supervisor: worker-0 was ended by the supervisor (SIGTERM)"
+        "stopped by SIGINT to the supervisor: worker-0 was stopped by the supervisor (SIGTERM)"
     ]

@@ -333,7 +333,7 @@ def test_starts_over(
     made = make()
     assert made.run(script) == (0, f"{read} True\n", True)
     [note] = made.server.notes()
-    assert f"the script needs a process of its own: {why}" in note
+    assert f"the script needs its own process: {why}" in note
     assert made.run(script) == (0, f"{read} True\n", False)
     assert made.server.notes() == []
 
@@ -381,7 +381,7 @@ def test_lost_server(
     assert made.run("print('trained')") == (0, "trained\n", False)
     assert made.run("print('trained')") == (0, "trained\n", False)
     [note] = made.server.notes()
-    why = "it has ended" if number == signal.SIGKILL else "it has not answered for 0.5 s"
+    why = "it has exited" if number == signal.SIGKILL else "it has not answered for 0.5 s"
     assert note.startswith(f"workers start without the fork server: {why}")
     for handle in living:
         os.kill(handle.pid, signal.SIGUSR1)
@@ -394,7 +394,7 @@ BREAKS = {
         "RuntimeError: importing breaks started threads: MainThread, Thread-1"
     ),
     "print('last words', flush=True); import os; os._exit(4)": (
-        "it has ended; it has printed: last words"
+        "it has exited; its last output: last words"
     ),
 }
 
@@ -486,7 +486,7 @@ def test_off(make: Make) -> None:
     made = make("bash", "-c", "echo 2")
     assert made.run("") == (0, "2\n", False)
     assert made.server.notes() == [
-        "workers start without the fork server: bash is no Python interpreter that runs a script"
+        "workers start without the fork server: bash is not a Python interpreter that runs a script"
     ]
 
 
@@ -526,5 +526,5 @@ def test_forked_workers_that_never_train(
     started, is_forked = server.start(made.environ)
     os.kill(started.handle.pid, signal.SIGKILL)
     assert is_forked is is_on
-    expected = "workers that it had forked did not get to their first step"
+    expected = "forked workers did not reach their first step"
     assert [expected in note for note in notes] == ([] if is_on else [True])

@@ -98,9 +98,9 @@ DEATHS = {
     "SIGTERM": ("os.kill(os.getpid(), signal.SIGTERM)", "was killed by SIGTERM", 143),
     "SIGSEGV": ("os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV", 139),
     "an error": ("raise ValueError('no')", "exited with code 1", 1),
-    "a lost chief": ("os._exit(201)", "left because it lost another worker (exit code 201)", 201),
-    "code 0": ("sys.exit(0)", "left while the chief needed it (exit code 0)", 1),
-    "completed": ("complete(); sys.exit(0)", "left while the chief needed it (exit code 0)", 1),
+    "a lost chief": ("os._exit(201)", "exited because it lost another worker (exit code 201)", 201),
+    "code 0": ("sys.exit(0)", "exited while the chief needed it (exit code 0)", 1),
+    "completed": ("complete(); sys.exit(0)", "exited while the chief needed it (exit code 0)", 1),
 }
 
 
@@ -126,7 +126,7 @@ complete()
         "--ps=1",
         "--log=events",
     )
-    before = job.read_until("worker-1 has joined again, ")
+    before = job.read_until("worker-1 rejoined after ")
     with (job.folder / "marks").open("a") as marks:
         marks.write("told\n")
     code, printed = job.finish()
@@ -138,8 +138,8 @@ complete()
     assert starts == {(0, "chief-0"): 1, (0, "worker-0"): 1, (0, "worker-1"): 2, (0, "ps-0"): 1}
     assert len({json.dumps(cluster) for _, _, _, cluster in processes}) == 1
     assert all(is_dead(pid) for _, _, pid, _ in processes)
-    assert f"worker-1 {told}; the others go on; restart 1 of a worker alone\n" in printed
-    assert "0 restarts, 1 restart of workers alone\n" in printed
+    assert f"worker-1 {told}; the others continue; worker restart 1\n" in printed
+    assert "0 restarts, 1 worker restart\n" in printed
     assert "stopping all" not in printed
     events = logged(job)
     names = [each["event"] for each in events]
@@ -148,7 +148,7 @@ complete()
     assert sorted(names[1:-1]) == ["started_again", "training"]
     again = events[names.index("started_again")]
     assert (again["worker"], again["exit_code"], again["times"]) == ("worker-1", exit_code, 1)
-    assert again["what"].startswith(f"worker-1 {told}; restart 1 of a worker alone")
+    assert again["what"].startswith(f"worker-1 {told}; worker restart 1")
 
 
 def test_workers_that_die_again_and_again(start: Start) -> None:
@@ -175,7 +175,7 @@ complete()
     code, printed = job.finish()
     assert code == 0, printed
     assert sum("death of" in mark for mark in job.marks()) >= 18
-    assert "restart 16 of a worker alone" in printed, "the last two may not be told any more"
+    assert "worker restart 16" in printed, "the last two may not be told any more"
     assert "pause" not in printed
 
 
@@ -205,10 +205,10 @@ sleep()
     pids = [int(mark) for mark in job.marks() if mark != "fault"]
     assert len(pids) == 3
     assert all(is_dead(pid) for pid in pids)
-    why = "gave up: workers were started again 2 times without a newer checkpoint "
+    why = "gave up: workers were restarted 2 times without a newer checkpoint "
     assert f"{why}(--max-worker-restarts); exit code 7" in printed
     assert "first failure: worker-1 exited with code 7 at " in printed
-    assert "then: chief-0 was ended by the supervisor (SIGTERM)" in printed
+    assert "then: chief-0 was stopped by the supervisor (SIGTERM)" in printed
     assert "restart 1 of 10" not in printed
     assert [each["event"] for each in logged(job)] == [
         *("started", "training", "started_again", "started_again", "failed", "ended"),
@@ -237,8 +237,8 @@ sleep()
     job.process.terminate()
     code, printed = job.finish()
     assert code == 143, printed
-    assert "restart 2 of a worker alone, behind a pause of 1 s" in before
-    assert "ended by SIGTERM to the supervisor: " in printed
+    assert "worker restart 2, after a pause of 1 s" in before
+    assert "stopped by SIGTERM to the supervisor: " in printed
     assert job.marks().count("fault") == 3
 
 
@@ -262,7 +262,7 @@ serve() if task != "chief" else sleep()
     returned, printed = job.finish()
     assert returned == code, printed
     assert job.marks() == ["fault"]
-    assert f"not started again, for {why}" in printed.replace("it was the user's ", "")
+    assert f"not restarted: {why}" in printed.replace("the user pressed ", "")
     assert "first failure: worker-1 " in printed
 
 
@@ -306,7 +306,7 @@ complete()
     assert first != second
     assert is_dead(first)
     assert is_dead(second)
-    assert "worker-1 was killed by SIGKILL; the others go on" in printed
+    assert "worker-1 was killed by SIGKILL; the others continue" in printed
 
 
 def test_ps_that_dies(start: Start) -> None:
@@ -412,16 +412,16 @@ complete()
     assert Counter(name for _, name, _, _ in started(job)) == dict.fromkeys(
         ("chief-0", "worker-0", "worker-1", "ps-0"), 3
     )
-    assert "chief-0 left without completing training (exit code 0); stopping" in printed
+    assert "chief-0 exited without completing training (exit code 0); stopping" in printed
     assert "restart 2 of 10" in printed
-    assert "of workers alone" not in printed
+    assert "worker restart" not in printed
 
 
 @pytest.mark.parametrize(
     ("leaving", "code", "told"),
     [
-        ("sys.exit(93)", 93, "not started again, for it would fail in the same way"),
-        ("os._exit(130)", 130, "not started again, for it was the user's ctrl-C"),
+        ("sys.exit(93)", 93, "not restarted: it would fail in the same way"),
+        ("os._exit(130)", 130, "not restarted: the user pressed ctrl-C"),
         ("os._exit(8)", 8, "gave up after 0 restarts; exit code 8"),
     ],
 )
@@ -447,7 +447,7 @@ train()
 
 
 def test_preempted_chief(start: Start) -> None:
-    """A chief that was told to go, and has saved, is no failure, and those who serve it are told
+    """A chief that was preempted after saving a checkpoint, is no failure, and those who serve it are told
     then; all start again."""
     job = start(
         """
@@ -474,9 +474,9 @@ complete()
     marks = job.marks()
     assert marks[0] == "saved"
     assert sorted(marks[1:]) == sorted([*["ps-0 ends", "worker-0 ends", "worker-1 ends"] * 2])
-    assert "chief-0 was told to go, and has saved\n" in printed
-    assert "starting again\n" in printed
-    assert "of workers alone" not in printed
+    assert "chief-0 was preempted after saving a checkpoint\n" in printed
+    assert "restarting\n" in printed
+    assert "worker restart" not in printed
 
 
 def test_signal_to_the_supervisor(start: Start) -> None:
@@ -511,7 +511,7 @@ sleep()
     assert code == 143, printed
     assert job.marks()[1] == "saved"
     assert sorted(job.marks()[2:]) == ["ps-0 ends", "worker-0 ends", "worker-1 ends"]
-    assert "ended by SIGTERM to the supervisor: chief-0 exited with code 143; " in printed
+    assert "stopped by SIGTERM to the supervisor: chief-0 exited with code 143; " in printed
 
 
 def test_second_signal(start: Start) -> None:
@@ -537,7 +537,7 @@ while True:
     job.process.send_signal(signal.SIGINT)
     code, printed = job.finish()
     assert code == 130, printed
-    assert "ps-0 was ended by the supervisor (SIGKILL)" in printed
+    assert "ps-0 was stopped by the supervisor (SIGKILL)" in printed
 
 
 def test_server_that_ignores_sigterm(start: Start) -> None:
@@ -643,7 +643,7 @@ complete()
     [fault] = job.marks()
     assert is_dead(int(fault.split()[1]))
     late = "worker-1 has not joined the cluster within 6 s (--startup-timeout)"
-    assert f"{late}; the others go on; restart 1 of a worker alone" in printed
+    assert f"{late}; the others continue; worker restart 1" in printed
     assert "has not joined" not in printed.replace(late, "", 1)
 
 
@@ -691,8 +691,8 @@ complete()
     assert code == 0, printed
     stops = ["worker-1 stops", "worker-1 is back", "ps-0 stops"]
     assert job.marks()[:3] == stops, printed
-    silent = "has given no sign of life for 4 s, its process: T (stopped) (--unresponsive-timeout)"
-    assert f"worker-1 {silent}; the others go on; restart 1 of a worker alone" in printed
+    silent = "has given no sign of life for 4 s; process state T (stopped) (--unresponsive-timeout)"
+    assert f"worker-1 {silent}; the others continue; worker restart 1" in printed
     assert f"ps-0 {silent}; stopping all processes" in printed
 
 
@@ -715,7 +715,7 @@ complete()
         "--ps=1",
         "--log=events",
     )
-    job.read_until("restart 2 of a worker alone")
+    job.read_until("worker restart 2")
     with (job.folder / "marks").open("a") as marks:
         marks.write("told\n")
     code, printed = job.finish()
@@ -726,6 +726,6 @@ complete()
     assert len(supervised) == len(entries)
     shown = summary("run-0001", [], supervised, supervised[-1].at)
     assert [(each["kind"], each["what"]) for each in shown["incidents"]] == [
-        ("started_again", f"worker-0 was killed by SIGKILL; restart {times} of a worker alone")
+        ("started_again", f"worker-0 was killed by SIGKILL; worker restart {times}")
         for times in (1, 2)
     ]

@@ -53,7 +53,7 @@ def test_pauses() -> None:
 def test_never_joined() -> None:
     """One that ends ten times in a row before it has joined is given up, with 93."""
     assert decide([STILLBORN] * 10, 99) == GiveUp(
-        "gave up: worker-0 ended 10 times in a row before it had joined the cluster", 93
+        "gave up: worker-0 exited 10 consecutive times before joining the cluster", 93
     )
     assert isinstance(decide([STILLBORN, OTHER] * 9, 99), float)
     assert isinstance(decide([STILLBORN] * 9 + [SERVED] + [STILLBORN], 99), float)
@@ -64,7 +64,7 @@ def test_budget(budget: int, often: str) -> None:
     """All workers have one budget, and the code is then that of the last one."""
     deaths = [SERVED, death(1, has_joined=True)] * 2
     assert decide(deaths[: budget + 1], budget) == GiveUp(
-        f"gave up: workers were started again {often} without a newer checkpoint "
+        f"gave up: workers were restarted {often} without a newer checkpoint "
         "(--max-worker-restarts)"
     )
     assert all(decide(deaths[:count], budget) == 0.0 for count in range(1, budget + 1))

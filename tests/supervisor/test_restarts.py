@@ -63,7 +63,7 @@ def test_budgets() -> None:
     budgets = Budgets(failures=2, preemptions=3, without_progress=99)
     told = [attempt(WENT, WENT, WENT)] * 3
     assert decide(told, budgets) == Again(ALL, was_preempted=True)
-    assert decide([*told, *told[:1]], budgets) == End(143, "told to go 4 times (--max-preemptions)")
+    assert decide([*told, *told[:1]], budgets) == End(143, "preempted 4 times (--max-preemptions)")
     failed = [attempt(DEAD, PEER)] * 2
     assert isinstance(decide([*told, *failed], budgets), Again)
     assert decide([*failed, *told, *failed[:1]], budgets) == End(137, "gave up after 2 restarts")
@@ -80,7 +80,7 @@ def test_no_progress() -> None:
     assert decide(history, Budgets()) == Again(ALL, pause_secs=1.0)
     history.append(attempt(OTHER_DEAD))
     assert decide(history, Budgets()) == End(
-        93, "gave up: 3 attempts in a row made no newer checkpoint (--max-without-progress)"
+        93, "gave up: 3 consecutive attempts without a newer checkpoint (--max-without-progress)"
     )
     newer = attempt(DEAD, saves={"run-1": 22})
     assert decide([*history[:-1], newer], Budgets()) == Again(ALL)
@@ -131,7 +131,7 @@ def test_interrupted() -> None:
     """A signal to the supervisor is the end."""
     outcome = Outcome((PEER,), signal.SIGTERM, 101.0)
     found = decide([Attempt(ALL, outcome, {})], Budgets())
-    assert found == End(143, "ended by SIGTERM to the supervisor")
+    assert found == End(143, "stopped by SIGTERM to the supervisor")
 
 
 @pytest.mark.parametrize(

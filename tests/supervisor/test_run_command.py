@@ -84,7 +84,7 @@ def test_leaving_is_a_failure(start: Start) -> None:
     code, printed = job.finish()
     assert code == 0, printed
     assert job.marks().count("1") == 2
-    assert "worker-0 left without completing training" in printed
+    assert "worker-0 exited without completing training" in printed
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_script_without_training(start: Start, script: str) -> None:
     code, printed = job.finish()
     assert code == 0, printed
     assert sorted(job.marks()) == ["0", "1"]
-    assert "2 workers ended with exit code 0" in printed
+    assert "2 workers exited with code 0" in printed
     assert "without a `fit` that has callbacks of keras_distplug" in printed
 
 
@@ -115,7 +115,7 @@ sleep() if attempt == 0 else None
     code, printed = job.finish()
     assert code == 0, printed
     assert job.marks().count("fault") == 1
-    assert "worker-0 left without completing training" in printed
+    assert "worker-0 exited without completing training" in printed
 
 
 def test_budget(start: Start) -> None:
@@ -136,7 +136,7 @@ sleep()
     assert job.marks() == ["fault", "fault"]
     assert "gave up after 1 restart; exit code 3" in printed
     assert "first failure: worker-1 exited with code 3 at " in printed
-    assert "then: worker-0 was ended by the supervisor (SIGTERM)" in printed
+    assert "then: worker-0 was stopped by the supervisor (SIGTERM)" in printed
 
 
 @pytest.mark.parametrize(
@@ -167,8 +167,8 @@ mark("fault")
     code, printed = job.finish()
     assert code == 93, printed
     assert job.marks().count("fault") == 1
-    assert "not started again, for it would fail in the same way; exit code 93" in printed
-    asked = f"first failure: worker-1 asked not to be started again (exit code 93){why} at "
+    assert "not restarted: it would fail in the same way; exit code 93" in printed
+    asked = f"first failure: worker-1 asked not to be restarted (exit code 93){why} at "
     assert asked in printed
     [peer] = [int(mark) for mark in job.marks() if mark != "fault"]
     assert is_dead(peer)
@@ -224,7 +224,7 @@ sys.exit(4)
     assert code == 4, printed
     assert time.monotonic() - begun < 20
     assert is_dead(int(job.marks()[0]))
-    assert "worker-0 was ended by the supervisor (SIGKILL)" in printed
+    assert "worker-0 was stopped by the supervisor (SIGKILL)" in printed
 
 
 def test_missing_worker(start: Start) -> None:
@@ -280,7 +280,7 @@ def test_grace_period(start: Start) -> None:
     code, printed = job.finish()
     assert code == 143, printed
     assert all(is_dead(pid) for pid in pids)
-    assert "worker-1 was ended by the supervisor (SIGKILL)" in printed
+    assert "worker-1 was stopped by the supervisor (SIGKILL)" in printed
 
 
 def test_second_signal(start: Start) -> None:
@@ -397,7 +397,7 @@ if index == 1:
     code, printed = job.finish()
     assert code == 1, printed
     assert len(job.marks()) == 4
-    assert "first failure: worker-0 left without completing training" in printed
+    assert "first failure: worker-0 exited without completing training" in printed
 
 
 def test_devices_per_worker(start: Start) -> None:
@@ -444,7 +444,7 @@ sys.exit(3)
     assert job.marks() == ["left"]
     assert code == 3, printed
     assert "first failure: worker-1 exited with code 3" in printed
-    assert "then: worker-0 left because it lost another worker (exit code 201)" in printed
+    assert "then: worker-0 exited because it lost another worker (exit code 201)" in printed
 
 
 def test_one_worker_may_take_its_time(start: Start) -> None:
@@ -465,7 +465,7 @@ def test_no_tensorflow() -> None:
         [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    assert "ended with exit code 0" in done.stdout
+    assert "exited with code 0" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -568,10 +568,10 @@ sys.exit(7)
     code, printed = job.finish()
     assert code == 93, printed
     assert job.marks() == ["fault"] * 4
-    assert "restart 3 of 10, behind a pause of 1 s" in printed
-    assert "gave up: 3 attempts in a row made no newer checkpoint" in printed
+    assert "restart 3 of 10, after a pause of 1 s" in printed
+    assert "gave up: 3 consecutive attempts without a newer checkpoint" in printed
     assert "first failure: worker-1 exited with code 7 at " in printed
-    assert "in attempt 0 before: worker-1 exited with code 7 at " in printed
+    assert "earlier, in attempt 0: worker-1 exited with code 7 at " in printed
 
 
 def test_signal_in_a_pause(start: Start) -> None:
@@ -584,7 +584,7 @@ def test_signal_in_a_pause(start: Start) -> None:
     job.process.terminate()
     code, printed = job.finish()
     assert code == 143, printed
-    assert "ended by SIGTERM to the supervisor: worker-0 exited with code 3" in printed
+    assert "stopped by SIGTERM to the supervisor: worker-0 exited with code 3" in printed
     assert job.marks()[-1] == "4"
 
 
@@ -610,7 +610,7 @@ complete()
     assert code == 0, printed
     assert job.marks() == ["fault"]
     assert "Warning" not in printed  # its reports arrived
-    assert "worker-0 has given no sign of life for 3 s, its process: T (stopped)" in printed
+    assert "worker-0 has given no sign of life for 3 s; process state T (stopped)" in printed
     assert "1 restart\n" in printed
 
 
@@ -635,5 +635,5 @@ complete()
         *("0 worker-0 of 2", "0 worker-1 of 2", "1 worker-0 of 2", "1 worker-1 of 2"),
         "2 worker-0 of 1",
     ]
-    assert "restart 2 of 10, with 1 worker, for the one on place 1 fails again and again" in printed
+    assert "restart 2 of 10, with 1 worker, because the one in slot 1 keeps failing" in printed
     assert "1 worker completed training" in printed

@@ -234,7 +234,7 @@ class Kind:
 
 
 _FAILED = (events.Failed, events.StartedAgain)
-_HUNG = "worker-\\d ended because training hung: "
+_HUNG = "worker-\\d exited because training hung: "
 KINDS = {
     "kill": Kind(_FAILED, "{who} was killed by SIGKILL"),
     "crash": Kind(_FAILED, "{who} was killed by SIGSEGV"),
@@ -242,7 +242,9 @@ KINDS = {
     "error": Kind(_FAILED, "{who} exited with code 1"),
     "vanish": Kind(_FAILED, "{who} exited with code 9"),
     # A process may need longer to end than its peers wait for it.
-    "leave": Kind(_FAILED, "{who} left without completing training|{who} .* or without its `fit`"),
+    "leave": Kind(
+        _FAILED, "{who} exited without completing training|{who} .* or without its `fit`"
+    ),
     "lose": Kind(_FAILED, "{who} was killed by SIGKILL"),
     "stop": Kind(
         _FAILED, _HUNG + r"{who} did not answer: stopped \(SIGSTOP\)|{who} .*no sign of life"
