@@ -170,7 +170,7 @@ def test_crash_loop(tmp_path: Path) -> None:
     assert [each.index for each in fault.fired(tmp_path)] == [0] * 4
     assert first_causes(events) == [("worker-0", "FAILED", 1)] * 4
     assert events[-1]["exit_code"] == 93
-    assert "RuntimeError: so it was told" in printed
+    assert "RuntimeError: requested by the test" in printed
     assert "3 consecutive attempts without a newer checkpoint (--max-without-progress)" in printed
     assert "first failure: worker-0 exited with code 1 at " in printed
     assert list((tmp_path / "runs").glob("run-0001/step-*/*MANIFEST*")), printed

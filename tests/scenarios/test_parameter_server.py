@@ -58,7 +58,7 @@ def test_killed_worker(tmp_path: Path) -> None:
         running.await_(lambda: again.read_text().count("serves") == 2, LIMIT_S)
         assert len(batches(tmp_path)) <= 2 + STEPS // 2
         (tmp_path / "wait").unlink()
-        assert running.wait("chief", 0, LIMIT_S) == 0, running.told()
+        assert running.wait("chief", 0, LIMIT_S) == 0, running.output_ends()
     found = outcome(tmp_path)
     assert found["readers"] == [1, 2]
     assert 0 <= found["steps"] - 2 * STEPS <= 1
@@ -73,7 +73,7 @@ def test_killed_parameter_server(tmp_path: Path) -> None:
     with job(tmp_path) as running:
         running.await_(lambda: len(batches(tmp_path)) > 30, LIMIT_S)
         running.kill("ps", 0)
-        assert running.wait("chief", 0, 60) == 201, running.told()
+        assert running.wait("chief", 0, 60) == 201, running.output_ends()
         assert "PeerLostError: chief-0 lost ps-0" in running.output("chief", 0).read_text()
 
 
@@ -86,16 +86,16 @@ def test_preempted_together(tmp_path: Path) -> None:
     with job(tmp_path) as running:
         running.await_(lambda: len(batches(tmp_path)) > 60, LIMIT_S)
         running.kill("chief", 0, signal.SIGTERM)
-        assert running.wait("chief", 0, 60) == 143, running.told()
+        assert running.wait("chief", 0, 60) == 143, running.output_ends()
         saved = re.findall(r"checkpoint of step (\d+)", running.output("chief", 0).read_text())
         for task in running.tasks[1:]:
             running.kill(*task, signal.SIGTERM)
             assert running.wait(*task, 10) == -signal.SIGTERM
     done = len(batches(tmp_path)) - 1
     with job(tmp_path, gone_s=1) as running:
-        assert running.wait("chief", 0, LIMIT_S) == 0, running.told()
+        assert running.wait("chief", 0, LIMIT_S) == 0, running.output_ends()
         for task in running.tasks[1:]:
-            assert running.wait(*task, 60) == 0, running.told()
+            assert running.wait(*task, 60) == 0, running.output_ends()
         assert "the chief has been gone for 1 s" in running.output("ps", 0).read_text()
     found = outcome(tmp_path)
     assert (found["began"], found["steps"]) == (done, 2 * STEPS)
@@ -170,7 +170,7 @@ def test_another_number_of_servers(tmp_path: Path) -> None:
     for epochs, servers in ((1, 2), (2, 3)):
         command = [str(SPLIT), str(tmp_path), str(epochs)]
         with Job(tmp_path, command, 1, {}, servers) as running:
-            assert running.wait("chief", 0, LIMIT_S) == 0, running.told()
+            assert running.wait("chief", 0, LIMIT_S) == 0, running.output_ends()
         found.append(outcome(tmp_path))
         assert [size for size, _ in found[-1]["parts"]] == rows[servers]
         assert {server for _, server in found[-1]["parts"]} == set(range(servers))

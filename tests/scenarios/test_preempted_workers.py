@@ -61,21 +61,21 @@ RESUMED = re.compile(r"resuming at epoch \d/5, (?:batch \d+, )?step (\d+)")
 @pytest.mark.parametrize(
     ("workers", "faults", "times"),
     [
-        (1, [fault.tell(signal.SIGTERM, 0, 4)], 1),
+        (1, [fault.preempt(signal.SIGTERM, 0, 4)], 1),
         (
             2,
             [
-                *[fault.tell(signal.SIGTERM, 1, 2, "saving")]
+                *[fault.preempt(signal.SIGTERM, 1, 2, "saving")]
                 * 2,  # to one worker, twice, during a save
-                fault.tell(signal.SIGUSR1, 0, 7, after=2),  # to all
-                fault.tell(signal.SIGTERM, 1, 7, after=2),
-                fault.tell(signal.SIGUSR2, 0, 11),  # to the chief
+                fault.preempt(signal.SIGUSR1, 0, 7, after=2),  # to all
+                fault.preempt(signal.SIGTERM, 1, 7, after=2),
+                fault.preempt(signal.SIGUSR2, 0, 11),  # to the chief
             ],
             3,
         ),
         pytest.param(
             3,
-            [fault.tell(signal.SIGUSR2, 2, 3), fault.tell(signal.SIGTERM, 0, 5)],
+            [fault.preempt(signal.SIGUSR2, 2, 3), fault.preempt(signal.SIGTERM, 0, 5)],
             2,
             marks=pytest.mark.soak,
         ),
@@ -100,7 +100,7 @@ def test_preempted_together(train: Train, workers: int, faults: list[Fault], tim
 def test_exit_codes(tmp_path: Path) -> None:
     """Without a supervisor, every worker exits with 143; one of them has called `scontrol`."""
     slurm = FakeSlurm(tmp_path / "bin")
-    fault.write(tmp_path, [fault.tell(signal.SIGTERM, worker=1, at_step=4)])
+    fault.write(tmp_path, [fault.preempt(signal.SIGTERM, worker=1, at_step=4)])
     ended = run_workers([str(SCRIPT), str(tmp_path)], 2, env=slurm.env, timeout_s=200)
     assert [each.returncode for each in ended] == [143, 143], ended[0].output
     assert came(tmp_path) == [0]
@@ -111,9 +111,9 @@ def test_exit_codes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "told",
     [
-        fault.tell(signal.SIGTERM, worker=1, at_step=4),
+        fault.preempt(signal.SIGTERM, worker=1, at_step=4),
         pytest.param(
-            fault.tell(signal.SIGTERM, worker=1, moment="before fit"), marks=pytest.mark.soak
+            fault.preempt(signal.SIGTERM, worker=1, moment="before fit"), marks=pytest.mark.soak
         ),
     ],
     ids=str,
@@ -136,7 +136,7 @@ def test_preemption_notice_of_tensorflow(told: Fault, tmp_path: Path) -> None:
 
 def test_ctrl_c(tmp_path: Path) -> None:
     """ctrl-C to one worker ends the job with 130, with a checkpoint and without a restart."""
-    fault.write(tmp_path, [fault.tell(signal.SIGINT, worker=1, at_step=4)])
+    fault.write(tmp_path, [fault.preempt(signal.SIGINT, worker=1, at_step=4)])
     ended = run_job([str(SCRIPT), str(tmp_path)], 2, "--max-restarts", "3", timeout_s=200)
     assert ended.returncode == 130, ended.output
     assert came(tmp_path) == [0]
@@ -167,7 +167,7 @@ def test_ctrl_c_twice(tmp_path: Path) -> None:
 
 def test_signal_after_training(tmp_path: Path) -> None:
     """A signal after training ends the process as it would without this package."""
-    fault.write(tmp_path, [fault.tell(signal.SIGTERM, moment="end")])
+    fault.write(tmp_path, [fault.preempt(signal.SIGTERM, moment="end")])
     ended: Ended
     [ended] = run_workers([str(SCRIPT), str(tmp_path)], 1, timeout_s=200)
     assert ended.returncode == -15, ended.output
