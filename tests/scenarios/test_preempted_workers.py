@@ -17,7 +17,7 @@ from support.slurm import FakeSlurm
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
-SCRIPT = Path(__file__).parents[1] / "workers" / "told.py"
+SCRIPT = Path(__file__).parents[1] / "workers" / "preempted.py"
 
 Outcome = dict[str, np.ndarray]
 Train = Callable[..., tuple[list[Outcome], str]]
@@ -109,7 +109,7 @@ def test_exit_codes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "told",
+    "preemption",
     [
         fault.preempt(signal.SIGTERM, worker=1, at_step=4),
         pytest.param(
@@ -118,9 +118,9 @@ def test_exit_codes(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_preemption_notice_of_tensorflow(told: Fault, tmp_path: Path) -> None:
+def test_preemption_notice_of_tensorflow(preemption: Fault, tmp_path: Path) -> None:
     """A SIGTERM that only TensorFlow receives also makes all workers save and exit."""
-    fault.write(tmp_path, [told])
+    fault.write(tmp_path, [preemption])
     ended = run_workers(
         [str(SCRIPT), str(tmp_path)],
         2,

@@ -153,12 +153,16 @@ def test_tfjob(tfjob: dict[str, Any]) -> None:
 
 @pytest.mark.cluster
 @pytest.mark.parametrize(
-    ("told", "codes"),
+    ("signal_name", "codes"),
     [("TERM", {(0, 143), (1, 143)}), ("KILL", {(0, 201), (1, 137)})],
     ids=["SIGTERM", "SIGKILL"],
 )
 def test_kubernetes(
-    told: str, codes: set[tuple[int, int]], checksum: str, tfjob: dict[str, Any], tmp_path: Path
+    signal_name: str,
+    codes: set[tuple[int, int]],
+    checksum: str,
+    tfjob: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     """The kubelet stops a pod with SIGTERM, or SIGKILL: exit codes decide which pods restart.
 
@@ -167,7 +171,7 @@ def test_kubernetes(
     operator = FakeOperator(tfjob, EXAMPLES, {"runs": tmp_path}, more=[])
     try:
         operator.pods[0].wait_for(IN_TRAINING, 300)
-        os.kill(operator.pods[1].pid, signal.Signals[f"SIG{told}"])
+        os.kill(operator.pods[1].pid, signal.Signals[f"SIG{signal_name}"])
         outcome = operator.run(400)
     finally:
         operator.close()
@@ -201,7 +205,7 @@ def jobset(file: str) -> dict[str, Any]:
 
 @pytest.mark.cluster
 @pytest.mark.parametrize(
-    ("file", "told", "codes", "retries"),
+    ("file", "signal_name", "codes", "retries"),
     [
         ("trainjob.yaml", "TERM", {(0, 143), (1, 143)}, 0),
         ("jobset.yaml", "KILL", {(0, 201), (1, 137)}, 2),
@@ -209,7 +213,7 @@ def jobset(file: str) -> dict[str, Any]:
 )
 def test_jobset(
     file: str,
-    told: str,
+    signal_name: str,
     codes: set[tuple[int, int]],
     retries: int,
     checksum: str,
@@ -219,7 +223,7 @@ def test_jobset(
     volumes = {"runs": tmp_path}
     with running(jobset(file), sys.executable, EXAMPLES, volumes, tmp_path, []) as job:
         job.pods[0].wait_for(IN_TRAINING, 300)
-        os.kill(job.pods[1].pid, signal.Signals[f"SIG{told}"])
+        os.kill(job.pods[1].pid, signal.Signals[f"SIG{signal_name}"])
         outcome = job.run(400)
     assert outcome == "Complete", "\n".join(job.printed)
     assert codes <= set(job.ended)
