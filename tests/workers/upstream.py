@@ -360,7 +360,7 @@ def lost_word() -> None:
         time.sleep(0.1)
     service.put("folder/word", "")
     service.delete("folder")
-    say("deletes the keys below it", service.put_first("folder/word", ""))
+    say("deletes what is below", service.put_first("folder/word", ""))
     say("lost", failing_in(lambda: context.context().get_config_key_value("never told", 2000))[0])
     sys.stdout.flush()
     os._exit(0)  # a normal exit may take forever
