@@ -36,12 +36,12 @@ def require_types(instance: Any) -> None:
 def _checks(kind: type) -> tuple[tuple[str, str, frozenset[type], Check], ...]:
     hints = typing.get_type_hints(kind)
     return tuple(
-        (name, _told(hints[name]), _plain(hints[name]), _check(hints[name]))
+        (name, _describe(hints[name]), _plain(hints[name]), _check(hints[name]))
         for name in (field.name for field in dataclasses.fields(kind))
     )
 
 
-def _told(hint: Any) -> str:
+def _describe(hint: Any) -> str:
     return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
 
 

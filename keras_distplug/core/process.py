@@ -82,7 +82,7 @@ def this_process(environ: Mapping[str, str] = os.environ, mounts: str | None = N
         with contextlib.suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8") as file:
             mounts = file.read()
     host = socket.gethostname()
-    job, attempt = _job_in(environ)
+    job, attempt = _read_job(environ)
     return Process(
         host=host,
         pid=os.getpid(),
@@ -90,7 +90,7 @@ def this_process(environ: Mapping[str, str] = os.environ, mounts: str | None = N
         boot=boot,
         namespace=namespace,
         ticks=ticks,
-        pod=_pod_in(mounts),
+        pod=_parse_pod(mounts),
         job=job,
         attempt=attempt,
     )
@@ -119,13 +119,13 @@ def is_alive(process: Process, here: Process) -> bool | None:
     return None if state in "Tt" else True  # stopped: it may never be continued
 
 
-def _pod_in(mounts: str) -> str:
+def _parse_pod(mounts: str) -> str:
     """Returns "pod/container", from the path of the termination-log file the kubelet mounts."""
     found = _POD.search(mounts)
     return "/".join(found.groups()) if found else ""
 
 
-def _job_in(environ: Mapping[str, str]) -> tuple[str, int]:
+def _read_job(environ: Mapping[str, str]) -> tuple[str, int]:
     """Returns the job that started this process, and the number of this start."""
     if JOB in environ:
         return environ[JOB], int(environ.get(ATTEMPT, "0"))

@@ -67,10 +67,10 @@ def report(event: Event) -> None:
 @contextmanager
 def time_spent(category: Category) -> Iterator[None]:
     """Reports the duration of its body. For the training thread only."""
-    begun_s = time.perf_counter()
+    start_s = time.perf_counter()
     try:
         yield
     finally:
-        secs = time.perf_counter() - begun_s
+        secs = time.perf_counter() - start_s
         for listener in listeners()[-1:]:
             listener.spent(category, secs)

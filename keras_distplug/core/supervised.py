@@ -246,10 +246,10 @@ def _replace_text(path: Path, text: str, mode: int = 0o666) -> None:
     os.replace(temporary, path)
 
 
-def _replace(path: Path, said: Any, failure: str, mode: int = 0o666) -> None:
-    """Writes `said` as JSON, atomically; warns with `failure` if that is not possible."""
+def _replace(path: Path, content: Any, failure: str, mode: int = 0o666) -> None:
+    """Writes `content` as JSON, atomically; warns with `failure` if that is not possible."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace_text(path, json.dumps(said), mode)
+        _replace_text(path, json.dumps(content), mode)
     except OSError as error:
         warnings.warn(f"{failure}: {error}", stacklevel=3)

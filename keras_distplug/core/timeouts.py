@@ -12,7 +12,7 @@ from keras_distplug.core.errors import ConfigurationError
 HEARTBEAT = "KERAS_DISTPLUG_HEARTBEAT_TIMEOUT"
 COLLECTIVE = "KERAS_DISTPLUG_COLLECTIVE_TIMEOUT"
 
-_LEAST_S = 1.0  # a heartbeat may take this long on a busy machine
+_MIN_S = 1.0  # a heartbeat may take this long on a busy machine
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Timeouts:
             ("heartbeat", self.heartbeat_secs),
             ("collective", self.collective_secs),
         ):
-            if secs is not None and not _LEAST_S <= secs < math.inf:
+            if secs is not None and not _MIN_S <= secs < math.inf:
                 raise ConfigurationError(
-                    f"Expected the {what} timeout to be finite and at least {_LEAST_S:g} s. "
+                    f"Expected the {what} timeout to be finite and at least {_MIN_S:g} s. "
                     f"Received: {secs!r}"
                 )
 

@@ -239,7 +239,7 @@ class ForkServer:
             except (ServerError, OSError) as error:
                 self.turn_off(str(error))
                 # The fork may have succeeded, and only the answer was late.
-                guard.end_all([f"{MEMBER}={name}"], _KILL_SECS)
+                guard.kill_all([f"{MEMBER}={name}"], _KILL_SECS)
         return spawn(self._command, environ), False
 
     def notes(self) -> list[str]:

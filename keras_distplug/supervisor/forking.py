@@ -127,16 +127,16 @@ class Loaded:
     Args:
         modules: Names of the modules.
         settings: Environment variables that the modules may have read.
-        started_with: Environment variables that this process read when it started.
-        has_set: Environment variables that the modules have set themselves.
+        start_environ: Environment variables that this process read when it started.
+        set_by_modules: Environment variables that the modules have set themselves.
         hooks: Finders on `sys.meta_path`.
         path_hooks: Hooks on `sys.path_hooks`.
     """
 
     modules: tuple[str, ...]
     settings: Mapping[str, str]
-    started_with: Mapping[str, str]
-    has_set: Mapping[str, str]
+    start_environ: Mapping[str, str]
+    set_by_modules: Mapping[str, str]
     hooks: tuple[Any, ...]
     path_hooks: tuple[Any, ...]
 
@@ -156,9 +156,11 @@ def load(modules: Sequence[str]) -> Loaded:
         raise RuntimeError(f"importing {', '.join(modules)} started threads: {', '.join(threads)}")
     gc.collect()
     gc.freeze()  # otherwise the first collection in a worker would copy all shared memory
-    has_set = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    set_by_modules = {
+        name: value for name, value in os.environ.items() if before.get(name) != value
+    }
     hooks = tuple(sys.meta_path), tuple(sys.path_hooks)
-    return Loaded(tuple(modules), settings(before), start_settings(before), has_set, *hooks)
+    return Loaded(tuple(modules), settings(before), start_settings(before), set_by_modules, *hooks)
 
 
 def _missing(wanted: Mapping[str, str], loaded: Loaded) -> dict[str, str]:
@@ -166,7 +168,7 @@ def _missing(wanted: Mapping[str, str], loaded: Loaded) -> dict[str, str]:
 
     A worker also reports variables that the modules have set themselves; these do not count.
     """
-    there = {**loaded.settings, **loaded.has_set}
+    there = {**loaded.settings, **loaded.set_by_modules}
     return {name: value for name, value in wanted.items() if there.get(name) != value}
 
 
@@ -196,15 +198,15 @@ def _fork(
     """Forks a worker. Returns None in the worker, and the outcome in the server."""
     reading, writing = os.pipe()
     try:
-        between = _forked()
+        intermediate_pid = _fork_process()
     except OSError as error:
         os.close(reading)
         os.close(writing)
         return {"error": str(error)}
-    if between == 0:
+    if intermediate_pid == 0:
         # The intermediate process exits, which makes the worker the supervisor's child.
         try:
-            worker = _forked()
+            worker = _fork_process()
         except OSError as error:
             os.write(writing, json.dumps({"error": str(error)}).encode())
             os._exit(1)
@@ -213,7 +215,7 @@ def _fork(
         try:
             os.close(reading)
             connection.close()
-            _become(request, descriptors)
+            _set_up_worker(request, descriptors)
             os.write(writing, json.dumps({"pid": os.getpid()}).encode())
             os.close(writing)
         except BaseException as error:  # noqa: BLE001 (the server reports it)
@@ -222,13 +224,13 @@ def _fork(
         return None
     os.close(writing)
     with open(reading, "rb") as file:
-        told = file.read()
-    os.waitpid(between, 0)
-    found: dict[str, Any] = json.loads(told) if told else {"error": "it exited immediately"}
+        answer = file.read()
+    os.waitpid(intermediate_pid, 0)
+    found: dict[str, Any] = json.loads(answer) if answer else {"error": "it exited immediately"}
     return found
 
 
-def _forked() -> int:
+def _fork_process() -> int:
     with warnings.catch_warnings():
         # Python 3.12 also counts native threads, such as those of OpenBLAS: see `load`.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -240,7 +242,7 @@ def _set_name(name: str) -> None:
     Path("/proc/self/comm").write_text(name)
 
 
-def _become(request: Request, descriptors: Sequence[int]) -> None:
+def _set_up_worker(request: Request, descriptors: Sequence[int]) -> None:
     """Turns this process into the one that `Popen` would have started."""
     _rewrite_marks(request.environ)
     _set_name(os.path.basename(sys.executable))
@@ -283,7 +285,7 @@ class _Preloaded(MetaPathFinder, Loader):
     """Provides the loaded modules when a script imports them."""
 
     def __init__(self, loaded: Loaded, request: Request) -> None:
-        self._packages = {name: _taken_out(name) for name in loaded.modules}
+        self._packages = {name: _pop_package(name) for name in loaded.modules}
         self._loaded, self._request = loaded, request
 
     def find_spec(
@@ -294,7 +296,7 @@ class _Preloaded(MetaPathFinder, Loader):
         if len(self._packages) == len(self._loaded.modules):  # the first of them
             if why := self._why_not():
                 _start_over(self._request, why)
-            os.environ.update(self._loaded.has_set)
+            os.environ.update(self._loaded.set_by_modules)
             # They may import each other; only those with a start function wait for their import.
             for other in set(self._packages) - {name}:
                 if not hasattr(self._packages[other][other], _START):
@@ -325,7 +327,7 @@ class _Preloaded(MetaPathFinder, Loader):
             found, loaded = _origin(name, but=self), package[name].__spec__
             if found != (loaded and loaded.origin):
                 return f"its {name} is {found}"
-        if start_settings(self._request.environ) != self._loaded.started_with:
+        if start_settings(self._request.environ) != self._loaded.start_environ:
             return "it starts with other variables for Python or the loader (PYTHON*, LD_*)"
         had, has = self._loaded.settings, settings(os.environ)
         if changed := sorted(name for name in {**had, **has} if had.get(name) != has.get(name)):
@@ -337,7 +339,7 @@ class _Preloaded(MetaPathFinder, Loader):
         return ""
 
 
-def _taken_out(name: str) -> dict[str, ModuleType]:
+def _pop_package(name: str) -> dict[str, ModuleType]:
     """Removes a package's modules from `sys.modules`, and returns them."""
     found = [each for each in sys.modules if each == name or each.startswith(f"{name}.")]
     return {each: sys.modules.pop(each) for each in found}

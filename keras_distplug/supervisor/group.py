@@ -18,7 +18,7 @@ from keras_distplug.supervisor.output import Output, pump
 from keras_distplug.supervisor.signals import Interruptions
 
 _POLL_SECS = 0.05
-_LOOK_SECS = 1.0  # the kernel does not report new orphans
+_ORPHAN_POLL_SECS = 1.0  # the kernel does not report new orphans
 _DRAIN_SECS = 1.0  # reached only if another process holds a pipe, or our output is blocked
 _KILL_SECS = 30.0  # a killed process may hang in the kernel, e.g. on a dead network disk
 
@@ -66,7 +66,7 @@ class Group:
 
     def runs(self, workers: Collection[str] | None = None) -> bool:
         """Returns True while the command of one of these workers, by default any, is running."""
-        return any(worker in self._running for worker in self._named(workers))
+        return any(worker in self._running for worker in self._selected(workers))
 
     def lives(self, workers: Collection[str] | None = None) -> bool:
         """Returns True while one of these workers, by default any, or a process that it started, is
@@ -103,13 +103,13 @@ class Group:
         deadline = time.monotonic() + timeout_secs
         while True:
             left_secs = max(0.0, deadline - time.monotonic())
-            for key, _ in self._selector.select(min(left_secs, _LOOK_SECS)):
+            for key, _ in self._selector.select(min(left_secs, _ORPHAN_POLL_SECS)):
                 if isinstance(key.data, _Process):
                     gone.append(key.data)
                 else:
                     signals = self._interruptions.received()
             guard.reap_orphans()
-            if gone or signals or left_secs <= _LOOK_SECS:
+            if gone or signals or left_secs <= _ORPHAN_POLL_SECS:
                 break
         now = time.time()  # the same for all, because the order of their exits is unknown
         return [self._reap(process, now) for process in gone], signals
@@ -159,11 +159,11 @@ class Group:
         finally:
             self._selector.close()
 
-    def _named(self, workers: Collection[str] | None) -> Collection[str]:
+    def _selected(self, workers: Collection[str] | None) -> Collection[str]:
         return self._marks if workers is None else workers
 
     def _marks_of(self, workers: Collection[str] | None) -> set[str]:
-        return {self._marks[worker] for worker in self._named(workers)}
+        return {self._marks[worker] for worker in self._selected(workers)}
 
     def _reap(self, process: _Process, now: float) -> Ended:
         self._selector.unregister(process.pidfd)

@@ -30,7 +30,7 @@ from typing import Self
 
 _JOB = "KERAS_DISTPLUG_JOB"  # `core.supervised.JOB`, which cannot be imported here
 _FAREWELL = "farewell"
-_OVER = -2  # instead of the start time of a session's leader: the session has ended
+_SESSION_ENDED = -2  # instead of the start time of a session's leader: the session has ended
 _SET_CHILD_SUBREAPER = 36  # prctl(2)
 _POLL_SECS = 0.02
 # If the supervisor is killed while it starts a worker, that has no mark until its program runs.
@@ -52,7 +52,7 @@ def living(marks: Collection[str], *, adopted: bool = False) -> bool:
     return bool(_pids(marks, adopted=adopted))
 
 
-def end_all(marks: Collection[str], timeout_secs: float) -> None:
+def kill_all(marks: Collection[str], timeout_secs: float) -> None:
     """Kills all processes of `living`, and waits up to `timeout_secs` seconds for their exit."""
     deadline = time.monotonic() + timeout_secs
     while living(marks) and time.monotonic() < deadline:
@@ -67,7 +67,7 @@ def signal_all(marks: Collection[str], number: signal.Signals, *, adopted: bool 
             pidfd = os.pidfd_open(pid)
             try:
                 # Checked again, because only from here on the PID cannot be reused.
-                found = _look_at(pid)
+                found = _read_stat(pid)
                 if found is not None and found.start == start:
                     signal.pidfd_send_signal(pidfd, number)
             finally:
@@ -78,7 +78,7 @@ _started: set[int] = set()
 _sessions: dict[str, dict[int, int]] = {}  # by mark: start times of the sessions' leaders
 _adopted: dict[int, int] = {}  # the same for orphans
 _guards: list[Guard] = []
-_here_before: set[int] = set()  # sessions of earlier children of this process
+_earlier_sessions: set[int] = set()  # sessions of earlier children of this process
 _adopts = threading.Event()
 
 
@@ -99,14 +99,14 @@ def adopting_orphans() -> Iterator[None]:
         become_subreaper()
         # The first process of a container also gets the orphans of all other processes.
         if os.getpid() != 1:
-            _here_before.update(os.getsid(pid) for pid in _children())
+            _earlier_sessions.update(os.getsid(pid) for pid in _children())
             _adopts.set()
     try:
         yield
     finally:
         _adopts.clear()
         _adopted.clear()
-        _here_before.clear()
+        _earlier_sessions.clear()
 
 
 def note_child(pid: int) -> None:
@@ -123,10 +123,10 @@ def note_worker(pid: int, mark: str) -> None:
 def _note_session(leader: int, sessions: dict[int, int]) -> None:
     if leader in sessions:
         return
-    found = _look_at(leader)
+    found = _read_stat(leader)
     sessions[leader] = -1 if found is None else found.start  # the leader may have exited
     for each in _guards:
-        each.tell(leader, sessions[leader])
+        each.report_session(leader, sessions[leader])
 
 
 def forget_child(pid: int) -> None:
@@ -146,7 +146,7 @@ def reap_orphans() -> None:
             session = os.getsid(pid)
             is_orphan = pid not in _started and session != ours
             is_alive = is_orphan and os.waitpid(pid, os.WNOHANG) == (0, 0)
-            if is_alive and _adopts.is_set() and session not in _here_before:
+            if is_alive and _adopts.is_set() and session not in _earlier_sessions:
                 _note_session(session, _adopted)
 
 
@@ -160,7 +160,7 @@ def _children() -> list[int]:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Stat:
     """A process as described by the kernel."""
 
     is_running: bool
@@ -169,19 +169,19 @@ class _Found:
     start: int  # in ticks
 
 
-def _look_at(pid: int) -> _Found | None:
+def _read_stat(pid: int) -> _Stat | None:
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None  # exited
     fields = stat.rpartition(b")")[2].split()
-    return _Found(fields[0] not in b"ZX", int(fields[1]), int(fields[3]), int(fields[19]))
+    return _Stat(fields[0] not in b"ZX", int(fields[1]), int(fields[3]), int(fields[19]))
 
 
 def _pids(marks: Collection[str], *, adopted: bool = False) -> dict[int, int]:
     """Returns the PIDs of the running processes, with their start times."""
     pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
-    table = {pid: found for pid in pids if (found := _look_at(pid)) is not None}
+    table = {pid: found for pid in pids if (found := _read_stat(pid)) is not None}
     noted = [_sessions.get(mark, {}) for mark in marks]
     sessions = {
         leader
@@ -194,7 +194,7 @@ def _pids(marks: Collection[str], *, adopted: bool = False) -> dict[int, int]:
     for pid, found in table.items():
         children.setdefault(found.parent, []).append(pid)
     belonging = {
-        pid for pid, found in table.items() if found.session in sessions or _has(marks, pid)
+        pid for pid, found in table.items() if found.session in sessions or _has_mark(marks, pid)
     }
     left = list(belonging)
     while left:
@@ -205,7 +205,7 @@ def _pids(marks: Collection[str], *, adopted: bool = False) -> dict[int, int]:
         for leader in each.keys() - {found.session for found in table.values()}:
             del each[leader]  # the session has ended, and its number may be reused
             for guard in _guards:
-                guard.tell(leader, _OVER)
+                guard.report_session(leader, _SESSION_ENDED)
     return {
         pid: table[pid].start for pid in belonging if table[pid].is_running and _may_signal(pid)
     }
@@ -222,7 +222,7 @@ def _may_signal(pid: int) -> bool:
     return True
 
 
-def _has(marks: Collection[str], pid: int) -> bool:
+def _has_mark(marks: Collection[str], pid: int) -> bool:
     try:
         environ = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -249,7 +249,7 @@ class Guard:
         )
         note_child(self._process.pid)
 
-    def tell(self, leader: int, start: int) -> None:
+    def report_session(self, leader: int, start: int) -> None:
         """Sends the guard a session of the job, with the start time of its leader."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # the guard has exited
@@ -277,8 +277,10 @@ def main(job: str, folder: str) -> None:
     if last == _FAREWELL:
         return
     last_seen, marks = time.monotonic(), (mark_of(job),)
-    told = {int(leader): int(start) for leader, start in map(str.split, lines)}
-    _sessions[marks[0]] = {leader: start for leader, start in told.items() if start != _OVER}
+    sessions = {int(leader): int(start) for leader, start in map(str.split, lines)}
+    _sessions[marks[0]] = {
+        leader: start for leader, start in sessions.items() if start != _SESSION_ENDED
+    }
     while time.monotonic() - last_seen < _QUIET_SECS:
         if living(marks):
             last_seen = time.monotonic()

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from keras_distplug.core.supervised import Supervised
 
-_STEPS = 10  # checks within the limit
-_LONGEST_LOOK_SECS = 5.0
+_CHECKS = 10  # checks within the limit
+_MAX_INTERVAL_SECS = 5.0
 
 
 @dataclass
-class _Seen:
+class _LastBeat:
     beat: int | None
     silent_secs: float
 
@@ -43,12 +43,12 @@ class Pulses:
         self._contract = contract
         self._limit_secs = limit_secs
         self._clock = clock
-        self._seen = {worker: _Seen(None, 0.0) for worker in workers}
-        self._looked = clock()
+        self._last_beats = {worker: _LastBeat(None, 0.0) for worker in workers}
+        self._checked_at = clock()
 
     @property
     def look_every_secs(self) -> float:
-        return min(self._limit_secs / _STEPS, _LONGEST_LOOK_SECS)
+        return min(self._limit_secs / _CHECKS, _MAX_INTERVAL_SECS)
 
     def look(self) -> dict[str, str]:
         """Returns the silent workers with their process states, such as "S (sleeping)".
@@ -56,21 +56,21 @@ class Pulses:
         Must be called at least every `look_every_secs`.
         """
         now = self._clock()
-        passed_secs = min(now - self._looked, 2 * self.look_every_secs)
-        self._looked = now
+        passed_secs = min(now - self._checked_at, 2 * self.look_every_secs)
+        self._checked_at = now
         silent = {}
-        for worker, seen in self._seen.items():
+        for worker, last in self._last_beats.items():
             pulse = self._contract.pulse_of(worker)
             try:
                 beat, pid = pulse.stat().st_mtime_ns, int(pulse.read_text())
             except (OSError, ValueError):
                 continue
             state = _state_of(pid)
-            if beat != seen.beat or state is None:
-                seen.beat, seen.silent_secs = beat, 0.0
+            if beat != last.beat or state is None:
+                last.beat, last.silent_secs = beat, 0.0
                 continue
-            seen.silent_secs += passed_secs
-            if seen.silent_secs >= self._limit_secs:
+            last.silent_secs += passed_secs
+            if last.silent_secs >= self._limit_secs:
                 silent[worker] = state
         return silent
 

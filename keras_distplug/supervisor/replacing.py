@@ -15,13 +15,13 @@ from keras_distplug.supervisor.group import Group
 from keras_distplug.supervisor.joining import Joining
 
 _FIRST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 1.0, 30.0
-_NEVER_JOINED = 10  # consecutive exits of a worker before joining
-_LOOK_SECS = 0.1
+_MAX_NEVER_JOINED = 10  # consecutive exits of a worker before joining
+_POLL_SECS = 0.1
 
 _KILLED = tuple(-number for number in signals("SIGKILL", "SIGTERM"))
 
 # Exit codes by which a worker asks not to be restarted.
-_NOT_AGAIN = (ExitCode.INTERRUPTED, ExitCode.DO_NOT_RESTART)
+_FINAL_CODES = (ExitCode.INTERRUPTED, ExitCode.DO_NOT_RESTART)
 
 
 @dataclass(frozen=True)
@@ -65,26 +65,26 @@ def decide(deaths: Sequence[Death], budget: int) -> float | GiveUp:
         deaths: All exits of this attempt, in order.
         budget: Number of restarts allowed without a newer checkpoint.
     """
-    unforgiven = _unforgiven(deaths)
+    recent = _since_last_progress(deaths)
     worker = deaths[-1].worker
-    if len(unforgiven) > budget:
+    if len(recent) > budget:
         often = "once" if budget == 1 else f"{budget} times"
         return GiveUp(
             f"gave up: workers were restarted {often} without a newer checkpoint "
             "(--max-worker-restarts)"
         )
-    in_a_row = _never_joined(worker, unforgiven)
-    if in_a_row >= _NEVER_JOINED:
+    consecutive = _count_never_joined(worker, recent)
+    if consecutive >= _MAX_NEVER_JOINED:
         return GiveUp(
-            f"gave up: {worker} exited {in_a_row} consecutive times before joining the cluster",
+            f"gave up: {worker} exited {consecutive} consecutive times before joining the cluster",
             ExitCode.DO_NOT_RESTART,
         )
-    return 0.0 if deaths[-1].was_killed else pause_secs(in_a_row, _LONGEST_PAUSE_SECS)
+    return 0.0 if deaths[-1].was_killed else pause_secs(consecutive, _LONGEST_PAUSE_SECS)
 
 
-def pause_secs(in_a_row: int, longest_secs: float) -> float:
+def pause_secs(consecutive: int, longest_secs: float) -> float:
     """Returns the pause after consecutive failures: none after the first, then doubling."""
-    return min(_FIRST_PAUSE_SECS * 2 ** (in_a_row - 2), longest_secs) if in_a_row > 1 else 0.0
+    return min(_FIRST_PAUSE_SECS * 2 ** (consecutive - 2), longest_secs) if consecutive > 1 else 0.0
 
 
 def is_newer(saves: Mapping[str, int], before: Mapping[str, int]) -> bool:
@@ -92,7 +92,7 @@ def is_newer(saves: Mapping[str, int], before: Mapping[str, int]) -> bool:
     return any(run not in before or step > before[run] for run, step in saves.items())
 
 
-def _unforgiven(deaths: Sequence[Death]) -> list[Death]:
+def _since_last_progress(deaths: Sequence[Death]) -> list[Death]:
     found: list[Death] = []
     newest = dict(deaths[0].saves)
     for death in deaths:
@@ -103,12 +103,12 @@ def _unforgiven(deaths: Sequence[Death]) -> list[Death]:
     return found
 
 
-def _never_joined(worker: str, deaths: Sequence[Death]) -> int:
-    in_a_row = 0
+def _count_never_joined(worker: str, deaths: Sequence[Death]) -> int:
+    consecutive = 0
     for death in deaths:
         if death.worker == worker and (death.has_joined or not death.was_killed):
-            in_a_row = 0 if death.has_joined else in_a_row + 1
-    return in_a_row
+            consecutive = 0 if death.has_joined else consecutive + 1
+    return consecutive
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Replacing:
     @property
     def look_within_secs(self) -> float:
         """The seconds within which `go_on` must be called."""
-        return _LOOK_SECS if self._absent else float("inf")
+        return _POLL_SECS if self._absent else float("inf")
 
     @property
     def times(self) -> int:
@@ -184,7 +184,7 @@ class Replacing:
 
     def take(self, exits: Sequence[Exit]) -> list[Exit]:
         """Takes over the workers to restart. Returns the exits of the others."""
-        return [exit_ for exit_ in exits if not self._takes(exit_)]
+        return [exit_ for exit_ in exits if not self._take_over(exit_)]
 
     def go_on(self, on_replaced: Callable[[Replaced], None]) -> list[tuple[str, float]]:
         """Continues all pending restarts as far as possible.
@@ -199,14 +199,14 @@ class Replacing:
         return [
             (worker, time.time() - absent.replaced.exit.at)
             for worker, absent in list(self._absent.items())
-            if self._is_back(worker, absent, on_replaced)
+            if self._advance(worker, absent, on_replaced)
         ]
 
-    def _takes(self, exit_: Exit) -> bool:
+    def _take_over(self, exit_: Exit) -> bool:
         worker = exit_.worker
         if worker not in self._workers or exit_.cause not in FAILURES:
             return False
-        if exit_.exit_code in _NOT_AGAIN or self.given_up:
+        if exit_.exit_code in _FINAL_CODES or self.given_up:
             return False
         has_joined = self._contract.read(worker) is not None
         was_killed = exit_.returncode in _KILLED
@@ -222,7 +222,7 @@ class Replacing:
         self._joining.await_start(worker)
         return True
 
-    def _is_back(
+    def _advance(
         self, worker: str, absent: _Absent, on_replaced: Callable[[Replaced], None]
     ) -> bool:
         if absent.is_started:

@@ -11,7 +11,7 @@ from keras_distplug.supervisor.attempt import Outcome
 from keras_distplug.supervisor.replacing import is_newer, pause_secs
 
 _LONGEST_PAUSE_SECS = 60.0
-_AGAIN = 2  # consecutive failures of a worker until the others continue without it
+_MAX_SAME_FAILURES = 2  # consecutive failures of a worker until the others continue without it
 
 # Exit codes that are final, even if other workers have failed as well.
 _FINAL = {
@@ -127,7 +127,7 @@ def decide(history: Sequence[Attempt], budgets: Budgets) -> Again | End:
         return End(failure.exit_code, f"gave up after {counted(failures - 1, 'restart')}")
     if outcome.is_preempted:
         return Again(last.slots, was_preempted=True)
-    if (slot := _who_fails_again(history, budgets)) is not None:
+    if (slot := _find_failing_slot(history, budgets)) is not None:
         return Again(tuple(each for each in last.slots if each != slot), given_up=slot)
     fruitless = _without_progress(history)
     if fruitless >= budgets.without_progress:
@@ -161,12 +161,12 @@ def _without_progress(history: Sequence[Attempt]) -> int:
     return fruitless
 
 
-def _who_fails_again(history: Sequence[Attempt], budgets: Budgets) -> int | None:
+def _find_failing_slot(history: Sequence[Attempt], budgets: Budgets) -> int | None:
     """Returns the slot of a worker that keeps failing, if the others may continue without it."""
-    last = history[-_AGAIN:]
+    last = history[-_MAX_SAME_FAILURES:]
     slots = last[-1].slots
     is_enough = budgets.min_workers is not None and len(slots) > budgets.min_workers
-    if not is_enough or len(last) < _AGAIN or any(each.slots != slots for each in last):
+    if not is_enough or len(last) < _MAX_SAME_FAILURES or any(each.slots != slots for each in last):
         return None
     failing = {_failing_slot(each) for each in last}
     return failing.pop() if len(failing) == 1 else None

@@ -20,7 +20,7 @@ from keras_distplug.core.events import Ended, Failed, Started, StartedAgain, Tra
 from keras_distplug.core.supervised import Phase, Status, Supervised
 from keras_distplug.core.timeouts import Timeouts
 from keras_distplug.supervisor.attempt import Limits, Listener, Outcome, Running
-from keras_distplug.supervisor.events_beside import EventLog, OpenLog
+from keras_distplug.supervisor.event_log import EventLog, OpenLog
 from keras_distplug.supervisor.exits import Cause, Exit
 from keras_distplug.supervisor.fork_server import ForkServer
 from keras_distplug.supervisor.group import Group
@@ -128,18 +128,18 @@ def run(job: Job, environ: Mapping[str, str], open_log: OpenLog | None = None) -
     check_command(job.command, environ)
     gpus = divide_gpus(visible_gpus(environ), job.workers, job.devices_per_worker)
     names = [role.name for role in local_cluster(range(job.workers + job.others), job.ps)]
-    name_of_job, begun = uuid.uuid4().hex, time.monotonic()
+    job_name, started_s = uuid.uuid4().hex, time.monotonic()
     with ExitStack() as stack:
-        log = stack.enter_context(EventLog(job.log, name_of_job, open_log))
+        log = stack.enter_context(EventLog(job.log, job_name, open_log))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="keras-distplug-")))
         interruptions = stack.enter_context(Interruptions())
-        stack.enter_context(Guard(name_of_job, folder))
+        stack.enter_context(Guard(job_name, folder))
         common = common_environment({**environ, **job.timeouts.to_env()})
         fork_server = stack.enter_context(
             ForkServer(
                 job.command,
                 common,
-                name_of_job,
+                job_name,
                 folder,
                 is_on=job.fork_server,
                 # CUDA does not survive a fork, and importing TensorFlow may initialize it.
@@ -147,12 +147,12 @@ def run(job: Job, environ: Mapping[str, str], open_log: OpenLog | None = None) -
             )
         )
         output = stack.enter_context(Output(names))
-        output.note(f"starting {_described(job)}: {shlex.join(job.command)}")
+        output.note(f"starting {_describe(job)}: {shlex.join(job.command)}")
         history: list[Attempt] = []
         slots, ports = tuple(range(job.workers)), tuple[int, ...]()
         while True:
             contract = Supervised(
-                name_of_job,
+                job_name,
                 len(history),
                 folder / f"attempt-{len(history)}",
                 job.devices_per_worker,
@@ -168,9 +168,9 @@ def run(job: Job, environ: Mapping[str, str], open_log: OpenLog | None = None) -
                     role.name: worker_environment(common, role, contract, own) for role in roles
                 }
                 start = partial(_start, group, fork_server, environs)
-                begun_at = time.time()
+                started_at = time.time()
                 forked = [name for name in environs if start(name)]
-                reporter.started(list(environs), slots, forked, begun_at)
+                reporter.started(list(environs), slots, forked, started_at)
                 reporter.report_fork_server()
                 running = Running(
                     group,
@@ -196,8 +196,8 @@ def run(job: Job, environ: Mapping[str, str], open_log: OpenLog | None = None) -
             if isinstance(next_, End):
                 log.note(Ended(next_.code, next_.why), len(history) - 1)
                 if next_.code == 0 and not _is_untrained(history[-1].outcome):
-                    _tell_own_supervisor(environ)
-                for line in closing_report(history, next_, time.monotonic() - begun):
+                    _report_to_own_supervisor(environ)
+                for line in closing_report(history, next_, time.monotonic() - started_s):
                     output.note(line)
                 return next_.code
 
@@ -324,7 +324,7 @@ def _is_untrained(outcome: Outcome) -> bool:
     return any(exit_.cause is Cause.UNTRAINED for exit_ in outcome.exits)
 
 
-def _tell_own_supervisor(environ: Mapping[str, str]) -> None:
+def _report_to_own_supervisor(environ: Mapping[str, str]) -> None:
     """Reports completion if this job is itself the single worker of another supervisor."""
     if (contract := Supervised.from_env(environ)) is not None:
         contract.report("worker-0", Phase.COMPLETED)
@@ -351,13 +351,15 @@ def closing_report(history: Sequence[Attempt], end: End, elapsed_secs: float) ->
         if alone := sum(each.outcome.replaced for each in history):
             restarts += f", {counted(alone, 'worker restart')}"
         return [f"{everyone} completed training in {elapsed_secs:.1f} s, {restarts}"]
-    lines = [f"{end.why}; exit code {end.code}", f"first failure: {_dated(failure)}"]
+    lines = [f"{end.why}; exit code {end.code}", f"first failure: {_with_time(failure)}"]
     for exit_ in last.exits:
         if exit_ is not failure:
             lines.append(f"  then: {_consequence(exit_, failure)}")
     for number, attempt in enumerate(history[:-1]):
         if attempt.outcome.first_failure:
-            lines.append(f"  earlier, in attempt {number}: {_dated(attempt.outcome.first_failure)}")
+            lines.append(
+                f"  earlier, in attempt {number}: {_with_time(attempt.outcome.first_failure)}"
+            )
     return lines
 
 
@@ -385,10 +387,10 @@ def _consequence(exit_: Exit, failure: Exit) -> str:
     return f"{exit_}, {max(0.0, exit_.at - failure.at):.1f} s later"
 
 
-def _dated(exit_: Exit) -> str:
+def _with_time(exit_: Exit) -> str:
     return f"{exit_} at {time.strftime('%H:%M:%S', time.localtime(exit_.at))}"
 
 
-def _described(job: Job) -> str:
+def _describe(job: Job) -> str:
     workers = counted(job.workers, "worker")
     return f"a chief, {workers} and {counted(job.ps, 'parameter server')}" if job.ps else workers

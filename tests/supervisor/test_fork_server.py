@@ -21,7 +21,7 @@ import pytest
 from keras_distplug.core.supervised import JOB, Supervised
 from keras_distplug.supervisor import fork_server, guard
 from keras_distplug.supervisor.attempt import Outcome
-from keras_distplug.supervisor.events_beside import EventLog
+from keras_distplug.supervisor.event_log import EventLog
 from keras_distplug.supervisor.exits import Cause, Exit
 from keras_distplug.supervisor.fork_server import ForkServer, PythonCommand
 from keras_distplug.supervisor.launch import Handle, common_environment
@@ -230,7 +230,7 @@ def test_marks(make: Make) -> None:
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
     assert not guard.living([made.mark])
     assert guard.living([others.mark])
-    guard.end_all([others.mark], LIMIT_SECS)
+    guard.kill_all([others.mark], LIMIT_SECS)
 
 
 def test_orphans_are_reaped(make: Make) -> None:

@@ -97,7 +97,7 @@ def test_script_without_training(start: Start, script: str) -> None:
     assert code == 0, printed
     assert sorted(job.marks()) == ["0", "1"]
     assert "2 workers exited with code 0" in printed
-    assert "without a `fit` that has callbacks of keras_distplug" in printed
+    assert "without a `fit` with keras_distplug's callbacks" in printed
 
 
 def test_worker_that_does_not_train(start: Start) -> None:
@@ -477,8 +477,14 @@ def test_no_tensorflow() -> None:
     [
         ((), "required: COMMAND"),
         (("run", "--", "true"), "required: --workers"),
-        (("run", "--workers", "2"), "no command to run. Write it after `--`"),
-        (("run", "--workers", "2", "--"), "no command to run. Write it after `--`"),
+        (
+            ("run", "--workers", "2"),
+            "Expected a command to run. Received: none. Write it after `--`",
+        ),
+        (
+            ("run", "--workers", "2", "--"),
+            "Expected a command to run. Received: none. Write it after `--`",
+        ),
         (("run", "--workers", "2", "python", "x.py"), "The command to run goes after `--`"),
         (("run", "--workers", "0", "--", "true"), "--workers must be >= 1. Received: 0"),
         (("run", "--workers", "two", "--", "true"), "invalid int value: 'two'"),
@@ -487,7 +493,10 @@ def test_no_tensorflow() -> None:
         (("run", "--workers", "1", "--startup-timeout", "0", "--", "true"), "must be > 0 s"),
         (("run", "--workers", "1", "--grace", "nan", "--", "true"), "must be >= 0 s"),
         (("run", "--workers", "1", "--heartbeat-timeout", "0.5", "--", "true"), "at least 1 s"),
-        (("run", "--workers", "1", "--collective-timeout", "inf", "--", "true"), "and finite"),
+        (
+            ("run", "--workers", "1", "--collective-timeout", "inf", "--", "true"),
+            "finite and at least",
+        ),
         (("run", "--workers", "1", "--unresponsive-timeout", "0", "--", "true"), "must be > 0 s"),
         (("run", "--workers", "1", "--max-preemptions", "-1", "--", "true"), "must be >= 0"),
         (("run", "--workers", "1", "--max-without-progress", "0", "--", "true"), "must be >= 1"),
@@ -501,7 +510,7 @@ def test_no_tensorflow() -> None:
         ),
         (
             ("run", "--workers", "2", "--ps", "1", "--min-workers", "1", "--", "true"),
-            "leave --min-workers out",
+            "omit --min-workers",
         ),
         (("run", "--workers", "1", "--log", "/no/such/folder/log", "--", "true"), "Give --log a"),
     ],
@@ -527,7 +536,7 @@ def test_inside_a_cluster() -> None:
     tf_config = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}'
     done = cli("run", "--workers", "2", "--", "true", TF_CONFIG=tf_config)
     assert done.returncode == 2
-    assert "worker-0 of 2: a scheduler starts the workers here" in done.stderr
+    assert "worker-0 of 2: a scheduler starts the workers" in done.stderr
 
 
 def test_too_few_gpus() -> None:

@@ -50,8 +50,8 @@ class EventLog:
         self._open_log = open_log
         self._place: Callable[[], Place | None] = lambda: None
         self._waiting: list[bytes] = []
-        self._beside: dict[tuple[str, str], Lines] = {}
-        self._present: Lines | None = None
+        self._run_logs: dict[tuple[str, str], Lines] = {}
+        self._current_run_log: Lines | None = None
         self._file: int | None = None
         if path is not None:
             try:
@@ -76,7 +76,7 @@ class EventLog:
         """
         at = time.time() if at is None else at
         line = to_line(Entry(at, SUPERVISOR, event, self._job, attempt))
-        self._note_beside(line)
+        self._log_to_run(line)
         if self._file is None:
             return
         try:
@@ -85,7 +85,7 @@ class EventLog:
             print(f"keras-distplug: events are no longer logged: {error}", file=sys.stderr)
             self._file = None
 
-    def _note_beside(self, line: bytes) -> None:
+    def _log_to_run(self, line: bytes) -> None:
         if self._open_log is None:
             return
         self._waiting.append(line)
@@ -93,28 +93,28 @@ class EventLog:
             key = place[:2]
             try:
                 # A job may train several runs, and return to an earlier one.
-                if key not in self._beside:
+                if key not in self._run_logs:
                     stem = f"{SUPERVISOR}-{self._job}"
-                    self._beside[key] = self._open_log(*place, stem, _tell)
-                self._present = self._beside[key]
+                    self._run_logs[key] = self._open_log(*place, stem, _warn)
+                self._current_run_log = self._run_logs[key]
             except ConfigurationError as error:
-                _tell(error)
+                _warn(error)
                 self._open_log = None
-        if self._present is not None:
+        if self._current_run_log is not None:
             for each in self._waiting:
-                self._present.append(each)
+                self._current_run_log.append(each)
             self._waiting.clear()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for each in self._beside.values():
+        for each in self._run_logs.values():
             each.close(_LAST_SECS)
         if self._file is not None:
             os.close(self._file)
 
 
-def _tell(error: Exception) -> None:
+def _warn(error: Exception) -> None:
     message = f"events cannot be written to the log of the run: {error}"
     print(f"keras-distplug: {message}", file=sys.stderr)

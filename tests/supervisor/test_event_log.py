@@ -9,7 +9,7 @@ from keras_distplug.core import events
 from keras_distplug.core.supervised import Supervised
 from keras_distplug.runlog.log_files import open_beside, read
 from keras_distplug.storage.files import open_files
-from keras_distplug.supervisor.events_beside import EventLog, Place
+from keras_distplug.supervisor.event_log import EventLog, Place
 
 
 def test_several_runs(tmp_path: Path) -> None:
